@@ -1,0 +1,47 @@
+"""Which checkpoints stay: the newest few and the best; the only good one can never be deleted."""
+
+import shutil
+from pathlib import Path
+
+from lockstep.checkpoint.layout import CheckpointSection, listed, read_manifest
+
+LOWER_IS_BETTER = ("loss", "error", "perplexity")
+"""Metrics whose name ends in one of these are better when smaller."""
+
+
+def is_better(metric: str, new: float, old: float | None) -> bool:
+    """Whether a metric's new value beats the old one; the first one always does, NaN never."""
+    if new != new:
+        return False
+    if old is None:
+        return True
+    return new < old if metric.endswith(LOWER_IS_BETTER) else new > old
+
+
+def best(root: Path, metric: str) -> Path | None:
+    """The checkpoint with the best value of a metric (the older one of equals), or None when none has it."""
+    found: tuple[float, Path] | None = None
+    for folder in reversed(listed(root)):
+        value = read_manifest(folder).metrics.get(metric)
+        if value is not None and is_better(metric, value, found[0] if found else None):
+            found = value, folder
+    return found[1] if found else None
+
+
+def chosen(root: Path, section: CheckpointSection) -> Path | None:
+    """The checkpoint that a finished run stands for: the best where one is kept, else the newest."""
+    newest = next(iter(listed(root)), None)
+    return (section.best and best(root, section.best)) or newest
+
+
+def tidy(root: Path, section: CheckpointSection) -> None:
+    """Delete what is neither among the newest `keep` nor the best, and what killed saves have left behind."""
+    folders = listed(root)
+    stay = set(folders[: section.keep])
+    if section.best and (champion := best(root, section.best)):
+        stay.add(champion)
+    for folder in folders:
+        if folder not in stay:
+            shutil.rmtree(folder, ignore_errors=True)
+    for leftover in root.glob("step-*.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)

@@ -1,0 +1,70 @@
+"""Where checkpoints lie and what their manifest says: a folder without a manifest does not exist."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from lockstep.config import Section
+
+MANIFEST = "manifest.json"
+
+
+class CheckpointSection(Section):
+    """When the run's state is kept on disk, and how much of it."""
+
+    every_steps: int | None = Field(None, ge=1)
+    """Save every so many steps; the last step is always saved."""
+    every_minutes: float | None = Field(10.0, gt=0)
+    """Save when so many minutes have passed since the last save (by rank 0's clock)."""
+    keep: int = Field(3, ge=1)
+    """How many of the newest checkpoints stay."""
+    best: str | None = None
+    """Also keep the best checkpoint by this metric of the evaluation, such as accuracy, f1 or loss; it is the one
+    that is evaluated and exported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds; written last, so that its presence means that the rest is there."""
+
+    step: int
+    """Steps done."""
+    epoch: int
+    world_size: int
+    digest: str
+    """sha256 over the weights, as of runtime/digest.py."""
+    numeric: Mapping[str, Any]
+    """The numeric recipe: everything that may change bits."""
+    progress: Mapping[str, Any]
+    """Small state that is no tensor: scaler, best so far, patience."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The evaluation at this step, if there was one."""
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """File name -> (size in bytes, sha256)."""
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """The folder of a step's checkpoint: step-000000123."""
+    return root / f"step-{step:09}"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; raises OSError or ValueError when there is none that can be read."""
+    try:
+        return Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+    except TypeError as error:
+        raise ValueError(f"the manifest has other fields: {error}") from None
+
+
+def listed(root: Path) -> list[Path]:
+    """Folders of finished checkpoints, newest first."""
+    found = [f for f in root.glob("step-*") if f.name[5:].isdigit() and (f / MANIFEST).is_file()]
+    return sorted(found, reverse=True)

@@ -1,0 +1,34 @@
+"""Which checkpoint can be trusted: every byte is checked against the manifest before anything is loaded."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep import files
+from lockstep.checkpoint.layout import MANIFEST, listed, read_manifest
+
+
+def problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint in a few words, or None when every file is as it was written."""
+    try:
+        manifest = read_manifest(folder)
+        there = {path.name for path in folder.iterdir()} - {MANIFEST}
+        if there != set(manifest.files):
+            return f"files missing or added: {', '.join(sorted(there ^ set(manifest.files)))}"
+        for name, (size, sha256) in manifest.files.items():
+            if (folder / name).stat().st_size != size:
+                return f"{name} has {(folder / name).stat().st_size} bytes instead of {size}"
+            if files.sha256(folder / name) != sha256:
+                return f"{name} has been changed (its sha256 differs)"
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}"
+    return None
+
+
+def newest(root: Path, passed_over: Callable[[Path, str], None]) -> Path | None:
+    """The newest checkpoint that verifies; tells `passed_over` each newer one and what is wrong with it."""
+    for folder in listed(root):
+        reason = problem(folder)
+        if reason is None:
+            return folder
+        passed_over(folder, reason)
+    return None

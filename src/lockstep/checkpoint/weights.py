@@ -1,0 +1,26 @@
+"""The weights alone, from a checkpoint into a plain model."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from lockstep.checkpoint.writer import load
+
+
+def restore(model: nn.Module, folder: Path) -> None:
+    """Fill a model's weights and buffers; the moving average's weights where the checkpoint has one.
+
+    Raises CheckpointError when the checkpoint belongs to another model.
+    """
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    load(folder, state)
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    average = {f"ema.{n}": p.detach() for n, p in model.named_parameters() if f"ema.{n}" in stored}
+    if average:
+        load(folder, average)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(average[f"ema.{name}"])

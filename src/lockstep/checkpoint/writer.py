@@ -1,0 +1,73 @@
+"""Writes and reads checkpoints through DCP: each rank its part, then one rename that makes them exist."""
+
+import secrets
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lockstep import files
+from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of
+from lockstep.errors import CheckpointError
+from lockstep.runtime.collectives import decided
+
+
+def save(root: Path, tensors: dict[str, Tensor], manifest: Manifest) -> Path:
+    """Write one checkpoint, on all ranks together; returns its folder.
+
+    Until the last rename the folder carries another name, so that a kill at any point leaves the older checkpoints
+    and nothing that looks like a new one. Raises CheckpointError, on every rank alike, when it cannot be written.
+    """
+    final = folder_of(root, manifest.step)
+    temporary = decided(final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}"))
+    try:
+        if dist.get_rank() == 0:
+            root.mkdir(parents=True, exist_ok=True)
+        dcp.save(tensors, storage_writer=FileSystemWriter(temporary, sync_files=True))
+        failure = _finish(temporary, final, manifest) if dist.get_rank() == 0 else None
+    except (CheckpointException, OSError) as error:
+        failure = str(error)
+    failure = decided(failure)
+    if failure is not None:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"cannot save a checkpoint in {root}: {failure}")
+    return final
+
+
+def _finish(temporary: Path, final: Path, manifest: Manifest) -> str | None:
+    try:
+        sums = {p.name: (p.stat().st_size, files.sha256(p)) for p in sorted(temporary.iterdir())}
+        files.write(temporary / MANIFEST, replace(manifest, files=sums).text())
+        if final.exists():  # a newer evaluation of the same step: the state is the same
+            shutil.rmtree(final)
+        temporary.replace(final)
+        files.sync_folder(final.parent)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def load(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors in place from a checkpoint, whatever world it was written by.
+
+    Raises CheckpointError naming the tensors that are not in it, or not of the same shape.
+    """
+    reader = dcp.FileSystemReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    missing = [name for name in tensors if name not in stored]
+    other = [
+        f"{name} is {tuple(stored[name].size)} there and {tuple(tensor.shape)} here"  # type: ignore[union-attr]
+        for name, tensor in tensors.items()
+        if name in stored and tuple(stored[name].size) != tuple(tensor.shape)  # type: ignore[union-attr]
+    ]
+    if missing or other:
+        wrong = [f"{name} is not in it" for name in missing] + other
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise CheckpointError(f"{folder} belongs to another model: {'; '.join(wrong[:3])}{more}")
+    dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())

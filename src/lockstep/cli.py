@@ -1,0 +1,207 @@
+"""What you type."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lockstep import config, files, plugins
+from lockstep import export as exporting
+from lockstep import recipe as recipes
+from lockstep.checkpoint import keeper, layout
+from lockstep.checkpoint.weights import restore
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.events import Bus
+from lockstep.recipe import Recipe
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Data-parallel PyTorch training; the weights are a function of the config and the data, not of the cluster.",
+)
+console = Console(highlight=False)
+
+ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or a run's recipe.yaml.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Settings that replace the file's.", metavar="[section.key=value ...]"),
+]
+RunArgument = Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
+
+
+def honest(command: Callable[..., int | None]) -> Callable[..., None]:
+    """A user's mistake becomes one message and an exit code; a bug of ours keeps its traceback."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            code = command(*args, **kwargs)
+        except LockstepError as error:
+            typer.echo(str(error), err=True)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            code = 130
+        raise typer.Exit(code or 0)
+
+    return run
+
+
+@app.command()
+@honest
+def train(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's folder.")] = "auto",
+    allow_drift: Annotated[bool, typer.Option(help="Resume although the numeric recipe has changed.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Show what would be run, and run nothing.")] = False,
+) -> int:
+    """Train as the config says, and resume where an earlier run of the same name stopped."""
+    recipe = recipes.named(recipes.load(path, overrides or []), path)
+    extra = ("--resume", resume, *(["--allow-drift"] if allow_drift else []))
+    return _launch(recipe, extra, dry_run=dry_run)
+
+
+@app.command()
+@honest
+def evaluate(run: RunArgument, overrides: Overrides = None) -> int:
+    """Measure a run's best or newest checkpoint on the test split, every sample once."""
+    recipe, checkpoint = _run_of(run, overrides)
+    code = _launch(recipe, ("--evaluate", str(checkpoint)))
+    if code == 0:
+        console.print(f"measured {checkpoint.name}; written to {recipe.folder / 'evaluation.json'}", soft_wrap=True)
+    return code
+
+
+def _launch(recipe: Recipe, extra: tuple[str, ...], *, dry_run: bool = False) -> int:
+    launcher = plugins.find("launch", recipe.launch.kind).build(recipe.launch, recipe.run.threads)
+    written = recipe.folder / "launch.yaml"  # recipe.yaml is the worker's, once it knows that the run can go on
+    plan = launcher.plan(written, extra)
+    if dry_run:
+        for name, value in plan.environment.items():
+            console.print(f"{name}={value}", markup=False)
+        console.print(f"{plan.processes} x {' '.join(plan.argv)}", markup=False, soft_wrap=True)
+        console.print(f"\n# {written}\n{config.dump(recipe)}", markup=False, soft_wrap=True)
+        return 0
+    try:
+        written.parent.mkdir(parents=True, exist_ok=True)
+        files.write(written, config.dump(recipe))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {written.parent}: {error.strerror}; choose another folder with run.dir"
+        ) from None
+    return launcher.run(plan, recipe.folder / "logs")
+
+
+def _run_of(path: Path, overrides: list[str] | None) -> tuple[Recipe, Path]:
+    """The recipe of a run and the checkpoint that is meant: the named one, else the best, else the newest."""
+    folder = path.absolute()
+    checkpoint = folder if (folder / layout.MANIFEST).is_file() else None
+    run = folder.parent.parent if checkpoint else folder
+    if not (run / "recipe.yaml").is_file():
+        raise ConfigError(f"{path} is no run: there is no recipe.yaml in it (runs are folders such as runs/NAME)")
+    recipe = recipes.load(run / "recipe.yaml", overrides or [])
+    checkpoint = checkpoint or keeper.chosen(run / "checkpoints", recipe.checkpoint)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{path} has no finished checkpoint yet; train it further with: lockstep train {run}/recipe.yaml"
+        )
+    return recipe, checkpoint
+
+
+@app.command()
+@honest
+def export(
+    run: RunArgument,
+    overrides: Overrides = None,
+    to: Annotated[Path | None, typer.Option(help="Folder to write; default: export in the run's folder.")] = None,
+) -> None:
+    """Write a run's model for others to load, read it back and compare."""
+    recipe, checkpoint = _run_of(run, overrides)
+    train_split, test_split, tokenizer = recipes.prepare(recipe)
+    spec = train_split.spec
+    model = recipes.build_model(recipe, spec)
+    restore(model, checkpoint)
+    plugin = plugins.find("models", recipe.model.kind)
+    manifest = layout.read_manifest(checkpoint)
+    target = (to or recipe.folder / "export").absolute()
+    written = exporting.export(
+        model,
+        recipes.first_samples(test_split, tokenizer),
+        target,
+        section=recipe.export,
+        writing=exporting.Writing(
+            own=plugin if hasattr(plugin, "save") else None,
+            rebuild=lambda: recipes.build_model(recipe, spec),
+            extra=tokenizer.save if tokenizer else None,
+            facts={
+                "model": recipe.model.model_dump(mode="json"),
+                "data": {"modality": spec.modality, "labels": spec.labels, "image_shape": spec.image_shape},
+                "digest": manifest.digest,
+                "step": manifest.step,
+                "metrics": manifest.metrics,
+            },
+        ),
+    )
+    console.print(f"exported {checkpoint.name} to {written} (read back, equal on real samples)", soft_wrap=True)
+
+
+@app.command()
+@honest
+def data(path: ConfigFile, overrides: Overrides = None) -> None:
+    """Fetch and prepare data, tokens and the pretrained model, without training; goes on where it was stopped."""
+    recipe = recipes.load(path, overrides or [])
+    bus = Bus()
+    bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
+    try:
+        train_split, test_split, _ = recipes.prepare(recipe, bus.publish)
+        model = recipes.build_model(recipe, train_split.spec)
+    finally:
+        bus.close()
+    parameters = sum(p.numel() for p in model.parameters())
+    console.print(
+        f"ready: {len(train_split):,} training and {len(test_split):,} test samples, "
+        f"{len(train_split.spec.labels)} labels; model {recipe.model.kind} with {parameters:,} parameters"
+    )
+
+
+@app.command()
+@honest
+def init(
+    task: Annotated[str, typer.Argument(help="What to train; one of the sources of `lockstep plugins`.")] = "digits",
+    to: Annotated[Path | None, typer.Option(help="File to write; default: TASK.yaml.")] = None,
+) -> None:
+    """Write a commented config to start from."""
+    target = to or Path(f"{task}.yaml")
+    if target.exists():
+        raise ConfigError(f"{target} exists and is not overwritten; name another file with --to")
+    text = config.explain(recipes.starter(task))
+    files.write(target, f"# {_try(target)}\n\n{text}")
+    console.print(f"wrote {target}; next: {_try(target)}")
+
+
+def _try(target: Path) -> str:
+    return f"lockstep train {target}"
+
+
+@app.command("plugins")
+@honest
+def list_plugins() -> None:
+    """List models, sources, strategies and launchers."""
+    for title, family in plugins.FAMILIES.items():
+        table = Table("name", "what it is", title=title, title_justify="left", title_style="bold")
+        for name in plugins.names(family):
+            described = plugins.find(family, name).Config.__doc__ or ""
+            table.add_row(name, described.splitlines()[0])
+        console.print(table)
+
+
+def main() -> None:
+    """The command `lockstep`."""
+    sys.exit(app())

@@ -1,0 +1,158 @@
+"""What the parts promise each other; a new model, source, strategy or launcher answers one of these.
+
+m = samples in a micro-batch, V = shards in a step, W = processes, C x H x W = channels, height, width.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+"""Column name -> tensor [m, ...]; "label" is int64 [m], images are uint8 [m, C, H, W], tokens int64 [m, T]."""
+
+Columns = dict[str, Any]
+"""A micro-batch before collation: column name -> array [m, ...], or a list of m arrays that differ in length."""
+
+
+class Tokenizer(Protocol):
+    """Turns texts into numbers; comes with the model, used by the data."""
+
+    key: str
+    """Changes whenever the same text could give other tokens; part of the token cache's name."""
+    pad_id: int
+    """The id that fills short rows."""
+
+    def __call__(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids, one int32 array [T_i] per text."""
+
+    def save(self, folder: Path) -> None:
+        """Write what an export needs to make the same tokens."""
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """A sum over samples (or tokens), never a mean: sums can be added in any split, means cannot."""
+
+    total: Tensor
+    """Sum of the losses, 0-dim."""
+    count: Tensor | int
+    """How many it is the sum of: samples, or tokens that count."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further sums over the same samples, such as {"accuracy": number right}; logged as sum / count."""
+    by_shard: Tensor | None = None
+    """Totals per shard [V], on a step's result only; tells which shard a NaN came from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one forward and backward pass takes: a shard of a step, with the samples it holds."""
+
+    step: int
+    shard: int
+    indices: tuple[int, ...]
+    """Positions of its samples in the training split, [<= m]; empty only for a shard without samples."""
+    batch: Batch
+    ghost: bool = False
+    """True on a rank without a shard in this step: it runs another's samples, and its result is discarded."""
+    shards: int = 1
+    """V, the same in every step."""
+    present: frozenset[int] = frozenset()
+    """The shards of this step, on all ranks, that hold samples (all V, but for the last step of an epoch)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """What a model must know of the data before it can be built."""
+
+    modality: str
+    """"image", "text", or a user's own word."""
+    labels: tuple[str, ...]
+    """Names of the classes; a sample's label is a position in it."""
+    image_shape: tuple[int, int, int] | None = None
+    """(C, H, W) of every image."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A split of a data set, indexed 0..len-1; a module `data/sources/NAME.py` has `Config`, `build(config, split)`."""
+
+    spec: DataSpec
+    lengths: np.ndarray | None
+    """Length of each sample, int [len], where samples differ in length; None where all are alike."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitems__(self, indices: Sequence[int]) -> Columns:
+        """A whole micro-batch at once."""
+
+
+class Model(nn.Module, ABC):
+    """A torch module whose forward takes a Batch and returns outputs such as logits [m, classes].
+
+    A module `models/NAME.py` has `Config` and `build(config, spec) -> Model`; where it has them, also
+    `tokenizer(config) -> Tokenizer`, `metrics(config, spec)`, and its own format: `save`, `read_back`.
+    """
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, batch: Batch) -> LossSum:
+        """Sum of the losses over the samples of `batch`, differentiable."""
+
+    @abstractmethod
+    def blocks(self) -> list[nn.Module]:
+        """The parts that run one after the other, each entered once per forward pass: where randomness is
+        reseeded, FSDP wraps and the pipeline cuts."""
+
+
+class Strategy(Protocol):
+    """How a model is spread; a module `parallel/NAME.py` has `Config` and `build(config, setting) -> Strategy`."""
+
+    def place(self, model: Model) -> nn.Module:
+        """Take a model, on every rank with the same weights, and return the module whose parameters are to be
+        optimised. May be called again, with another process group."""
+
+    def owned(self, shards: int) -> Sequence[int]:
+        """The shards of a step that this rank runs, out of 0..shards-1."""
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
+        """Run a step's micro-batches of this rank (never none: see MicroBatch.ghost); on return every gradient
+        is the sum over all of the step's samples in the whole world, and so is the loss."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Outputs for a batch of this rank's own, in evaluation; every rank may call it a different number of times."""
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """The global gradient norm, 0-dim, scaled down to max_norm where it is larger; None only measures it."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and buffers by their names in the model as it was before `place`."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """The reverse of `state`."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a launcher would do, in words that can be run by hand: shown by --dry-run."""
+
+    argv: tuple[str, ...]
+    """The command each node runs."""
+    processes: int
+    """Processes on this node."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the launcher sets."""
+
+
+class Stateful(Protocol):
+    """Whatever is kept in a checkpoint as plain numbers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings and lists of them: written as JSON."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of state_dict."""

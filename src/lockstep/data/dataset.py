@@ -1,0 +1,50 @@
+"""Opens a split: finds its source, caps it, turns texts into tokens."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lockstep import plugins
+from lockstep.contracts import Columns, Source, Tokenizer
+from lockstep.data.cache import tokenised
+from lockstep.data.section import DataSection
+from lockstep.events import Preparing
+
+
+class Subset:
+    """Some samples of a source, by position."""
+
+    def __init__(self, source: Source, rows: np.ndarray) -> None:
+        self.source, self.rows, self.spec = source, rows, source.spec
+        self.lengths = None if source.lengths is None else source.lengths[rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, indices: Sequence[int]) -> Columns:
+        """The source's columns for these samples."""
+        return self.source.__getitems__(self.rows[np.asarray(indices)].tolist())
+
+
+def open_source(section: DataSection, split: str) -> Source:
+    """The "train" or "test" split as its source gives it, capped by data.limit; raises DataError."""
+    source = plugins.find("data.sources", section.kind).build(section, split)
+    if split == "train" and section.limit is not None and section.limit < len(source):
+        rows = np.arange(section.limit) * len(source) // section.limit
+        return Subset(source, rows)
+    return source
+
+
+def with_tokens(
+    source: Source,
+    section: DataSection,
+    tokenizer: Tokenizer,
+    *,
+    publish: Callable[[object], None] = lambda _: None,
+) -> Source:
+    """A text source as tokens, from the cache; publishes Preparing while it builds."""
+
+    def progress(done: int, total: int) -> None:
+        publish(Preparing(what="tokenising texts", done=done, total=total))
+
+    return tokenised(source, tokenizer, section.cache, progress=progress)

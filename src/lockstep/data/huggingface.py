@@ -1,0 +1,58 @@
+"""One split of a Hugging Face data set: from a folder, the hub, or, without a network, its cache."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from lockstep.errors import DataError
+
+CONNECT_SECONDS = 2.0
+"""For one look whether the hub answers: its own client tries for 23 s before it gives up."""
+
+
+def load_split(name: str, split: str, *, subset: str | None = None, revision: str | None = None) -> Any:
+    """A split (a `datasets.Dataset`, or a slice of one like "train[:10%]") of a hub name or a local folder.
+
+    Raises DataError when it cannot be reached, found or read, with the library's own reason.
+    """
+    import datasets
+
+    folder = Path(name).expanduser().absolute()
+    local = folder.is_dir()
+    try:
+        with _offline_mode(datasets.config, on=not local and not _answers(datasets.config)):
+            return datasets.load_dataset(str(folder) if local else name, subset, split=split, revision=revision)
+    except ConnectionError as error:
+        raise DataError(
+            f"the Hugging Face hub cannot be reached for the data set {name!r}, and its cache has no copy: "
+            f"load it once where there is a network (there is no folder {folder} either)"
+        ) from error
+    except Exception as error:  # it passes on whatever its readers, the hub and the file system raise
+        reason = str(error.__cause__ or error).strip().partition("\n")[0] or type(error).__name__
+        raise DataError(
+            f"cannot load the split {split!r} of the data set {name!r}: {reason.rstrip('.')} (check its name "
+            f"or folder, subset, revision and splits; a slice such as 'train[:10%]' is a split too)"
+        ) from error
+
+
+def _answers(settings: Any) -> bool:
+    if settings.HF_HUB_OFFLINE:
+        return False
+    try:
+        requests.head(settings.HF_ENDPOINT, timeout=CONNECT_SECONDS)
+    except requests.RequestException:
+        return False
+    return True
+
+
+@contextmanager
+def _offline_mode(settings: Any, *, on: bool) -> Iterator[None]:
+    before = settings.HF_HUB_OFFLINE
+    settings.HF_HUB_OFFLINE = before or on
+    try:
+        yield
+    finally:
+        settings.HF_HUB_OFFLINE = before

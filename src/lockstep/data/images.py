@@ -1,0 +1,73 @@
+"""Image files of any form become one array of one size."""
+
+from collections.abc import Iterable
+from io import BytesIO
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from PIL import Image, ImageOps
+from pydantic import PositiveInt
+
+from lockstep.data.section import DataSection
+from lockstep.data.tables import Place
+from lockstep.errors import DataError
+
+ImageFile = Path | bytes | None
+"""An image file or its contents; None where a table has an empty cell."""
+
+
+class ImageSection(DataSection):
+    """The settings of sources whose images come as files."""
+
+    image_size: tuple[PositiveInt, PositiveInt] | None = None
+    """Height and width every image is scaled to; by default all images must have the size of the first."""
+    channels: Literal[1, 3] = 3
+    """1 makes all images grey, 3 makes them red, green, blue."""
+
+
+def decode(
+    files: Iterable[ImageFile], count: int, section: ImageSection, *, like: ImageFile, place: Place
+) -> np.ndarray:
+    """`count` image files as uint8 [count, C, H, W], by default as large as `like`, the first training one.
+
+    Photos are turned upright by their EXIF tag, transparency is dropped, 16-bit grey keeps its upper 8 bits.
+    Raises DataError for a file that is no image, or, without `image_size`, for the first of another size.
+    """
+    if count == 0:
+        raise DataError("there is no image in this split: check the folders or the splits named in `data`")
+    height, width = (
+        section.image_size
+        or _open(like, str(like) if isinstance(like, Path) else "the first training image").size[::-1]
+    )
+    images = np.empty((count, section.channels, height, width), dtype=np.uint8)
+    for number, file in enumerate(files):
+        image = _open(file, place(number)).convert("L" if section.channels == 1 else "RGB")
+        if section.image_size is None and image.size != (width, height):
+            raise DataError(
+                f"{place(number)} is {image.height} x {image.width} (height x width), but the first training "
+                f"image is {height} x {width}: set data.image_size='[{height},{width}]' to scale them all"
+            )
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        pixels = np.asarray(image)
+        images[number] = pixels[None] if section.channels == 1 else pixels.transpose(2, 0, 1)
+    return images
+
+
+def _open(file: ImageFile, where: str) -> Image.Image:
+    """An upright image in memory, of a mode that `convert` understands."""
+    if file is None:
+        raise DataError(f"{where} has no image: remove the row")
+    try:
+        with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as opened:
+            image = ImageOps.exif_transpose(opened)
+            image.load()
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"{where} cannot be read as an image ({error}): replace or remove it") from error
+    if image.mode.startswith("I"):
+        # Pillow would clip 16-bit grey at 255, which leaves a white image.
+        return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+    if "transparency" in image.info:
+        return image.convert("RGBA")
+    return image

@@ -1,0 +1,112 @@
+"""Micro-batches, fetched whole: in the training process, or ahead of it by worker processes."""
+
+import random
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.contracts import MicroBatch, Source
+from lockstep.data.collate import collate
+from lockstep.data.order import mix
+from lockstep.data.sampler import Request
+
+PREFETCH = 4
+"""Micro-batches that each worker process keeps ready."""
+
+
+class Fetched(Dataset[MicroBatch]):
+    """A source that answers whole requests. A source's own randomness depends on the samples, not on the process."""
+
+    def __init__(self, source: Source, seed: int, pad_id: int) -> None:
+        self.source, self.seed, self.pad_id = source, seed, pad_id
+
+    def __getitems__(self, request: Request) -> MicroBatch:
+        """Fetch and collate one micro-batch."""
+        self.reseed(request)
+        try:
+            columns = self.source.__getitems__(request.indices)
+        except Exception as error:
+            error.add_note(
+                f"while fetching samples {list(request.indices)} (step {request.step}, shard {request.shard})"
+            )
+            raise
+        return MicroBatch(
+            step=request.step,
+            shard=request.shard,
+            indices=request.indices,
+            batch=collate(columns, self.pad_id),
+            ghost=request.ghost,
+            shards=request.shards,
+            present=request.present,
+        )
+
+    def reseed(self, request: Request) -> None:
+        """Seed Python's, NumPy's and torch's generators from (seed, epoch, first sample of the micro-batch)."""
+        key = np.array([self.seed], dtype=np.uint64)
+        for part in (request.epoch, request.indices[0]):
+            key = mix(key ^ np.array([part], dtype=np.int64).view(np.uint64))
+        number = int(key[0])
+        random.seed(number)
+        np.random.seed(number & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
+
+
+class Loader:
+    """Iterates over MicroBatches on a device, in the order of the requests."""
+
+    def __init__(
+        self,
+        source: Source,
+        requests: Iterable[Request],
+        *,
+        seed: int,
+        pad_id: int,
+        workers: int,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        options: dict[str, Any] = {"prefetch_factor": PREFETCH, "worker_init_fn": _start_worker} if workers else {}
+        self.batches = DataLoader(
+            Fetched(source, seed, pad_id),
+            batch_sampler=requests,  # type: ignore[arg-type]
+            collate_fn=_as_it_is,  # type: ignore[arg-type]
+            num_workers=workers,
+            pin_memory=False,
+            **options,
+        )
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for micro_batch in self.batches:
+            yield self._moved(micro_batch)
+
+    def steps(self) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of one step at a time, as a list."""
+        together: list[MicroBatch] = []
+        for micro_batch in chain(self, [None]):
+            if together and (micro_batch is None or micro_batch.step != together[0].step):
+                yield together
+                together = []
+            if micro_batch is not None:
+                together.append(micro_batch)
+
+    def _moved(self, micro_batch: MicroBatch) -> MicroBatch:
+        if self.device.type == "cpu":
+            return micro_batch
+        batch = {name: t.pin_memory().to(self.device, non_blocking=True) for name, t in micro_batch.batch.items()}
+        return replace(micro_batch, batch=batch)
+
+
+def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:
+    return micro_batch
+
+
+def _start_worker(_: int) -> None:
+    """Ctrl-C reaches the whole terminal: the training process decides, its workers end with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

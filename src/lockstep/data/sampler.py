@@ -1,0 +1,79 @@
+"""What each rank fetches: its own shards of every step, or a ghost where it owns none."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.data.order import Order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One micro-batch to fetch; the fields are MicroBatch's, without the samples themselves."""
+
+    step: int
+    shard: int
+    epoch: int
+    indices: tuple[int, ...]
+    ghost: bool = False
+    shards: int = 1
+    present: frozenset[int] = frozenset()
+
+
+def step_requests(order: Order, step: int, owned: Sequence[int]) -> list[Request]:
+    """A rank's micro-batches of one step: its shards that hold samples.
+
+    A rank whose shards are all empty gets a ghost: another's micro-batch, to run with it through every collective.
+    """
+    shards = order.shards(step)
+    present = frozenset(shard for shard, rows in enumerate(shards) if len(rows))
+    mine = [shard for shard in owned if shard in present]
+    return [
+        Request(
+            step=step,
+            shard=shard,
+            epoch=order.epoch(step),
+            indices=tuple(shards[shard].tolist()),
+            ghost=not mine,
+            shards=len(shards),
+            present=present,
+        )
+        for shard in mine or [min(present)]
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRequests:
+    """Every request of steps start..stop-1, a list per step; can be made anew for another world at any step."""
+
+    order: Order
+    owned: Sequence[int]
+    start: int
+    stop: int
+
+    def __iter__(self) -> Iterator[Request]:
+        for step in range(self.start, self.stop):
+            yield from step_requests(self.order, step, self.owned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequests:
+    """Every sample once over all ranks: micro-batches of similar length, dealt to the ranks in turn."""
+
+    samples: int
+    lengths: np.ndarray | None
+    micro_batch: int
+    rank: int
+    world_size: int
+
+    @property
+    def total(self) -> int:
+        """Micro-batches of the whole split, over all ranks."""
+        return -(-self.samples // self.micro_batch)
+
+    def __iter__(self) -> Iterator[Request]:
+        rows = np.arange(self.samples) if self.lengths is None else np.argsort(self.lengths, kind="stable")
+        for number in range(self.rank, self.total, self.world_size):
+            indices = rows[number * self.micro_batch : (number + 1) * self.micro_batch]
+            yield Request(step=-1, shard=number, epoch=-1, indices=tuple(indices.tolist()))

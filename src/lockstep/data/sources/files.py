@@ -1,0 +1,166 @@
+"""Your own files: texts in CSV, JSON lines or Parquet, or images in a folder for each class."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+from pyarrow import csv, parquet
+from pydantic import Field
+
+from lockstep.config import LocalPath
+from lockstep.data.images import ImageSection, decode
+from lockstep.data.memory import Images, Texts
+from lockstep.data.order import mix
+from lockstep.data.tables import Place, labels_of, names_of, positions, require, rows_of, texts_of
+from lockstep.errors import DataError
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+CSV_BLOCK = 1 << 26
+"""Bytes of CSV read at a time, so the longest row; the reader's own 1 MiB is less than a book"""
+
+
+class Config(ImageSection):
+    """Your own files: a folder holds images (FOLDER/CLASS/*.png), a file is a table with a text column."""
+
+    train: LocalPath
+    """What to learn from: a .csv, .tsv, .jsonl or .parquet file, or a folder with a folder for each class."""
+    test: LocalPath | None = None
+    """What to test on, in the same form; without it a part of `train` is held out."""
+    test_fraction: float = Field(0.1, gt=0, lt=1)
+    """How much of `train` is held out when there is no `test`: always the same samples, whatever the seed."""
+    text_column: str = "text"
+    """The column of texts, in a table."""
+    label_column: str = "label"
+    """The column of labels, in a table."""
+
+    @property
+    def modality(self) -> str:
+        """A folder is images, a file is texts; what is not there yet is judged by its name's suffix."""
+        return "text" if _is_table(self.train) else "image"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What lies at a path: N samples (texts or image paths) and the N names of their classes."""
+
+    samples: list[Any]
+    labels: list[str]
+    place: Place
+
+
+def build(config: Config, split: str) -> Images | Texts:
+    """The "train" or "test" split, as texts or as uint8 images [N, C, H, W]; the classes are `train`'s.
+
+    Raises DataError for missing or damaged files, columns, texts, images and labels.
+    """
+    train = _read(config, config.train)
+    names = names_of(train.labels)
+    if config.test is None:
+        part, rows = train, _share(len(train.samples), config.test_fraction, split)
+    else:
+        part = train if split == "train" else _read(config, config.test)
+        rows = np.arange(len(part.samples))
+    labels = positions(part.labels, names, part.place)[rows]
+    samples = [part.samples[row] for row in rows]
+    if config.modality == "text":
+        return Texts(samples, labels, names)
+    images = decode(samples, len(samples), config, like=train.samples[0], place=lambda n: str(samples[n]))
+    return Images(images, labels, names)
+
+
+def _is_table(path: Path) -> bool:
+    return path.is_file() or (not path.is_dir() and path.suffix.lower() in READERS)
+
+
+def _share(samples: int, test_fraction: float, split: str) -> np.ndarray:
+    """Which samples are a split's, int [<= samples]: a hash of its number says where a sample belongs."""
+    hashes = mix(np.arange(samples, dtype=np.uint64))
+    held_out = (hashes >> np.uint64(11)) * 2.0**-53 < test_fraction
+    rows = np.flatnonzero(held_out if split == "test" else ~held_out)
+    if len(rows) == 0:
+        raise DataError(
+            f"holding {test_fraction:g} of {samples} samples out leaves no sample to {split} on: change "
+            f"data.test_fraction, or give data.test"
+        )
+    return rows
+
+
+def _read(config: Config, path: Path) -> Found:
+    if not path.exists():
+        raise DataError(f"there is no file or folder {path}: correct data.train or data.test")
+    if _is_table(path) != (config.modality == "text"):
+        raise DataError(f"{config.train} and {path} are a table and a folder of images: give two of one kind")
+    found = _table(path, config.text_column, config.label_column) if path.is_file() else _folder(path)
+    if not found.samples:
+        raise DataError(f"{path} holds no sample: it has columns, but no row below them")
+    return found
+
+
+def _folder(path: Path) -> Found:
+    """Images in the order of their paths, which does not depend on the file system."""
+    classes = [folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
+    files = sorted(
+        (file.relative_to(path).parts, file)
+        for folder in classes
+        for file in folder.rglob("*")
+        if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")
+    )
+    if not files:
+        raise DataError(
+            f"{path} has no images in folders: put those of each class into a folder with the name of the "
+            f"class, such as {path / 'cat' / '1.png'} ({', '.join(IMAGE_SUFFIXES)})"
+        )
+    samples = [file for _, file in files]
+    return Found(samples=samples, labels=[parts[0] for parts, _ in files], place=lambda n: str(samples[n]))
+
+
+def _table(path: Path, text_column: str, label_column: str) -> Found:
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"{path} is of no known form: name it after its form ({', '.join(READERS)}), or give a folder")
+    try:
+        texts, labels = reader(path, [text_column, label_column])
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as {path.suffix.lower()[1:]}: {error}") from error
+    place = rows_of(path)
+    return Found(samples=texts_of(texts, place), labels=labels_of(labels, place), place=place)
+
+
+def _read_csv(path: Path, columns: Sequence[str]) -> list[list[Any]]:
+    """Every value as the text it is: "NA" and "007" are not interpreted."""
+    parsing = csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
+    reading = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK)
+    with csv.open_csv(path, reading, parsing) as reader:
+        require(columns, reader.schema.names, path)
+    texts = csv.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pyarrow.string()))
+    return [column.to_pylist() for column in csv.read_csv(path, reading, parsing, texts).columns]
+
+
+def _read_json_lines(path: Path, columns: Sequence[str]) -> list[list[Any]]:
+    rows = []
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"line {number}: {error}") from None
+                if not isinstance(row, dict):
+                    raise ValueError(f'line {number} is not an object such as {{"text": "...", "label": 1}}')
+                require(columns, list(row), f"line {number} of {path}")
+                rows.append([row[column] for column in columns])
+    return [list(column) for column in zip(*rows, strict=True)] or [[], []]
+
+
+def _read_parquet(path: Path, columns: Sequence[str]) -> list[list[Any]]:
+    with parquet.ParquetFile(path) as file:
+        require(columns, file.schema_arrow.names, path)
+        table = file.read(columns=list(columns))
+    return [table.column(column).to_pylist() for column in columns]
+
+
+READERS = {".csv": _read_csv, ".tsv": _read_csv, ".jsonl": _read_json_lines, ".parquet": _read_parquet}

@@ -1,0 +1,64 @@
+"""What can go wrong, as a tree; every leaf says what happened and how to mend it.
+
+LockstepError            the base: never raised itself
+├── UserError            a person can mend it: shown as one message, without a traceback (exit code 2)
+│   ├── ConfigError      the config file or an override on the command line
+│   ├── DataError        files of data, their columns, their checksums
+│   ├── ModelError       a model that cannot be found, built or exported
+│   ├── CheckpointError  nothing to resume from, or not with this recipe
+│   └── LaunchError      processes that cannot be started
+├── NonFiniteLoss        training stopped because a loss was NaN or infinite (exit code 3)
+└── Interrupted          a signal ended the run early; it can be resumed (exit code 75)
+"""
+
+import difflib
+
+
+class LockstepError(Exception):
+    """The base of all errors that Lockstep raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(LockstepError):
+    """Something that a person can mend; the message says how."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """The config file, or an override on the command line, cannot be used."""
+
+
+class DataError(UserError):
+    """Data that is missing, damaged, or not of the form that the config says."""
+
+
+class ModelError(UserError):
+    """A model that cannot be found, built, loaded or exported."""
+
+
+class CheckpointError(UserError):
+    """No usable checkpoint, or one that does not belong to this recipe."""
+
+
+class LaunchError(UserError):
+    """Processes that cannot be started as asked."""
+
+
+class NonFiniteLoss(LockstepError):
+    """Training stopped because a loss was NaN or infinite."""
+
+    exit_code = 3
+
+
+class Interrupted(LockstepError):
+    """A signal ended the run early, after which it can be resumed (75 is EX_TEMPFAIL of sysexits.h)."""
+
+    exit_code = 75
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """' — did you mean X?' for the most similar known word, else an empty string."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" — did you mean {close[0]!r}?" if close else ""

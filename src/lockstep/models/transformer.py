@@ -1,0 +1,141 @@
+"""Any transformers model that classifies sequences, by hub name or local folder; DistilBERT is the reference."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import AfterValidator, Field
+from torch import Tensor, nn
+
+from lockstep.config import PluginSection
+from lockstep.contracts import Batch, DataSpec, LossSum, Model
+from lockstep.errors import ModelError
+from lockstep.runtime.loss import classification_loss
+
+
+def _absolute_folder(name: str) -> str:
+    folder = Path(name).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else name
+
+
+class Config(PluginSection):
+    """A pretrained encoder with a classification head on top."""
+
+    name: Annotated[str, AfterValidator(_absolute_folder)] = "distilbert-base-uncased"
+    """A name on the Hugging Face hub, or a local folder that holds a saved model and its tokenizer."""
+    revision: str = "main"
+    """The hub's branch, tag or commit; a commit can never change."""
+    max_length: int = Field(128, ge=2)
+    """Tokens of a text that are read; longer texts are cut."""
+
+    @property
+    def modality(self) -> str:
+        """Takes texts."""
+        return "text"
+
+
+class TextClassifier(Model):
+    """A transformers model under Lockstep's contract; `network` is the model itself."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Token ids and mask, int64 [m, T] -> logits [m, classes]."""
+        return self.network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+
+    def loss(self, outputs: Tensor, batch: Batch) -> LossSum:
+        """Cross-entropy."""
+        return classification_loss(outputs, batch)
+
+    def blocks(self) -> list[nn.Module]:
+        """The embeddings, each layer, and each part of the head."""
+        return list(_blocks(self.network))
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Walk down to lists of layers; whatever lies beside the way to them is a block of its own."""
+    if isinstance(module, nn.ModuleList):
+        yield from module
+    elif any(isinstance(part, nn.ModuleList) for part in module.modules()):
+        for child in module.children():
+            yield from _blocks(child)
+    else:
+        yield module
+
+
+def build(config: Config, spec: DataSpec) -> Model:
+    """The pretrained weights with a fresh head for the data's labels, whose names travel in the model's config.
+
+    Raises ModelError when the name cannot be loaded.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    network = _loaded(
+        AutoModelForSequenceClassification,
+        config,
+        num_labels=len(spec.labels),
+        id2label=dict(enumerate(spec.labels)),
+        label2id={name: number for number, name in enumerate(spec.labels)},
+        ignore_mismatched_sizes=True,
+    )
+    return TextClassifier(network.float())
+
+
+class PretrainedTokenizer:
+    """The tokenizer that belongs to the model."""
+
+    def __init__(self, config: Config) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer = _loaded(AutoTokenizer, config)
+        self.max_length = config.max_length
+        self.pad_id = int(self.tokenizer.pad_token_id or 0)
+        vocabulary = self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else str(self.tokenizer)
+        self.key = hashlib.sha256(f"{self.max_length} {vocabulary}".encode()).hexdigest()
+
+    def __call__(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids with the model's special tokens, int32 [T_i] per text, T_i <= max_length; in parallel."""
+        encoded = self.tokenizer(texts, truncation=True, max_length=self.max_length, return_attention_mask=False)
+        return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files beside the model's."""
+        self.tokenizer.save_pretrained(folder)
+
+
+def tokenizer(config: Config) -> PretrainedTokenizer:
+    """The tokenizer for a config; raises ModelError when it cannot be loaded."""
+    return PretrainedTokenizer(config)
+
+
+def save(model: TextClassifier, folder: Path) -> None:
+    """Write the model the way transformers reads it."""
+    model.network.save_pretrained(folder)  # type: ignore[operator]
+
+
+def read_back(folder: Path) -> Model:
+    """Read what `save` has written, with plain transformers."""
+    from transformers import AutoModelForSequenceClassification
+
+    return TextClassifier(AutoModelForSequenceClassification.from_pretrained(folder))
+
+
+def _loaded(kind: Any, config: Config, **options: Any) -> Any:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        return kind.from_pretrained(config.name, revision=config.revision, **options)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"cannot load model.name={config.name}: {reason}\n"
+            "  It is neither a local folder with config.json, weights and tokenizer files, nor a model that can be\n"
+            "  fetched from the hub right now. Give a folder with model.name=PATH, or go online once: `lockstep data`\n"
+            "  fetches everything a config needs."
+        ) from error

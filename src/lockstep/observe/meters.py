@@ -1,0 +1,38 @@
+"""How fast it goes, without what is not training: the first steps, evaluations, saves."""
+
+import time
+
+
+class Throughput:
+    """Samples per second between looks; a look happens where the device has been waited for anyway."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.samples = 0
+        self._mark: tuple[float, int] | None = None
+        self._paused = 0.0
+
+    def pause(self) -> None:
+        """Something other than training begins."""
+        self._paused = time.monotonic()
+
+    def resume(self) -> None:
+        """Training goes on."""
+        if self._mark is not None:
+            self._mark = self._mark[0] + time.monotonic() - self._paused, self._mark[1]
+
+    def look(self, samples: int) -> float | None:
+        """Samples per second since the last look; `samples` counts the whole run. None at the first look, before
+        which lies warm-up."""
+        now, before = time.monotonic(), self._mark
+        self._mark = now, samples
+        if before is None:
+            return None
+        seconds, fresh = max(now - before[0], 1e-9), samples - before[1]
+        self.samples, self.seconds = self.samples + fresh, self.seconds + seconds
+        return fresh / seconds
+
+    @property
+    def steady(self) -> float | None:
+        """Samples per second over all looks but the first; None when there was only one."""
+        return self.samples / self.seconds if self.seconds else None

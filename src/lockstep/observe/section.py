@@ -1,0 +1,32 @@
+"""The settings of watching."""
+
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from lockstep import plugins
+from lockstep.config import LocalPath, Section
+from lockstep.errors import nearest
+
+
+class ObserveSection(Section):
+    """What is shown and written down while it runs."""
+
+    sinks: tuple[str, ...] = ("progress", "jsonl", "tensorboard")
+    """Who is told: names of files in observe/sinks."""
+    log_every: int = Field(10, ge=1)
+    """Read loss and metrics from the device every so many steps (reading waits for the device)."""
+    file: LocalPath | None = None
+    """A Python file of your own with `observers(options)`: a list of objects with notice(event) and close();
+    they are told everything, on rank 0."""
+    options: dict[str, Any] = {}
+    """Whatever that file wants."""
+
+    @field_validator("sinks")
+    @classmethod
+    def _exist(cls, sinks: tuple[str, ...]) -> tuple[str, ...]:
+        known = plugins.names("observe.sinks")
+        for sink in sinks:
+            if sink not in known:
+                raise ValueError(f"there is no sink {sink!r}{nearest(sink, known)} (there is: {', '.join(known)})")
+        return sinks

@@ -1,0 +1,51 @@
+"""metrics.jsonl: a line per logged step and per evaluation, in a form that any program reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep import files
+from lockstep.events import Evaluated, RunStarted, StepDone
+
+
+class Jsonl:
+    """Appends lines; after a resume, lines of steps that are done again are dropped first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "metrics.jsonl"
+
+    def notice(self, event: object) -> None:
+        """Write logged steps and evaluations."""
+        if isinstance(event, RunStarted):
+            self._forget_after(event.resumed_step)
+        elif isinstance(event, StepDone) and event.values:
+            self._write({"kind": "step", "step": event.step, "epoch": event.epoch, **event.values})
+        elif isinstance(event, Evaluated):
+            facts = {"kind": "evaluation", "step": event.step, "epoch": event.epoch, "samples": event.samples}
+            self._write({**facts, **event.values})
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _forget_after(self, step: int) -> None:
+        if not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+        files.write(self.path, "".join(f"{line}\n" for line in kept))
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; a line that a kill has cut short belongs to no step and goes."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def build(folder: Path) -> Jsonl:
+    """The sink for a run directory."""
+    return Jsonl(folder)

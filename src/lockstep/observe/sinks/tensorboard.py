@@ -1,0 +1,42 @@
+"""TensorBoard scalars, written as training runs: `tensorboard --logdir runs`."""
+
+from pathlib import Path
+from typing import Any
+
+from lockstep.events import CheckpointSaved, Evaluated, RunEnded, RunStarted, StepDone
+
+
+class TensorBoard:
+    """train/* for logged steps, test/* for evaluations; steps that are done again replace those of before."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "tensorboard"
+        self.writer: Any = None
+
+    def notice(self, event: object) -> None:
+        """Write scalars."""
+        if isinstance(event, RunStarted):
+            from torch.utils.tensorboard import SummaryWriter
+
+            resumed = event.resumed_step + 1 if event.resumed_step else None
+            self.writer = SummaryWriter(str(self.folder), purge_step=resumed, flush_secs=10)
+        elif isinstance(event, StepDone) and event.values:
+            self._write("train", event.step, event.values)
+        elif isinstance(event, Evaluated):
+            self._write("test", event.step, event.values)
+        if isinstance(event, Evaluated | CheckpointSaved | RunEnded) and self.writer:
+            self.writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        if self.writer:
+            self.writer.close()
+
+    def _write(self, group: str, step: int, values: Any) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(f"{group}/{name}", value, step)
+
+
+def build(folder: Path) -> TensorBoard:
+    """The sink for a run directory."""
+    return TensorBoard(folder)

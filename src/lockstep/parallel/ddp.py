@@ -1,0 +1,113 @@
+"""Distributed data parallel: every rank holds the model and runs its own shards; DDP's buckets carry the sums.
+
+S. Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.config import PluginSection
+from lockstep.contracts import LossSum, MicroBatch, Model
+from lockstep.runtime.accumulation import world_loss
+from lockstep.runtime.collectives import summed_by_backend
+from lockstep.runtime.precision import Precision
+from lockstep.runtime.process_group import world_group
+from lockstep.runtime.replica import Replica
+from lockstep.runtime.seeds import Randomness
+from lockstep.runtime.tree_reduce import Exchange, Shards
+
+
+class Config(PluginSection):
+    """Every process holds the whole model and runs its share of the shards."""
+
+    bucket_mb: float = Field(25.0, gt=0)
+    """Gradients are exchanged in buckets of about this many MiB."""
+    find_unused: bool = False
+    """Set when some parameters take no part in the loss (costs a walk over the graph per step)."""
+
+
+def owned_by(rank: int, world_size: int, shards: int) -> range:
+    """The shards of a rank: a run of neighbours, so that most additions happen inside it."""
+    return range(rank * shards // world_size, (rank + 1) * shards // world_size)
+
+
+class DataParallel(Replica):
+    """DDP with gradients that are sums, not means, and whose order of addition belongs to the shards."""
+
+    def __init__(self, config: Config, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
+        super().__init__(randomness, precision, exact=exact)
+        self.config = config
+        self.exchanges: dict[tuple[Shards, int], Exchange] = {}
+
+    def place(self, model: Model) -> nn.Module:
+        """Wrap the model for the present process group."""
+        super().place(model)
+        self.exchanges.clear()
+        self.wrapped = DistributedDataParallel(
+            model,
+            forward_sync_buffers=False,
+            bucket_cap_mb=self.config.bucket_mb,
+            find_unused_parameters=self.config.find_unused,
+            gradient_as_bucket_view=True,
+        )
+        self.wrapped.register_comm_hook(None, self._sum_in_tree if self.exact else self._sum_by_backend)
+        return model
+
+    def owned(self, shards: int) -> Sequence[int]:
+        """This rank's run of shards."""
+        return owned_by(dist.get_rank(), dist.get_world_size(), shards)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
+        """Run this rank's shards; the backward pass of the last one exchanges the gradients."""
+        shards, present = micro_batches[0].shards, micro_batches[0].present
+        self.is_ghost = micro_batches[0].ghost
+        self.exchange = self._exchange(present, shards)
+        losses = self.accumulation.run(micro_batches, self.exchange, self.wrapped, no_sync=self.wrapped.no_sync)
+        return world_loss(micro_batches, losses, self.exchange)
+
+    def _exchange(self, present: Shards, shards: int) -> Exchange:
+        """Two kinds of step are met in a run, whole and ragged: keep their plans."""
+        if (present, shards) not in self.exchanges:
+            world = dist.get_world_size()
+            owners = [frozenset(owned_by(rank, world, shards)) for rank in range(world)]
+            self.exchanges[present, shards] = Exchange(owners, present, world_group())
+        return self.exchanges[present, shards]
+
+    def _sum_in_tree(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """The bucket's partial sums of every rank -> the whole tree's sum."""
+        nodes, buffer = self.exchange.nodes[self.exchange.rank], bucket.buffer()
+        parts = [buffer]
+        if len(nodes) > 1:
+            by_parameter = [self.accumulation.partials(p, nodes) for p in bucket.parameters()]
+            parts = []
+            for column in zip(*by_parameter, strict=True):
+                for view, part in zip(bucket.gradients(), column, strict=True):
+                    view.copy_(part)  # the bucket's own views know its memory layout
+                parts.append(buffer.clone())
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)
+        future.set_result(self.exchange.sum(parts))
+        return future
+
+    def _sum_by_backend(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """The backend's own all-reduce: as fast as it gets, in an order that depends on the world."""
+        buffer = bucket.buffer()
+        if self.is_ghost:
+            buffer.zero_()
+        return summed_by_backend(buffer)
+
+    @cached_property
+    def _devices(self) -> list[int | str | torch.device] | None:
+        device = self.parameters[0].device
+        return None if device.type == "cpu" else [device]
+
+
+def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> DataParallel:
+    """The strategy for a run."""
+    return DataParallel(config, randomness, precision, exact=exact)

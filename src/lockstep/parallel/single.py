@@ -1,0 +1,49 @@
+"""One process: the plain loop that every other strategy must equal."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.config import PluginSection
+from lockstep.contracts import LossSum, MicroBatch, Model
+from lockstep.errors import LaunchError
+from lockstep.runtime.accumulation import world_loss
+from lockstep.runtime.precision import Precision
+from lockstep.runtime.process_group import world_group
+from lockstep.runtime.replica import Replica
+from lockstep.runtime.seeds import Randomness
+from lockstep.runtime.tree_reduce import Exchange
+
+
+class Config(PluginSection):
+    """One process runs every shard."""
+
+
+class Single(Replica):
+    """The whole model, every shard, no communication."""
+
+    def place(self, model: Model) -> nn.Module:
+        """Keep the model as it is; raises LaunchError when there is more than one process."""
+        if dist.get_world_size() > 1:
+            raise LaunchError(
+                f"parallel.kind=single runs one process, but there are {dist.get_world_size()}: "
+                "set parallel.kind=ddp or launch.processes=1"
+            )
+        return super().place(model)
+
+    def owned(self, shards: int) -> Sequence[int]:
+        """All of them."""
+        return range(shards)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
+        """Run every shard; gradients are their sum."""
+        present = micro_batches[0].present
+        exchange = Exchange([present], present, world_group())
+        losses = self.accumulation.run(micro_batches, exchange, self.model)
+        return world_loss(micro_batches, losses, exchange)
+
+
+def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> Single:
+    """The strategy for a run."""
+    return Single(randomness, precision, exact=exact)

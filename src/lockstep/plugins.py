@@ -1,0 +1,47 @@
+"""A plugin is a file: the folder listing is the registry, and the only place that imports by name."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.errors import ConfigError, nearest
+
+ROOT = Path(__file__).parent
+FAMILIES = {"models": "models", "sources": "data.sources", "strategies": "parallel", "launchers": "launch"}
+"""What `lockstep plugins` calls a family -> its folder, dotted."""
+
+
+def names(family: str) -> list[str]:
+    """Names of the plugins in a family's folder (dotted, below the package), sorted."""
+    folder = ROOT.joinpath(*family.split("."))
+    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
+
+
+def find(family: str, name: str) -> Any:
+    """The module `name` of a family; raises ConfigError with the nearest name when there is no such file."""
+    known = names(family)
+    if name not in known:
+        raise ConfigError(f"there is no {name!r}{nearest(name, known)} (there is: {', '.join(known)})")
+    return importlib.import_module(f"lockstep.{family}.{name}")
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a user's Python file as a module, with its folder importable beside it.
+
+    Raises ConfigError when the file does not exist; errors inside the file keep their own traceback.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}: name a Python file, relative to the folder you are in")
+    name = f"lockstep_user_{path.stem}"
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,299 @@
+"""The whole run as one frozen, validated model, and the one place where its parts meet."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from lockstep import config, optim, plugins
+from lockstep.checkpoint.layout import CheckpointSection
+from lockstep.config import Complaint, Kind, LocalPath, Section
+from lockstep.contracts import Batch, DataSpec, MicroBatch, Model, Source, Strategy, Tokenizer
+from lockstep.data.collate import collate
+from lockstep.data.dataset import open_source, with_tokens
+from lockstep.data.loader import Loader
+from lockstep.data.order import Order
+from lockstep.data.sampler import EvaluationRequests, TrainingRequests
+from lockstep.errors import DataError
+from lockstep.evaluation import Evaluation, evaluate, metrics_for
+from lockstep.export import ExportSection
+from lockstep.observe.section import ObserveSection
+from lockstep.optim import OptimSection, ScheduleSection
+from lockstep.runtime.precision import Precision
+from lockstep.runtime.seeds import Randomness, seed_all, seed_of
+from lockstep.training.ema import MovingAverage
+from lockstep.training.settings import EvaluateSection, TrainSection
+from lockstep.training.state import TrainState
+from lockstep.world import World
+
+
+def plugin(family: str, default: str) -> Kind:
+    """Marks a section as the Config of one of a family's plugins."""
+    return Kind(default, lambda name: plugins.find(family, name).Config)
+
+
+class RunSection(Section):
+    """The run itself."""
+
+    dir: LocalPath = Path("runs")
+    """The folder of all runs."""
+    name: str | None = Field(None, pattern=r"^[\w.-]+$")
+    """This run's folder in it; by default the config file's name and the time. A name that exists is resumed."""
+    seed: int = Field(0, ge=0)
+    """Decides the order of the data, initial weights, dropout and augmentation."""
+    reproducibility: Literal["exact", "fast"] = "exact"
+    """exact: gradients are added in an order that belongs to the data; fast: by the backend's own all-reduce."""
+    threads: int = Field(1, ge=1)
+    """CPU threads per process; changes the last bits of the weights on a CPU, and is kept in the checkpoint."""
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    data: Annotated[Any, plugin("data.sources", "digits")] = None
+    model: Annotated[Any, plugin("models", "cnn")] = None
+    optim: OptimSection = OptimSection()
+    schedule: ScheduleSection = ScheduleSection()
+    train: TrainSection = TrainSection()
+    parallel: Annotated[Any, plugin("parallel", "ddp")] = None
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    observe: ObserveSection = ObserveSection()
+    export: ExportSection = ExportSection()
+    launch: Annotated[Any, plugin("launch", "local")] = None
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        assert self.run.name is not None, "the run has no name yet: see named()"
+        return self.run.dir / self.run.name
+
+
+def contradictions(recipe: Recipe) -> list[Complaint]:
+    """Settings that are right one by one and impossible together: (where, what)."""
+    train = recipe.train
+    found: list[Complaint] = []
+    if train.micro_batch > train.global_batch:
+        found.append(
+            (
+                ("train", "micro_batch"),
+                f"{train.micro_batch} is more than train.global_batch "
+                f"({train.global_batch}): a step would never fill one; set it to {train.global_batch} or less",
+            )
+        )
+    if train.epochs is not None and train.steps is not None:
+        found.append((("train", "steps"), "give train.steps or train.epochs, not both"))
+    gives, takes = recipe.data.modality, recipe.model.modality
+    if "any" not in (gives, takes) and gives != takes:
+        found.append(
+            (
+                ("model", "kind"),
+                f"{recipe.model.kind} takes {takes}s, but data.kind={recipe.data.kind} gives {gives}s",
+            )
+        )
+    if recipe.parallel.kind == "single" and recipe.launch.processes not in ("auto", 1):
+        found.append(
+            (
+                ("launch", "processes"),
+                f"{recipe.launch.processes} processes, but parallel.kind=single runs "
+                "one; set parallel.kind=ddp or launch.processes=1",
+            )
+        )
+    return found
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a config file; raises ConfigError with a line per complaint."""
+    recipe = config.load(Recipe, path, overrides, check=contradictions)
+    if recipe.parallel.kind == "single" and recipe.launch.processes == "auto":
+        launch = recipe.launch.model_copy(update={"processes": 1})
+        recipe = recipe.model_copy(update={"launch": launch})
+    return recipe
+
+
+def named(recipe: Recipe, path: Path) -> Recipe:
+    """The recipe with a run name: its own, else the config file's and the time."""
+    if recipe.run.name is not None:
+        return recipe
+    name = f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
+
+
+def numeric(recipe: Recipe, facts: dict[str, Any]) -> dict[str, Any]:
+    """The numeric recipe: every setting and fact that may change a bit of the weights, by dotted name.
+
+    The strategy and the world are not in it, nor how often is looked, saved or evaluated.
+    """
+    total = {"train.epochs", "train.steps"} if recipe.schedule.shape == "constant" else set()
+    found: dict[str, Any] = {"run.seed": recipe.run.seed, "run.reproducibility": recipe.run.reproducibility}
+    for name in ("data", "model", "optim", "schedule", "train"):
+        section: Section = getattr(recipe, name)
+        values = section.model_dump(mode="json", exclude=set(section.incidental))
+        found |= {f"{name}.{key}": value for key, value in values.items() if f"{name}.{key}" not in total}
+    return found | facts
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """A recipe's parts, built for one process."""
+
+    recipe: Recipe
+    world: World
+    device: torch.device
+    order: Order
+    model: Model
+    state: TrainState
+    test: Source
+    train: Source
+    tokenizer: Tokenizer | None
+    total_steps: int
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the model is spread."""
+        return self.state.strategy
+
+    def steps(self, start: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of each step from `start` on."""
+        owned = self.strategy.owned(self.order.shards_per_step)
+        requests = TrainingRequests(order=self.order, owned=owned, start=start, stop=self.total_steps)
+        return self._loader(self.train, requests, self.recipe.data.workers).steps()
+
+    def evaluate(self) -> Evaluation:
+        """Measure the model as it is on the whole test split."""
+        requests = EvaluationRequests(
+            samples=len(self.test),
+            lengths=self.test.lengths,
+            micro_batch=self.recipe.evaluate.micro_batch or self.recipe.train.micro_batch,
+            rank=self.world.rank,
+            world_size=self.world.size,
+        )
+        own = getattr(plugins.find("models", self.recipe.model.kind), "metrics", None)
+        metrics = metrics_for(self.test.spec, own(self.recipe.model, self.test.spec) if own else {})
+        batches = self._loader(self.test, requests, 0)
+        result = evaluate(self.strategy, self.model, batches, total=requests.total, metrics=metrics)
+        assert result.samples == len(self.test), (result.samples, len(self.test))
+        return result
+
+    def samples_at(self, step: int) -> int:
+        """Training samples seen after so many steps."""
+        epochs, place = divmod(step, self.order.steps_per_epoch)
+        return epochs * self.order.samples + min(place * self.order.global_batch, self.order.samples)
+
+    def describe(self, step: int, shard: int) -> str:
+        """A shard of a step, for people: who ran it and which samples it held."""
+        rows = self.order.shards(step)[shard].tolist()
+        return f"shard {shard}, samples {rows} of data.kind={self.recipe.data.kind}"
+
+    def _loader(self, source: Source, requests: Any, workers: int) -> Loader:
+        pad_id = self.tokenizer.pad_id if self.tokenizer else 0
+        return Loader(source, requests, seed=self.recipe.run.seed, pad_id=pad_id, workers=workers, device=self.device)
+
+
+def prepare(
+    recipe: Recipe, publish: Callable[[object], None] = lambda _: None
+) -> tuple[Source, Source, Tokenizer | None]:
+    """Open both splits, with their tokens made if need be: (train, test, tokenizer). Raises DataError."""
+    sources = [open_source(recipe.data, split) for split in ("train", "test")]
+    if recipe.data.modality != "text" and sources[0].spec.modality != "text":
+        return sources[0], sources[1], None
+    make = getattr(plugins.find("models", recipe.model.kind), "tokenizer", None)
+    if make is None:
+        return sources[0], sources[1], None
+    tokenizer = make(recipe.model)
+    train, test = (with_tokens(source, recipe.data, tokenizer, publish=publish) for source in sources)
+    return train, test, tokenizer
+
+
+def first_samples(source: Source, tokenizer: Tokenizer | None, count: int = 16) -> Batch:
+    """The first samples of a split as a batch."""
+    rows = range(min(count, len(source)))
+    return collate(source.__getitems__(rows), tokenizer.pad_id if tokenizer else 0)
+
+
+def starter(source: str) -> Recipe:
+    """A recipe to start from for a source, with the model that fits it. Raises ConfigError for an unknown source."""
+    module = plugins.find("data.sources", source)
+    data = module.Config(kind=source, **getattr(module, "STARTER", {}))
+    model = {"text": {"kind": "transformer"}, "any": {"kind": "user", "file": "my_model.py"}}.get(data.modality)
+    return Recipe.model_validate({"data": data, "model": model or {"kind": "cnn"}, "train": {"epochs": 3}})
+
+
+def build_model(recipe: Recipe, spec: DataSpec) -> Model:
+    """The model with its initial weights: the same on every rank and at every start."""
+    seed_all(seed_of(recipe.run.seed, "weights"))
+    return plugins.find("models", recipe.model.kind).build(recipe.model, spec)
+
+
+def model_from(facts: dict[str, Any]) -> Model:
+    """An untrained model of the shape that an export's config.json describes."""
+    kind = plugin("models", "cnn").validate(facts["model"])
+    data = facts["data"]
+    shape = tuple(data["image_shape"]) if data["image_shape"] else None
+    spec = DataSpec(modality=data["modality"], labels=tuple(data["labels"]), image_shape=shape)
+    return plugins.find("models", kind.kind).build(kind, spec)
+
+
+def assemble(recipe: Recipe, world: World, device: torch.device) -> Parts:
+    """Build every part for this process; the process group is open and the data has been prepared."""
+    train, test, tokenizer = prepare(recipe)
+    if len(train) == 0:
+        raise DataError("there is no training sample")
+    order = Order(
+        seed=recipe.run.seed,
+        samples=len(train),
+        global_batch=recipe.train.global_batch,
+        micro_batch=recipe.train.micro_batch,
+        lengths=train.lengths,
+    )
+    total_steps = recipe.train.total_steps(order.steps_per_epoch)
+    model = build_model(recipe, train.spec).to(device)
+    return Parts(
+        recipe=recipe,
+        world=world,
+        device=device,
+        order=order,
+        model=model,
+        state=place(recipe, model, total_steps=total_steps, device=device),
+        train=train,
+        test=test,
+        tokenizer=tokenizer,
+        total_steps=total_steps,
+    )
+
+
+def place(recipe: Recipe, model: Model, *, total_steps: int, device: torch.device) -> TrainState:
+    """Spread a model over the open process group, with its optimizer and all that a step needs."""
+    randomness = Randomness(seed_of(recipe.run.seed, "training"))
+    randomness.watch(model.blocks())
+    precision = Precision(recipe.train.precision, device)
+    exact = recipe.run.reproducibility == "exact"
+    strategy = plugins.find("parallel", recipe.parallel.kind).build(
+        recipe.parallel, randomness=randomness, precision=precision, exact=exact
+    )
+    module = strategy.place(model.train())
+    rate = partial(_rate, recipe, total_steps)
+    return TrainState(
+        strategy=strategy,
+        module=module,
+        optimizer=optim.build(recipe.optim, module),
+        precision=precision,
+        rate=rate,
+        ema=MovingAverage(module, recipe.train.ema) if recipe.train.ema else None,
+    )
+
+
+def _rate(recipe: Recipe, total_steps: int, step: int) -> float:
+    return optim.learning_rate(
+        recipe.optim,
+        recipe.schedule,
+        step=step,
+        total_steps=total_steps,
+        global_batch=recipe.train.global_batch,
+    )

@@ -1,0 +1,99 @@
+"""A rank's share of a step: its micro-batches one after the other, their gradients and losses added in the tree.
+
+V = shards of a step, W = processes.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from lockstep.contracts import Batch, LossSum, MicroBatch, Model
+from lockstep.runtime.batchnorm import RunningStatistics
+from lockstep.runtime.collectives import add_disjoint
+from lockstep.runtime.precision import Precision
+from lockstep.runtime.seeds import Randomness
+from lockstep.runtime.tree_reduce import Exchange, TreeSum, tree_sum
+
+
+def widened(outputs: Tensor) -> Tensor:
+    """Half-precision outputs as fp32, in which losses and metrics are computed; others as they are."""
+    return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
+
+
+class Accumulation:
+    """Keeps each parameter's gradients of a rank's shards as at most log2(V/W)+1 partial sums.
+
+    After the last micro-batch p.grad holds the first partial sum, and `partials` gives all. With `exact` off,
+    gradients simply add up in p.grad, in the order of the shards.
+    """
+
+    def __init__(self, model: Model, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
+        self.model, self.randomness, self.precision, self.exact = model, randomness, precision, exact
+        self.statistics = RunningStatistics(model)
+        self.trees: dict[Tensor, TreeSum] = {}
+        self.current: MicroBatch | None = None
+        self.is_last = False
+        self.hooks = [
+            p.register_post_accumulate_grad_hook(self._take) for p in model.parameters() if p.requires_grad and exact
+        ]
+
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        exchange: Exchange,
+        call: Callable[[Batch], Tensor],
+        *,
+        no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> list[LossSum]:
+        """Forward and backward of every micro-batch; gradients are exchanged, by `call`'s own hooks, in the last.
+
+        Returns the loss of each. A ghost's loss and gradients count for nothing.
+        """
+        nodes = exchange.nodes[exchange.rank]
+        self.trees = {p: TreeSum(exchange.present, nodes) for p in self.model.parameters() if p.requires_grad}
+        self.statistics.start_step(exchange)
+        losses = []
+        for micro_batch in micro_batches:
+            self.current, self.is_last = micro_batch, micro_batch is micro_batches[-1]
+            self.randomness.at(micro_batch.step, micro_batch.shard)
+            self.statistics.start_shard()
+            with nullcontext() if self.is_last else no_sync():
+                with self.precision.autocast():
+                    outputs = call(micro_batch.batch)
+                loss = self.model.loss(widened(outputs), micro_batch.batch)
+                self.precision.backward(loss.total)
+            if not micro_batch.ghost:
+                self.statistics.end_shard(micro_batch.shard)
+            losses.append(loss)
+        self.statistics.end_step(exchange)
+        return losses
+
+    def partials(self, parameter: Tensor, nodes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """A parameter's partial sums, one per node; zeros where no shard used it."""
+        parts = self.trees[parameter].parts
+        return [parts[node] if node in parts else torch.zeros_like(parameter) for node in nodes]
+
+    def _take(self, parameter: Tensor) -> None:
+        """Move a fresh gradient into the tree (runs before the hooks of wrappers, which then see the sum)."""
+        assert self.current is not None
+        assert parameter.grad is not None
+        if not self.current.ghost:
+            tree = self.trees[parameter]
+            tree.add((self.current.shard, 1), parameter.grad)
+            parameter.grad = next(iter(tree.parts.values())) if self.is_last else None
+
+
+def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum], exchange: Exchange) -> LossSum:
+    """Add the shards' losses over the world: totals and counts as float64, in the tree's order."""
+    names, device = sorted(losses[0].sums), losses[0].total.device
+    table = torch.zeros(micro_batches[0].shards, 2 + len(names), dtype=torch.float64, device=device)
+    for micro_batch, loss in zip(micro_batches, losses, strict=True):
+        if not micro_batch.ghost:
+            row = [loss.total, torch.as_tensor(loss.count, device=device), *(loss.sums[name] for name in names)]
+            table[micro_batch.shard] = torch.stack([value.detach().to(torch.float64) for value in row])
+    if exchange.size > 1:
+        add_disjoint(table)
+    total, count, *rest = tree_sum(table, exchange.present).unbind()
+    return LossSum(total, count, dict(zip(names, rest, strict=True)), by_shard=table[:, 0])

@@ -1,0 +1,76 @@
+"""What ranks tell each other outside of gradients: one rank's decision, everybody's opinion."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def decided(value: T) -> T:
+    """Rank 0's value, on every rank: for decisions that must not differ, such as a clock's."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every rank's value, on every rank, by rank."""
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    gathered(None)
+
+
+def add_disjoint(table: torch.Tensor) -> torch.Tensor:
+    """Complete a table, in place, of which each rank filled other rows and left zeros elsewhere.
+
+    The backend adds, but only zeros to one number each: exact, in any order.
+    """
+    dist.all_reduce(table)
+    return table
+
+
+def summed_by_backend(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Sum over ranks in place, in an order of the backend's own, without waiting."""
+    work = dist.all_reduce(buffer, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class Agreement:
+    """Flags that any rank may raise and all ranks see at the same step, without waiting: raised at step s, they
+    travel while step s+1 runs, and are read by all before step s+2."""
+
+    def __init__(self, flags: int) -> None:
+        self.group = dist.new_group(backend="gloo")
+        self.flags = torch.zeros(flags, dtype=torch.int64)
+        self.work: dist.Work | None = None
+
+    def post(self, flags: list[bool]) -> None:
+        """Send this rank's flags on their way."""
+        assert self.work is None, "read the flags of the last step first"
+        self.flags = torch.tensor(flags, dtype=torch.int64)
+        self.work = dist.all_reduce(self.flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def read(self) -> list[bool]:
+        """The flags of the last post, each true if any rank raised it; all false before the first."""
+        if self.work is None:
+            return [False] * len(self.flags)
+        self.work.wait()
+        self.work = None
+        return [bool(flag) for flag in self.flags.tolist()]
+
+
+def local_main_first(task: Callable[[], object], *, is_local_main: bool) -> None:
+    """Run a task on one process per machine while the others wait, for as long as it takes (a day at most)."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    if is_local_main:
+        task()
+    dist.barrier(group)

@@ -1,0 +1,59 @@
+"""The number formats of a run: autocast, gradient scaling, and the switches that may change bits."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Format = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Autocast to a format, with a gradient scaler for fp16 (bf16 has fp32's range and needs none)."""
+
+    def __init__(self, kind: Format, device: torch.device) -> None:
+        self.kind, self.device = kind, device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The context of every forward pass and its loss."""
+        return torch.autocast(self.device.type, DTYPES[self.kind], enabled=self.kind != "fp32")
+
+    def backward(self, total: Tensor) -> None:
+        """Backward pass of a sum of losses, scaled up where the format needs it."""
+        self.scaler.scale(total).backward()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Undo the scaling of the gradients; they are the true sums afterwards."""
+        self.scaler.unscale_(optimizer)
+
+    def apply(self, optimizer: torch.optim.Optimizer, *, commit: bool = True) -> None:
+        """The optimizer's step, left out without `commit` or where scaled gradients overflowed; adapts the scale."""
+        if commit or self.scaler.is_enabled():
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's numbers; empty for formats without one."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of state_dict."""
+        if state:
+            self.scaler.load_state_dict(state)
+
+
+def fix_numerics(*, threads: int, exact: bool) -> dict[str, Any]:
+    """Set what changes bits or speed for the whole process, before any thread is started; returns it as recorded.
+
+    Denormals are flushed here, first, because threads inherit the setting from the one that starts them.
+    """
+    flushed = torch.set_flush_denormal(True)
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.benchmark = not exact
+        torch.use_deterministic_algorithms(exact)
+    return {"threads": threads, "denormals_flushed": flushed, "torch_version": str(torch.__version__)}

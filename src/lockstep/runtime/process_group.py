@@ -1,0 +1,54 @@
+"""The process group: opened once, closed on every way out."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import LaunchError
+from lockstep.world import World
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a collective may wait; preparing data happens before the group's first one."""
+
+
+def device_of(world: World) -> torch.device:
+    """The device of this process: GPU number local_rank where there are GPUs, else the CPU.
+
+    Raises LaunchError when there are more processes than GPUs.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if world.local_size > torch.cuda.device_count():
+        raise LaunchError(
+            f"{world.local_size} processes but {torch.cuda.device_count()} GPUs on this machine: "
+            f"set launch.processes={torch.cuda.device_count()}"
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def world_group() -> dist.ProcessGroup:
+    """The open group of all processes."""
+    group = dist.group.WORLD
+    assert group is not None, "the process group is not open"
+    return group
+
+
+@contextmanager
+def opened(world: World, device: torch.device) -> Iterator[None]:
+    """A process group over the world (NCCL on GPUs, with Gloo for CPU tensors; Gloo elsewhere), destroyed on exit."""
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")  # deprecated name in 2.13, same call
+    if world.size > 1:
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(backend, timeout=TIMEOUT, rank=world.rank, world_size=world.size)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

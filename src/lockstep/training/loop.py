@@ -1,0 +1,174 @@
+"""The loop: step, look, keep. Every branch that touches a collective is taken by all ranks or by none."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from lockstep.checkpoint.keeper import is_better
+from lockstep.contracts import MicroBatch
+from lockstep.errors import Interrupted, NonFiniteLoss
+from lockstep.events import Bus, EpochDone, Evaluated, StepDone
+from lockstep.observe.meters import Throughput
+from lockstep.runtime.collectives import Agreement, decided
+from lockstep.training.settings import EvaluateSection, TrainSection
+from lockstep.training.state import Record, TrainState
+from lockstep.training.step import Outcome, step
+
+STOP, SAVE = 0, 1
+"""The flags that ranks agree on."""
+
+
+@dataclass(kw_only=True)
+class Training:
+    """What the loop needs; assembled by the recipe, nothing in it knows of the strategy."""
+
+    state: TrainState
+    train: TrainSection
+    evaluation: EvaluateSection
+    steps: Callable[[int], Iterator[list[MicroBatch]]]
+    """This rank's micro-batches from a given step on, a list per step."""
+    evaluate: Callable[[], tuple[int, dict[str, float]]]
+    """Measure the model as it is: (samples, name -> value)."""
+    save: Callable[[dict[str, float]], None]
+    """Write a checkpoint, with the metrics measured at this step."""
+    describe: Callable[[int, int], str]
+    """(step, shard) -> rank and sample indices, for people."""
+    bus: Bus
+    total_steps: int
+    steps_per_epoch: int
+    samples_at: Callable[[int], int]
+    """Training samples seen after so many steps."""
+    clip: float | None
+    log_every: int
+    best_metric: str | None
+    save_every_steps: int | None
+    save_every_seconds: float | None
+    interrupted: Callable[[], bool]
+    """Whether this rank has been asked to stop."""
+    throughput: Throughput = field(default_factory=Throughput)
+    unread: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """(step, losses per shard [V]) since the last look, on the device: looking waits for it."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the last finished step belongs to, from 1."""
+        return (self.state.step - 1) // self.steps_per_epoch + 1
+
+
+def train(run: Training) -> tuple[str, dict[str, float]]:
+    """Train from where the state is to the end; returns how it ended and the last evaluation.
+
+    Raises NonFiniteLoss (train.non_finite=stop), and Interrupted after a checkpoint when a signal came.
+    """
+    state, agreement, last_save = run.state, Agreement(flags=2), time.monotonic()
+    metrics: dict[str, float] = {}
+    status = "finished"
+    for micro_batches in run.steps(state.step):
+        is_logged = (state.step + 1) % run.log_every == 0 or state.step + 1 == run.total_steps
+        outcome = step(
+            state,
+            micro_batches,
+            clip=run.clip,
+            want_norm=is_logged,
+            skip_non_finite=run.train.non_finite == "skip",
+        )
+        _look(run, outcome, is_logged=is_logged)
+        stop, save = agreement.read()
+        agreement.post([run.interrupted(), _is_time(run, last_save)])
+        metrics = {}
+        if run.evaluation.is_due(state.step, run.steps_per_epoch) or state.step == run.total_steps:
+            metrics = _evaluate(run)
+        improved = bool(run.best_metric and metrics and _note(state.saving, run.best_metric, metrics))
+        enough = _is_enough(run, metrics)
+        if save or improved or enough or stop or _is_save_step(run):
+            _check_finite(run)
+            run.throughput.pause()
+            run.save(metrics)
+            run.throughput.resume()
+            last_save = time.monotonic()
+        if state.step % run.steps_per_epoch == 0:
+            run.bus.publish(EpochDone(epoch=run.epoch, step=state.step))
+        if enough:
+            status = "stopped early"
+            break
+        if stop:
+            agreement.read()
+            raise Interrupted(f"stopped by a signal after step {state.step}")
+    agreement.read()
+    return status, metrics
+
+
+def _look(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
+    """Keep the losses on the device; on a logged step read them all and publish."""
+    state, loss = run.state, outcome.loss
+    if loss.by_shard is not None:
+        run.unread.append((state.step, loss.by_shard))
+    if not is_logged:
+        run.bus.publish(StepDone(step=state.step, epoch=run.epoch))
+        return
+    count = float(loss.count)
+    values = {"loss": float(loss.total) / count}
+    values |= {name: float(value) / count for name, value in loss.sums.items()}
+    values["learning_rate"] = outcome.rate
+    if outcome.norm is not None:
+        values["gradient_norm"] = float(outcome.norm)
+    _check_finite(run)
+    speed = run.throughput.look(run.samples_at(state.step))
+    if speed is not None:
+        values["samples_per_second"] = speed
+    run.bus.publish(StepDone(step=state.step, epoch=run.epoch, values=values))
+
+
+def _check_finite(run: Training) -> None:
+    """Look through the losses since the last look; the same on every rank, since the table is the world's."""
+    unread, run.unread = run.unread, []
+    if run.train.non_finite != "stop":
+        return
+    for number, by_shard in unread:
+        bad = torch.nonzero(~torch.isfinite(by_shard)).flatten().tolist()
+        if bad:
+            where = "; ".join(run.describe(number - 1, shard) for shard in bad[:3])
+            raise NonFiniteLoss(
+                f"the loss became NaN or infinite in step {number}: {where}\n"
+                "  Nothing was saved since. Look at these samples, lower optim.lr, add schedule.warmup or optim.clip;\n"
+                "  or set train.non_finite=skip to leave such steps out."
+            )
+
+
+def _evaluate(run: Training) -> dict[str, float]:
+    _check_finite(run)
+    run.throughput.pause()
+    with run.state.for_use():
+        samples, values = run.evaluate()
+    run.throughput.resume()
+    run.bus.publish(Evaluated(step=run.state.step, epoch=run.epoch, samples=samples, values=values))
+    return values
+
+
+def _note(record: Record, metric: str, values: dict[str, float]) -> bool:
+    """Compare with the best so far, by rank 0's numbers, and remember the better."""
+    value = decided(values[metric])
+    if is_better(metric, value, record.best):
+        record.best, record.evaluations_since = value, 0
+        return True
+    record.evaluations_since += 1
+    return False
+
+
+def _is_enough(run: Training, metrics: dict[str, float]) -> bool:
+    metric, record = run.train.stop_metric, run.state.stopping
+    if metric is None or not metrics or run.state.step >= run.total_steps:
+        return False
+    _note(record, metric, metrics)
+    return record.evaluations_since >= run.train.stop_patience
+
+
+def _is_save_step(run: Training) -> bool:
+    step = run.state.step
+    return step == run.total_steps or (run.save_every_steps is not None and step % run.save_every_steps == 0)
+
+
+def _is_time(run: Training, last_save: float) -> bool:
+    return run.save_every_seconds is not None and time.monotonic() - last_save >= run.save_every_seconds

@@ -1,0 +1,84 @@
+"""Where a run goes on: which checkpoint, whether it belongs to this recipe, and what it brings back."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint import layout, verify, writer
+from lockstep.errors import CheckpointError
+from lockstep.runtime.collectives import decided
+from lockstep.training.state import TrainState
+
+
+def checkpoint_for(root: Path, resume: str, warn: Callable[[str], None]) -> Path | None:
+    """The checkpoint that `--resume auto|never|PATH` means, chosen by rank 0 for all; None to start afresh.
+
+    Raises CheckpointError, on every rank, when there are checkpoints but none can be used as asked.
+    """
+    try:
+        choice: Path | CheckpointError | None = _choose(root, resume, warn)
+    except CheckpointError as error:
+        choice = error
+    choice = decided(choice)
+    if isinstance(choice, CheckpointError):
+        raise choice
+    return choice
+
+
+def _choose(root: Path, resume: str, warn: Callable[[str], None]) -> Path | None:
+    there = layout.listed(root)
+    if resume == "never":
+        if there:
+            raise CheckpointError(
+                f"{root} holds {len(there)} checkpoints, the newest after step {layout.read_manifest(there[0]).step}: "
+                "--resume never would overwrite them. Choose another run.name, or go on with --resume auto"
+            )
+        return None
+    if resume == "auto":
+        found = verify.newest(root, lambda folder, reason: warn(f"passed over {folder.name}: {reason}"))
+        if there and found is None:
+            raise CheckpointError(f"none of the {len(there)} checkpoints in {root} is whole; choose another run.name")
+        return found
+    folder = Path(resume).expanduser().absolute()
+    reason = verify.problem(folder)
+    if reason is not None:
+        raise CheckpointError(f"cannot resume from {folder}: {reason}")
+    return folder
+
+
+def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Fields of two numeric recipes that differ, one line each."""
+    names = sorted({*stored, *now})
+    return [
+        f"{name}: {stored.get(name)!r} in the checkpoint, {now.get(name)!r} now"
+        for name in names
+        if stored.get(name) != now.get(name)
+    ]
+
+
+def resume(
+    state: TrainState,
+    folder: Path,
+    numeric: Mapping[str, Any],
+    *,
+    allow_drift: bool,
+    warn: Callable[[str], None],
+) -> None:
+    """Bring a state back from a checkpoint.
+
+    Raises CheckpointError when its numeric recipe is another one, field by field, unless drift is allowed.
+    """
+    manifest = layout.read_manifest(folder)
+    drift = differences(manifest.numeric, numeric)
+    if drift and not allow_drift:
+        listing = "\n  ".join(drift)
+        raise CheckpointError(
+            f"{folder} was made with another numeric recipe, so the weights would be no single run's:\n  {listing}\n"
+            "  Set these back, start a new run with another run.name, or go on all the same with --allow-drift"
+        )
+    for line in drift:
+        warn(f"numeric recipe changed on resume: {line}")
+    tensors = state.tensors()
+    writer.load(folder, tensors)
+    state.take(tensors)
+    state.load_state_dict(dict(manifest.progress))

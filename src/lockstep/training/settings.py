@@ -1,0 +1,53 @@
+"""The settings of the loop."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from lockstep.config import Section
+from lockstep.runtime.precision import Format
+
+
+class TrainSection(Section):
+    """How much, in what portions, and in which number format."""
+
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training samples; give this or `steps` (default: 1 epoch)."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps; give this or `epochs`."""
+    global_batch: int = Field(64, ge=1)
+    """G: samples per optimizer step, over all processes together; the number of processes never changes it."""
+    micro_batch: int = Field(16, ge=1)
+    """m: samples that one process handles at once; the largest that fits the device's memory is a good choice."""
+    precision: Format = "fp32"
+    """fp32, or autocast to bf16 or fp16 (fp16 with a gradient scaler)."""
+    non_finite: Literal["stop", "skip", "continue"] = "stop"
+    """When a loss is NaN or infinite: stop and say where (noticed at the next logged step, before anything is
+    saved), skip the update, or go on."""
+    ema: float | None = Field(None, gt=0, lt=1)
+    """Decay of a moving average of the weights, which is then what is evaluated and exported; such as 0.999."""
+    stop_metric: str | None = None
+    """Stop early when this metric of the evaluation (accuracy, f1, loss) gets no better ..."""
+    stop_patience: int = Field(3, ge=1)
+    """... for so many evaluations in a row."""
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps or max(1, round((self.epochs or 1) * steps_per_epoch))
+
+
+class EvaluateSection(Section):
+    """When the model is measured on the test split (always once more at the end)."""
+
+    every_steps: int | None = Field(None, ge=1)
+    """Evaluate every so many steps."""
+    every_epochs: int | None = Field(1, ge=1)
+    """Evaluate after every so many epochs."""
+    micro_batch: int | None = Field(None, ge=1)
+    """Samples at once; empty for train.micro_batch."""
+
+    def is_due(self, step: int, steps_per_epoch: int) -> bool:
+        """Whether an evaluation follows step number `step` (counted from 1)."""
+        by_step = self.every_steps is not None and step % self.every_steps == 0
+        by_epoch = self.every_epochs is not None and step % (self.every_epochs * steps_per_epoch) == 0
+        return by_step or by_epoch

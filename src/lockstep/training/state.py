@@ -1,0 +1,96 @@
+"""Everything that changes while training, and that a checkpoint has to bring back."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from lockstep.contracts import Strategy
+from lockstep.runtime.precision import Precision
+from lockstep.training.ema import MovingAverage
+
+
+@dataclass(kw_only=True)
+class Record:
+    """The best evaluation so far, and how long ago it was."""
+
+    best: float | None = None
+    evaluations_since: int = 0
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """Weights, optimizer and the few numbers beside them; data position and randomness follow from `step`."""
+
+    strategy: Strategy
+    module: nn.Module
+    """The placed module: the strategy's own parameters under canonical names."""
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    rate: Callable[[int], float]
+    """Learning rate of a step."""
+    ema: MovingAverage | None = None
+    step: int = 0
+    """Steps done."""
+    skipped: int = 0
+    """Steps without an update, because their loss was not finite."""
+    stopping: Record = field(default_factory=Record)
+    saving: Record = field(default_factory=Record)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by a flat, canonical name: model.*, ema.*, optimizer.PARAMETER.*."""
+        optimizer = get_optimizer_state_dict(self.module, self.optimizer)["state"]
+        return {
+            **{f"model.{name}": tensor for name, tensor in self.strategy.state().items()},
+            **{f"ema.{name}": tensor for name, tensor in (self.ema.tensors() if self.ema else {}).items()},
+            **{
+                f"optimizer.{name}.{key}": value
+                for name, values in optimizer.items()  # type: ignore[union-attr]
+                for key, value in values.items()  # type: ignore[union-attr]
+                if isinstance(value, Tensor)
+            },
+        }
+
+    def take(self, tensors: dict[str, Tensor]) -> None:
+        """Take over tensors that were made by `tensors` and filled from a checkpoint."""
+        whole: Any = get_optimizer_state_dict(self.module, self.optimizer)
+        for name, values in whole["state"].items():
+            values.update({key: tensors.get(f"optimizer.{name}.{key}", value) for key, value in values.items()})
+        set_optimizer_state_dict(self.module, self.optimizer, whole)
+        self.strategy.load({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+        if self.ema:
+            for name, average in self.ema.tensors().items():
+                average.copy_(tensors[f"ema.{name}"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers that are no tensors."""
+        return {
+            "step": self.step,
+            "skipped": self.skipped,
+            "scaler": self.precision.state_dict(),
+            "stopping": vars(self.stopping).copy(),
+            "saving": vars(self.saving).copy(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of state_dict."""
+        self.step, self.skipped = state["step"], state["skipped"]
+        self.precision.load_state_dict(state["scaler"])
+        self.stopping, self.saving = Record(**state["stopping"]), Record(**state["saving"])
+
+    @contextmanager
+    def for_use(self) -> Iterator[None]:
+        """The weights that are evaluated and exported, in evaluation mode; training's own again afterwards."""
+        self.module.eval()
+        try:
+            if self.ema is None:
+                yield
+            else:
+                with self.ema.in_place():
+                    yield
+        finally:
+            self.module.train()

