@@ -2,6 +2,7 @@
 
 import secrets
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,4 +71,6 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
         wrong = [f"{name} is not in it" for name in missing] + other
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise CheckpointError(f"{folder} belongs to another model: {'; '.join(wrong[:3])}{more}")
-    dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process, as intended
+        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())

@@ -16,15 +16,18 @@ from lockstep.runtime.loss import classification_loss
 
 
 def _absolute_folder(name: str) -> str:
-    folder = Path(name).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else name
+    """A folder of that name here or in models/, else the name as it is."""
+    for folder in (Path(name).expanduser(), Path("models") / name):
+        if folder.is_dir():
+            return str(folder.absolute())
+    return name
 
 
 class Config(PluginSection):
     """A pretrained encoder with a classification head on top."""
 
     name: Annotated[str, AfterValidator(_absolute_folder)] = "distilbert-base-uncased"
-    """A name on the Hugging Face hub, or a local folder that holds a saved model and its tokenizer."""
+    """A name on the Hugging Face hub, or a local folder (here or in models/) with a saved model and its tokenizer."""
     revision: str = "main"
     """The hub's branch, tag or commit; a commit can never change."""
     max_length: int = Field(128, ge=2)
