@@ -1,5 +1,6 @@
 """What you type."""
 
+import json
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -15,7 +16,7 @@ from lockstep import export as exporting
 from lockstep import recipe as recipes
 from lockstep.checkpoint import keeper, layout
 from lockstep.checkpoint.weights import restore
-from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.errors import CheckpointError, ConfigError, Interrupted, LockstepError
 from lockstep.events import Bus
 from lockstep.recipe import Recipe
 
@@ -25,12 +26,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Data-parallel PyTorch training; the weights are a function of the config and the data, not of the cluster.",
 )
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False, emoji=False)  # a path may hold [x] or :100:
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or a run's recipe.yaml.", metavar="CONFIG")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Settings that replace the file's.", metavar="[section.key=value ...]"),
+    typer.Argument(help="Settings that replace the file's.", metavar="section.key=value"),
 ]
 RunArgument = Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
 
@@ -85,9 +86,9 @@ def _launch(recipe: Recipe, extra: tuple[str, ...], *, dry_run: bool = False) ->
     plan = launcher.plan(written, extra)
     if dry_run:
         for name, value in plan.environment.items():
-            console.print(f"{name}={value}", markup=False)
-        console.print(f"{plan.processes} x {' '.join(plan.argv)}", markup=False, soft_wrap=True)
-        console.print(f"\n# {written}\n{config.dump(recipe)}", markup=False, soft_wrap=True)
+            console.print(f"{name}={value}", soft_wrap=True)
+        console.print(f"{plan.processes} x {' '.join(plan.argv)}", soft_wrap=True)
+        console.print(f"\n# {written}\n{config.dump(recipe)}", soft_wrap=True)
         return 0
     try:
         written.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,14 @@ def _launch(recipe: Recipe, extra: tuple[str, ...], *, dry_run: bool = False) ->
         raise ConfigError(
             f"cannot write to {written.parent}: {error.strerror}; choose another folder with run.dir"
         ) from None
-    return launcher.run(plan, recipe.folder / "logs")
+    try:
+        code = launcher.run(plan, recipe.folder / "logs")
+    except Interrupted as error:
+        typer.echo(str(error), err=True)
+        code = error.exit_code
+    if code == Interrupted.exit_code and (recipe.folder / "recipe.yaml").exists():
+        typer.echo(f"go on with: lockstep train {recipe.folder / 'recipe.yaml'}", err=True)
+    return code
 
 
 def _run_of(path: Path, overrides: list[str] | None) -> tuple[Recipe, Path]:
@@ -106,7 +114,9 @@ def _run_of(path: Path, overrides: list[str] | None) -> tuple[Recipe, Path]:
     run = folder.parent.parent if checkpoint else folder
     if not (run / "recipe.yaml").is_file():
         raise ConfigError(f"{path} is no run: there is no recipe.yaml in it (runs are folders such as runs/NAME)")
-    recipe = recipes.load(run / "recipe.yaml", overrides or [])
+    place = {"dir": str(run.parent), "name": run.name}  # a run may have been moved since its recipe was written
+    here = [f"run.{key}={json.dumps(value, ensure_ascii=False)}" for key, value in place.items()]
+    recipe = recipes.load(run / "recipe.yaml", here + (overrides or []))
     checkpoint = checkpoint or keeper.chosen(run / "checkpoints", recipe.checkpoint)
     if checkpoint is None:
         raise CheckpointError(
@@ -182,8 +192,11 @@ def init(
     if target.exists():
         raise ConfigError(f"{target} exists and is not overwritten; name another file with --to")
     text = config.explain(recipes.starter(task))
-    files.write(target, f"# {_try(target)}\n\n{text}")
-    console.print(f"wrote {target}; next: {_try(target)}")
+    try:
+        files.write(target, f"# {_try(target)}\n\n{text}")
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}; name another file with --to") from None
+    console.print(f"wrote {target}; next: {_try(target)}", soft_wrap=True)
 
 
 def _try(target: Path) -> str:
@@ -205,3 +218,7 @@ def list_plugins() -> None:
 def main() -> None:
     """The command `lockstep`."""
     sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

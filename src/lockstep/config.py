@@ -1,5 +1,6 @@
 """From one YAML file and overrides to a validated, frozen model; every complaint names file, line and remedy."""
 
+import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,15 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from lockstep.errors import ConfigError, nearest
@@ -21,6 +30,15 @@ class Section(BaseModel):
     )
     incidental: ClassVar[frozenset[str]] = frozenset()
     """Fields that can never change a bit of the weights (where files lie, how often to log)."""
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _no_switch_as_number(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        """Python counts True as 1: `global_batch: yes` would train on single samples."""
+        found = validate(value)
+        if isinstance(value, bool) and isinstance(found, int | float) and not isinstance(found, bool):
+            raise ValueError("should be a number")
+        return found
 
 
 class PluginSection(Section):
@@ -47,7 +65,7 @@ class Kind:
     def config(self, value: Any) -> type[PluginSection]:
         """The Config class for a section's raw value; raises ConfigError for an unknown kind."""
         named = value.get("kind", self.default) if isinstance(value, dict) else self.default
-        return self.find(str(named))
+        return self.find("" if named is None else str(named))
 
     def validate(self, value: Any) -> PluginSection:
         """Turn a raw mapping into the plugin's Config."""
@@ -56,7 +74,7 @@ class Kind:
         if value is None:
             value = {}
         if not isinstance(value, dict):
-            raise PydanticCustomError("section_type", "should be a section with keys of its own")
+            raise PydanticCustomError("section_type", "{reason}", {"reason": INSTEAD["model_type"]})
         try:
             config = self.config(value)
         except ConfigError as error:
@@ -68,6 +86,33 @@ class Kind:
         dump = core_schema.plain_serializer_function_ser_schema(lambda section: section.model_dump(mode="json"))
         return core_schema.no_info_plain_validator_function(self.validate, serialization=dump)
 
+
+class Loader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, as people write it, and a date is text."""
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what Loader reads back: quotes around text that Loader would take for a number."""
+
+
+EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+for _class in (Loader, Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in known if tag != "tag:yaml.org,2002:timestamp"]
+    for first, known in Loader.yaml_implicit_resolvers.items()
+}
+
+INSTEAD = {
+    "dict_type": "should be keys with values, such as {a: 1}",
+    "model_type": "should be a section with keys of its own",
+    "path_type": "should be the path of a file or folder",
+    "string_type": "should be text: put it in quotes, and once more in quotes on a command line ('\"...\"')",
+    "tuple_type": "should be a list, such as [a, b]",
+}
+"""What pydantic says in words of Python -> the same in words of YAML."""
+LONGEST_VALUE = 60
+"""Characters of a wrong value that are repeated in a complaint."""
 
 Path_ = tuple[str, ...]
 Complaint = tuple[Path_, str]
@@ -87,6 +132,11 @@ class Places:
             path = path[:-1]
         return self.of[path]
 
+    def replace(self, path: Path_, place: str) -> None:
+        """A key was given anew: forget where it and all below it were first written."""
+        self.of = {known: old for known, old in self.of.items() if known[: len(path)] != path}
+        self.of[path] = place
+
 
 def load(
     root: type[Root],
@@ -103,8 +153,12 @@ def load(
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path}; `lockstep init` writes one to start from") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder: name the YAML file (that of a run is RUN/recipe.yaml)") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a YAML file: byte {error.start} is not UTF-8 text") from None
     return parse(root, text, file=str(path), overrides=overrides, check=check)
 
 
@@ -124,30 +178,37 @@ def parse(
     try:
         found = root.model_validate(raw)
     except ValidationError as error:
-        complaints = [_explain(root, raw, dict(e)) for e in error.errors(include_url=False)]
+        complaints = _complaints(root, raw, error)
     else:
         complaints = check(found)
         if not complaints:
             return found
-    raise ConfigError("\n".join(f"{places.find(p)}: {'.'.join(p)}: {what}" for p, what in complaints))
+    lines = [f"{places.find(p)}: {'.'.join(p)}: {what}" for p, what in complaints]
+    raise ConfigError("\n".join(line.replace("\n", "\\n") for line in lines))
 
 
 def dump(section: Section) -> str:
     """YAML text that `load` reads back to an equal section."""
-    return yaml.safe_dump(section.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(section.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _read(text: str, places: Places) -> dict[str, Any]:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=Loader)
         raw = {} if node is None else _value(node, (), places)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{places.file}{line}: this is not YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{places.file}: this is not YAML: {error}") from None
+        begun = f" ({error.context} of line {error.context_mark.line + 1})" if error.context_mark else ""
+        raise ConfigError(f"{places.file}{line}: this is not YAML: {error.problem}{begun}") from None
+    except yaml.reader.ReaderError as error:
+        line = f":{text.count(chr(10), 0, error.position) + 1}"
+        raise ConfigError(
+            f"{places.file}{line}: this is not YAML: it holds the character {chr(error.character)!r}"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{places.file}: this is nested too deep, or an anchor (&) is used inside itself") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{places.file}: a config is made of sections such as `train:`, not of {raw!r}")
+        raise ConfigError(f"{places.file}: a config is made of sections such as `train:`, not of {_short(raw)}")
     return {name: section for name, section in raw.items() if section is not None}
 
 
@@ -155,8 +216,10 @@ def _value(node: yaml.Node, path: Path_, places: Places) -> Any:
     if isinstance(node, yaml.MappingNode):
         out: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = str(key_node.value)
             here = f"{places.file}:{key_node.start_mark.line + 1}"
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{here}: a key should be a word, not a list or a mapping")
+            key = str(key_node.value)
             if key in out:
                 first = places.of[(*path, key)]
                 raise ConfigError(f"{here}: {'.'.join((*path, key))} is given twice (first in {first})")
@@ -165,9 +228,13 @@ def _value(node: yaml.Node, path: Path_, places: Places) -> Any:
         return out
     if isinstance(node, yaml.SequenceNode):
         return [_value(child, (*path, str(i)), places) for i, child in enumerate(node.value)]
-    loader = yaml.SafeLoader("")
+    loader = Loader("")
     try:
         return loader.construct_object(node, deep=True)
+    except (ValueError, LookupError, AttributeError):  # PyYAML's own for `0x_`, `!!bool maybe`, `!!timestamp soon`
+        here = f"{places.file}:{node.start_mark.line + 1}"
+        kind = node.tag.rpartition(":")[2]
+        raise ConfigError(f"{here}: {'.'.join(path)}: {_short(node.value)} cannot be read as YAML's {kind}") from None
     finally:
         loader.dispose()
 
@@ -178,53 +245,98 @@ def _override(raw: dict[str, Any], override: str, places: Places) -> None:
     if not equals or not all(path):
         raise ConfigError(f"command line: {override!r} is not of the form section.key=value (data.limit=1000)")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        node = yaml.compose(text, Loader=Loader)
+        value = None if node is None else _value(node, path, Places("command line"))
+    except (yaml.YAMLError, RecursionError):
         value = text
     section = raw
-    for part in path[:-1]:
+    for length, part in enumerate(path[:-1], 1):
         if not isinstance(section.get(part), dict):
             section[part] = {}
+            places.replace(path[:length], "command line")
         section = section[part]
     section[path[-1]] = value
-    for length in range(1, len(path)):
-        places.of.setdefault(path[:length], "command line")
-    places.of[path] = "command line"
+    places.replace(path, "command line")
+
+
+def _complaints(root: type[Section], raw: dict[str, Any], error: ValidationError) -> list[Complaint]:
+    """One complaint per key; those of the alternatives of a union become one."""
+    found: dict[Path_, list[str]] = {}
+    values: dict[Path_, str] = {}
+    for one in error.errors(include_url=False):
+        path, what = _explain(root, raw, dict(one))
+        found.setdefault(path, []).append(what)
+        if one["type"] not in ("missing", "extra_forbidden", "unknown_kind") and not isinstance(one["input"], dict):
+            values[path] = f" (value {'null' if one['input'] is None else _short(one['input'])})"
+    return [(path, ", or ".join(what) + values.get(path, "")) for path, what in found.items()]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
 def _explain(root: type[Section], raw: dict[str, Any], error: dict[str, Any]) -> Complaint:
-    path = tuple(str(part) for part in error["loc"])
+    """Where, and what is wrong there."""
+    path = _written(raw, tuple(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
-        known = _known(root, raw, path[:-1])
-        near = nearest(path[-1], known)
-        elsewhere = "" if near else _elsewhere(root, raw, path[-1])
-        return (
-            path,
-            f"unknown key (value {error['input']!r}){near or elsewhere} (known here: {', '.join(known)})",
-        )
+        return path, _unknown(root, raw, path)
     if error["type"] == "missing":
-        return path, "is missing and has no default"
+        path = tuple(str(part) for part in error["loc"])
+        section = _section(root, raw, path[:-1])
+        meaning = " ".join((section.model_fields[path[-1]].description or "").split()) if section else ""
+        return path, f"is missing{_kind(raw, path, ', but {} needs it')}" + (f": {meaning}" if meaning else "")
     if error["type"] == "unknown_kind":
         return (*path, "kind"), error["msg"]
-    message = error["msg"].removeprefix("Value error, ")
+    message = INSTEAD.get(error["type"]) or error["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if error["type"] == "literal_error":
         message += nearest(str(error["input"]), [str(e) for e in error["ctx"]["expected"].split("'")[1::2]])
-    return path, f"{message[0].lower()}{message[1:]} (value {error['input']!r})"
+    return path, f"{message[0].lower()}{message[1:]}"
 
 
-def _known(root: type[Section], raw: Any, path: Path_) -> list[str]:
+def _unknown(root: type[Section], raw: dict[str, Any], path: Path_) -> str:
+    section = _section(root, raw, path[:-1])
+    known = list(section.model_fields) if section else []
+    hint = _elsewhere(root, raw, path) or nearest(path[-1], known)
+    return f"unknown key{hint} (known{_kind(raw, path, ' for {}') or ' here'}: {', '.join(known)})"
+
+
+def _written(raw: Any, path: Path_) -> Path_:
+    """The part of an error's path that somebody wrote; what follows are pydantic's names for a union's members."""
+    for length, part in enumerate(path):
+        if isinstance(raw, dict) and part in raw:
+            raw = raw[part]
+        elif isinstance(raw, list) and part.isdigit() and int(part) < len(raw):
+            raw = raw[int(part)]
+        else:
+            return path[:length]
+    return path
+
+
+def _kind(raw: dict[str, Any], path: Path_, words: str) -> str:
+    """`words` with data.kind=files in them, for a key of a section whose kind was chosen."""
+    section = raw.get(path[0])
+    kind = section.get("kind") if len(path) == 2 and isinstance(section, dict) else None
+    return words.format(f"{path[0]}.kind={kind}") if kind else ""
+
+
+def _section(root: type[Section], raw: Any, path: Path_) -> type[Section] | None:
     section: type[Section] | None = root
     for part in path:
-        section = section and _child(section, part, raw.get(part) if isinstance(raw, dict) else None)
-        raw = raw.get(part, {}) if isinstance(raw, dict) else {}
-    return list(section.model_fields) if section else []
+        raw = raw.get(part) if isinstance(raw, dict) else None
+        section = _child(section, part, raw) if section and part in section.model_fields else None
+    return section
 
 
 def _child(section: type[Section], name: str, raw: Any) -> type[Section] | None:
+    """The section in a field; None for any other field, and where the kind that `raw` names does not exist."""
     field = section.model_fields[name]
     for mark in field.metadata:
         if isinstance(mark, Kind):
-            return mark.config(raw)
+            try:
+                return mark.config(raw)
+            except ConfigError:
+                return None
     return _inner(field.annotation)
 
 
@@ -233,7 +345,11 @@ def _inner(annotation: Any) -> type[Section] | None:
     return next((c for c in choices if isinstance(c, type) and issubclass(c, Section)), None)
 
 
-def _elsewhere(root: type[Section], raw: dict[str, Any], key: str) -> str:
+def _elsewhere(root: type[Section], raw: dict[str, Any], path: Path_) -> str:
+    """The same key where it is known: in another section, or as a section."""
+    *sections_above, key = path
+    if sections_above and key in root.model_fields:
+        return f" — {key} is a section of its own: indent it less"
     for name, section in sections(root, raw):
         if key in section.model_fields:
             return f" — did you mean {name}.{key}?"
@@ -265,4 +381,5 @@ def _scalar(value: Any) -> str:
     if isinstance(value, Path):
         value = str(value.relative_to(Path.cwd()) if value.is_relative_to(Path.cwd()) else value)
     plain = list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
+    text = yaml.dump(plain, Dumper=Dumper, default_flow_style=True, allow_unicode=True, width=1000)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -59,6 +59,7 @@ class Interrupted(LockstepError):
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """' — did you mean X?' for the most similar known word, else an empty string."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" — did you mean {close[0]!r}?" if close else ""
+    """' — did you mean X?' for the most similar known word, whatever its case, else an empty string."""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
+    return f" — did you mean {by_lower[close[0]]!r}?" if close else ""

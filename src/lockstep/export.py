@@ -70,10 +70,11 @@ def export(model: nn.Module, batch: Batch, target: Path, *, section: ExportSecti
 
     Raises ModelError when the outputs differ or the target cannot be written.
     """
-    if section.kind == "pretrained" and target.exists() and any(target.iterdir()) and not _is_export(target):
-        raise ModelError(f"{target} holds other files and will not be replaced; name another folder with --to")
+    target = target.absolute()
     temporary = target.with_name(f".{target.name}.tmp")
     try:
+        if section.kind == "pretrained" and target.exists() and any(target.iterdir()) and not _is_export(target):
+            raise ModelError(f"{target} holds other files and will not be replaced; name another folder with --to")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         if section.kind == "state_dict":
@@ -101,7 +102,10 @@ def _state_dict(model: nn.Module, file: Path, writing: Writing) -> nn.Module:
 
 
 def _folder(model: nn.Module, folder: Path, writing: Writing) -> nn.Module:
-    state = {name: tensor.detach().contiguous() for name, tensor in unwrapped(model).state_dict().items()}
+    state = {  # copies, because safetensors refuses tensors that share memory, as tied weights do
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in unwrapped(model).state_dict().items()
+    }
     save_file(state, folder / "model.safetensors")
     files.write(folder / "config.json", json.dumps(writing.facts, indent=1))
     files.write(folder / "loader.py", LOADER)

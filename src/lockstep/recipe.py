@@ -15,7 +15,7 @@ from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.config import Complaint, Kind, LocalPath, Section
 from lockstep.contracts import Batch, DataSpec, MicroBatch, Model, Source, Strategy, Tokenizer
 from lockstep.data.collate import collate
-from lockstep.data.dataset import open_source, with_tokens
+from lockstep.data.dataset import Subset, open_source, with_tokens
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
@@ -24,6 +24,7 @@ from lockstep.evaluation import Evaluation, evaluate, metrics_for
 from lockstep.export import ExportSection
 from lockstep.observe.section import ObserveSection
 from lockstep.optim import OptimSection, ScheduleSection
+from lockstep.runtime.collectives import gathered
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness, seed_all, seed_of
 from lockstep.training.ema import MovingAverage
@@ -187,9 +188,10 @@ class Parts:
         return epochs * self.order.samples + min(place * self.order.global_batch, self.order.samples)
 
     def describe(self, step: int, shard: int) -> str:
-        """A shard of a step, for people: who ran it and which samples it held."""
-        rows = self.order.shards(step)[shard].tolist()
-        return f"shard {shard}, samples {rows} of data.kind={self.recipe.data.kind}"
+        """A shard of a step, for people: who ran it and which samples it held. Every rank has to ask."""
+        owners = gathered(list(self.strategy.owned(self.order.shards_per_step)))
+        rank = next(rank for rank, owned in enumerate(owners) if shard in owned)
+        return f"rank {rank}, shard {shard}, samples {self.order.shards(step)[shard].tolist()}"
 
     def _loader(self, source: Source, requests: Any, workers: int) -> Loader:
         pad_id = self.tokenizer.pad_id if self.tokenizer else 0

@@ -104,10 +104,10 @@ class Job:
         status: str = "failed"
         metrics: dict[str, float] = {}
         try:
-            if parts.state.step < parts.total_steps:
-                status, metrics = train(run)
+            if found is not None and parts.state.step >= parts.total_steps:
+                status, metrics = "finished", dict(layout.read_manifest(found).metrics)
             else:
-                status, metrics = "finished", self.evaluate(parts)[1]
+                status, metrics = train(run)
         except Interrupted:
             status = "interrupted"
             raise

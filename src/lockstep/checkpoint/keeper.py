@@ -1,9 +1,11 @@
 """Which checkpoints stay: the newest few and the best; the only good one can never be deleted."""
 
 import shutil
+from itertools import dropwhile
 from pathlib import Path
 
 from lockstep.checkpoint.layout import CheckpointSection, listed, read_manifest
+from lockstep.checkpoint.verify import problem
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
 """Metrics whose name ends in one of these are better when smaller."""
@@ -22,7 +24,10 @@ def best(root: Path, metric: str) -> Path | None:
     """The checkpoint with the best value of a metric (the older one of equals), or None when none has it."""
     found: tuple[float, Path] | None = None
     for folder in reversed(listed(root)):
-        value = read_manifest(folder).metrics.get(metric)
+        try:
+            value = read_manifest(folder).metrics.get(metric)
+        except (OSError, ValueError):
+            continue
         if value is not None and is_better(metric, value, found[0] if found else None):
             found = value, folder
     return found[1] if found else None
@@ -35,12 +40,17 @@ def chosen(root: Path, section: CheckpointSection) -> Path | None:
 
 
 def tidy(root: Path, section: CheckpointSection) -> None:
-    """Delete what is neither among the newest `keep` nor the best, and what killed saves have left behind."""
+    """Delete what is neither among the newest `keep` nor the best, and what killed saves have left behind.
+
+    A run that has passed over damaged checkpoints saves older steps than theirs, so the newest ones are checked until
+    one is whole (in a sound run the first, just written); as long as none is, nothing is deleted.
+    """
     folders = listed(root)
-    stay = set(folders[: section.keep])
+    whole = list(dropwhile(problem, folders))
+    stay = set(whole[: section.keep])
     if section.best and (champion := best(root, section.best)):
         stay.add(champion)
-    for folder in folders:
+    for folder in folders if whole else []:
         if folder not in stay:
             shutil.rmtree(folder, ignore_errors=True)
     for leftover in root.glob("step-*.tmp-*"):

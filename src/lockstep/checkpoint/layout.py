@@ -1,5 +1,6 @@
 """Where checkpoints lie and what their manifest says: a folder without a manifest does not exist."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -47,8 +48,10 @@ class Manifest:
     """File name -> (size in bytes, sha256)."""
 
     def text(self) -> str:
-        """As JSON."""
-        return json.dumps(asdict(self), indent=1)
+        """As JSON, with a sha256 of its own: a changed byte in the manifest is noticed like one in any other file."""
+        body = asdict(self)
+        own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+        return json.dumps({**body, "sha256": own}, indent=1)
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -58,13 +61,18 @@ def folder_of(root: Path, step: int) -> Path:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; raises OSError or ValueError when there is none that can be read."""
+    text = (folder / MANIFEST).read_bytes().decode("utf-8")
+    body = json.loads(text)
     try:
-        return Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
-    except TypeError as error:
+        manifest = Manifest(**{name: value for name, value in body.items() if name != "sha256"})
+    except (TypeError, AttributeError) as error:
         raise ValueError(f"the manifest has other fields: {error}") from None
+    if manifest.text() != text:
+        raise ValueError("the manifest has been changed (its sha256 differs)")
+    return manifest
 
 
 def listed(root: Path) -> list[Path]:
     """Folders of finished checkpoints, newest first."""
-    found = [f for f in root.glob("step-*") if f.name[5:].isdigit() and (f / MANIFEST).is_file()]
-    return sorted(found, reverse=True)
+    found = [f for f in root.glob("step-*") if f.name[5:].isdecimal() and (f / MANIFEST).is_file()]
+    return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)

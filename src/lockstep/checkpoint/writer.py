@@ -24,21 +24,32 @@ def save(root: Path, tensors: dict[str, Tensor], manifest: Manifest) -> Path:
     Until the last rename the folder carries another name, so that a kill at any point leaves the older checkpoints
     and nothing that looks like a new one. Raises CheckpointError, on every rank alike, when it cannot be written.
     """
-    final = folder_of(root, manifest.step)
-    temporary = decided(final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}"))
-    try:
-        if dist.get_rank() == 0:
-            root.mkdir(parents=True, exist_ok=True)
-        dcp.save(tensors, storage_writer=FileSystemWriter(temporary, sync_files=True))
-        failure = _finish(temporary, final, manifest) if dist.get_rank() == 0 else None
-    except (CheckpointException, OSError) as error:
-        failure = str(error)
-    failure = decided(failure)
+    final, is_main = folder_of(root, manifest.step), dist.get_rank() == 0
+    temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
+    temporary, failure = decided((temporary, _made(root) if is_main else None))
+    if failure is None:
+        try:
+            dcp.save(tensors, storage_writer=FileSystemWriter(temporary, sync_files=True))
+            failure = _finish(temporary, final, manifest) if is_main else None
+        except CheckpointException as error:
+            failure = "; ".join(f"{reason} (rank {rank})" for rank, (reason, _) in error.failures.items())
+        except OSError as error:
+            failure = str(error)
+        failure = decided(failure)
     if failure is not None:
-        if dist.get_rank() == 0:
+        if is_main:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"cannot save a checkpoint in {root}: {failure}")
     return final
+
+
+def _made(root: Path) -> str | None:
+    """Make the folder of checkpoints; what is wrong where that cannot be done."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _finish(temporary: Path, final: Path, manifest: Manifest) -> str | None:

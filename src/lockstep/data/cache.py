@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from filelock import FileLock
@@ -62,9 +63,10 @@ def tokenised(source: Source, tokenizer: Tokenizer, cache: Path, *, progress: Pr
 
 
 def _chunks(source: Source) -> Iterator[tuple[int, list[str]]]:
+    """(position of the first, texts) of each part."""
     for start in range(0, len(source), CHUNK):
         rows = range(start, min(start + CHUNK, len(source)))
-        yield start // CHUNK, source.__getitems__(rows)["text"]
+        yield start, source.__getitems__(rows)["text"]
 
 
 def _fingerprint(source: Source) -> str:
@@ -94,27 +96,48 @@ def verify(folder: Path) -> list[str]:
 def _build(source: Source, tokenizer: Tokenizer, folder: Path, *, progress: Progress) -> None:
     partial = folder.with_suffix(".partial")
     partial.mkdir(exist_ok=True)
-    parts = []
-    for number, texts in _chunks(source):
-        part = partial / f"part-{number:06}.npz"
-        if not part.exists():
-            rows = tokenizer(texts)
+    ids, lengths = [], [np.zeros(1, np.int64)]
+    for start, texts in _chunks(source):
+        stop = start + len(texts)
+        part = partial / f"{start:09}-{stop:09}.npz"
+        found = _read_part(part)
+        if found is None:
+            rows = tokenizer([_sound(text) for text in texts])
+            found = _joined(rows), np.array([len(row) for row in rows], dtype=np.int64)
             fresh = part.with_suffix(".tmp.npz")
-            np.savez(fresh, ids=_joined(rows), lengths=np.array([len(row) for row in rows], dtype=np.int64))
+            np.savez(fresh, ids=found[0], lengths=found[1])
             fresh.replace(part)
-        parts.append(part)
-        progress(min((number + 1) * CHUNK, len(source)), len(source))
-    loaded = [np.load(part) for part in parts]
+        ids.append(found[0])
+        lengths.append(found[1])
+        progress(stop, len(source))
     whole = folder.with_suffix(".whole")
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
-    np.save(whole / "ids.npy", _joined([part["ids"] for part in loaded]))
-    np.save(whole / "offsets.npy", np.cumsum(np.concatenate([[0], *(part["lengths"] for part in loaded)])))
+    np.save(whole / "ids.npy", _joined(ids))
+    np.save(whole / "offsets.npy", np.cumsum(np.concatenate(lengths)))
     sums = {path.name: (path.stat().st_size, files.sha256(path)) for path in sorted(whole.iterdir())}
     files.write(whole / "manifest.json", json.dumps(sums))
     shutil.rmtree(folder, ignore_errors=True)
     whole.replace(folder)
     shutil.rmtree(partial)
+
+
+def _read_part(part: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    """(ids, lengths) of a part that an earlier build has left; None when there is none, or a power cut has torn it."""
+    try:
+        with np.load(part) as stored:
+            return stored["ids"], stored["lengths"]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return None
+
+
+def _sound(text: str) -> str:
+    """The text without lone surrogates, which are no characters and which tokenizers refuse."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _joined(rows: list[np.ndarray]) -> np.ndarray:

@@ -18,8 +18,8 @@ class TensorBoard:
         if isinstance(event, RunStarted):
             from torch.utils.tensorboard import SummaryWriter
 
-            resumed = event.resumed_step + 1 if event.resumed_step else None
-            self.writer = SummaryWriter(str(self.folder), purge_step=resumed, flush_secs=10)
+            # also for a fresh start: the folder may hold steps of a run that was killed before its first checkpoint
+            self.writer = SummaryWriter(str(self.folder), purge_step=event.resumed_step + 1, flush_secs=10)
         elif isinstance(event, StepDone) and event.values:
             self._write("train", event.step, event.values)
         elif isinstance(event, Evaluated):

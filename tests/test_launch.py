@@ -1,0 +1,194 @@
+"""The real command line with real processes: the pulse of the whole path, Ctrl-C, kills, torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
+SHORT = ["train.epochs=4", "data.limit=400", "train.global_batch=32", "train.micro_batch=8", "observe.log_every=1"]
+LONG = ["train.epochs=1000", *SHORT[1:]]
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config on the digits, in an empty folder."""
+    (tmp_path / "c.yaml").write_text("data: {kind: digits}\n")
+    return tmp_path
+
+
+def lockstep(folder, *arguments, **options):
+    """Run the command line to its end."""
+    command = [*LOCKSTEP, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, **options)
+
+
+def started(folder, *arguments):
+    """Start the command line in a session of its own, as a terminal does."""
+    return subprocess.Popen(
+        [*LOCKSTEP, *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_steps(run, count, seconds=60):
+    """Wait until a run has logged so many steps."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        path = run / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) >= count:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{run} did not log {count} steps within {seconds} s")
+
+
+def summary(folder, name):
+    return json.loads((folder / "runs" / name / "summary.json").read_text())
+
+
+def family(process):
+    """A process and all below it."""
+    return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+
+
+def workers(process):
+    """The ranks, in order."""
+    found = [p for p in family(process) if "lockstep.worker" in p.cmdline()]
+    return sorted(found, key=lambda p: int(p.environ()["RANK"]))
+
+
+def test_pulse(config):
+    """Train, kill -9 in mid-epoch, resume, evaluate, export: the digest of the run that was not disturbed."""
+    whole = lockstep(config, "train", "c.yaml", *SHORT, "run.name=whole", "launch.processes=2")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    arguments = ["train", "c.yaml", *SHORT, "run.name=killed", "launch.processes=2", "checkpoint.every_steps=3"]
+    process = started(config, *arguments)
+    wait_for_steps(config / "runs" / "killed", 17)
+    victim = workers(process)[1]
+    victim.kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert f"rank 1 (process {victim.pid}) ended with signal SIGKILL" in output
+    again = lockstep(config, *arguments)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resumed after step" in again.stdout
+    assert summary(config, "killed")["digest"] == summary(config, "whole")["digest"]
+    assert summary(config, "killed")["evaluation"] == summary(config, "whole")["evaluation"]
+
+    measured = lockstep(config, "evaluate", "runs/killed")
+    assert measured.returncode == 0, measured.stderr
+    found = json.loads((config / "runs" / "killed" / "evaluation.json").read_text())
+    assert found["samples"] == 360
+    assert {k: found[k] for k in ("loss", "accuracy", "f1")} == summary(config, "whole")["evaluation"]
+
+    exported = lockstep(config, "export", "runs/killed")
+    assert exported.returncode == 0, exported.stderr
+    assert exported.stderr == ""
+    weights = load_file(config / "runs" / "killed" / "export" / "model.safetensors")
+    assert weights["head.fc2.weight"].shape == (10, 128)
+    one = lockstep(config, "export", "runs/whole", "export.kind=state_dict", "export.file=digits.pt", "--to", "out")
+    assert one.returncode == 0, one.stderr
+    loaded = torch.load(config / "out" / "digits.pt", weights_only=True)
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_ends_all_processes_and_leaves_a_resumable_run(config, number):
+    """Ctrl-C goes to the whole group, SIGTERM to the launcher alone; both end within 5 s, with exit code 75."""
+    process = started(config, "train", "c.yaml", *LONG, "run.name=a", "launch.processes=2")
+    wait_for_steps(config / "runs" / "a", 5)
+    everyone, start = family(process), time.monotonic()
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - start < 5
+    assert process.returncode == 75, output
+    assert "Traceback" not in output
+    assert "lockstep train" in output
+    assert not [p for p in psutil.wait_procs(everyone, timeout=1)[1] if p.status() != psutil.STATUS_ZOMBIE]
+    done = summary(config, "a")
+    assert done["status"] == "interrupted"
+    assert (config / "runs" / "a" / "checkpoints" / f"step-{done['steps']:09}" / "manifest.json").exists()
+    again = started(config, "train", "runs/a/recipe.yaml", f"train.epochs={done['epochs'] + 0.5}", "--allow-drift")
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 0, output
+    assert f"resumed after step {done['steps']}" in output
+
+
+def test_ctrl_c_ends_a_run_that_cannot_reach_a_step(config):
+    """A rank is stopped, so the others wait in a collective for ever: Ctrl-C still ends all of them."""
+    process = started(config, "train", "c.yaml", *LONG, "run.name=a", "launch.processes=2", "launch.grace_seconds=1")
+    wait_for_steps(config / "runs" / "a", 3)
+    everyone = family(process)
+    frozen = workers(process)[1]
+    frozen.suspend()
+    time.sleep(0.5)
+    start = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=30)
+    assert time.monotonic() - start < 7
+    assert process.returncode == 75
+    assert not [p for p in psutil.wait_procs(everyone, timeout=1)[1] if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_torchrun_and_a_lone_process_give_the_same_digest(config):
+    """The ecosystem's own launcher, and no launcher at all."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for name, launcher in (("two", torchrun), ("one", [sys.executable])):
+        command = [*launcher, "-m", "lockstep.worker", "c.yaml", *SHORT, f"run.name={name}"]
+        done = subprocess.run(command, cwd=config, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+    assert summary(config, "one")["digest"] == summary(config, "two")["digest"]
+    assert (summary(config, "one")["world_size"], summary(config, "two")["world_size"]) == (1, 2)
+
+
+def test_torchrun_agrees_on_a_name_and_a_time(config):
+    """Without run.name, rank 0's clock names the run for all."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "lockstep.worker", "c.yaml", *SHORT, "train.epochs=0.1"]
+    subprocess.run(command, cwd=config, capture_output=True, text=True, timeout=100, check=True)
+    (run,) = (config / "runs").iterdir()
+    assert run.name.startswith("c-2")
+
+
+def test_an_error_in_the_users_code_keeps_its_traceback(config):
+    """A data set that fails on one rank: the message names the samples, the file and the line."""
+    (config / "mine.py").write_text(
+        "import numpy as np\n"
+        "from lockstep.data.memory import Images\n\n"
+        "class Source(Images):\n"
+        "    def __getitems__(self, indices):\n"
+        "        if 77 in indices:\n"
+        "            raise KeyError('sample is broken')\n"
+        "        return super().__getitems__(indices)\n\n"
+        "def source(options, split):\n"
+        "    return Source(np.zeros((100, 1, 8, 8), np.uint8), np.zeros(100, int), ['a', 'b'])\n"
+    )
+    arguments = ["data.kind=user", "data.file=mine.py", "run.name=a", "launch.processes=2"]
+    done = lockstep(config, "train", "c.yaml", *arguments)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1
+    assert "mine.py" in output
+    assert "line 7" in output
+    assert "while fetching samples" in output
+    assert "sample is broken" in output
+
+
+def test_the_users_mistake_comes_without_traceback_from_the_workers_too(config):
+    done = lockstep(config, "train", "c.yaml", "data.kind=user", "data.file=nowhere.py", "launch.processes=2")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.count("nowhere.py") == 1

@@ -1,0 +1,189 @@
+"""The optimizer's groups, and the learning rate as a function of the step alone."""
+
+import math
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer imports it, which sets a variable: better here than inside a test
+from pydantic import ValidationError
+from torch import nn
+
+from lockstep.optim import OptimSection, ScheduleSection, build, learning_rate, set_learning_rate
+
+
+def rates(total_steps, *, shape="constant", warmup=0.0, global_batch=32, **optim):
+    section = OptimSection(**{"lr": 0.1, **optim})
+    schedule = ScheduleSection(shape=shape, warmup=warmup)
+    return [
+        learning_rate(section, schedule, step=step, total_steps=total_steps, global_batch=global_batch)
+        for step in range(total_steps)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("base_batch", "global_batch", "peak"), [(None, 512, 0.1), (64, 64, 0.1), (64, 512, 0.8), (64, 16, 0.025)]
+)
+def test_linear_rule(base_batch, global_batch, peak):
+    assert rates(3, base_batch=base_batch, global_batch=global_batch) == pytest.approx([peak] * 3)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0.0, 0), (0.25, 10), (0.99, 40), (1, 1), (5, 5), (7.4, 7)])
+def test_warmup_is_a_fraction_or_a_number_of_steps(warmup, steps):
+    found = rates(40, warmup=warmup)
+    expected = [0.1 * (step + 1) / steps for step in range(steps)] + [0.1] * (40 - steps)
+    assert found == pytest.approx(expected)
+    assert found[0] > 0
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_linear_goes_down_to_zero_on_a_line(warmup):
+    after = rates(24, shape="linear", warmup=warmup)[warmup:]
+    assert after == pytest.approx([0.1 * (1 - step / len(after)) for step in range(len(after))])
+    assert after[-1] > 0
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_cosine_is_the_schedule_of_torch(warmup):
+    after = rates(24, shape="cosine", warmup=warmup)[warmup:]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    reference = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(after))
+    expected = []
+    for _ in after:
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        reference.step()
+    assert after == pytest.approx(expected)
+    assert after[len(after) // 2] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_never_rises_after_warmup_and_ends_at_zero(shape):
+    found = rates(50, shape=shape, warmup=0.1)
+    assert found[:5] == sorted(found[:5])
+    assert found[5:] == sorted(found[5:], reverse=True)
+    end = learning_rate(OptimSection(), ScheduleSection(shape=shape), step=50, total_steps=50, global_batch=1)
+    beyond = learning_rate(OptimSection(), ScheduleSection(shape=shape), step=99, total_steps=50, global_batch=1)
+    assert end == beyond == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "constant"])
+def test_depends_on_the_step_alone(shape):
+    """Asked for in any order, any number of times, the answers are the same: nothing is counted inside."""
+    forward = rates(30, shape=shape, warmup=0.2)
+    section, schedule = OptimSection(lr=0.1), ScheduleSection(shape=shape, warmup=0.2)
+    for step in [29, 3, 3, 17, 0, *reversed(range(30))]:
+        rate = learning_rate(section, schedule, step=step, total_steps=30, global_batch=32)
+        assert rate == forward[step]
+
+
+@pytest.mark.parametrize("total_steps", [1, 2, 5])
+def test_a_run_shorter_than_its_warmup_keeps_rising(total_steps):
+    found = rates(total_steps, shape="cosine", warmup=10)
+    assert found == pytest.approx([0.1 * (step + 1) / 10 for step in range(total_steps)])
+
+
+def test_very_small_and_very_long_runs_are_finite():
+    for shape in ("linear", "cosine", "constant"):
+        assert all(math.isfinite(rate) and rate > 0 for rate in rates(1, shape=shape, warmup=0.5))
+        far = learning_rate(
+            OptimSection(), ScheduleSection(shape=shape), step=10**12, total_steps=2 * 10**12, global_batch=1
+        )
+        assert 0 < far <= 1e-3
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.linear = nn.Linear(4, 4)
+        self.layer_norm, self.batch_norm = nn.LayerNorm(4), nn.BatchNorm2d(2)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+
+def names_in(module, group):
+    own = {id(parameter) for parameter in group["params"]}
+    return {name for name, parameter in module.named_parameters() if id(parameter) in own}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_norms_and_biases_are_not_decayed(kind):
+    net = Net()
+    optimizer = build(OptimSection(kind=kind, weight_decay=0.3), net)
+    groups = {group["weight_decay"]: names_in(net, group) for group in optimizer.param_groups}
+    assert groups == {
+        0.3: {"embedding.weight", "conv.weight", "linear.weight"},
+        0.0: {
+            *("conv.bias", "linear.bias", "scale"),
+            *("layer_norm.weight", "layer_norm.bias", "batch_norm.weight", "batch_norm.bias"),
+        },
+    }
+    assert all(group["fused"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_decay_shrinks_matrices_only(kind):
+    net = nn.Linear(3, 3)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+        net.bias.fill_(1.0)
+    optimizer = build(OptimSection(kind=kind, lr=0.5, weight_decay=0.2), net)
+    net.weight.grad, net.bias.grad = torch.zeros_like(net.weight), torch.zeros_like(net.bias)
+    optimizer.step()
+    assert torch.allclose(net.weight, torch.full((3, 3), 0.9))
+    assert torch.equal(net.bias, torch.ones(3))
+
+
+@pytest.mark.parametrize("model", [nn.LayerNorm(3), nn.Linear(3, 3, bias=False)])
+def test_a_group_without_parameters_is_left_out(model):
+    assert len(build(OptimSection(), model).param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "reference"),
+    [
+        ("adamw", lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)),
+        ("sgd", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.8, weight_decay=0.1)),
+    ],
+)
+def test_updates_are_those_of_torch(kind, reference):
+    """Fused or not, five steps of the same method."""
+    generator = torch.Generator().manual_seed(0)
+    net = nn.Linear(6, 5, bias=False)
+    other = torch.nn.Parameter(net.weight.detach().clone())
+    ours = build(OptimSection(kind=kind, lr=0.01, momentum=0.8, beta2=0.95, weight_decay=0.1), net)
+    theirs = reference([other])
+    for _ in range(5):
+        gradient = torch.randn(5, 6, generator=generator)
+        net.weight.grad, other.grad = gradient.clone(), gradient.clone()
+        ours.step()
+        theirs.step()
+    assert torch.allclose(net.weight, other, atol=1e-6)
+    assert not torch.allclose(net.weight, torch.zeros_like(other), atol=1e-3)
+
+
+def test_set_learning_rate_reaches_every_group():
+    optimizer = build(OptimSection(lr=1.0), Net())
+    set_learning_rate(optimizer, 0.125)
+    assert len(optimizer.param_groups) == 2
+    assert {group["lr"] for group in optimizer.param_groups} == {0.125}
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        (OptimSection, "lr", 0.0),
+        (OptimSection, "lr", float("nan")),
+        (OptimSection, "momentum", 1.0),
+        (OptimSection, "base_batch", 0),
+        (OptimSection, "clip", 0.0),
+        (OptimSection, "kind", "adam"),
+        (ScheduleSection, "warmup", -0.1),
+        (ScheduleSection, "shape", "cosin"),
+    ],
+)
+def test_impossible_settings_are_refused(section, field, value):
+    with pytest.raises(ValidationError) as caught:
+        section(**{field: value})
+    assert [error["loc"] for error in caught.value.errors()] == [(field,)]

@@ -1,0 +1,188 @@
+"""The order of samples: a pure function, each sample once per epoch, entered anywhere at once, never changed silently."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.data.order import GOLDEN, Order, mix, permutation, spread
+
+
+def holds_for(*strategies):
+    """Hypothesis' own `given`, on machines of any speed."""
+    return lambda test: settings(deadline=None)(given(*strategies)(test))
+
+
+@st.composite
+def orders(draw, has_lengths=(True, False), full=False):
+    micro_batch = draw(st.integers(1, 9))
+    if full:  # every micro-batch of every step has all its samples
+        global_batch = micro_batch * draw(st.integers(1, 9))
+        samples = global_batch * draw(st.integers(1, 6))
+    else:
+        global_batch = draw(st.integers(micro_batch, 60))
+        samples = draw(st.integers(1, 300))
+    drawn = st.lists(st.integers(0, 500), min_size=samples, max_size=samples).map(np.array)
+    return Order(
+        seed=draw(st.integers(0, 2**64 - 1)),
+        samples=samples,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        lengths=draw(drawn) if draw(st.sampled_from(has_lengths)) else None,
+    )
+
+
+def epoch_of(order, epoch):
+    first = epoch * order.steps_per_epoch
+    return [order.shards(step) for step in range(first, first + order.steps_per_epoch)]
+
+
+def flat(shards):
+    return [sample for shard in shards for sample in shard.tolist()]
+
+
+def listed(shards):
+    return [shard.tolist() for shard in shards]
+
+
+@holds_for(orders(), st.integers(0, 10**6))
+def test_every_sample_comes_once_per_epoch(order, epoch):
+    steps = epoch_of(order, epoch)
+    assert sorted(sample for shards in steps for sample in flat(shards)) == list(range(order.samples))
+    sizes = [len(flat(shards)) for shards in steps]
+    assert sizes[:-1] == [order.global_batch] * (len(sizes) - 1)
+    assert 0 < sizes[-1] <= order.global_batch
+
+
+@holds_for(orders(), st.integers(0, 10**9))
+def test_a_shard_never_holds_more_than_a_micro_batch(order, step):
+    shards = order.shards(step)
+    assert len(shards) == order.shards_per_step == -(-order.global_batch // order.micro_batch)
+    assert max(map(len, shards)) <= order.micro_batch
+    ragged = [len(shard) for shard in shards if 0 < len(shard) < order.micro_batch]
+    assert len(ragged) <= 1
+
+
+@holds_for(orders(), st.lists(st.integers(0, 40), max_size=8))
+def test_a_step_depends_on_its_arguments_alone(order, visited_before):
+    """A fresh object, an emptied cache and any history of other steps give the same step."""
+    expected = listed(order.shards(17))
+    for step in visited_before:
+        order.shards(step)
+    permutation.cache_clear()
+    assert listed(replace(order).shards(17)) == expected == listed(order.shards(17))
+
+
+@holds_for(orders(), st.integers(0, 30))
+def test_lengths_only_rearrange_within_a_step(order, step):
+    plain = replace(order, lengths=None)
+    assert sorted(flat(order.shards(step))) == sorted(flat(plain.shards(step)))
+
+
+@holds_for(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_another_seed_or_epoch_gives_another_permutation(seed, other_seed, epoch, other_epoch):
+    same = np.array_equal(permutation(seed, epoch, 64), permutation(other_seed, other_epoch, 64))
+    assert same == ((seed, epoch) == (other_seed, other_epoch))
+
+
+def test_permutations_have_no_favourites():
+    """Each of 40 samples is about equally often in each of 40 places, over 4,000 epochs: chi-square by place."""
+    places = np.array([permutation(3, epoch, 40) for epoch in range(4000)])
+    counts = np.stack([np.bincount(column, minlength=40) for column in places.T])
+    chi_square = ((counts - 100.0) ** 2 / 100.0).sum(axis=1)
+    assert chi_square.mean() == pytest.approx(39, rel=0.15)
+    assert chi_square.max() < 39 + 6 * np.sqrt(2 * 39)
+
+
+def test_a_far_step_is_entered_at_once():
+    lengths = np.random.default_rng(0).integers(1, 128, 20_000)
+    order = Order(seed=5, samples=20_000, global_batch=64, micro_batch=8, lengths=lengths)
+
+    def seconds(step):
+        permutation.cache_clear()
+        began = time.perf_counter()
+        order.shards(step)
+        return time.perf_counter() - began
+
+    near, far = (min(seconds(step) for _ in range(5)) for step in (1, 1_000_000_000))
+    assert far < 10 * near + 0.05
+    assert order.epoch(1_000_000_000) == 1_000_000_000 // 313
+    assert len(flat(order.shards(1_000_000_000))) == 64
+
+
+def cells(shards, lengths):
+    """Tokens that the step's micro-batches hold with their padding."""
+    return sum(len(shard) * int(lengths[shard].max()) for shard in shards if len(shard))
+
+
+@holds_for(orders(has_lengths=(True,), full=True), st.integers(0, 100))
+def test_sorting_by_length_never_pads_more(order, step):
+    """Full micro-batches only: where the last one is short, which samples share it can be luckier unsorted."""
+    plain = replace(order, lengths=None)
+    assert cells(order.shards(step), order.lengths) <= cells(plain.shards(step), order.lengths)
+
+
+@holds_for(orders(has_lengths=(True,)), st.integers(0, 100))
+def test_micro_batches_of_a_step_do_not_overlap_in_length(order, step):
+    ranges = [(order.lengths[s].min(), order.lengths[s].max()) for s in order.shards(step) if len(s)]
+    ranges.sort()
+    assert all(before[1] <= after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+
+
+def test_sorting_by_length_saves_much_on_real_spreads():
+    lengths = np.random.default_rng(1).geometric(0.03, 4096)
+    order = Order(seed=0, samples=4096, global_batch=256, micro_batch=16, lengths=lengths)
+    both = order, replace(order, lengths=None)
+    waste = [sum(cells(o.shards(step), lengths) for step in range(16)) / lengths.sum() - 1 for o in both]
+    assert waste[0] < 0.25 < 1.0 < waste[1]
+
+
+@pytest.mark.parametrize("shards", [*range(1, 40), 64, 100, 127, 128, 1000])
+def test_spread_is_a_permutation(shards):
+    assert sorted(spread(shards)) == list(range(shards))
+
+
+@pytest.mark.parametrize("shards", [*range(2, 70), 100, 128, 200, 256])
+def test_every_half_gets_its_share_of_any_run_of_micro_batches(shards):
+    """Long, short or empty ones come as runs of positions: each half of the shards takes about half of every run."""
+    is_left = np.array(spread(shards)) < shards // 2
+    left = np.concatenate([[0], np.cumsum(is_left)])
+    every_run = left[None, :] - left[:, None]
+    sizes = np.arange(shards + 1)[None, :] - np.arange(shards + 1)[:, None]
+    unfair = np.abs(2 * every_run - sizes)[sizes > 0]
+    assert unfair.max() <= (1 if shards & (shards - 1) == 0 else 2 + np.log2(shards))
+
+
+@pytest.mark.parametrize("shards", [8, 16, 64, 128])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_rank_gets_its_share_of_the_first_micro_batches(shards, world):
+    """Where shards and ranks are powers of two, no rank is ever more than one filled micro-batch ahead."""
+    owner = np.array(spread(shards)) * world // shards
+    for filled in range(shards + 1):
+        counts = np.bincount(owner[:filled], minlength=world)
+        assert counts.max() - counts.min() <= 1
+
+
+def test_mix_is_splitmix64():
+    """The first outputs of the reference generator for seed 0, as many implementations print them."""
+    states = np.array([0, GOLDEN, 2 * GOLDEN % 2**64], dtype=np.uint64)
+    assert mix(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_the_order_never_changes_silently():
+    """A change here changes every run's weights: it must be meant, and said."""
+    order = Order(seed=7, samples=11, global_batch=6, micro_batch=2)
+    assert [listed(order.shards(step)) for step in range(4)] == [
+        [[8, 9], [6, 2], [7, 4]],
+        [[5, 1], [3], [10, 0]],
+        [[3, 7], [6, 0], [1, 10]],
+        [[2, 9], [8], [5, 4]],
+    ]
+    lengths = np.array([9, 1, 8, 2, 7, 3, 6, 4, 5, 5, 1])
+    order = Order(seed=7, samples=11, global_batch=6, micro_batch=2, lengths=lengths)
+    assert [listed(order.shards(step)) for step in range(2)] == [[[7, 8], [4, 2], [9, 6]], [[1, 10], [0], [3, 5]]]
+    assert spread(6) == (0, 4, 2, 1, 5, 3)
+    assert spread(8) == (0, 4, 2, 6, 1, 5, 3, 7)

@@ -1,0 +1,268 @@
+"""A run as a whole, in real process groups: one digest, resume, decisions that all ranks share."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from lockstep import recipe as recipes
+from lockstep.errors import LockstepError
+from lockstep.recipe import Recipe
+from lockstep.runtime.interruption import Interruption
+from lockstep.worker import Job
+from lockstep.world import World
+
+
+class StopAfter(Interruption):
+    """Asks for an end once so many steps are done, as a signal would."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step, self.job = step, None
+
+    def requested(self):
+        return self.job is not None and self.job.reached >= self.step
+
+
+def run_on_rank(config, resume="auto", stop_after=None, allow_drift=False):
+    """One run of this rank -> (summary or error message)."""
+    recipe = Recipe.model_validate(config)
+    interruption = StopAfter(stop_after) if stop_after else Interruption()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    job = Job(recipe, World(rank=rank, size=size, local_rank=rank, local_size=size), interruption)
+    interruption.job = job
+    job.reached = 0
+    job.bus.subscribe(Reached(job))
+    try:
+        job.train(resume, allow_drift=allow_drift)
+    except LockstepError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        job.bus.close()
+    return json.loads((recipe.folder / "summary.json").read_text()) if rank == 0 else None
+
+
+class Reached:
+    def __init__(self, job):
+        self.job = job
+
+    def notice(self, event):
+        self.job.reached = max(self.job.reached, getattr(event, "step", 0))
+
+    def close(self):
+        pass
+
+
+def config_in(folder, name, **sections):
+    """A short run on the digits: 200 samples, 7 steps of 32 in micro-batches of 8, with a ragged tail of 8."""
+    base = {
+        "run": {"dir": str(folder), "name": name},
+        "data": {"limit": 200},
+        "train": {"epochs": 2, "global_batch": 32, "micro_batch": 8},
+        "observe": {"sinks": ["jsonl"], "log_every": 1},
+        "checkpoint": {"every_steps": 5},
+    }
+    return {key: {**base.get(key, {}), **sections.get(key, {})} for key in {*base, *sections}}
+
+
+def lines(folder, name):
+    """Logged lines without what depends on the clock."""
+    found = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "samples_per_second"} for line in found]
+
+
+VARIANTS = {
+    "fp32": {},
+    "bf16, momentum": {"train": {"precision": "bf16"}, "optim": {"kind": "sgd", "lr": 0.05}},
+    "fp16 with scaler, no clipping": {"train": {"precision": "fp16"}, "optim": {"clip": None}},
+    "moving average, cosine": {"train": {"ema": 0.9}, "schedule": {"shape": "cosine", "warmup": 0.2}},
+    "loader workers": {"data": {"workers": 2}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_digest_and_the_same_lines_on_any_number_of_processes(ranks, tmp_path, variant):
+    config = VARIANTS[variant]
+    found = {}
+    for world in (1, 2, 3):
+        summary = ranks(world, run_on_rank, config_in(tmp_path, f"w{world}", **config))[0]
+        assert summary["status"] == "finished"
+        assert summary["steps"] == 14
+        assert summary["samples_seen"] == 400
+        found[world] = summary["digest"], summary["evaluation"], lines(tmp_path, f"w{world}")
+    assert found[1] == found[2] == found[3]
+
+
+def test_single_is_ddp_with_one_process(ranks, tmp_path):
+    alone = ranks(1, run_on_rank, config_in(tmp_path, "single", parallel={"kind": "single"}))[0]
+    ddp = ranks(2, run_on_rank, config_in(tmp_path, "ddp"))[0]
+    assert alone["digest"] == ddp["digest"]
+
+
+@pytest.mark.parametrize("stop_after", [1, 4, 7, 8, 11])
+def test_interrupted_and_resumed_is_the_uninterrupted_run(ranks, tmp_path, stop_after):
+    extra = {"train": {"ema": 0.9, "precision": "fp16"}, "data": {"workers": 1}}
+    whole = ranks(2, run_on_rank, config_in(tmp_path, "whole", **extra))[0]
+    message = ranks(2, run_on_rank, config_in(tmp_path, "parts", **extra), "auto", stop_after)[0]
+    assert message.startswith("Interrupted: stopped by a signal after step")
+    assert json.loads((tmp_path / "parts" / "summary.json").read_text())["status"] == "interrupted"
+    resumed = ranks(3, run_on_rank, config_in(tmp_path, "parts", **extra))[0]
+    assert resumed["digest"] == whole["digest"]
+    assert resumed["evaluation"] == whole["evaluation"]
+    assert lines(tmp_path, "parts") == lines(tmp_path, "whole")
+
+
+def test_a_finished_run_is_not_trained_again(ranks, tmp_path):
+    first = ranks(1, run_on_rank, config_in(tmp_path, "a"))[0]
+    again = ranks(1, run_on_rank, config_in(tmp_path, "a"))[0]
+    assert (again["digest"], again["steps"], again["evaluation"]) == (first["digest"], 14, first["evaluation"])
+    assert len(lines(tmp_path, "a")) == 16
+
+
+def test_never_resume_keeps_what_is_there(ranks, tmp_path):
+    ranks(1, run_on_rank, config_in(tmp_path, "a"))
+    before = sorted((tmp_path / "a" / "checkpoints").iterdir())
+    (message,) = ranks(1, run_on_rank, config_in(tmp_path, "a"), "never")
+    assert message.startswith("CheckpointError")
+    assert "run.name" in message
+    assert sorted((tmp_path / "a" / "checkpoints").iterdir()) == before
+
+
+def test_a_damaged_checkpoint_is_passed_over(ranks, tmp_path):
+    whole = ranks(2, run_on_rank, config_in(tmp_path, "a"))[0]
+    newest = sorted((tmp_path / "a" / "checkpoints").iterdir())[-1]
+    part = next(newest.glob("__0*"))
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    again = ranks(2, run_on_rank, config_in(tmp_path, "a"))[0]
+    assert again["digest"] == whole["digest"]
+    for folder in (tmp_path / "a" / "checkpoints").iterdir():
+        part = next(folder.glob("__0*"))
+        part.write_bytes(part.read_bytes()[:-1] + b"?")
+    for message in ranks(2, run_on_rank, config_in(tmp_path, "a")):
+        assert "is whole" in message
+
+
+def test_another_numeric_recipe_is_named_and_refused(ranks, tmp_path):
+    ranks(1, run_on_rank, config_in(tmp_path, "a"), "auto", 3)
+    other = config_in(tmp_path, "a", optim={"lr": 0.5}, train={"micro_batch": 16})
+    for message in ranks(2, run_on_rank, other):
+        assert "optim.lr: 0.001 in the checkpoint, 0.5 now" in message
+        assert "train.micro_batch: 8 in the checkpoint, 16 now" in message
+        assert "--allow-drift" in message
+    assert yaml.safe_load((tmp_path / "a" / "recipe.yaml").read_text())["optim"]["lr"] == 0.001
+    assert ranks(2, run_on_rank, other, "auto", None, True)[0]["status"] == "finished"
+
+
+BAD_MODEL = """
+import torch
+from torch import nn
+
+class Explodes(nn.Module):
+    \"\"\"The loss of one sample is not a number.\"\"\"
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+    def forward(self, batch):
+        x = batch["image"].flatten(1) / 255
+        bad = x.sum(1, keepdim=True) > THRESHOLD
+        return torch.where(bad, float("nan"), 1.0) * self.head(x)
+
+def build(options, spec):
+    return Explodes()
+"""
+
+
+def exploding(tmp_path):
+    """A model that fails on the brightest of the 200 samples, and that sample's number."""
+    section = recipes.Recipe.model_validate({"data": {"limit": 200}}).data
+    source = recipes.open_source(section, "train")
+    light = source.__getitems__(range(len(source)))["image"].reshape(200, -1).sum(1) / 255
+    brightest = int(light.argmax())
+    threshold = (sorted(light)[-1] + sorted(light)[-2]) / 2
+    file = tmp_path / "explodes.py"
+    file.write_text(BAD_MODEL.replace("THRESHOLD", str(threshold)))
+    return {"kind": "user", "file": str(file)}, brightest
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_loss_that_is_not_finite_stops_and_says_where(ranks, tmp_path, world):
+    model, brightest = exploding(tmp_path)
+    config = config_in(tmp_path, "a", model=model, observe={"log_every": 4}, checkpoint={"every_steps": 1})
+    for message in ranks(world, run_on_rank, config):
+        assert message.startswith("NonFiniteLoss")
+        (number,) = [int(w.rstrip(":")) for w in message.split("in step ")[1].split()[:1]]
+        shard = int(message.split("shard ")[1].split(",")[0])
+        assert f"rank {shard * world // 4}" in message
+        order = recipes.Order(seed=0, samples=200, global_batch=32, micro_batch=8)
+        assert brightest in order.shards(number - 1)[shard]
+        assert str(order.shards(number - 1)[shard].tolist()) in message
+    saved = [int(folder.name[5:]) for folder in (tmp_path / "a" / "checkpoints").glob("step-*")]
+    assert max(saved, default=0) == number - 1
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_steps_with_a_loss_that_is_not_finite_can_be_skipped(ranks, tmp_path):
+    model, _ = exploding(tmp_path)
+    for precision in ("fp32", "fp16"):
+        found = set()
+        for world in (1, 2):
+            train = {"non_finite": "skip", "precision": precision}
+            config = config_in(tmp_path, f"{precision}{world}", model=model, train=train)
+            summary = ranks(world, run_on_rank, config)[0]
+            assert summary["status"] == "finished"
+            assert summary["skipped_steps"] == 2
+            found.add(summary["digest"])
+        assert len(found) == 1
+
+
+def test_early_stopping_is_one_decision(ranks, tmp_path):
+    train = {"epochs": 40, "stop_metric": "accuracy", "stop_patience": 2}
+    found = [ranks(w, run_on_rank, config_in(tmp_path, f"w{w}", train=train, optim={"lr": 0.02}))[0] for w in (1, 2)]
+    assert found[0]["status"] == found[1]["status"] == "stopped early"
+    assert found[0]["steps"] == found[1]["steps"] < 280
+    assert found[0]["digest"] == found[1]["digest"]
+
+
+def test_the_best_checkpoint_stays(ranks, tmp_path):
+    config = config_in(tmp_path, "a", train={"epochs": 6}, checkpoint={"best": "accuracy", "keep": 1, "every_steps": 3})
+    ranks(2, run_on_rank, config)
+    evaluations = [line for line in lines(tmp_path, "a") if line["kind"] == "evaluation"]
+    best = max(evaluations, key=lambda line: (line["accuracy"], -line["step"]))
+    names = sorted(folder.name for folder in (tmp_path / "a" / "checkpoints").iterdir())
+    assert names == sorted({f"step-{best['step']:09}", "step-000000042"})
+
+
+def test_evaluation_counts_every_sample_once(ranks, tmp_path):
+    """1,003 samples, micro-batches of 16, 4 processes: the numbers are scikit-learn's."""
+    from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, log_loss
+
+    results = {world: ranks(world, evaluate_on_rank, str(tmp_path))[0] for world in (1, 4)}
+    assert results[1] == results[4]
+    samples, values, confusion, labels, probabilities = results[4]
+    predicted = [max(range(10), key=row.__getitem__) for row in probabilities]
+    assert samples == 1003
+    assert values["accuracy"] == pytest.approx(accuracy_score(labels, predicted), abs=1e-7)
+    assert values["f1"] == pytest.approx(f1_score(labels, predicted, average="macro"), abs=1e-6)
+    assert values["loss"] == pytest.approx(log_loss(labels, probabilities, labels=range(10)), rel=1e-5)
+    assert confusion == confusion_matrix(labels, predicted, labels=range(10)).tolist()
+
+
+def evaluate_on_rank(folder):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    recipe = Recipe.model_validate({"run": {"dir": folder, "name": f"e{size}"}})
+    parts = recipes.assemble(recipe, World(rank=rank, size=size), torch.device("cpu"))
+    parts.test = recipes.Subset(parts.train, torch.arange(1003).numpy())
+    parts.model.eval()
+    result = parts.evaluate()
+    columns = parts.test.__getitems__(range(1003))
+    with torch.no_grad():
+        logits = parts.model({"image": torch.as_tensor(columns["image"])})
+    return (
+        result.samples,
+        result.values,
+        result.confusion,
+        columns["label"].tolist(),
+        logits.double().softmax(1).tolist(),
+    )
