@@ -30,7 +30,7 @@ ODD = [
 
 
 def texts(count=40):
-    words = "market oil champion league orbit chip court rate win storm".split()
+    words = ["market", "oil", "champion", "league", "orbit", "chip", "court", "rate", "win", "storm"]
     rows = [" ".join(words[(i * j) % 10] for j in range(i % 23)) + f" {i}" for i in range(count)]
     return Texts(rows, np.arange(count) % 2, NAMES)
 
@@ -96,7 +96,7 @@ def test_odd_texts_with_a_real_tokenizer(real, tmp_path):
     source = Texts(ODD, np.zeros(len(ODD)), NAMES)
     tokens = tokenised(source, real, tmp_path)
     assert rows_of(tokens) == [ids.tolist() for ids in real(ODD)]
-    assert tokens.lengths.max() == 3  # x * 3000 is one unknown word
+    assert tokens.lengths[[0, 5]].tolist() == [2, 3]  # nothing, and 3,000 x as one unknown word, between two marks
     batch = collate(tokens.__getitems__([0, 2]), pad_id=real.pad_id)
     assert batch["attention_mask"].sum(1).tolist() == tokens.lengths[[0, 2]].tolist()
 
@@ -232,11 +232,11 @@ def test_parts_of_another_size_are_not_mixed_up(tmp_path, monkeypatch):
 )
 def test_a_damaged_file_is_rebuilt(tmp_path, name, damage):
     tokenised(texts(), Counting(), tmp_path)
-    damage(folder_in_before := folder_in(tmp_path) / name)
+    damage(file := folder_in(tmp_path) / name)
     again = Counting()
     assert rows_of(tokenised(texts(), again, tmp_path)) == expected(texts())
     assert len(again.calls) == 1
-    assert folder_in_before.is_file()
+    assert file.is_file()
     assert verify(folder_in(tmp_path)) == []
 
 
@@ -267,9 +267,9 @@ def open_and_count(cache):
 
 
 def test_many_processes_build_once(ranks, tmp_path):
-    results = ranks(4, open_and_count, tmp_path)
-    assert [rows for rows, _ in results] == [expected(texts(400))] * 4
-    assert sorted(calls for _, calls in results) == [0, 0, 0, 40]
+    results = ranks(3, open_and_count, tmp_path)
+    assert [rows for rows, _ in results] == [expected(texts(400))] * 3
+    assert sorted(calls for _, calls in results) == [0, 0, 40]
 
 
 @pytest.mark.parametrize("below", ["", "deeper/still"])

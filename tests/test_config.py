@@ -1,7 +1,6 @@
 """Configs as people write them, wrong in every way: what is said, where it points, and what loads in the end."""
 
 import importlib
-import os
 import pathlib
 import re
 
@@ -129,46 +128,24 @@ def test_unknown_kind_is_told_with_the_nearest_name(section, wrong, right):
     assert_said(complaints(f"{section}:\n", f"{section}.kind={wrong}"), f"command line: {said}")
 
 
+TEXTS, SINGLE = "data: {kind: files, train: a.csv}\n", "parallel:\n  kind: single\n"
 IMPOSSIBLE = {
-    "micro-batch too large": (
-        "train:\n  micro_batch: 16\n  global_batch: 8\n",
-        ["train.micro_batch=16", "train.global_batch=8"],
-        "train.micro_batch: 16 is more than train.global_batch (8)",
-        2,
-    ),
-    "epochs and steps": (
-        "train:\n  steps: 3\n  epochs: 1\n",
-        ["train.epochs=1", "train.steps=3"],
-        "train.steps: give ",
-        2,
-    ),
-    "images for a text model": (
-        "model:\n  kind: transformer\n",
-        ["model.kind=transformer"],
-        "model.kind: transformer ",
-        2,
-    ),
-    "texts for an image model": (
-        "data:\n  kind: ag_news\nmodel:\n  kind: cnn\n",
-        ["model.kind=cnn"],
-        "model.kind: cnn ",
-        4,
-    ),
-    "one process as two": (
-        "parallel:\n  kind: single\nlaunch:\n  processes: 2\n",
-        ["parallel.kind=single", "launch.processes=2"],
-        "launch.processes: 2 processes, but parallel.kind=single",
-        4,
-    ),
+    "batch": ("", "train:\n  micro_batch: 9\n  global_batch: 8", "micro_batch: 9 is more than train.global_batch, and"),
+    "epochs": ("", "train:\n  steps: 3\n  epochs: 1", "steps: give train.steps or train.epochs, not both"),
+    "images": ("", "model:\n  kind: transformer", "kind: transformer takes texts, but data.kind=digits gives images"),
+    "texts": (TEXTS, "model:\n  kind: cnn", "kind: cnn takes images, but data.kind=files gives texts"),
+    "single": (SINGLE, "launch:\n  processes: 2", "processes: 2 processes, but parallel.kind=single runs one"),
 }
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)
 def test_impossible_combination_is_told_with_its_place(case):
-    text, overrides, said, line = IMPOSSIBLE[case]
-    assert_said(complaints(text), f"c.yaml:{line}: {said}")
-    base = "data:\n  kind: ag_news\n" if "texts" in case else ""
-    assert_said(complaints(base, *overrides), f"command line: {said}")
+    before, wrong, what = IMPOSSIBLE[case]
+    section, *keys = wrong.split("\n")
+    said = f"{section} {what}".replace(": ", ".", 1)
+    assert_said(complaints(f"{before}{wrong}\n"), f"c.yaml:{before.count(chr(10)) + 2}: {said}")
+    overrides = [f"{section[:-1]}.{key.strip().replace(': ', '=')}" for key in keys]
+    assert_said(complaints(before, *overrides), f"command line: {said}")
 
 
 def test_every_contradiction_is_told_at_once():
@@ -180,9 +157,7 @@ def test_every_contradiction_is_told_at_once():
     ]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "# nothing\n", "---\n", "train:\n", "run: {}\n", "data:\nmodel:\nlaunch:\nparallel:\n"]
-)
+@pytest.mark.parametrize("text", ["", "# none\n", "---\n", "train:\n", "run: {}\n", "data:\nmodel:\nlaunch:\n"])
 def test_empty_means_all_defaults(text):
     assert parse(text) == Recipe()
 
@@ -220,7 +195,7 @@ def test_text_stays_text(text):
         ("observe.options.kept=[1, {x: y}]", lambda r: r.observe.options, {"kept": [1, {"x": "y"}]}),
         ("observe.options={a: 1}", lambda r: r.observe.options, {"a": 1}),
         ("run.name='12'", lambda r: r.run.name, "12"),
-        ("export.file=a: b", lambda r: r.export.file, "a: b"),
+        ("observe.options.a=a b", lambda r: r.observe.options["a"] if "a" in r.observe.options else 0, "a b"),
         ("data.kind=mnist", lambda r: r.data.kind, "mnist"),
     ],
 )
@@ -237,10 +212,7 @@ def test_last_override_wins():
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        *[
-            (text, ("command line: ", repr(text), "section.key=value"))
-            for text in ("train.epochs", "=3", "a.=3", ".a=1", "")
-        ],
+        *[(text, ("command line: ", repr(text), "section.key=value")) for text in ("train.epochs", "=3", "a.=3", "")],
         ("trian.epochs=3", ("command line: trian: unknown key", "'train'?")),
         ("train.epoch=3", ("command line: train.epoch: unknown key", "'epochs'?")),
         ("train.lr=3", ("command line: train.lr: ", "did you mean optim.lr?")),
@@ -249,6 +221,7 @@ def test_last_override_wins():
         ("train.epochs=[1", ("command line: train.epochs: ", "'[1'")),
         ("train.epochs.x=3", "command line: train.epochs: should be a valid number"),
         ("train={epoch: 1}", ("command line: train.epoch: unknown key", "'epochs'?")),
+        ("train={epochs: x}", "command line: train.epochs: should be a valid number"),
         ("train={epochs: 1, epochs: 2}", "command line:1: train.epochs is given twice"),
         ("train.epochs=&a [*a]", "command line: train.epochs: "),
         ("data.kind=files", "command line: data.train: is missing, but data.kind=files needs it"),
@@ -263,11 +236,9 @@ def test_mistake_on_the_command_line_says_so(override, expected):
 
 def test_kind_switched_on_the_command_line_meets_keys_of_the_file():
     text = "data:\n  kind: mnist\n  root: x\n"
-    assert parse(text, "data.kind=ag_news", "model.kind=transformer").data.root.name == "x"
-    assert_said(
-        complaints(text, "data.kind=digits"),
-        ("c.yaml:3: data.root: unknown key", "known for data.kind=digits: kind, limit"),
-    )
+    assert parse(text, "data.kind=ag_news", "model={kind: user, file: m.py}").data.root.name == "x"
+    expected = "c.yaml:3: data.root: unknown key", "known for data.kind=digits: kind, limit"
+    assert_said(complaints(text, "data.kind=digits"), expected)
 
 
 @pytest.mark.parametrize(
@@ -277,23 +248,19 @@ def test_kind_switched_on_the_command_line_meets_keys_of_the_file():
         (lambda path: path.mkdir(), "{} is a folder: name the YAML file"),
         (lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n\0"), "{} is not a YAML file: byte 0 is not UTF-8 text"),
         (lambda path: path.write_bytes("train:\n".encode("utf-16")), "{} is not a YAML file: byte 0 is not UTF-8 text"),
-        (lambda path: (path.write_text("train:\n"), path.chmod(0)), "cannot read {}: Permission denied"),
+        (lambda path: path.symlink_to(path), "cannot read {}: Too many levels of symbolic links"),
     ],
-    ids=["missing", "folder", "picture", "utf-16", "forbidden"],
+    ids=["missing", "folder", "picture", "utf-16", "link to itself"],
 )
 def test_file_that_cannot_be_read(tmp_path, make, said):
     path = tmp_path / "c.yaml"
     make(path)
-    if path.is_file() and "Permission" in said and os.access(path, os.R_OK):
-        pytest.skip("this user may read everything")
     with pytest.raises(ConfigError) as caught:
         load(path)
     assert_said(str(caught.value).split("\n"), said.format(path))
 
 
-@pytest.mark.parametrize(
-    "recipe", [*EXAMPLES, *plugins.names("data.sources")], ids=lambda each: getattr(each, "name", each)
-)
+@pytest.mark.parametrize("recipe", [*EXAMPLES, *plugins.names("data.sources")], ids=lambda r: pathlib.Path(r).name)
 def test_dump_loads_to_an_equal_recipe(tmp_path, recipe):
     recipe = load(recipe) if isinstance(recipe, pathlib.Path) else starter(recipe)
     (tmp_path / "again.yaml").write_text(config.dump(recipe), encoding="utf-8")
@@ -311,13 +278,11 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    st.dictionaries(st.text(), VALUES, max_size=3),
-    st.sampled_from(["1e-3", "2024-01-01", "=", "<<", "007", "~", "1:30"]),
-)
+@given(st.dictionaries(st.text(), VALUES, max_size=3), st.sampled_from(["1e-3", "2024-01-01", "=", "<<", "007", "~"]))
 def test_dump_keeps_any_options(options, name):
+    options |= {"tricky": name, name: 1e-5}
     recipe = Recipe.model_validate(
-        {"observe": {"options": {**options, "tricky": name, name: 1e-5}}, "export": {"file": name}}
+        {"observe": {"options": options}, "model": {"kind": "user", "file": "m.py"}, "checkpoint": {"best": name}}
     )
     assert parse(config.dump(recipe)) == recipe
 
@@ -357,7 +322,6 @@ def test_every_setting_is_described(name):
         assert issubclass(section, config.PluginSection)
     assert "__doc__" in vars(section) and section.__doc__.strip()
     assert not [key for key, field in section.model_fields.items() if not (field.description or "").strip()]
-    assert section.incidental <= section.model_fields.keys()
     assert section.model_config["frozen"] and section.model_config["extra"] == "forbid"
 
 

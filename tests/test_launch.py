@@ -89,7 +89,7 @@ def test_pulse(config):
     measured = lockstep(config, "evaluate", "runs/killed")
     assert measured.returncode == 0, measured.stderr
     found = json.loads((config / "runs" / "killed" / "evaluation.json").read_text())
-    assert found["samples"] == 360
+    assert found["samples"] == 355
     assert {k: found[k] for k in ("loss", "accuracy", "f1")} == summary(config, "whole")["evaluation"]
 
     exported = lockstep(config, "export", "runs/killed")

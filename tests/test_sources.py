@@ -374,6 +374,8 @@ class EmptyHub(BaseHTTPRequestHandler):
 
 
 def test_hub_says_that_it_does_not_know_a_name(monkeypatch, serve):
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", serve(EmptyHub).rstrip("/"))
+    address = serve(EmptyHub).rstrip("/")
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
     message = complaint(hub.build, hub_config("owner/nothing", text_column="text"))
     assert "'owner/nothing' doesn't exist on the Hub" in message

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import yaml
 
 from lockstep import recipe as recipes
+from lockstep.data.dataset import Subset
 from lockstep.errors import LockstepError
 from lockstep.recipe import Recipe
 from lockstep.runtime.interruption import Interruption
@@ -253,7 +254,7 @@ def evaluate_on_rank(folder):
     rank, size = dist.get_rank(), dist.get_world_size()
     recipe = Recipe.model_validate({"run": {"dir": folder, "name": f"e{size}"}})
     parts = recipes.assemble(recipe, World(rank=rank, size=size), torch.device("cpu"))
-    parts.test = recipes.Subset(parts.train, torch.arange(1003).numpy())
+    parts.test = Subset(parts.train, torch.arange(1003).numpy())
     parts.model.eval()
     result = parts.evaluate()
     columns = parts.test.__getitems__(range(1003))

@@ -95,6 +95,13 @@ class Dumper(yaml.SafeDumper):
     """Writes what Loader reads back: quotes around text that Loader would take for a number."""
 
 
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """PyYAML writes Unicode's own line breaks as they are, and reads them back as spaces."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if set(text) & set(BREAKS) else None)
+
+
+BREAKS = "\x85\u2028\u2029"
+Dumper.add_representer(str, _text)
 EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 for _class in (Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
@@ -175,6 +182,7 @@ def parse(
     raw = _read(text, places)
     for override in overrides:
         _override(raw, override, places)
+    raw = {name: section for name, section in raw.items() if section is not None}
     try:
         found = root.model_validate(raw)
     except ValidationError as error:
@@ -195,7 +203,7 @@ def dump(section: Section) -> str:
 def _read(text: str, places: Places) -> dict[str, Any]:
     try:
         node = yaml.compose(text, Loader=Loader)
-        raw = {} if node is None else _value(node, (), places)
+        raw = None if node is None else _value(node, (), places)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         begun = f" ({error.context} of line {error.context_mark.line + 1})" if error.context_mark else ""
@@ -207,9 +215,11 @@ def _read(text: str, places: Places) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise ConfigError(f"{places.file}: this is nested too deep, or an anchor (&) is used inside itself") from None
+    if raw is None:
+        return {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{places.file}: a config is made of sections such as `train:`, not of {_short(raw)}")
-    return {name: section for name, section in raw.items() if section is not None}
+    return raw
 
 
 def _value(node: yaml.Node, path: Path_, places: Places) -> Any:

@@ -11,6 +11,8 @@ from lockstep.contracts import DataSpec, MicroBatch, Model, Strategy
 from lockstep.runtime.collectives import add_disjoint
 
 CONFUSION = "confusion"
+METRICS = ["accuracy", "f1", "loss"]
+"""What is always measured of a classifier; a user's file may add others."""
 MOST_CLASSES = 100
 """A confusion matrix of more classes is not written down."""
 

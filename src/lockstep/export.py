@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ class ExportSection(Section):
     kind: Literal["pretrained", "state_dict"] = "pretrained"
     """pretrained: a folder (transformers' own layout, or safetensors with config and loader);
     state_dict: one file, the unwrapped weights as torch.save writes them."""
-    file: str = "model.pt"
+    file: str = Field("model.pt", pattern=r"^[\w-][\w.-]*$")
     """Name of the file for state_dict, such as distilbert_agnews.pt."""
 
 

@@ -49,3 +49,10 @@ def load_file(path: Path) -> ModuleType:
         del sys.modules[name]  # else the next call would find half a module and call it whole
         raise
     return module
+
+
+def package_folder(name: str) -> Path:
+    """Where an installed package lies, without importing it."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.origin is not None, f"{name} is a dependency of lockstep and is not installed"
+    return Path(spec.origin).parent

@@ -1,5 +1,6 @@
 """The whole run as one frozen, validated model, and the one place where its parts meet."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -8,19 +9,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lockstep import config, optim, plugins
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.config import Complaint, Kind, LocalPath, Section
 from lockstep.contracts import Batch, DataSpec, MicroBatch, Model, Source, Strategy, Tokenizer
 from lockstep.data.collate import collate
-from lockstep.data.dataset import Subset, open_source, with_tokens
+from lockstep.data.dataset import open_source, with_tokens
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
-from lockstep.errors import DataError
-from lockstep.evaluation import Evaluation, evaluate, metrics_for
+from lockstep.errors import DataError, nearest
+from lockstep.evaluation import METRICS, Evaluation, evaluate, metrics_for
 from lockstep.export import ExportSection
 from lockstep.observe.section import ObserveSection
 from lockstep.optim import OptimSection, ScheduleSection
@@ -43,14 +44,21 @@ class RunSection(Section):
 
     dir: LocalPath = Path("runs")
     """The folder of all runs."""
-    name: str | None = Field(None, pattern=r"^[\w.-]+$")
+    name: str | None = None
     """This run's folder in it; by default the config file's name and the time. A name that exists is resumed."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Decides the order of the data, initial weights, dropout and augmentation."""
     reproducibility: Literal["exact", "fast"] = "exact"
     """exact: gradients are added in an order that belongs to the data; fast: by the backend's own all-reduce."""
     threads: int = Field(1, ge=1)
     """CPU threads per process; changes the last bits of the weights on a CPU, and is kept in the checkpoint."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_one_folder(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[\w-][\w.-]*", name):
+            raise ValueError("a run's name is one folder: letters, digits, '.', '-' and '_', not beginning with '.'")
+        return name
 
 
 class Recipe(Section):
@@ -78,35 +86,31 @@ class Recipe(Section):
 
 def contradictions(recipe: Recipe) -> list[Complaint]:
     """Settings that are right one by one and impossible together: (where, what)."""
-    train = recipe.train
+    train, gives, takes = recipe.train, recipe.data.modality, recipe.model.modality
     found: list[Complaint] = []
     if train.micro_batch > train.global_batch:
-        found.append(
-            (
-                ("train", "micro_batch"),
-                f"{train.micro_batch} is more than train.global_batch "
-                f"({train.global_batch}): a step would never fill one; set it to {train.global_batch} or less",
-            )
-        )
+        what = f"{train.micro_batch} is more than train.global_batch, and a step would never fill one"
+        found.append((("train", "micro_batch"), f"{what}; set it to {train.global_batch} or less"))
     if train.epochs is not None and train.steps is not None:
-        found.append((("train", "steps"), "give train.steps or train.epochs, not both"))
-    gives, takes = recipe.data.modality, recipe.model.modality
+        what = "give train.steps or train.epochs, not both (train.epochs=null takes back the file's)"
+        found.append((("train", "steps"), what))
     if "any" not in (gives, takes) and gives != takes:
-        found.append(
-            (
-                ("model", "kind"),
-                f"{recipe.model.kind} takes {takes}s, but data.kind={recipe.data.kind} gives {gives}s",
-            )
-        )
+        what = f"{recipe.model.kind} takes {takes}s, but data.kind={recipe.data.kind} gives {gives}s"
+        found.append((("model", "kind"), what))
     if recipe.parallel.kind == "single" and recipe.launch.processes not in ("auto", 1):
-        found.append(
-            (
-                ("launch", "processes"),
-                f"{recipe.launch.processes} processes, but parallel.kind=single runs "
-                "one; set parallel.kind=ddp or launch.processes=1",
-            )
-        )
-    return found
+        what = f"{recipe.launch.processes} processes, but parallel.kind=single runs one"
+        found.append((("launch", "processes"), f"{what}; set parallel.kind=ddp or launch.processes=1"))
+    return found + _unknown_metrics(recipe)
+
+
+def _unknown_metrics(recipe: Recipe) -> list[Complaint]:
+    """Metrics to decide by that nobody measures; a user's file may measure anything."""
+    named = {("checkpoint", "best"): recipe.checkpoint.best, ("train", "stop_metric"): recipe.train.stop_metric}
+    return [
+        (place, f"there is no metric {name!r}{nearest(name, METRICS)} (there is: {', '.join(METRICS)})")
+        for place, name in named.items()
+        if name is not None and name not in METRICS and recipe.model.kind != "user"
+    ]
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -122,7 +126,8 @@ def named(recipe: Recipe, path: Path) -> Recipe:
     """The recipe with a run name: its own, else the config file's and the time."""
     if recipe.run.name is not None:
         return recipe
-    name = f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    stem = re.sub(r"[^\w-]+", "-", path.stem).strip("-") or "run"
+    name = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
     return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
 
 
@@ -203,10 +208,8 @@ def prepare(
 ) -> tuple[Source, Source, Tokenizer | None]:
     """Open both splits, with their tokens made if need be: (train, test, tokenizer). Raises DataError."""
     sources = [open_source(recipe.data, split) for split in ("train", "test")]
-    if recipe.data.modality != "text" and sources[0].spec.modality != "text":
-        return sources[0], sources[1], None
     make = getattr(plugins.find("models", recipe.model.kind), "tokenizer", None)
-    if make is None:
+    if make is None or sources[0].spec.modality != "text":
         return sources[0], sources[1], None
     tokenizer = make(recipe.model)
     train, test = (with_tokens(source, recipe.data, tokenizer, publish=publish) for source in sources)

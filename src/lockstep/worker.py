@@ -94,6 +94,7 @@ class Job:
         """Train to the end and write the summary, whatever the end is."""
         self.watch()
         parts = self.assemble()
+        self.numeric["data.samples"] = len(parts.train)
         found = checkpoint_for(self.checkpoints, how, self.warn)
         if found is not None:
             resume(parts.state, found, self.numeric, allow_drift=allow_drift, warn=self.warn)

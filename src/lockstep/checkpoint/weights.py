@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lockstep.checkpoint.writer import load
@@ -14,6 +13,8 @@ def restore(model: nn.Module, folder: Path) -> None:
 
     Raises CheckpointError when the checkpoint belongs to another model.
     """
+    import torch.distributed.checkpoint as dcp
+
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     load(folder, state)
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})

@@ -5,12 +5,10 @@ import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 
 from lockstep import files
 from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of
@@ -24,15 +22,18 @@ def save(root: Path, tensors: dict[str, Tensor], manifest: Manifest) -> Path:
     Until the last rename the folder carries another name, so that a kill at any point leaves the older checkpoints
     and nothing that looks like a new one. Raises CheckpointError, on every rank alike, when it cannot be written.
     """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
     final, is_main = folder_of(root, manifest.step), dist.get_rank() == 0
     temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
     temporary, failure = decided((temporary, _made(root) if is_main else None))
     if failure is None:
         try:
-            dcp.save(tensors, storage_writer=FileSystemWriter(temporary, sync_files=True))
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
             failure = _finish(temporary, final, manifest) if is_main else None
         except CheckpointException as error:
-            failure = "; ".join(f"{reason} (rank {rank})" for rank, (reason, _) in error.failures.items())
+            failure = _reasons(root, error)
         except OSError as error:
             failure = str(error)
         failure = decided(failure)
@@ -50,6 +51,15 @@ def _made(root: Path) -> str | None:
     except OSError as error:
         return str(error)
     return None
+
+
+def _reasons(root: Path, error: Any) -> str:
+    """What went wrong on which rank, in a line, and the free space: torch hides a full disk behind words of its own."""
+    reasons = [
+        f"{str(reason).splitlines()[0] if str(reason) else type(reason).__name__} (rank {rank})"
+        for rank, (reason, _) in error.failures.items()
+    ]
+    return f"{'; '.join(reasons)}; {shutil.disk_usage(root).free / 1e9:.1f} GB are free there"
 
 
 def _finish(temporary: Path, final: Path, manifest: Manifest) -> str | None:
@@ -70,6 +80,8 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
 
     Raises CheckpointError naming the tensors that are not in it, or not of the same shape.
     """
+    import torch.distributed.checkpoint as dcp
+
     reader = dcp.FileSystemReader(folder)
     stored = reader.read_metadata().state_dict_metadata
     missing = [name for name in tensors if name not in stored]

@@ -125,7 +125,7 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path, *, progress: Prog
 def _read_part(part: Path) -> tuple[np.ndarray, np.ndarray] | None:
     """(ids, lengths) of a part that an earlier build has left; None when there is none, or a power cut has torn it."""
     try:
-        with np.load(part) as stored:
+        with part.open("rb") as file, np.load(file) as stored:
             return stored["ids"], stored["lengths"]
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None

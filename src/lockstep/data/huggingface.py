@@ -5,12 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from lockstep.errors import DataError
-
-CONNECT_SECONDS = 2.0
-"""For one look whether the hub answers: its own client tries for 23 s before it gives up."""
+from lockstep.runtime.hub import hub_answers
 
 
 def load_split(name: str, split: str, *, subset: str | None = None, revision: str | None = None) -> Any:
@@ -23,7 +19,7 @@ def load_split(name: str, split: str, *, subset: str | None = None, revision: st
     folder = Path(name).expanduser().absolute()
     local = folder.is_dir()
     try:
-        with _offline_mode(datasets.config, on=not local and not _answers(datasets.config)):
+        with _offline_mode(datasets.config, on=not local and not hub_answers()):
             return datasets.load_dataset(str(folder) if local else name, subset, split=split, revision=revision)
     except ConnectionError as error:
         raise DataError(
@@ -36,16 +32,6 @@ def load_split(name: str, split: str, *, subset: str | None = None, revision: st
             f"cannot load the split {split!r} of the data set {name!r}: {reason.rstrip('.')} (check its name "
             f"or folder, subset, revision and splits; a slice such as 'train[:10%]' is a split too)"
         ) from error
-
-
-def _answers(settings: Any) -> bool:
-    if settings.HF_HUB_OFFLINE:
-        return False
-    try:
-        requests.head(settings.HF_ENDPOINT, timeout=CONNECT_SECONDS)
-    except requests.RequestException:
-        return False
-    return True
 
 
 @contextmanager

@@ -82,8 +82,15 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for micro_batch in self.batches:
-            yield self._moved(micro_batch)
+        try:
+            for micro_batch in self.batches:
+                yield self._moved(micro_batch)
+        except Exception as error:
+            if self.batches.num_workers == 0:
+                raise
+            # The worker's traceback is in the message. Ours holds the worker processes in a cycle: collected late and
+            # out of order, they would not hear that they shall end, and be waited for, 5 s each.
+            raise error.with_traceback(None) from error.__cause__
 
     def steps(self) -> Iterator[list[MicroBatch]]:
         """The micro-batches of one step at a time, as a list."""

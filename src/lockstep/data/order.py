@@ -29,7 +29,9 @@ def permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
     """The order of an epoch: 0..samples-1, each once, int64 [N]."""
     key = mix(mix(np.array([seed], dtype=np.uint64)) ^ np.array([epoch], dtype=np.uint64))
     keys = mix(mix(np.arange(samples, dtype=np.uint64)) ^ key)
-    return np.argsort(keys, kind="stable")
+    order = np.argsort(keys, kind="stable")
+    order.flags.writeable = False  # it is kept and shared
+    return order
 
 
 @lru_cache(maxsize=8)

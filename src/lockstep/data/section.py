@@ -23,5 +23,5 @@ class DataSection(PluginSection):
 
     @property
     def modality(self) -> str:
-        """What a sample is: "image", "text", or a user's own word; known before any data is read."""
-        return "image"
+        """What a sample is, as far as the settings tell before any data is read: "image", "text", or "any"."""
+        return "any"

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from lockstep.config import PluginSection
@@ -15,7 +16,7 @@ class Config(PluginSection):
 
     mean: float = 0.1307
     """Grey value that becomes 0, on a scale of 0 to 1 (MNIST's own mean)."""
-    std: float = 0.3081
+    std: float = Field(0.3081, gt=0)
     """Grey values that become 1 above the mean (MNIST's own standard deviation)."""
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lockstep.config import PluginSection
 from lockstep.contracts import Batch, DataSpec, LossSum, Model
 from lockstep.errors import ModelError
+from lockstep.runtime.hub import hub_answers
 from lockstep.runtime.loss import classification_loss
 
 
@@ -132,8 +133,9 @@ def _loaded(kind: Any, config: Config, **options: Any) -> Any:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    cached_only = Path(config.name).is_dir() or not hub_answers()
     try:
-        return kind.from_pretrained(config.name, revision=config.revision, **options)
+        return kind.from_pretrained(config.name, revision=config.revision, local_files_only=cached_only, **options)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(

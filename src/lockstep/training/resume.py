@@ -1,6 +1,7 @@
 """Where a run goes on: which checkpoint, whether it belongs to this recipe, and what it brings back."""
 
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ def _choose(root: Path, resume: str, warn: Callable[[str], None]) -> Path | None
     if resume == "never":
         if there:
             raise CheckpointError(
-                f"{root} holds {len(there)} checkpoints, the newest after step {layout.read_manifest(there[0]).step}: "
-                "--resume never would overwrite them. Choose another run.name, or go on with --resume auto"
+                f"{root} holds {len(there)} checkpoints, the newest {there[0].name}: --resume never "
+                "would overwrite them. Choose another run.name, or go on with --resume auto"
             )
         return None
     if resume == "auto":
@@ -43,7 +44,16 @@ def _choose(root: Path, resume: str, warn: Callable[[str], None]) -> Path | None
     reason = verify.problem(folder)
     if reason is not None:
         raise CheckpointError(f"cannot resume from {folder}: {reason}")
+    _set_aside(root, [newer for newer in there if newer.parent == folder.parent and newer > folder], warn)
     return folder
+
+
+def _set_aside(root: Path, newer: list[Path], warn: Callable[[str], None]) -> None:
+    """Checkpoints that the run is about to leave behind get another name, or the next resume would take them."""
+    for folder in newer:
+        kept = root / f"set-aside-{datetime.now():%Y%m%d-%H%M%S}-{folder.name}"
+        folder.rename(kept)
+        warn(f"{folder.name} is newer than where the run goes on; it is kept as {kept.name}")
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from lockstep.contracts import Strategy
 from lockstep.runtime.precision import Precision
@@ -43,6 +42,8 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by a flat, canonical name: model.*, ema.*, optimizer.PARAMETER.*."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
         optimizer = get_optimizer_state_dict(self.module, self.optimizer)["state"]
         return {
             **{f"model.{name}": tensor for name, tensor in self.strategy.state().items()},
@@ -57,6 +58,8 @@ class TrainState:
 
     def take(self, tensors: dict[str, Tensor]) -> None:
         """Take over tensors that were made by `tensors` and filled from a checkpoint."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
         whole: Any = get_optimizer_state_dict(self.module, self.optimizer)
         for name, values in whole["state"].items():
             values.update({key: tensors.get(f"optimizer.{name}.{key}", value) for key, value in values.items()})

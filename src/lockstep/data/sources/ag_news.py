@@ -21,6 +21,11 @@ class Config(DataSection):
     root: LocalPath = Path("data")
     """Folder with train.csv and test.csv, or with a folder ag_news of them; else they come from the hub."""
 
+    @property
+    def modality(self) -> str:
+        """Always texts."""
+        return "text"
+
 
 def build(config: Config, split: str) -> Texts:
     """The "train" or "test" split: "title description", or the one that is there.

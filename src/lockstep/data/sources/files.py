@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow
@@ -25,6 +25,8 @@ CSV_BLOCK = 1 << 26
 
 class Config(ImageSection):
     """Your own files: a folder holds images (FOLDER/CLASS/*.png), a file is a table with a text column."""
+
+    incidental: ClassVar[frozenset[str]] = ImageSection.incidental | {"train", "test"}
 
     train: LocalPath
     """What to learn from: a .csv, .tsv, .jsonl or .parquet file, or a folder with a folder for each class."""
@@ -50,6 +52,10 @@ class Found:
     samples: list[Any]
     labels: list[str]
     place: Place
+
+
+STARTER = {"train": "data/train.csv"}
+"""What `lockstep init files` writes for fields without a default."""
 
 
 def build(config: Config, split: str) -> Images | Texts:

@@ -71,6 +71,10 @@ class Part:
             yield None if cell is None else cell["bytes"] or Path(cell["path"])
 
 
+STARTER = {"name": "fancyzhx/ag_news", "text_column": "text"}
+"""What `lockstep init hub` writes for fields without a default."""
+
+
 def build(config: Config, split: str) -> Images | Texts:
     """The "train" or "test" split: texts, or uint8 images [N, C, H, W]; the classes are the training split's.
 

@@ -35,6 +35,11 @@ class Config(DataSection):
     root: LocalPath = Path("data")
     """Folder with the four IDX files, .gz or not, or with a folder mnist of them; else they are fetched."""
 
+    @property
+    def modality(self) -> str:
+        """Always images."""
+        return "image"
+
 
 def build(config: Config, split: str) -> Images:
     """The "train" or "test" split, uint8 [N, 1, 28, 28].

@@ -1,6 +1,6 @@
 """Data from the user's own Python file."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep import plugins
 from lockstep.config import LocalPath
@@ -12,6 +12,8 @@ from lockstep.errors import DataError
 class Config(DataSection):
     """A Python file with `source(options, split)`, which returns a Source (see docs: bring your own data)."""
 
+    incidental: ClassVar[frozenset[str]] = DataSection.incidental | {"file"}
+
     file: LocalPath
     """The Python file."""
     options: dict[str, Any] = {}
@@ -21,6 +23,10 @@ class Config(DataSection):
     def modality(self) -> str:
         """Known only to the user's code."""
         return "any"
+
+
+STARTER = {"file": "my_data.py"}
+"""What `lockstep init user` writes for fields without a default."""
 
 
 def build(config: Config, split: str) -> Source:

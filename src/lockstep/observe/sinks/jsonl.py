@@ -1,6 +1,7 @@
 """metrics.jsonl: a line per logged step and per evaluation, in a form that any program reads."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,20 @@ class Jsonl:
 
     def _write(self, line: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            strict = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+            file.write(json.dumps(strict, allow_nan=False) + "\n")
 
     def _forget_after(self, step: int) -> None:
         if not self.path.exists():
             return
-        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-        files.write(self.path, "".join(f"{line}\n" for line in kept))
+        kept = [line for line in self.path.read_bytes().split(b"\n") if _step_of(line) <= step]
+        files.write(self.path, b"".join(line + b"\n" for line in kept))
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     """The step of a line; a line that a kill has cut short belongs to no step and goes."""
     try:
-        return json.loads(line)["step"]
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
 

@@ -1,0 +1,18 @@
+"""Whether the Hugging Face hub can be reached: one quick look, where its own clients try for 20 s and more."""
+
+import requests
+
+CONNECT_SECONDS = 2.0
+
+
+def hub_answers() -> bool:
+    """True when the hub's address (HF_ENDPOINT) accepts a connection and offline mode (HF_HUB_OFFLINE) is not set."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        requests.head(constants.ENDPOINT, timeout=CONNECT_SECONDS)
+    except requests.RequestException:
+        return False
+    return True

@@ -1,0 +1,264 @@
+"""The command line as people use and misuse it: what is printed, what is written, and the exit code."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from lockstep import cli, config, plugins
+from lockstep.recipe import load, starter
+
+SOURCES = plugins.names("data.sources")
+EXAMPLES = sorted((pathlib.Path(__file__).parents[1] / "examples").glob("*.yaml"))
+COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands]
+
+
+@pytest.fixture
+def lockstep(tmp_path, monkeypatch):
+    """Runs a command in an empty folder -> (exit code, stdout, stderr); an error of ours is no exit."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result.exit_code, result.stdout, result.stderr
+
+    return run
+
+
+def refused(result, *fragments):
+    """Exit code 2, nothing on stdout, and one line that says so."""
+    code, out, err = result
+    assert (code, out) == (2, ""), result
+    assert err.count("\n") == 1 and err.endswith("\n"), err
+    assert not [fragment for fragment in fragments if fragment not in err], err
+
+
+def all_files(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def run_folder(folder, **manifest):
+    """A run as it lies on disk, and with a manifest also a checkpoint, of another place than it was made in."""
+    folder.mkdir(parents=True)
+    recipe = config.parse(type(starter("digits")), "run: {dir: /elsewhere, name: old}", file="made here")
+    (folder / "recipe.yaml").write_text(config.dump(recipe), encoding="utf-8")
+    if manifest:
+        checkpoint = folder / "checkpoints" / "step-000000007"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_alone_it_shows_its_commands(lockstep, arguments):
+    code, out, err = lockstep(*arguments)
+    assert code == (0 if arguments else 2)
+    assert not [name for name in COMMANDS if name not in out + err]
+    assert {"train", "evaluate", "export", "data", "init", "plugins"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(lockstep, command):
+    code, out, _ = lockstep(command, "--help")
+    assert code == 0
+    assert "Usage:" in out and f" {command} " in out
+    summary = out.split("Usage:")[1].splitlines()[2].strip()
+    assert summary.endswith("."), summary
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["train"], ["train", "a.yaml", "--nosuch"], ["plugins", "extra"]])
+def test_wrong_usage_is_told(lockstep, arguments):
+    code, out, err = lockstep(*arguments)
+    assert (code, out) == (2, "")
+    assert "Usage:" in err and "Error" in err and "Traceback" not in err
+
+
+def test_plugins_lists_every_plugin_file(lockstep):
+    code, out, _ = lockstep("plugins")
+    assert code == 0
+    for title, family in plugins.FAMILIES.items():
+        folder = pathlib.Path(plugins.__file__).parent.joinpath(*family.split("."))
+        rows = [line for line in out.split(title, 1)[1].splitlines() if "│" in line]
+        files = sorted(file for file in folder.glob("*.py") if not file.name.startswith("_"))
+        assert files
+        for file, row in zip(files, rows[: len(files)], strict=True):
+            name, description = [cell.strip() for cell in row.strip("│ ").split("│")]
+            assert (name, len(description) > 10) == (file.stem, True)
+
+
+@pytest.mark.parametrize("task", SOURCES)
+def test_init_writes_a_config_to_start_from(lockstep, tmp_path, task):
+    code, out, err = lockstep("init", task)
+    assert (code, err) == (0, "")
+    assert out == f"wrote {task}.yaml; next: lockstep train {task}.yaml\n"
+    assert all_files(tmp_path) == [f"{task}.yaml"]
+    file = tmp_path / f"{task}.yaml"
+    assert load(file) == starter(task)
+    assert load(file).data.kind == task
+    assert lockstep("train", file.name, "--dry-run")[0] == 0
+
+
+def test_init_explains_every_setting(lockstep, tmp_path):
+    """With every comment mark before a key taken away, the file says the same: what it shows are the defaults."""
+    assert lockstep("init")[0] == 0
+    text = (tmp_path / "digits.yaml").read_text(encoding="utf-8")
+    (tmp_path / "all.yaml").write_text(text.replace("\n  #", "\n  ").replace("\n   ", "\n  #"), encoding="utf-8")
+    recipe = starter("digits")
+    assert load(tmp_path / "all.yaml") == load(tmp_path / "digits.yaml") == recipe
+    given = yaml.safe_load((tmp_path / "all.yaml").read_text(encoding="utf-8"))
+    for name in type(recipe).model_fields:
+        section = type(getattr(recipe, name))
+        assert list(given[name]) == list(section.model_fields)
+        for key, field in section.model_fields.items():
+            before = text.split(f"\n{name}:")[1].split(f"{key}: ")[0]
+            assert field.description.splitlines()[-1] in before, (name, key)
+
+
+@pytest.mark.parametrize("to", ["digits.yaml", "folder"])
+def test_init_refuses_to_overwrite(lockstep, tmp_path, to):
+    (tmp_path / "digits.yaml").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    refused(lockstep("init", "digits", "--to", to), f"{to} exists", "--to")
+    assert (tmp_path / "digits.yaml").read_text() == "mine"
+    assert all_files(tmp_path) == ["digits.yaml", "folder"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["init", "digit"], ["there is no 'digit'", "did you mean 'digits'?"]),
+        (["init", "zzz"], ["there is no 'zzz'", *SOURCES]),
+        (["init", "digits", "--to", "nowhere/a.yaml"], ["cannot write nowhere/a.yaml", "No such file", "--to"]),
+        (["train", "a.yaml"], ["there is no file a.yaml", "lockstep init"]),
+        (["train", "train.epochs=3"], ["there is no file train.epochs=3"]),
+        (["train", "."], [". is a folder", "RUN/recipe.yaml"]),
+        (["data", "a.yaml"], ["there is no file a.yaml"]),
+        (["evaluate", "."], [". is no run", "recipe.yaml", "runs/NAME"]),
+        (["evaluate", "runs/none"], ["runs/none is no run"]),
+        (["export", "."], [". is no run"]),
+        (["export", "/dev/null"], ["/dev/null is no run"]),
+    ],
+)
+def test_mistakes_are_told_in_one_line(lockstep, tmp_path, arguments, fragments):
+    refused(lockstep(*arguments), *fragments)
+    assert all_files(tmp_path) == []
+
+
+def test_a_line_per_complaint(lockstep, tmp_path):
+    (tmp_path / "a.yaml").write_text("train:\n  epoch: 3\n  global_batch: yes\n")
+    code, out, err = lockstep("train", "a.yaml", "data.kind=digit")
+    assert (code, out) == (2, "")
+    assert [line[:40].split(": ")[:2] for line in sorted(err.splitlines())] == [
+        ["a.yaml:2", "train.epoch"],
+        ["a.yaml:3", "train.global_batch"],
+        ["command line", "data.kind"],
+    ]
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export"])
+def test_run_without_checkpoint(lockstep, tmp_path, command):
+    run = run_folder(tmp_path / "runs" / "young")
+    there = all_files(tmp_path)
+    refused(lockstep(command, "runs/young"), "no finished checkpoint", f"lockstep train {run}/recipe.yaml")
+    (run / "checkpoints" / "step-000000007.tmp-1").mkdir(parents=True)
+    (run / "checkpoints" / "step-000000007").mkdir()
+    refused(lockstep(command, "runs/young"), "no finished checkpoint")
+    refused(lockstep(command, "runs/young", "optim.lr=x"), "command line: optim.lr: ")
+    assert [name for name in all_files(tmp_path) if "checkpoints" not in name] == there
+
+
+def test_run_that_was_moved_is_found_where_it_lies(tmp_path):
+    run = run_folder(tmp_path / "moved é" / "1e3", step=7)
+    for named in (run, run / "checkpoints" / "step-000000007"):
+        recipe, checkpoint = cli._run_of(named, ["optim.lr=7"])
+        assert recipe.folder == run
+        assert checkpoint == run / "checkpoints" / "step-000000007"
+        assert recipe.optim.lr == 7
+    assert cli._run_of(run, [f"run.dir={tmp_path}"])[0].folder == tmp_path / "1e3"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_dry_run_shows_plan_and_recipe_and_writes_nothing(lockstep, tmp_path, example):
+    name = f"run.name={'n' * 150}.dry"
+    code, out, err = lockstep(
+        "train",
+        example,
+        name,
+        "train.global_batch=96",
+        "launch.processes=3",
+        "run.threads=2",
+        "--dry-run",
+        "--resume",
+        "never",
+    )
+    assert (code, err) == (0, "")
+    folder = tmp_path / "runs" / name[9:]
+    plan, _, recipe = out.partition(f"# {folder / 'launch.yaml'}\n")
+    assert plan.splitlines() == [
+        "OMP_NUM_THREADS=2",
+        f"3 x {sys.executable} -m lockstep.worker {folder / 'launch.yaml'} --resume never",
+        "",
+    ]
+    assert all_files(tmp_path) == []
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(recipe, encoding="utf-8")
+    assert load(shown) == load(example, [name, "train.global_batch=96", "launch.processes=3", "run.threads=2"])
+    assert load(shown).train.global_batch == 96
+
+
+def test_what_is_printed_is_what_is_meant(lockstep, tmp_path):
+    """Nothing in a path is taken for colour or a small picture."""
+    odd = tmp_path / "[red]:100:x"
+    odd.mkdir()
+    code, out, _ = lockstep("init", "--to", f"{odd}/a.yaml")
+    assert (code, out) == (0, f"wrote {odd}/a.yaml; next: lockstep train {odd}/a.yaml\n")
+    assert (
+        f"# {odd}/x/launch.yaml" in lockstep("train", f"{odd}/a.yaml", f"run.dir={odd}", "run.name=x", "--dry-run")[1]
+    )
+
+
+def test_name_of_a_run_comes_from_the_file_and_the_time(lockstep, tmp_path):
+    (tmp_path / "my.first.yaml").write_text("")
+    _, out, _ = lockstep("train", "my.first.yaml", "--dry-run")
+    name = yaml.safe_load(out.partition("# ")[2].partition("\n")[2])["run"]["name"]
+    assert name.startswith("my-first-2") and name.count("-") == 3
+
+
+def test_folder_of_runs_that_cannot_be_written(lockstep, tmp_path):
+    (tmp_path / "a.yaml").write_text("run:\n  dir: a.yaml\n")
+    refused(lockstep("train", "a.yaml"), "cannot write to ", "Not a directory", "run.dir")
+    assert all_files(tmp_path) == ["a.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "fragments"),
+    [
+        (
+            [pathlib.Path(sys.executable).with_name("lockstep"), "train"],
+            2,
+            ["a.yaml:2: train.epoch: unknown key", "'epochs'?"],
+        ),
+        ([sys.executable, "-m", "lockstep.worker"], 2, ["a.yaml:2: train.epoch: unknown key", "'epochs'?"]),
+    ],
+    ids=["lockstep", "worker"],
+)
+def test_real_process_ends_with_a_line_and_a_code(tmp_path, command, code, fragments):
+    (tmp_path / "a.yaml").write_text("train:\n  epoch: 3\n")
+    done = subprocess.run([*command, "a.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert not [fragment for fragment in fragments if fragment not in done.stderr]
+    assert all_files(tmp_path) == ["a.yaml"]
+
+
+def test_real_process_shows_help():
+    command = pathlib.Path(sys.executable).with_name("lockstep")
+    done = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not [name for name in COMMANDS if name not in done.stdout]

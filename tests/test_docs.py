@@ -1,0 +1,54 @@
+"""What the pages say works: their code is run as a reader would run it."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def lockstep(folder, *arguments):
+    command = [sys.executable, "-m", "lockstep.cli", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(next((folder / "runs").glob("*/summary.json")).read_text())
+
+
+def test_readmes_own_model(tmp_path):
+    (tmp_path / "my_model.py").write_text(blocks(ROOT / "README.md", "python")[0])
+    arguments = ["model.kind=user", "model.file=my_model.py", "model.options.width=64", "train.epochs=8"]
+    found = lockstep(tmp_path, "train", str(ROOT / "examples" / "digits.yaml"), *arguments)
+    assert found["evaluation"]["accuracy"] > 0.9
+
+
+def test_spirals(tmp_path):
+    page = ROOT / "docs" / "your-own.md"
+    (tmp_path / "spirals.py").write_text(blocks(page, "python")[0])
+    (tmp_path / "spirals.yaml").write_text(blocks(page, "yaml")[0])
+    found = lockstep(tmp_path, "train", "spirals.yaml")
+    assert found["evaluation"]["accuracy"] > 0.95
+    assert 0 <= found["evaluation"]["calibration_error"] < 0.2
+    assert (tmp_path / "diary.txt").read_text().count("step ") == 40
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_readmes_config_is_one(tmp_path):
+    (tmp_path / "c.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
+    command = [sys.executable, "-m", "lockstep.cli", "train", "c.yaml", "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "epochs: 20" in done.stdout

@@ -1,0 +1,219 @@
+"""Micro-batches as they are fetched: equal for any number of workers, each sample once over any number of ranks."""
+
+import random
+import traceback
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.contracts import DataSpec
+from lockstep.data.collate import collate
+from lockstep.data.loader import Loader
+from lockstep.data.order import Order
+from lockstep.data.sampler import EvaluationRequests, Request, TrainingRequests, step_requests
+
+LENGTHS = np.random.default_rng(4).integers(1, 60, 90)
+
+
+class Augmented:
+    """Rows of different length, and random numbers from every generator there is, as augmentation draws them."""
+
+    spec = DataSpec(modality="text", labels=("a", "b"))
+    lengths = LENGTHS
+
+    def __init__(self, broken=()):
+        self.broken = set(broken)
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitems__(self, indices):
+        if bad := self.broken.intersection(indices):
+            raise ValueError(f"cannot decode {sorted(bad)}")
+        return {
+            "input_ids": [np.arange(1, LENGTHS[i] + 1, dtype=np.int32) for i in indices],
+            "label": np.array(indices, dtype=np.int64),
+            "python": np.array([random.random() for _ in indices]),
+            "numpy": np.random.random((len(indices), 2)),
+            "torch": torch.rand(len(indices), 3).numpy(),
+        }
+
+
+def order_of(**changes):
+    return Order(**{"seed": 3, "samples": 90, "global_batch": 32, "micro_batch": 8, "lengths": LENGTHS, **changes})
+
+
+def requests_of(order, *, rank=0, world=1, start=0, stop=6):
+    shards = order.shards_per_step
+    owned = range(rank * shards // world, (rank + 1) * shards // world)
+    return TrainingRequests(order=order, owned=owned, start=start, stop=stop)
+
+
+def loader(requests, *, workers=0, seed=3, source=None):
+    return Loader(source or Augmented(), requests, seed=seed, pad_id=0, workers=workers, device=torch.device("cpu"))
+
+
+def assert_same(some, others):
+    some, others = list(some), list(others)
+    assert len(some) == len(others) > 0
+    for a, b in zip(some, others, strict=True):
+        assert (a.step, a.shard, a.indices, a.ghost, a.shards, a.present) == (
+            *(b.step, b.shard, b.indices, b.ghost),
+            *(b.shards, b.present),
+        )
+        assert a.batch.keys() == b.batch.keys()
+        for name, tensor in a.batch.items():
+            assert torch.equal(tensor, b.batch[name]), (a.step, a.shard, name)
+
+
+def test_workers_change_nothing():
+    plain = list(loader(requests_of(order_of())))
+    assert_same(plain, loader(requests_of(order_of()), workers=2))
+    assert len({tuple(m.batch["python"].tolist()) for m in plain}) == len(plain)
+
+
+def test_randomness_belongs_to_the_samples():
+    """Whoever fetches a micro-batch, after whatever else, draws the same numbers; another seed or epoch draws others."""
+    whole = {(m.step, m.shard): m for m in loader(requests_of(order_of()))}
+    for rank in range(3):
+        random.seed(rank)
+        torch.manual_seed(rank)
+        mine = list(loader(requests_of(order_of(), rank=rank, world=3, start=2)))
+        assert_same(mine, [whole[m.step, m.shard] for m in mine])
+    for name in ("python", "numpy", "torch"):
+        one = whole[0, 0].batch[name]
+        other_seed = next(iter(loader(requests_of(order_of()), seed=4))).batch[name]
+        request = step_requests(order_of(), 0, [0])[0]
+        other_epoch = next(iter(loader([Request(**{**vars(request), "epoch": 1})]))).batch[name]
+        assert not torch.equal(one, other_seed)
+        assert not torch.equal(one, other_epoch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_steps_come_as_lists(workers):
+    order = order_of()
+    steps = list(loader(requests_of(order, start=1, stop=5), workers=workers).steps())
+    assert [[m.step for m in step] for step in steps] == [[1] * 4, [2] * 4, [3] * 4, [4] * 4]
+    expected = [[list(rows) for rows in order.shards(step)] for step in range(1, 5)]
+    assert [[list(m.indices) for m in step] for step in steps] == expected
+    assert [m.batch["label"].tolist() for m in steps[0]] == expected[0]
+
+
+def test_no_requests_no_steps():
+    assert list(loader(requests_of(order_of(), start=4, stop=4)).steps()) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_leaving_early_leaves_no_process(workers):
+    steps = loader(requests_of(order_of(), stop=1000), workers=workers).steps()
+    next(steps)
+    steps.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_names_the_samples(workers):
+    bad = int(order_of().shards(1)[2][3])
+    with pytest.raises(ValueError, match=rf"cannot decode \[{bad}\]") as caught:
+        list(loader(requests_of(order_of(), start=1), workers=workers, source=Augmented(broken=[bad])))
+    rows = order_of().shards(1)[2].tolist()
+    assert f"while fetching samples {rows} (step 1, shard 2)" in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width"), [([1], 8), ([8], 8), ([9, 1], 16), ([3, 0, 17], 24), ([128] * 4, 128), ([0], 0)]
+)
+def test_padding_to_a_multiple_of_eight(lengths, width):
+    rows = [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
+    batch = collate({"input_ids": rows, "other": rows, "label": np.arange(len(rows))}, pad_id=77)
+    assert list(batch) == ["input_ids", "attention_mask", "other", "label"]
+    assert {t.dtype for t in batch.values()} == {torch.int64}
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (len(rows), width)
+    assert batch["attention_mask"].sum(1).tolist() == lengths
+    for i, row in enumerate(rows):
+        assert batch["input_ids"][i].tolist() == [*row, *[77] * (width - len(row))]
+        assert batch["attention_mask"][i].tolist() == [1] * len(row) + [0] * (width - len(row))
+        assert batch["other"][i].tolist() == [*row, *[0] * (width - len(row))]
+
+
+def test_arrays_keep_their_type():
+    columns = {"image": np.zeros((2, 1, 4, 4), np.uint8), "value": np.zeros(2, np.float32)}
+    batch = collate(columns)
+    assert {name: t.dtype for name, t in batch.items()} == {"image": torch.uint8, "value": torch.float32}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("samples", "micro_batch"), [(1003, 8), (64, 8), (7, 8), (1, 1), (3, 1), (17, 4)])
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_evaluation_takes_each_sample_once(world, samples, micro_batch, has_lengths):
+    lengths = np.random.default_rng(0).integers(1, 99, samples) if has_lengths else None
+    ranks = [
+        EvaluationRequests(samples=samples, lengths=lengths, micro_batch=micro_batch, rank=rank, world_size=world)
+        for rank in range(world)
+    ]
+    dealt = [list(requests) for requests in ranks]
+    everything = [request for requests in dealt for request in requests]
+    assert sorted(i for request in everything for i in request.indices) == list(range(samples))
+    assert sorted(request.shard for request in everything) == list(range(ranks[0].total))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    assert all(0 < len(request.indices) <= micro_batch for request in everything)
+    everything.sort(key=lambda request: request.shard)
+    assert all(len(request.indices) == micro_batch for request in everything[:-1])
+    if lengths is not None:
+        spans = [(lengths[list(r.indices)].min(), lengths[list(r.indices)].max()) for r in everything]
+        assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_batches_are_those_asked_for(workers):
+    requests = EvaluationRequests(samples=90, lengths=LENGTHS, micro_batch=8, rank=1, world_size=2)
+    batches = list(loader(requests, workers=workers))
+    assert [m.indices for m in batches] == [request.indices for request in requests]
+    assert [m.batch["label"].tolist() for m in batches] == [list(request.indices) for request in requests]
+
+
+CASES = [
+    {},
+    {"lengths": None},
+    {"micro_batch": 5},
+    {"samples": 33, "lengths": None},
+    {"samples": 5, "lengths": None},
+    {"samples": 90, "global_batch": 7, "micro_batch": 7},
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_ranks_together_run_the_whole_order(world, case):
+    order = order_of(**case)
+    dealt = [list(requests_of(order, rank=rank, world=world, stop=9)) for rank in range(world)]
+    for step in range(9):
+        shards = order.shards(step)
+        full = {number: tuple(rows.tolist()) for number, rows in enumerate(shards) if len(rows)}
+        of_step = [[request for request in requests if request.step == step] for requests in dealt]
+        real = [request for requests in of_step for request in requests if not request.ghost]
+        assert sorted((r.shard, r.indices) for r in real) == sorted(full.items())
+        for requests in of_step:
+            assert requests, "every rank has something to run with"
+            ghosts = [request for request in requests if request.ghost]
+            assert ghosts in ([], requests)
+            assert len(ghosts) <= 1
+            assert all(full[request.shard] == request.indices for request in requests)
+            assert {request.present for request in requests} == {frozenset(full)}
+            assert {(request.shards, request.epoch) for request in requests} == {(len(shards), order.epoch(step))}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_world_can_change_at_any_step(case):
+    """Worlds of 2, 5, 1, 3 and 4 take over from each other in mid-epoch: three epochs, each sample three times."""
+    order = order_of(**case)
+    stop = 3 * order.steps_per_epoch
+    cuts = [0, *sorted(np.random.default_rng(2).integers(0, stop + 1, 4).tolist()), stop]
+    seen = []
+    for world, start, end in zip([2, 5, 1, 3, 4], cuts, cuts[1:], strict=False):
+        for rank in range(world):
+            requests = requests_of(order, rank=rank, world=world, start=start, stop=end)
+            seen += [(r.step, i) for r in requests if not r.ghost for i in r.indices]
+    steps = [sorted(i for rows in order.shards(step) for i in rows.tolist()) for step in range(stop)]
+    assert sorted(seen) == [(step, i) for step, rows in enumerate(steps) for i in rows]
+    assert sorted(i for _, i in seen) == sorted(3 * list(range(order.samples)))

@@ -1,0 +1,242 @@
+"""What watches a run writes down the truth: no line and no point lost or repeated, over kills and resumes."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from lockstep import plugins
+from lockstep.events import (
+    Bus,
+    CheckpointSaved,
+    EpochDone,
+    Evaluated,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Warned,
+)
+from lockstep.observe import meters
+from lockstep.observe.section import ObserveSection
+from lockstep.observe.sinks import jsonl, tensorboard
+
+
+def started(folder, resumed_step=0, **changes):
+    facts = {
+        **{"name": "trial", "folder": folder, "resumed_step": resumed_step, "total_steps": 20, "steps_per_epoch": 5},
+        **{"world_size": 2, "device": "CPU", "parameters": 12345, "train_samples": 1000},
+    }
+    return RunStarted(**{**facts, **changes})
+
+
+def step(number, **values):
+    return StepDone(step=number, epoch=(number - 1) // 5 + 1, values=values)
+
+
+def evaluated(number):
+    return Evaluated(step=number, epoch=number // 5, samples=200, values={"accuracy": number / 100, "loss": 0.5})
+
+
+def ended(folder, **changes):
+    summary = {"steps": 20, "digest": "0123456789abcdef" * 4, "evaluation": {"accuracy": 0.98}, "folder": str(folder)}
+    return RunEnded(status="finished", summary={**summary, **changes})
+
+
+def run(sink, folder, steps, resumed_step=0):
+    """Steps with a loss each, an evaluation every five."""
+    sink.notice(started(folder, resumed_step))
+    for number in steps:
+        sink.notice(step(number, loss=1 / number, learning_rate=0.1))
+        if number % 5 == 0:
+            sink.notice(evaluated(number))
+
+
+def lines_of(folder):
+    return (folder / "metrics.jsonl").read_text().splitlines()
+
+
+# ---- metrics.jsonl
+
+
+def test_jsonl_has_a_line_per_logged_step_and_evaluation(tmp_path):
+    sink = jsonl.build(tmp_path)
+    sink.notice(started(tmp_path))
+    for event in (step(1), step(2, loss=0.5, accuracy=0.25), evaluated(5), EpochDone(epoch=1, step=5)):
+        sink.notice(event)
+    for event in (Warned(message="x"), CheckpointSaved(step=5, folder=tmp_path, seconds=1.0), ended(tmp_path)):
+        sink.notice(event)
+    sink.close()
+    assert [json.loads(line) for line in lines_of(tmp_path)] == [
+        {"kind": "step", "step": 2, "epoch": 1, "loss": 0.5, "accuracy": 0.25},
+        {"kind": "evaluation", "step": 5, "epoch": 1, "samples": 200, "accuracy": 0.05, "loss": 0.5},
+    ]
+
+
+@pytest.mark.parametrize("killed_at", [1, 4, 7, 10, 12])
+@pytest.mark.parametrize("resumed_step", [0, 5, 10])
+@pytest.mark.parametrize(
+    "torn", ["", '{"kind": "step", "st', '{"kind": "step", "step": 99', "\0\0\0\0", "12", "\udcff\udcfe"]
+)
+def test_jsonl_after_a_kill_equals_an_uninterrupted_run(tmp_path, killed_at, resumed_step, torn):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    run(jsonl.build(whole), whole, range(1, 21))
+    last = max(killed_at, resumed_step)
+    run(jsonl.build(killed), killed, range(1, last + 1))
+    with (killed / "metrics.jsonl").open("a", errors="surrogateescape") as file:
+        file.write(torn)
+    run(jsonl.build(killed), killed, range(resumed_step + 1, 21), resumed_step)
+    assert (killed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_jsonl_keeps_earlier_lines_byte_for_byte(tmp_path):
+    """Also those that another version has written in another way."""
+    own = '{"step":3,"kind":"step","loss":1e-3}\n{ "kind": "note", "step": 4, "text": "caf\u00e9 \u2028 end" }\n'
+    (tmp_path / "metrics.jsonl").write_bytes((own + '{"kind": "step", "step": 6}\n').encode())
+    jsonl.build(tmp_path).notice(started(tmp_path, resumed_step=5))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == own.encode()
+
+
+# ---- TensorBoard
+
+
+def points(folder, tag):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return [(event.step, pytest.approx(event.value)) for event in accumulator.Scalars(tag)]
+
+
+def test_tensorboard_has_train_and_test_scalars(tmp_path):
+    sink = tensorboard.build(tmp_path)
+    run(sink, tmp_path, range(1, 21))
+    sink.notice(step(21))
+    sink.close()
+    assert points(tmp_path, "train/loss") == [(number, 1 / number) for number in range(1, 21)]
+    assert points(tmp_path, "train/learning_rate") == [(number, 0.1) for number in range(1, 21)]
+    assert points(tmp_path, "test/accuracy") == [(number, number / 100) for number in (5, 10, 15, 20)]
+
+
+@pytest.mark.parametrize(("killed_at", "resumed_step"), [(3, 0), (10, 10), (13, 10), (14, 5), (20, 15)])
+@pytest.mark.parametrize("torn_bytes", [0, 7])
+def test_a_resumed_tensorboard_repeats_and_misses_no_step(tmp_path, killed_at, resumed_step, torn_bytes):
+    """Killed, perhaps in the middle of a record, at one step and resumed after an earlier one, or from the start."""
+    first = tensorboard.build(tmp_path)
+    run(first, tmp_path, range(1, killed_at + 1))
+    first.close()
+    [file] = (tmp_path / "tensorboard").iterdir()
+    file = file.rename(file.with_name(f"events.out.tfevents.0000000001.{file.name.split('.', 4)[4]}"))  # long ago
+    if torn_bytes and killed_at > resumed_step:
+        os.truncate(file, file.stat().st_size - torn_bytes)
+    second = tensorboard.build(tmp_path)
+    run(second, tmp_path, range(resumed_step + 1, 21), resumed_step)
+    second.close()
+    assert points(tmp_path, "train/loss") == [(number, 1 / number) for number in range(1, 21)]
+    assert points(tmp_path, "test/accuracy") == [(number, number / 100) for number in (5, 10, 15, 20)]
+
+
+def test_tensorboard_is_on_disk_when_a_checkpoint_is(tmp_path):
+    """What a resume relies on must not wait in memory for a kill."""
+    sink = tensorboard.build(tmp_path)
+    sink.notice(started(tmp_path))
+    [file] = (tmp_path / "tensorboard").iterdir()
+    for number in range(1, 201):
+        sink.notice(step(number, loss=1.0))
+    sink.notice(CheckpointSaved(step=200, folder=tmp_path, seconds=0.1))
+    size = file.stat().st_size
+    sink.close()
+    assert file.stat().st_size == size
+    assert len(points(tmp_path, "train/loss")) == 200
+
+
+def test_closing_before_the_start_is_harmless(tmp_path):
+    for name in plugins.names("observe.sinks"):
+        plugins.find("observe.sinks", name).build(tmp_path).close()
+
+
+# ---- speed
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(meters, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
+
+
+def test_speed_leaves_out_warm_up_and_pauses(clock):
+    meter = meters.Throughput()
+    assert meter.steady is None
+    meter.pause()  # a pause before the first look is warm-up anyway
+    clock.seconds += 50
+    meter.resume()
+    assert meter.look(64) is None
+    assert meter.steady is None
+    clock.seconds += 2
+    assert meter.look(264) == pytest.approx(100)
+    clock.seconds += 1
+    meter.pause()
+    clock.seconds += 1000
+    meter.resume()
+    clock.seconds += 3
+    assert meter.look(464) == pytest.approx(50)
+    assert meter.steady == pytest.approx(400 / 6)
+
+
+def test_speed_of_a_resumed_run_counts_its_own_samples(clock):
+    meter = meters.Throughput()
+    meter.look(1_000_000)
+    clock.seconds += 10
+    assert meter.look(1_000_500) == meter.steady == pytest.approx(50)
+
+
+def test_speed_when_no_time_has_passed(clock):
+    meter = meters.Throughput()
+    meter.look(0)
+    assert meter.look(10) > 0
+
+
+# ---- choosing
+
+
+@pytest.mark.parametrize(
+    ("sink", "message"),
+    [
+        (
+            "tensorbord",
+            "there is no sink 'tensorbord' — did you mean 'tensorboard'? (there is: jsonl, progress, tensorboard)",
+        ),
+        ("zzz", "there is no sink 'zzz' (there is: jsonl, progress, tensorboard)"),
+    ],
+)
+def test_an_unknown_sink_is_refused_with_what_there_is(sink, message):
+    with pytest.raises(ValidationError) as caught:
+        ObserveSection(sinks=("progress", sink))
+    assert message in str(caught.value)
+
+
+def test_the_bus_tells_everybody_in_order_and_closes_once():
+    heard = []
+
+    class Ear:
+        def __init__(self, name):
+            self.name = name
+
+        def notice(self, event):
+            heard.append((self.name, event))
+
+        def close(self):
+            heard.append((self.name, "closed"))
+
+    bus = Bus()
+    for name in "ab":
+        bus.subscribe(Ear(name))
+    bus.publish(1)
+    bus.close()
+    bus.close()
+    assert sorted(heard[2:]) == [("a", "closed"), ("b", "closed")]
+    assert heard[:2] == [("a", 1), ("b", 1)]

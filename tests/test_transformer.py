@@ -1,0 +1,112 @@
+"""A real pretrained encoder through the whole path, and the real data sets where they are at hand."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.contracts import DataSpec
+from lockstep.errors import ModelError
+from lockstep.models import transformer
+
+LABELS = ("World", "Sports", "Business", "Sci/Tech")
+TEXTS = ["stocks fell in late trading", "the striker scored twice in the final", "a probe reached the moon of a planet"]
+
+
+def lockstep(folder, *arguments):
+    command = [sys.executable, "-m", "lockstep.cli", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def news(tmp_path_factory):
+    """A small AG News: a few words decide the class."""
+    folder = tmp_path_factory.mktemp("news")
+    words = {1: "president minister war", 2: "goal match striker", 3: "stocks profit bank", 4: "software space chip"}
+    for split, count in (("train", 96), ("test", 30)):
+        generator = np.random.default_rng(count)
+        rows = []
+        for i in range(count):
+            label = i % 4 + 1
+            text = " ".join(generator.choice(words[label].split(), size=int(generator.integers(2, 30))))
+            rows.append(f'"{label}","{text[:5]}","{text}"')
+        (folder / f"{split}.csv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def test_the_whole_path_in_the_models_own_format(news, minilm, tmp_path):
+    """Two processes, bf16: train, export; plain transformers loads it and predicts the same."""
+    (tmp_path / "c.yaml").write_text(
+        "data: {kind: ag_news}\nmodel: {kind: transformer, max_length: 32}\n"
+        "train: {epochs: 2, global_batch: 16, micro_batch: 4, precision: bf16}\noptim: {lr: 3e-4}\n"
+    )
+    settings = [f"data.root={news}", f"data.cache={tmp_path}/cache", f"model.name={minilm}", "run.name=a"]
+    assert "tokenising" in lockstep(tmp_path, "data", "c.yaml", *settings)
+    output = lockstep(tmp_path, "train", "c.yaml", *settings, "launch.processes=2")
+    assert "tokenising" not in output
+    summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
+    assert summary["evaluation"]["accuracy"] > 0.8
+    lockstep(tmp_path, "export", "runs/a")
+
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    export = tmp_path / "runs" / "a" / "export"
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForSequenceClassification.from_pretrained(export).eval()
+    assert model.config.id2label == dict(enumerate(LABELS))
+    with torch.no_grad():
+        found = model(**tokenizer(TEXTS[:2], return_tensors="pt", padding=True)).logits.argmax(1).tolist()
+    assert [model.config.id2label[i] for i in found] == ["Business", "Sports"]
+
+
+def built(name, labels=LABELS):
+    config = transformer.Config(kind="transformer", name=str(name), max_length=16)
+    return transformer.build(config, DataSpec(modality="text", labels=labels))
+
+
+def test_blocks_cover_every_parameter_once(minilm):
+    model = built(minilm)
+    blocks = model.blocks()
+    held = [id(p) for block in blocks for p in block.parameters()]
+    assert len(held) == len(set(held))
+    assert set(held) == {id(p) for p in model.parameters()}
+    assert sum("Layer" in type(block).__name__ and block is not None for block in blocks) >= 6
+
+
+@pytest.mark.parametrize("name", ["no-such-model-anywhere", "tests"])
+def test_a_name_that_cannot_be_loaded_says_how_to_mend_it(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests").mkdir()
+    with pytest.raises(ModelError, match=r"cannot load model.name=.*\n.*neither a local folder"):
+        built(name)
+
+
+@pytest.mark.timeout(400)
+def test_real_mnist_learns(shared_data, tmp_path):
+    """A tenth of real MNIST, one epoch, two processes."""
+    (tmp_path / "c.yaml").write_text(
+        f"data: {{kind: mnist, root: {shared_data}, limit: 6000}}\noptim: {{lr: 2e-3}}\n"
+        "train: {epochs: 1, global_batch: 64, micro_batch: 32, precision: bf16}\nrun: {name: a}\n"
+    )
+    lockstep(tmp_path, "train", "c.yaml", "launch.processes=2")
+    summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
+    assert summary["evaluation"]["accuracy"] > 0.95
+    assert summary["samples_seen"] == 6000
+
+
+@pytest.mark.timeout(400)
+def test_real_news_learns(shared_data, minilm, tmp_path):
+    """A few hundred real documents through the real encoder beat chance by far."""
+    (tmp_path / "c.yaml").write_text(
+        f"data: {{kind: ag_news, root: {shared_data}, limit: 640, cache: {tmp_path}/cache}}\n"
+        f"model: {{kind: transformer, name: {minilm}, max_length: 32}}\noptim: {{lr: 3e-4}}\nrun: {{name: a}}\n"
+        "train: {epochs: 1, global_batch: 32, micro_batch: 16, precision: bf16}\nevaluate: {micro_batch: 64}\n"
+    )
+    lockstep(tmp_path, "train", "c.yaml", "launch.processes=2")
+    summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
+    assert summary["evaluation"]["accuracy"] > 0.7
