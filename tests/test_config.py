@@ -195,7 +195,7 @@ def test_text_stays_text(text):
         ("observe.options.kept=[1, {x: y}]", lambda r: r.observe.options, {"kept": [1, {"x": "y"}]}),
         ("observe.options={a: 1}", lambda r: r.observe.options, {"a": 1}),
         ("run.name='12'", lambda r: r.run.name, "12"),
-        ("observe.options.a=a b", lambda r: r.observe.options["a"] if "a" in r.observe.options else 0, "a b"),
+        ("observe.options.a=a b", lambda r: r.observe.options.get("a"), "a b"),
         ("data.kind=mnist", lambda r: r.data.kind, "mnist"),
     ],
 )
