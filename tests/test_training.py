@@ -254,10 +254,10 @@ def evaluate_on_rank(folder):
     rank, size = dist.get_rank(), dist.get_world_size()
     recipe = Recipe.model_validate({"run": {"dir": folder, "name": f"e{size}"}})
     parts = recipes.assemble(recipe, World(rank=rank, size=size), torch.device("cpu"))
-    parts.test = Subset(parts.train, torch.arange(1003).numpy())
+    parts.data = recipes.Data(parts.data.train, Subset(parts.data.train, torch.arange(1003).numpy()), None)
     parts.model.eval()
     result = parts.evaluate()
-    columns = parts.test.__getitems__(range(1003))
+    columns = parts.data.test.__getitems__(range(1003))
     with torch.no_grad():
         logits = parts.model({"image": torch.as_tensor(columns["image"])})
     return (

@@ -134,8 +134,8 @@ def export(
 ) -> None:
     """Write a run's model for others to load, read it back and compare."""
     recipe, checkpoint = _run_of(run, overrides)
-    train_split, test_split, tokenizer = recipes.prepare(recipe)
-    spec = train_split.spec
+    data = recipes.open_data(recipe)
+    spec = data.train.spec
     model = recipes.build_model(recipe, spec)
     restore(model, checkpoint)
     plugin = plugins.find("models", recipe.model.kind)
@@ -143,13 +143,13 @@ def export(
     target = (to or recipe.folder / "export").absolute()
     written = exporting.export(
         model,
-        recipes.first_samples(test_split, tokenizer),
+        recipes.first_samples(data),
         target,
         section=recipe.export,
         writing=exporting.Writing(
             own=plugin if hasattr(plugin, "save") else None,
             rebuild=lambda: recipes.build_model(recipe, spec),
-            extra=tokenizer.save if tokenizer else None,
+            extra=data.tokenizer.save if data.tokenizer else None,
             facts={
                 "model": recipe.model.model_dump(mode="json"),
                 "data": {"modality": spec.modality, "labels": spec.labels, "image_shape": spec.image_shape},
@@ -170,14 +170,14 @@ def data(path: ConfigFile, overrides: Overrides = None) -> None:
     bus = Bus()
     bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
     try:
-        train_split, test_split, _ = recipes.prepare(recipe, bus.publish)
-        model = recipes.build_model(recipe, train_split.spec)
+        found = recipes.prepare(recipe, bus.publish)
+        model = recipes.build_model(recipe, found.train.spec)
     finally:
         bus.close()
     parameters = sum(p.numel() for p in model.parameters())
     console.print(
-        f"ready: {len(train_split):,} training and {len(test_split):,} test samples, "
-        f"{len(train_split.spec.labels)} labels; model {recipe.model.kind} with {parameters:,} parameters"
+        f"ready: {len(found.train):,} training and {len(found.test):,} test samples, "
+        f"{len(found.train.spec.labels)} labels; model {recipe.model.kind} with {parameters:,} parameters"
     )
 
 

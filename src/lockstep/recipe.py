@@ -20,7 +20,7 @@ from lockstep.data.dataset import open_source, with_tokens
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
-from lockstep.errors import DataError, nearest
+from lockstep.errors import nearest
 from lockstep.evaluation import METRICS, Evaluation, evaluate, metrics_for
 from lockstep.export import ExportSection
 from lockstep.observe.section import ObserveSection
@@ -145,6 +145,20 @@ def numeric(recipe: Recipe, facts: dict[str, Any]) -> dict[str, Any]:
     return found | facts
 
 
+@dataclass(frozen=True)
+class Data:
+    """Both splits, and the tokenizer that made their tokens."""
+
+    train: Source
+    test: Source
+    tokenizer: Tokenizer | None
+
+    @property
+    def pad_id(self) -> int:
+        """What short rows of tokens are filled with."""
+        return self.tokenizer.pad_id if self.tokenizer else 0
+
+
 @dataclass(kw_only=True)
 class Parts:
     """A recipe's parts, built for one process."""
@@ -155,9 +169,7 @@ class Parts:
     order: Order
     model: Model
     state: TrainState
-    test: Source
-    train: Source
-    tokenizer: Tokenizer | None
+    data: Data
     total_steps: int
 
     @property
@@ -169,22 +181,22 @@ class Parts:
         """This rank's micro-batches of each step from `start` on."""
         owned = self.strategy.owned(self.order.shards_per_step)
         requests = TrainingRequests(order=self.order, owned=owned, start=start, stop=self.total_steps)
-        return self._loader(self.train, requests, self.recipe.data.workers).steps()
+        return self._loader(self.data.train, requests, self.recipe.data.workers).steps()
 
     def evaluate(self) -> Evaluation:
         """Measure the model as it is on the whole test split."""
         requests = EvaluationRequests(
-            samples=len(self.test),
-            lengths=self.test.lengths,
+            samples=len(self.data.test),
+            lengths=self.data.test.lengths,
             micro_batch=self.recipe.evaluate.micro_batch or self.recipe.train.micro_batch,
             rank=self.world.rank,
             world_size=self.world.size,
         )
         own = getattr(plugins.find("models", self.recipe.model.kind), "metrics", None)
-        metrics = metrics_for(self.test.spec, own(self.recipe.model, self.test.spec) if own else {})
-        batches = self._loader(self.test, requests, 0)
+        metrics = metrics_for(self.data.test.spec, own(self.recipe.model, self.data.test.spec) if own else {})
+        batches = self._loader(self.data.test, requests, 0)
         result = evaluate(self.strategy, self.model, batches, total=requests.total, metrics=metrics)
-        assert result.samples == len(self.test), (result.samples, len(self.test))
+        assert result.samples == len(self.data.test), (result.samples, len(self.data.test))
         return result
 
     def samples_at(self, step: int) -> int:
@@ -199,27 +211,37 @@ class Parts:
         return f"rank {rank}, shard {shard}, samples {self.order.shards(step)[shard].tolist()}"
 
     def _loader(self, source: Source, requests: Any, workers: int) -> Loader:
-        pad_id = self.tokenizer.pad_id if self.tokenizer else 0
-        return Loader(source, requests, seed=self.recipe.run.seed, pad_id=pad_id, workers=workers, device=self.device)
+        return Loader(
+            source,
+            requests,
+            seed=self.recipe.run.seed,
+            pad_id=self.data.pad_id,
+            workers=workers,
+            device=self.device,
+        )
 
 
-def prepare(
-    recipe: Recipe, publish: Callable[[object], None] = lambda _: None
-) -> tuple[Source, Source, Tokenizer | None]:
-    """Open both splits, with their tokens made if need be: (train, test, tokenizer). Raises DataError."""
-    sources = [open_source(recipe.data, split) for split in ("train", "test")]
+def open_data(recipe: Recipe, *, publish: Callable[[object], None] = lambda _: None, is_checked: bool = False) -> Data:
+    """Open both splits, with their tokens made if need be. Raises DataError."""
+    train, test = (open_source(recipe.data, split) for split in ("train", "test"))
     make = getattr(plugins.find("models", recipe.model.kind), "tokenizer", None)
-    if make is None or sources[0].spec.modality != "text":
-        return sources[0], sources[1], None
+    if make is None or train.spec.modality != "text":
+        return Data(train, test, None)
     tokenizer = make(recipe.model)
-    train, test = (with_tokens(source, recipe.data, tokenizer, publish=publish) for source in sources)
-    return train, test, tokenizer
+    train, test = (
+        with_tokens(source, recipe.data, tokenizer, publish=publish, is_checked=is_checked) for source in (train, test)
+    )
+    return Data(train, test, tokenizer)
 
 
-def first_samples(source: Source, tokenizer: Tokenizer | None, count: int = 16) -> Batch:
-    """The first samples of a split as a batch."""
-    rows = range(min(count, len(source)))
-    return collate(source.__getitems__(rows), tokenizer.pad_id if tokenizer else 0)
+def prepare(recipe: Recipe, publish: Callable[[object], None]) -> Data:
+    """Fetch and make what is missing, with progress, and check every byte of what was made before."""
+    return open_data(recipe, publish=publish, is_checked=True)
+
+
+def first_samples(data: Data, count: int = 16) -> Batch:
+    """The first test samples as a batch."""
+    return collate(data.test.__getitems__(range(min(count, len(data.test)))), data.pad_id)
 
 
 def starter(source: str) -> Recipe:
@@ -247,18 +269,16 @@ def model_from(facts: dict[str, Any]) -> Model:
 
 def assemble(recipe: Recipe, world: World, device: torch.device) -> Parts:
     """Build every part for this process; the process group is open and the data has been prepared."""
-    train, test, tokenizer = prepare(recipe)
-    if len(train) == 0:
-        raise DataError("there is no training sample")
+    data = open_data(recipe)
     order = Order(
         seed=recipe.run.seed,
-        samples=len(train),
+        samples=len(data.train),
         global_batch=recipe.train.global_batch,
         micro_batch=recipe.train.micro_batch,
-        lengths=train.lengths,
+        lengths=data.train.lengths,
     )
     total_steps = recipe.train.total_steps(order.steps_per_epoch)
-    model = build_model(recipe, train.spec).to(device)
+    model = build_model(recipe, data.train.spec).to(device)
     return Parts(
         recipe=recipe,
         world=world,
@@ -266,9 +286,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device) -> Parts:
         order=order,
         model=model,
         state=place(recipe, model, total_steps=total_steps, device=device),
-        train=train,
-        test=test,
-        tokenizer=tokenizer,
+        data=data,
         total_steps=total_steps,
     )
 

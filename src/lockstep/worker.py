@@ -94,7 +94,7 @@ class Job:
         """Train to the end and write the summary, whatever the end is."""
         self.watch()
         parts = self.assemble()
-        self.numeric["data.samples"] = len(parts.train)
+        self.numeric["data.samples"] = len(parts.data.train)
         found = checkpoint_for(self.checkpoints, how, self.warn)
         if found is not None:
             resume(parts.state, found, self.numeric, allow_drift=allow_drift, warn=self.warn)
@@ -139,7 +139,7 @@ class Job:
             world_size=self.world.size,
             device=self.facts["device_model"],
             parameters=sum(p.numel() for p in parts.model.parameters()),
-            train_samples=len(parts.train),
+            train_samples=len(parts.data.train),
             notes=tuple(notes),
         )
 

@@ -41,19 +41,27 @@ class Tokens:
         return {"input_ids": ids, **columns}
 
 
-def tokenised(source: Source, tokenizer: Tokenizer, cache: Path, *, progress: Progress = lambda *_: None) -> Tokens:
-    """Open the tokens of a text source, building them first if they are missing or damaged.
+def tokenised(
+    source: Source,
+    tokenizer: Tokenizer,
+    cache: Path,
+    *,
+    progress: Progress = lambda *_: None,
+    is_checked: bool = False,
+) -> Tokens:
+    """Open the tokens of a text source, building them first if they are missing or damaged; `is_checked` compares
+    every byte with its sha256 instead of the sizes alone.
 
     Safe to call from many processes at once: one builds, the others wait for it. A killed build goes on where it
     stopped, at the last whole part. Raises DataError when the cache's folder cannot be written.
     """
     key = hashlib.sha256(f"{_fingerprint(source)} {tokenizer.key}".encode()).hexdigest()[:24]
     folder = cache / "tokens" / key
-    if not _is_whole(folder):
+    if not _is_whole(folder) or (is_checked and verify(folder)):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_suffix(".lock")):
-                if not _is_whole(folder):
+                if not _is_whole(folder) or (is_checked and verify(folder)):
                     _build(source, tokenizer, folder, progress=progress)
         except OSError as error:
             raise DataError(

@@ -41,10 +41,11 @@ def with_tokens(
     tokenizer: Tokenizer,
     *,
     publish: Callable[[object], None] = lambda _: None,
+    is_checked: bool = False,
 ) -> Source:
-    """A text source as tokens, from the cache; publishes Preparing while it builds."""
+    """A text source as tokens, from the cache; publishes Preparing while it builds; `is_checked` reads every byte."""
 
     def progress(done: int, total: int) -> None:
         publish(Preparing(what="tokenising texts", done=done, total=total))
 
-    return tokenised(source, tokenizer, section.cache, progress=progress)
+    return tokenised(source, tokenizer, section.cache, progress=progress, is_checked=is_checked)

@@ -1,0 +1,64 @@
+"""What may change bits is set for every thread, and is said."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lockstep.runtime.precision import Precision
+
+PROGRAM = """
+import torch
+from torch.utils.data import DataLoader
+from lockstep.runtime.precision import fix_numerics
+
+class Tiny(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return torch.full((1000,), 1e-40) * 1
+
+facts = fix_numerics(threads=4, exact=True)
+assert facts["denormals_flushed"] and facts["threads"] == torch.get_num_threads() == 4
+weight = torch.full((1 << 20,), 1e-30, requires_grad=True)
+(weight * 1e-10).sum().backward(torch.tensor(1e-30))          # 1e-40 in every element, forwards and backwards
+for name, values in {
+    "forward": weight.detach() * 1e-10,
+    "backward": weight.grad,
+    "loader": torch.cat(list(DataLoader(Tiny(), num_workers=2))),
+}.items():
+    print(name, torch.count_nonzero(values).item())
+"""
+
+
+def test_denormals_are_flushed_in_every_thread():
+    """Four threads share a million numbers: one thread that keeps denormals would leave a quarter of them."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["forward", "0", "backward", "0", "loader", "0"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_autocast_to_the_format_that_was_asked_for(kind, dtype):
+    layer = torch.nn.Linear(4, 4)
+    with Precision(kind, torch.device("cpu")).autocast():
+        assert layer(torch.ones(2, 4)).dtype == dtype
+
+
+def test_overflow_of_scaled_gradients_leaves_the_step_out_and_lowers_the_scale():
+    precision = Precision("fp16", torch.device("cpu"))
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    before = precision.scaler.get_scale()
+    for factor, expected in ((float("inf"), 1.0), (1.0, 0.0)):
+        precision.backward((weight * factor).sum())
+        precision.unscale(optimizer)
+        precision.apply(optimizer)
+        optimizer.zero_grad()
+        assert weight.tolist() == [expected] * 3
+    assert precision.state_dict()["scale"] == before / 2
+    again = Precision("fp16", torch.device("cpu"))
+    again.load_state_dict(precision.state_dict())
+    assert again.scaler.get_scale() == before / 2
