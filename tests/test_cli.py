@@ -1,6 +1,5 @@
 """The command line as people use and misuse it: what is printed, what is written, and the exit code."""
 
-import json
 import pathlib
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from lockstep import cli, config, plugins
+from lockstep.checkpoint.layout import Manifest, folder_of
 from lockstep.recipe import load, starter
 
 SOURCES = plugins.names("data.sources")
@@ -43,15 +43,16 @@ def all_files(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
-def run_folder(folder, **manifest):
+def run_folder(folder, step=None):
     """A run as it lies on disk, and with a manifest also a checkpoint, of another place than it was made in."""
     folder.mkdir(parents=True)
     recipe = config.parse(type(starter("digits")), "run: {dir: /elsewhere, name: old}", file="made here")
     (folder / "recipe.yaml").write_text(config.dump(recipe), encoding="utf-8")
-    if manifest:
-        checkpoint = folder / "checkpoints" / "step-000000007"
+    if step:
+        checkpoint = folder_of(folder / "checkpoints", step)
         checkpoint.mkdir(parents=True)
-        (checkpoint / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+        manifest = Manifest(step=step, epoch=1, world_size=1, digest="", numeric={}, progress={})
+        (checkpoint / "manifest.json").write_text(manifest.text(), encoding="utf-8")
     return folder
 
 

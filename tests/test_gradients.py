@@ -13,6 +13,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.memory import Images
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
+from lockstep.errors import ModelError
 from lockstep.runtime.digest import digest
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness, seed_all
@@ -28,18 +29,20 @@ class Net(Model):
         self.convolution = nn.Conv2d(1, 4, 3)
         self.norm = nn.BatchNorm2d(4) if norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(4 * 36, 10)
+        self.second = nn.Conv2d(4, 6, 3)
+        self.head = nn.Linear(6 * 16, 10)
 
     def forward(self, batch):
         x = batch["image"].to(self.head.weight.dtype) / 255
-        return self.head(self.dropout(torch.relu(self.norm(self.convolution(x)))).flatten(1))
+        x = self.dropout(torch.relu(self.norm(self.convolution(x))))
+        return self.head(torch.relu(self.second(x)).flatten(1))
 
     def loss(self, outputs, batch):
         total = F.cross_entropy(outputs, batch["label"], reduction="sum")
         return LossSum(total, len(outputs), {"accuracy": (outputs.argmax(1) == batch["label"]).sum()})
 
     def blocks(self):
-        return [self.convolution, self.norm, self.dropout, self.head]
+        return [self.convolution, self.norm, self.dropout, self.second, self.head]
 
 
 def images(count):
@@ -52,6 +55,8 @@ def steps_on_rank(kind, order, numbers, options):
     """Run some steps without an optimizer: (sum of gradients by name, loss, state) of each, and the state's digest."""
     seed_all(0)
     model = Net(**options.get("model", {})).to(options.get("dtype", torch.float32))
+    if options.get("channels_last"):
+        model.to(memory_format=torch.channels_last)
     randomness = Randomness(0)
     randomness.watch(model.blocks())
     module = plugins.find("parallel", kind)
@@ -113,6 +118,7 @@ def test_gradient_of_the_ragged_tail_is_the_whole_batchs(ranks, world, exact):
         pytest.param({"model": {"norm": True, "dropout": 0.3}}, id="batchnorm"),
         pytest.param({"precision": "bf16", "model": {"dropout": 0.5}}, id="bf16"),
         pytest.param({"config": {"bucket_mb": 0.001}}, id="many buckets"),
+        pytest.param({"channels_last": True}, id="channels last"),
     ],
 )
 def test_bits_do_not_depend_on_the_number_of_processes(ranks, options):
@@ -180,3 +186,81 @@ def place_single_on_rank():
     except Exception as error:
         return str(error)
     return f"no error with {dist.get_world_size()} processes"
+
+
+class Choosy(Net):
+    """Some parameters take part in some micro-batches only: those whose first label is even."""
+
+    def __init__(self, **_):
+        super().__init__()
+        self.extra = nn.Linear(10, 10)
+
+    def forward(self, batch):
+        outputs = super().forward(batch)
+        return self.extra(outputs) if int(batch["label"][0]) % 2 == 0 else outputs
+
+
+def choosy_on_rank(kind, order, config):
+    seed_all(0)
+    model = Choosy()
+    module = plugins.find("parallel", kind)
+    strategy = module.build(
+        module.Config(kind=kind, **config), randomness=Randomness(0), precision=Precision("fp32", CPU), exact=True
+    )
+    strategy.place(Net())  # a strategy can be given another model: nothing of the first may be left
+    strategy.place(model)
+    strategy.place(model)
+    owned, found = strategy.owned(order.shards_per_step), []
+    requests = TrainingRequests(order=order, owned=owned, start=0, stop=4)
+    for step in Loader(images(order.samples), requests, seed=0, pad_id=0, workers=0, device=CPU).steps():
+        strategy.forward_backward(step)
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        model.zero_grad()
+    return found
+
+
+def test_parameters_that_only_some_shards_use(ranks):
+    order = Order(seed=5, samples=160, global_batch=40, micro_batch=8)
+    (expected,) = ranks(1, choosy_on_rank, "single", order, {})
+    reference, source = Choosy(), images(160)
+    for number in range(4):
+        seed_all(0)
+        reference = Choosy()
+        for rows in order.shards(number):
+            batch = {name: torch.as_tensor(column) for name, column in source.__getitems__(rows).items()}
+            reference.loss(reference(batch), batch).total.backward()
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(expected[number][name], parameter.grad)
+    for world in (1, 2, 3):
+        for found in ranks(world, choosy_on_rank, "ddp", order, {"find_unused": True}):
+            for mine, theirs in zip(found, expected, strict=True):
+                assert all(torch.equal(mine[name], theirs[name]) for name in theirs), world
+
+
+class Idle(Net):
+    """A layer that takes part in nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Linear(10, 10)
+
+
+def unused_on_rank(order):
+    module = plugins.find("parallel", "ddp")
+    config = module.Config(kind="ddp")
+    strategy = module.build(config, randomness=Randomness(0), precision=Precision("fp32", CPU), exact=True)
+    strategy.place(Idle())
+    owned = strategy.owned(order.shards_per_step)
+    requests = TrainingRequests(order=order, owned=owned, start=0, stop=4)
+    try:
+        for step in Loader(images(order.samples), requests, seed=0, pad_id=0, workers=0, device=CPU).steps():
+            strategy.forward_backward(step)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def test_unused_parameters_are_explained(ranks):
+    order = Order(seed=5, samples=160, global_batch=40, micro_batch=8)
+    (message,) = ranks(1, unused_on_rank, order)
+    assert "parallel.find_unused=true" in message

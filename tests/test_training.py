@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from filelock import FileLock
 
 from lockstep import recipe as recipes
 from lockstep.data.dataset import Subset
@@ -41,7 +42,7 @@ def run_on_rank(config, resume="auto", stop_after=None, allow_drift=False):
     except LockstepError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        job.bus.close()
+        job.close()
     return json.loads((recipe.folder / "summary.json").read_text()) if rank == 0 else None
 
 
@@ -216,6 +217,111 @@ def test_steps_with_a_loss_that_is_not_finite_can_be_skipped(ranks, tmp_path):
             assert summary["skipped_steps"] == 2
             found.add(summary["digest"])
         assert len(found) == 1
+
+
+NAN_GRADIENT = """
+import torch
+from torch import nn
+
+class Root(nn.Module):
+    \"\"\"The root of nothing: a finite loss, a gradient that is not.\"\"\"
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(64), nn.Linear(64, 10)
+    def forward(self, batch):
+        x = self.head(self.norm(batch["image"].flatten(1) / 255))
+        return x + torch.sqrt(x[:1, :1] * 0) if batch["label"][0] == 3 else x
+
+def build(options, spec):
+    return Root()
+"""
+
+
+def test_a_gradient_that_is_not_finite_is_noticed_too(ranks, tmp_path):
+    file = tmp_path / "root.py"
+    file.write_text(NAN_GRADIENT)
+    model = {"kind": "user", "file": str(file)}
+    for message in ranks(2, run_on_rank, config_in(tmp_path, "stop", model=model)):
+        assert "the gradient became NaN or infinite in step" in message
+    found = set()
+    for world in (1, 2):
+        summary = ranks(
+            world, run_on_rank, config_in(tmp_path, f"skip{world}", model=model, train={"non_finite": "skip"})
+        )[0]
+        assert summary["status"] == "finished"
+        assert summary["skipped_steps"] > 0
+        assert summary["evaluation"]["loss"] == summary["evaluation"]["loss"]
+        found.add(summary["digest"])
+    assert len(found) == 1
+
+
+def test_an_observer_that_fails_is_left_out_and_the_run_goes_on(ranks, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "class Bad:\n    def notice(self, event):\n        1 / 0\n    def close(self):\n        pass\n"
+        "def observers(options):\n    return [Bad()]\n"
+    )
+    observe = {"file": str(file), "sinks": ["progress", "jsonl"]}
+    summary = ranks(2, run_on_rank, config_in(tmp_path, "a", observe=observe))[0]
+    assert summary["status"] == "finished"
+    log = (tmp_path / "a" / "logs" / "rank-0.log").read_text()
+    assert log.count("ZeroDivisionError") == 1
+    assert "mine.py:3" in log
+
+
+def test_an_early_stopped_run_is_not_trained_on(ranks, tmp_path):
+    train = {"epochs": 40, "stop_metric": "accuracy", "stop_patience": 2}
+    config = config_in(tmp_path, "a", train=train, optim={"lr": 0.02})
+    first = ranks(2, run_on_rank, config)[0]
+    again = ranks(1, run_on_rank, config)[0]
+    same = ("status", "steps", "digest", "evaluation")
+    assert [again[key] for key in same] == [first[key] for key in same]
+
+
+def test_going_back_to_an_older_checkpoint_sets_the_newer_ones_aside(ranks, tmp_path):
+    config = config_in(tmp_path, "a", checkpoint={"every_steps": 4, "keep": 2})
+    whole = ranks(2, run_on_rank, config)[0]
+    folder = tmp_path / "a" / "checkpoints"
+    assert sorted(f.name for f in folder.iterdir()) == ["step-000000012", "step-000000014"]
+    again = ranks(2, run_on_rank, config, str(folder / "step-000000012"))[0]
+    assert again["digest"] == whole["digest"]
+    aside = [f.name for f in folder.iterdir() if f.name.startswith("set-aside-")]
+    assert len(aside) == 1
+    assert aside[0].endswith("step-000000014")
+
+
+def test_saves_by_the_clock_happen_once_each(ranks, tmp_path):
+    config = config_in(
+        tmp_path, "a", train={"epochs": 30}, checkpoint={"every_steps": None, "every_minutes": 0.004, "keep": 100}
+    )
+    ranks(2, run_on_rank, config)
+    saved = sorted(int(f.name[5:]) for f in (tmp_path / "a" / "checkpoints").iterdir())
+    assert len(saved) > 2
+    assert all(b - a > 1 for a, b in zip(saved[:-2], saved[1:-1], strict=True)), saved
+
+
+def test_a_folder_is_trained_by_one_run_at_a_time(ranks, tmp_path):
+    (tmp_path / "a").mkdir()
+    with FileLock(tmp_path / "a" / ".lock"):
+        for message in ranks(2, run_on_rank, config_in(tmp_path, "a")):
+            assert "is being trained by another process" in message
+    assert ranks(2, run_on_rank, config_in(tmp_path, "a"))[0]["status"] == "finished"
+
+
+def test_a_last_save_that_fails_is_no_success(ranks, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "checkpoints").write_text("a file is in the way")
+    for message in ranks(2, run_on_rank, config_in(tmp_path, "a", checkpoint={"every_steps": None})):
+        assert message.startswith("CheckpointError: cannot save a checkpoint")
+    log = tmp_path / "a" / "metrics.jsonl"
+    assert len(log.read_text().splitlines()) == 16  # the whole run was trained all the same
+
+
+def test_a_metric_that_nobody_measures_is_told_before_training(ranks, tmp_path):
+    model, _ = exploding(tmp_path)
+    for message in ranks(2, run_on_rank, config_in(tmp_path, "a", model=model, checkpoint={"best": "acuracy"})):
+        assert "did you mean 'accuracy'" in message
+        assert not (tmp_path / "a" / "metrics.jsonl").exists()
 
 
 def test_early_stopping_is_one_decision(ranks, tmp_path):

@@ -1,6 +1,6 @@
 """What you type."""
 
-import json
+import shutil
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -19,6 +19,7 @@ from lockstep.checkpoint.weights import restore
 from lockstep.errors import CheckpointError, ConfigError, Interrupted, LockstepError
 from lockstep.events import Bus
 from lockstep.recipe import Recipe
+from lockstep.runtime.digest import digest
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -81,7 +82,9 @@ def evaluate(run: RunArgument, overrides: Overrides = None) -> int:
 
 
 def _launch(recipe: Recipe, extra: tuple[str, ...], *, dry_run: bool = False) -> int:
-    launcher = plugins.find("launch", recipe.launch.kind).build(recipe.launch, recipe.run.threads)
+    launcher = plugins.find("launch", recipe.launch.kind).build(
+        recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards
+    )
     written = recipe.folder / "launch.yaml"  # recipe.yaml is the worker's, once it knows that the run can go on
     plan = launcher.plan(written, extra)
     if dry_run:
@@ -114,9 +117,7 @@ def _run_of(path: Path, overrides: list[str] | None) -> tuple[Recipe, Path]:
     run = folder.parent.parent if checkpoint else folder
     if not (run / "recipe.yaml").is_file():
         raise ConfigError(f"{path} is no run: there is no recipe.yaml in it (runs are folders such as runs/NAME)")
-    place = {"dir": str(run.parent), "name": run.name}  # a run may have been moved since its recipe was written
-    here = [f"run.{key}={json.dumps(value, ensure_ascii=False)}" for key, value in place.items()]
-    recipe = recipes.load(run / "recipe.yaml", here + (overrides or []))
+    recipe = recipes.load(run / "recipe.yaml", overrides or [])
     checkpoint = checkpoint or keeper.chosen(run / "checkpoints", recipe.checkpoint)
     if checkpoint is None:
         raise CheckpointError(
@@ -138,28 +139,30 @@ def export(
     spec = data.train.spec
     model = recipes.build_model(recipe, spec)
     restore(model, checkpoint)
-    plugin = plugins.find("models", recipe.model.kind)
-    manifest = layout.read_manifest(checkpoint)
-    target = (to or recipe.folder / "export").absolute()
+    plugin, manifest = plugins.find("models", recipe.model.kind), layout.read_manifest(checkpoint)
     written = exporting.export(
         model,
         recipes.first_samples(data),
-        target,
+        (to or recipe.folder / "export").absolute(),
         section=recipe.export,
         writing=exporting.Writing(
             own=plugin if hasattr(plugin, "save") else None,
             rebuild=lambda: recipes.build_model(recipe, spec),
-            extra=data.tokenizer.save if data.tokenizer else None,
-            facts={
-                "model": recipe.model.model_dump(mode="json"),
-                "data": {"modality": spec.modality, "labels": spec.labels, "image_shape": spec.image_shape},
-                "digest": manifest.digest,
-                "step": manifest.step,
-                "metrics": manifest.metrics,
-            },
+            extra=lambda folder: _write_beside(recipe, data, folder),
+            facts=exporting.facts_of(
+                recipe.model, spec, step=manifest.step, metrics=manifest.metrics, digest=digest(model.state_dict())
+            ),
         ),
     )
     console.print(f"exported {checkpoint.name} to {written} (read back, equal on real samples)", soft_wrap=True)
+
+
+def _write_beside(recipe: Recipe, data: recipes.Data, folder: Path) -> None:
+    """Files that the model needs in its export: the tokenizer's, the user's own code."""
+    if data.tokenizer is not None:
+        data.tokenizer.save(folder)
+    if hasattr(recipe.model, "file"):
+        shutil.copy(recipe.model.file, folder)
 
 
 @app.command()

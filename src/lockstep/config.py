@@ -45,7 +45,7 @@ class PluginSection(Section):
     """The settings of one plugin; `kind` is its file's name."""
 
     kind: str
-    """Which one: the name of a file in its folder."""
+    """Which one; `lockstep plugins` lists them."""
 
 
 Root = TypeVar("Root", bound=Section)

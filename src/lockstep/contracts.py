@@ -124,7 +124,7 @@ class Strategy(Protocol):
         is the sum over all of the step's samples in the whole world, and so is the loss."""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Outputs for a batch of this rank's own, in evaluation; every rank may call it a different number of times."""
+        """Outputs for a batch of this rank's own, in evaluation; every rank calls it equally often."""
 
     def clip(self, max_norm: float | None) -> Tensor:
         """The global gradient norm, 0-dim, scaled down to max_norm where it is larger; None only measures it."""
@@ -146,13 +146,15 @@ class Plan:
     """Processes on this node."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the launcher sets."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Scripts and manifests that it would hand in: name -> text."""
 
 
-class Stateful(Protocol):
-    """Whatever is kept in a checkpoint as plain numbers."""
+class Launcher(Protocol):
+    """Starts the processes of a run; a module `launch/NAME.py` has `Config` and `build(config, *, threads, shards)`."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Numbers, strings and lists of them: written as JSON."""
+    def plan(self, recipe: Path, arguments: tuple[str, ...] = ()) -> Plan:
+        """What would be run for a recipe's file; changes nothing."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of state_dict."""
+    def run(self, plan: Plan, logs: Path) -> int:
+        """Run it to its end and return the exit code."""

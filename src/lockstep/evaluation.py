@@ -23,7 +23,7 @@ class Evaluation:
 
     samples: int
     values: dict[str, float]
-    """Loss (mean over samples) and metrics by name."""
+    """Loss (mean over what it counts: samples, or tokens) and metrics by name."""
     confusion: list[list[int]] | None
     """Counts [classes][classes]: row = true label, column = predicted."""
 
@@ -58,21 +58,24 @@ def evaluate(
     device = next(model.parameters()).device
     collection = MetricCollection(metrics).to(device)
     collection.reset()
-    table = torch.zeros(total, 2, dtype=torch.float64, device=device)
+    table = torch.zeros(total, 3, dtype=torch.float64, device=device)
     for micro_batch in batches:
         outputs = strategy.forward(micro_batch.batch)
+        if micro_batch.ghost:
+            continue
         with torch.no_grad():
             loss = model.loss(outputs, micro_batch.batch)
-        table[micro_batch.shard, 0], table[micro_batch.shard, 1] = loss.total, loss.count
+        row = table[micro_batch.shard]
+        row[0], row[1], row[2] = loss.total, loss.count, len(micro_batch.indices)
         if "label" in micro_batch.batch:
             collection.update(outputs, micro_batch.batch["label"])
     if dist.get_world_size() > 1:
         add_disjoint(table)
     results = {name: metric.compute() for name, metric in collection.items(keep_base=True)}
     confusion = results.pop(CONFUSION, None)
-    loss_sum, count = table.sum(0).tolist()
+    loss_sum, count, samples = table.sum(0).tolist()
     return Evaluation(
-        samples=int(count),
+        samples=int(samples),
         values={"loss": loss_sum / count, **{name: float(value) for name, value in results.items()}},
         confusion=confusion.tolist() if confusion is not None and len(confusion) <= MOST_CLASSES else None,
     )

@@ -1,6 +1,8 @@
 """Facts that the run publishes, and the bus that carries them to whoever watches."""
 
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -106,11 +108,19 @@ class Bus:
         self.observers.append(observer)
 
     def publish(self, event: object) -> None:
-        """Tell every observer."""
-        for observer in self.observers:
-            observer.notice(event)
+        """Tell every observer. One that fails is told no more, and the others hear of it: watching never ends a run."""
+        for observer in list(self.observers):
+            try:
+                observer.notice(event)
+            except Exception as error:
+                self.observers.remove(observer)
+                name = f"{type(observer).__module__}.{type(observer).__name__}"
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+                self.publish(Warned(message=f"the observer {name} failed and is left out from here on: {what}"))
 
     def close(self) -> None:
         """Close every observer once."""
         while self.observers:
-            self.observers.pop().close()
+            with suppress(OSError):  # a full disk; whatever was to be said has been
+                self.observers.pop().close()

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +12,9 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lockstep import files
-from lockstep.config import Section
-from lockstep.contracts import Batch
+from lockstep import files, plugins
+from lockstep.config import PluginSection, Section
+from lockstep.contracts import Batch, DataSpec
 from lockstep.errors import ModelError
 
 
@@ -33,12 +33,11 @@ LOADER = '''"""Loads the exported model: `python loader.py` prints it; `load()` 
 import pathlib
 
 from lockstep.export import load_exported
-from lockstep.recipe import model_from
 
 
 def load(folder=pathlib.Path(__file__).parent):
     """The model in evaluation mode; call it with {"image": uint8 tensor [m, C, H, W]} or what it was trained on."""
-    return load_exported(folder, model_from)
+    return load_exported(folder)
 
 
 if __name__ == "__main__":
@@ -110,13 +109,31 @@ def _folder(model: nn.Module, folder: Path, writing: Writing) -> nn.Module:
     save_file(state, folder / "model.safetensors")
     files.write(folder / "config.json", json.dumps(writing.facts, indent=1))
     files.write(folder / "loader.py", LOADER)
-    return load_exported(folder, lambda _: writing.rebuild())
+    again = writing.rebuild()
+    unwrapped(again).load_state_dict(load_file(folder / "model.safetensors"))
+    return again
 
 
-def load_exported(folder: Path, make: Any) -> nn.Module:
-    """A model from an export folder with safetensors; `make(facts)` builds it from its config.json."""
-    model = make(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
-    unwrapped(model).load_state_dict(load_file(Path(folder) / "model.safetensors"))
+def facts_of(section: PluginSection, spec: DataSpec, **more: Any) -> dict[str, Any]:
+    """What an export's config.json says: enough to build the model again, and whatever else is worth knowing."""
+    model = section.model_dump(mode="json")
+    if "file" in model:  # a user's own code is copied beside it
+        model["file"] = Path(model["file"]).name
+    return {"model": model, "data": asdict(spec), **more}
+
+
+def load_exported(folder: Path) -> nn.Module:
+    """The model of an export folder with config.json and model.safetensors, in evaluation mode."""
+    folder = Path(folder).absolute()
+    facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "file" in facts["model"]:
+        facts["model"]["file"] = folder / facts["model"]["file"]
+    data = facts["data"]
+    shape = tuple(data["image_shape"]) if data["image_shape"] else None
+    spec = DataSpec(modality=data["modality"], labels=tuple(data["labels"]), image_shape=shape)
+    plugin = plugins.find("models", facts["model"]["kind"])
+    model: nn.Module = plugin.build(plugin.Config.model_validate(facts["model"]), spec)
+    unwrapped(model).load_state_dict(load_file(folder / "model.safetensors"))
     return model.eval()
 
 

@@ -1,5 +1,6 @@
 """The whole run as one frozen, validated model, and the one place where its parts meet."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, field_validator
 
-from lockstep import config, optim, plugins
+from lockstep import config, files, optim, plugins
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.config import Complaint, Kind, LocalPath, Section
 from lockstep.contracts import Batch, DataSpec, MicroBatch, Model, Source, Strategy, Tokenizer
@@ -20,8 +21,8 @@ from lockstep.data.dataset import open_source, with_tokens
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
-from lockstep.errors import nearest
-from lockstep.evaluation import METRICS, Evaluation, evaluate, metrics_for
+from lockstep.errors import ConfigError, nearest
+from lockstep.evaluation import CONFUSION, METRICS, Evaluation, evaluate, metrics_for
 from lockstep.export import ExportSection
 from lockstep.observe.section import ObserveSection
 from lockstep.optim import OptimSection, ScheduleSection
@@ -30,7 +31,7 @@ from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness, seed_all, seed_of
 from lockstep.training.ema import MovingAverage
 from lockstep.training.settings import EvaluateSection, TrainSection
-from lockstep.training.state import TrainState
+from lockstep.training.state import TrainState, initialise
 from lockstep.world import World
 
 
@@ -114,7 +115,14 @@ def _unknown_metrics(recipe: Recipe) -> list[Complaint]:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a config file; raises ConfigError with a line per complaint."""
+    """Read a config file; raises ConfigError with a line per complaint.
+
+    A run's own recipe.yaml means the run that it lies in, which may have been moved since it was written.
+    """
+    if path.name == "recipe.yaml" and (path.parent / "checkpoints").is_dir():
+        run = path.absolute().parent
+        here = {"run.dir": str(run.parent), "run.name": run.name}
+        overrides = [*(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in here.items()), *overrides]
     recipe = config.load(Recipe, path, overrides, check=contradictions)
     if recipe.parallel.kind == "single" and recipe.launch.processes == "auto":
         launch = recipe.launch.model_copy(update={"processes": 1})
@@ -142,6 +150,8 @@ def numeric(recipe: Recipe, facts: dict[str, Any]) -> dict[str, Any]:
         section: Section = getattr(recipe, name)
         values = section.model_dump(mode="json", exclude=set(section.incidental))
         found |= {f"{name}.{key}": value for key, value in values.items() if f"{name}.{key}" not in total}
+        if isinstance(file := getattr(section, "file", None), Path) and file.is_file():
+            found[f"{name}.file_sha256"] = files.sha256(file)
     return found | facts
 
 
@@ -192,8 +202,7 @@ class Parts:
             rank=self.world.rank,
             world_size=self.world.size,
         )
-        own = getattr(plugins.find("models", self.recipe.model.kind), "metrics", None)
-        metrics = metrics_for(self.data.test.spec, own(self.recipe.model, self.data.test.spec) if own else {})
+        metrics = measured(self.recipe, self.data.test.spec)
         batches = self._loader(self.data.test, requests, 0)
         result = evaluate(self.strategy, self.model, batches, total=requests.total, metrics=metrics)
         assert result.samples == len(self.data.test), (result.samples, len(self.data.test))
@@ -252,24 +261,32 @@ def starter(source: str) -> Recipe:
     return Recipe.model_validate({"data": data, "model": model or {"kind": "cnn"}, "train": {"epochs": 3}})
 
 
+def measured(recipe: Recipe, spec: DataSpec) -> dict[str, Any]:
+    """The metrics of an evaluation by name, the user's own among them.
+
+    Raises ConfigError when the recipe decides by one that is not measured.
+    """
+    own = getattr(plugins.find("models", recipe.model.kind), "metrics", None)
+    metrics = metrics_for(spec, own(recipe.model, spec) if own else {})
+    known = ["loss", *(name for name in metrics if name != CONFUSION)]
+    for setting, name in (("checkpoint.best", recipe.checkpoint.best), ("train.stop_metric", recipe.train.stop_metric)):
+        if name is not None and name not in known:
+            raise ConfigError(
+                f"{setting}: there is no metric {name!r}{nearest(name, known)} (there is: {', '.join(known)})"
+            )
+    return metrics
+
+
 def build_model(recipe: Recipe, spec: DataSpec) -> Model:
     """The model with its initial weights: the same on every rank and at every start."""
     seed_all(seed_of(recipe.run.seed, "weights"))
     return plugins.find("models", recipe.model.kind).build(recipe.model, spec)
 
 
-def model_from(facts: dict[str, Any]) -> Model:
-    """An untrained model of the shape that an export's config.json describes."""
-    kind = plugin("models", "cnn").validate(facts["model"])
-    data = facts["data"]
-    shape = tuple(data["image_shape"]) if data["image_shape"] else None
-    spec = DataSpec(modality=data["modality"], labels=tuple(data["labels"]), image_shape=shape)
-    return plugins.find("models", kind.kind).build(kind, spec)
-
-
 def assemble(recipe: Recipe, world: World, device: torch.device) -> Parts:
     """Build every part for this process; the process group is open and the data has been prepared."""
     data = open_data(recipe)
+    measured(recipe, data.test.spec)
     order = Order(
         seed=recipe.run.seed,
         samples=len(data.train),
@@ -301,11 +318,13 @@ def place(recipe: Recipe, model: Model, *, total_steps: int, device: torch.devic
         recipe.parallel, randomness=randomness, precision=precision, exact=exact
     )
     module = strategy.place(model.train())
+    optimizer = optim.build(recipe.optim, module)
+    initialise(module, optimizer)
     rate = partial(_rate, recipe, total_steps)
     return TrainState(
         strategy=strategy,
         module=module,
-        optimizer=optim.build(recipe.optim, module),
+        optimizer=optimizer,
         precision=precision,
         rate=rate,
         ema=MovingAverage(module, recipe.train.ema) if recipe.train.ema else None,

@@ -16,12 +16,13 @@ from typing import Any
 
 import psutil
 import torch
+from filelock import FileLock, Timeout
 
 from lockstep import config, files, plugins
 from lockstep import recipe as recipes
 from lockstep.checkpoint import keeper, layout, writer
 from lockstep.checkpoint.weights import restore
-from lockstep.errors import CheckpointError, Interrupted, LockstepError
+from lockstep.errors import CheckpointError, Interrupted, LaunchError, LockstepError
 from lockstep.evaluation import Evaluation
 from lockstep.events import Bus, CheckpointSaved, Evaluated, RunEnded, RunStarted, StepDone, Warned
 from lockstep.recipe import Parts, Recipe
@@ -61,6 +62,7 @@ class Job:
         self.facts["device_model"] = device_model(self.device)
         self.numeric = recipes.numeric(recipe, self.facts)
         self.last: Evaluation | None = None
+        self.lock = FileLock(recipe.folder / ".lock", timeout=0)
 
     @property
     def checkpoints(self) -> Path:
@@ -78,6 +80,19 @@ class Job:
         """Tell the user."""
         self.bus.publish(Warned(message=message))
 
+    def claim(self) -> None:
+        """Take the run's folder: two runs in one would delete each other's checkpoints. Raises LaunchError."""
+        refusal = None
+        if self.world.is_main:
+            self.recipe.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.lock.acquire()
+            except Timeout:
+                refusal = f"{self.recipe.folder} is being trained by another process; choose another run.name"
+        refusal = decided(refusal)
+        if refusal is not None:
+            raise LaunchError(refusal)
+
     def watch(self) -> None:
         """Subscribe whoever the recipe names; only rank 0 has any."""
         self.bus.subscribe(self.first_step)
@@ -92,6 +107,7 @@ class Job:
 
     def train(self, how: str, *, allow_drift: bool) -> None:
         """Train to the end and write the summary, whatever the end is."""
+        self.claim()
         self.watch()
         parts = self.assemble()
         self.numeric["data.samples"] = len(parts.data.train)
@@ -105,15 +121,23 @@ class Job:
         status: str = "failed"
         metrics: dict[str, float] = {}
         try:
-            if found is not None and parts.state.step >= parts.total_steps:
-                status, metrics = "finished", dict(layout.read_manifest(found).metrics)
+            if found is not None and (ended := self.ended(parts)):
+                status, metrics = ended, dict(layout.read_manifest(found).metrics)
             else:
+                self.interruption.is_graceful = True
                 status, metrics = train(run)
         except Interrupted:
             status = "interrupted"
             raise
         finally:
             self.end(parts, run, status=status, metrics=metrics)
+
+    def ended(self, parts: Parts) -> str | None:
+        """How a run that has been brought back had ended already, if it had."""
+        if parts.state.step >= parts.total_steps:
+            return "finished"
+        is_stopped = parts.state.stopping.evaluations_since >= self.recipe.train.stop_patience
+        return "stopped early" if self.recipe.train.stop_metric and is_stopped else None
 
     def evaluate(self, parts: Parts) -> tuple[int, dict[str, float]]:
         """Measure the model as it is; the whole result is kept for the summary."""
@@ -153,7 +177,7 @@ class Job:
             evaluation=recipe.evaluate,
             steps=parts.steps,
             evaluate=lambda: self.evaluate(parts),
-            save=lambda metrics: self.save(parts, metrics),
+            save=lambda metrics, is_last: self.save(parts, metrics, is_last=is_last),
             describe=parts.describe,
             bus=self.bus,
             total_steps=parts.total_steps,
@@ -167,7 +191,12 @@ class Job:
             interrupted=self.interruption.requested,
         )
 
-    def save(self, parts: Parts, metrics: dict[str, float]) -> None:
+    def close(self) -> None:
+        """Let go of the observers and of the run's folder."""
+        self.bus.close()
+        self.lock.release()
+
+    def save(self, parts: Parts, metrics: dict[str, float], *, is_last: bool) -> None:
         """Write a checkpoint; one that cannot be written is reported, and training goes on."""
         start, state = time.monotonic(), parts.state
         manifest = layout.Manifest(
@@ -182,12 +211,12 @@ class Job:
         try:
             folder = writer.save(self.checkpoints, state.tensors(), manifest)
         except CheckpointError as error:
-            if state.step >= parts.total_steps:
+            if is_last:
                 raise
             self.warn(str(error))
             return
         if self.world.is_main:
-            keeper.tidy(self.checkpoints, self.recipe.checkpoint)
+            keeper.tidy(self.checkpoints, self.recipe.checkpoint, folder)
         self.bus.publish(CheckpointSaved(step=state.step, folder=folder, seconds=time.monotonic() - start))
 
     def end(self, parts: Parts, run: Training, *, status: str, metrics: dict[str, float]) -> None:
@@ -268,7 +297,7 @@ def main(argv: list[str]) -> int:
                     else:
                         job.train(options.resume, allow_drift=options.allow_drift)
                 finally:
-                    job.bus.close()
+                    job.close()
         except LockstepError as error:
             sys.stderr.write(f"{error}\n")
             return error.exit_code

@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.checkpoint.layout import CheckpointSection, listed, read_manifest
 from lockstep.checkpoint.verify import problem
 
-LOWER_IS_BETTER = ("loss", "error", "perplexity")
+LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "cer", "brier", "ece")
 """Metrics whose name ends in one of these are better when smaller."""
 
 
@@ -34,12 +34,13 @@ def best(root: Path, metric: str) -> Path | None:
 
 
 def chosen(root: Path, section: CheckpointSection) -> Path | None:
-    """The checkpoint that a finished run stands for: the best where one is kept, else the newest."""
-    newest = next(iter(listed(root)), None)
-    return (section.best and best(root, section.best)) or newest
+    """The checkpoint that a finished run stands for: the best whole one if it keeps one, else the newest."""
+    champion = best(root, section.best) if section.best else None
+    candidates = [champion, *listed(root)] if champion else listed(root)
+    return next((folder for folder in candidates if problem(folder) is None), None)
 
 
-def tidy(root: Path, section: CheckpointSection) -> None:
+def tidy(root: Path, section: CheckpointSection, just_saved: Path | None = None) -> None:
     """Delete what is neither among the newest `keep` nor the best, and what killed saves have left behind.
 
     A run that has passed over damaged checkpoints saves older steps than theirs, so the newest ones are checked until
@@ -47,7 +48,7 @@ def tidy(root: Path, section: CheckpointSection) -> None:
     """
     folders = listed(root)
     whole = list(dropwhile(problem, folders))
-    stay = set(whole[: section.keep])
+    stay = {*whole[: section.keep], *([just_saved] if just_saved else [])}
     if section.best and (champion := best(root, section.best)):
         stay.add(champion)
     for folder in folders if whole else []:

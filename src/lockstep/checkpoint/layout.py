@@ -25,7 +25,7 @@ class CheckpointSection(Section):
     """How many of the newest checkpoints stay."""
     best: str | None = None
     """Also keep the best checkpoint by this metric of the evaluation, such as accuracy, f1 or loss; it is the one
-    that is evaluated and exported."""
+    that is evaluated and exported. Smaller is better for names that end in loss, error, mae, mse, wer and the like."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,12 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(folder.name[5:])
+
+
 def listed(root: Path) -> list[Path]:
     """Folders of finished checkpoints, newest first."""
     found = [f for f in root.glob("step-*") if f.name[5:].isdecimal() and (f / MANIFEST).is_file()]
-    return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
+    return sorted(found, key=step_of, reverse=True)

@@ -5,14 +5,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lockstep.checkpoint.verify import problem
 from lockstep.checkpoint.writer import load
+from lockstep.errors import CheckpointError
 
 
 def restore(model: nn.Module, folder: Path) -> None:
     """Fill a model's weights and buffers; the moving average's weights where the checkpoint has one.
 
-    Raises CheckpointError when the checkpoint belongs to another model.
+    Raises CheckpointError when the checkpoint is damaged, or belongs to another model.
     """
+    reason = problem(folder)
+    if reason is not None:
+        raise CheckpointError(f"{folder} cannot be used: {reason}")
     import torch.distributed.checkpoint as dcp
 
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}

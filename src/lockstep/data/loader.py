@@ -2,6 +2,7 @@
 
 import random
 import signal
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -72,6 +73,8 @@ class Loader:
     ) -> None:
         self.device = device
         options: dict[str, Any] = {"prefetch_factor": PREFETCH, "worker_init_fn": _start_worker} if workers else {}
+        if workers and sys.platform == "linux":
+            options["multiprocessing_context"] = "fork"  # a user's source from a file could not be pickled
         self.batches = DataLoader(
             Fetched(source, seed, pad_id),
             batch_sampler=requests,  # type: ignore[arg-type]

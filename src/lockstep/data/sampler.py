@@ -59,7 +59,10 @@ class TrainingRequests:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequests:
-    """Every sample once over all ranks: micro-batches of similar length, dealt to the ranks in turn."""
+    """Every sample once over all ranks: micro-batches of similar length, dealt to the ranks in turn.
+
+    Every rank gets equally many, the last of some being ghosts, so that a forward pass may hold collectives.
+    """
 
     samples: int
     lengths: np.ndarray | None
@@ -74,6 +77,8 @@ class EvaluationRequests:
 
     def __iter__(self) -> Iterator[Request]:
         rows = np.arange(self.samples) if self.lengths is None else np.argsort(self.lengths, kind="stable")
-        for number in range(self.rank, self.total, self.world_size):
+        for place in range(0, self.total, self.world_size):
+            number = min(place + self.rank, self.total - 1)
             indices = rows[number * self.micro_batch : (number + 1) * self.micro_batch]
-            yield Request(step=-1, shard=number, epoch=-1, indices=tuple(indices.tolist()))
+            is_ghost = place + self.rank >= self.total
+            yield Request(step=-1, shard=number, epoch=-1, indices=tuple(indices.tolist()), ghost=is_ghost)

@@ -24,7 +24,7 @@ class Config(PluginSection):
     """Processes on this machine."""
 
     processes: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """How many; auto: one per GPU, else as many as the cores allow at run.threads each."""
+    """How many; auto: one per GPU, else as many as the cores allow at run.threads each, and as have work."""
     grace_seconds: int = Field(30, ge=1)
     """After SIGTERM, how long processes may take to finish their step and save before they are killed."""
 
@@ -32,14 +32,14 @@ class Config(PluginSection):
 class Local:
     """One node: this one."""
 
-    def __init__(self, config: Config, threads: int) -> None:
-        self.config, self.threads = config, threads
+    def __init__(self, config: Config, *, threads: int, shards: int) -> None:
+        self.config, self.threads, self.shards = config, threads, shards
 
     def plan(self, recipe: Path, arguments: tuple[str, ...] = ()) -> Plan:
         """The worker command and how many of it; raises LaunchError for more processes than GPUs."""
         gpus = torch.cuda.device_count()
         wanted = self.config.processes
-        processes = (gpus or max(1, (os.cpu_count() or 1) // self.threads)) if wanted == "auto" else wanted
+        processes = (gpus or self._fitting()) if wanted == "auto" else wanted
         if gpus and processes > gpus:
             raise LaunchError(f"launch.processes={processes} but there are {gpus} GPUs: set launch.processes={gpus}")
         return Plan(
@@ -48,16 +48,26 @@ class Local:
             environment={"OMP_NUM_THREADS": str(self.threads)},
         )
 
+    def _fitting(self) -> int:
+        """As many as this process's cores carry and a step has micro-batches for."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, min(cores // self.threads, self.shards))
+
     def run(self, plan: Plan, logs: Path) -> int:
         """Run the plan to its end and return the exit code: 0, or the one of the first process that failed.
 
         Rank 0 writes to the terminal, the others to logs/rank-N.log. Raises Interrupted after SIGINT or SIGTERM,
         once every process has ended.
         """
-        for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
         os.environ.update(plan.environment)
         logs.mkdir(parents=True, exist_ok=True)
+        for log in logs.glob("rank-*.log"):
+            if log.name != "rank-0.log":  # which is continued
+                log.replace(log.with_suffix(".log.before"))
+        signals = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)]
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -68,6 +78,7 @@ class Local:
             local_addr="localhost",
             max_restarts=0,
             logs_specs=RankLogs(logs),
+            signals_to_handle=",".join(signals),
             shutdown_timeout=self.config.grace_seconds,
         )
         try:
@@ -104,8 +115,8 @@ class RankLogs(LogsSpecs):
 def _explained(error: ChildFailedError, logs: Path) -> int:
     """One message for people; the exit code for programs."""
     rank, failure = error.get_first_failure()
-    if failure.exitcode in (2, 3, Interrupted.exit_code) and rank == 0:
-        return failure.exitcode  # the process has said itself what is wrong
+    if 0 in error.failures and error.failures[0].exitcode in (2, 3, Interrupted.exit_code):
+        return error.failures[0].exitcode  # rank 0 has said itself what is wrong
     how = (
         f"signal {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     )
@@ -114,11 +125,13 @@ def _explained(error: ChildFailedError, logs: Path) -> int:
     if rank and log.is_file():
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
         lines += [f"last lines of {log}:", *(f"  | {line}" for line in tail)]
-    lines.append("The other processes were ended too. Start the same run again to go on from its newest checkpoint.")
+    lines.append("The other processes were ended too.")
+    if any((logs.parent / "checkpoints").glob("step-*/manifest.json")):
+        lines.append(f"Go on from the newest checkpoint with: lockstep train {logs.parent / 'recipe.yaml'}")
     sys.stderr.write("\n".join(lines) + "\n")
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
-def build(config: Config, threads: int) -> Local:
-    """The launcher; `threads` is how many each process may use."""
-    return Local(config, threads)
+def build(config: Config, *, threads: int, shards: int) -> Local:
+    """The launcher; `threads` is how many each process may use, `shards` how many processes can find work."""
+    return Local(config, threads=threads, shards=shards)

@@ -1,7 +1,6 @@
 """Any transformers model that classifies sequences, by hub name or local folder; DistilBERT is the reference."""
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from lockstep.config import PluginSection
 from lockstep.contracts import Batch, DataSpec, LossSum, Model
 from lockstep.errors import ModelError
+from lockstep.runtime.blocks import blocks_of
 from lockstep.runtime.hub import hub_answers
 from lockstep.runtime.loss import classification_loss
 
@@ -57,18 +57,7 @@ class TextClassifier(Model):
 
     def blocks(self) -> list[nn.Module]:
         """The embeddings, each layer, and each part of the head."""
-        return list(_blocks(self.network))
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Walk down to lists of layers; whatever lies beside the way to them is a block of its own."""
-    if isinstance(module, nn.ModuleList):
-        yield from module
-    elif any(isinstance(part, nn.ModuleList) for part in module.modules()):
-        for child in module.children():
-            yield from _blocks(child)
-    else:
-        yield module
+        return blocks_of(self.network)
 
 
 def build(config: Config, spec: DataSpec) -> Model:
@@ -131,6 +120,8 @@ def read_back(folder: Path) -> Model:
 def _loaded(kind: Any, config: Config, **options: Any) -> Any:
     from transformers.utils import logging
 
+    if config.name.startswith(("/", ".", "~")) and not Path(config.name).is_dir():
+        raise ModelError(f"model.name={config.name}: there is no such folder")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     cached_only = Path(config.name).is_dir() or not hub_answers()

@@ -9,6 +9,7 @@ from lockstep import plugins
 from lockstep.config import LocalPath, PluginSection
 from lockstep.contracts import Batch, DataSpec, LossSum, Model
 from lockstep.errors import ModelError
+from lockstep.runtime.blocks import blocks_of
 from lockstep.runtime.loss import classification_loss
 
 
@@ -42,9 +43,9 @@ class UserModel(Model):
         return self._loss(outputs, batch)
 
     def blocks(self) -> list[nn.Module]:
-        """The module's own blocks, else its children."""
+        """The module's own blocks, else its layers or children."""
         own = getattr(self.network, "blocks", None)
-        return own() if callable(own) else list(self.network.children()) or [self.network]
+        return own() if callable(own) else blocks_of(self.network)
 
 
 def build(config: Config, spec: DataSpec) -> Model:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import PluginSection
 from lockstep.contracts import LossSum, MicroBatch, Model
+from lockstep.errors import ModelError
 from lockstep.runtime.accumulation import world_loss
 from lockstep.runtime.collectives import summed_by_backend
 from lockstep.runtime.precision import Precision
@@ -38,12 +39,28 @@ def owned_by(rank: int, world_size: int, shards: int) -> range:
     return range(rank * shards // world_size, (rank + 1) * shards // world_size)
 
 
+def gradients_in(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a bucket's flat buffer, one per parameter, laid out as DDP lays them: with the parameter's strides where
+    it is dense (channels last stays so). GradBucket.gradients() gives contiguous views instead, which mix them up."""
+    views, offset = [], 0
+    for parameter in parameters:
+        flat = buffer[offset : offset + parameter.numel()]
+        span = 1 + sum((size - 1) * stride for size, stride in zip(parameter.size(), parameter.stride(), strict=True))
+        if span == parameter.numel():
+            views.append(flat.as_strided(parameter.size(), parameter.stride()))
+        else:
+            views.append(flat.view(parameter.size()))
+        offset += parameter.numel()
+    return views
+
+
 class DataParallel(Replica):
     """DDP with gradients that are sums, not means, and whose order of addition belongs to the shards."""
 
     def __init__(self, config: Config, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         super().__init__(randomness, precision, exact=exact)
         self.config = config
+        self.summed: list[tuple[Tensor, Tensor]] = []
         self.exchanges: dict[tuple[Shards, int], Exchange] = {}
 
     def place(self, model: Model) -> nn.Module:
@@ -68,8 +85,19 @@ class DataParallel(Replica):
         """Run this rank's shards; the backward pass of the last one exchanges the gradients."""
         shards, present = micro_batches[0].shards, micro_batches[0].present
         self.is_ghost = micro_batches[0].ghost
-        self.exchange = self._exchange(present, shards)
-        losses = self.accumulation.run(micro_batches, self.exchange, self.wrapped, no_sync=self.wrapped.no_sync)
+        self.exchange, self.summed = self._exchange(present, shards), []
+        try:
+            losses = self.accumulating().run(micro_batches, self.exchange, self.wrapped, no_sync=self.wrapped.no_sync)
+        except RuntimeError as error:
+            if "finished reduction" not in str(error):
+                raise
+            raise ModelError(
+                "some parameters took no part in the loss of a step: set parallel.find_unused=true, or leave them "
+                f"out of the model ({error.args[0].splitlines()[-1]})"
+            ) from error
+        for parameter, gradient in self.summed:
+            if parameter.grad is None:  # DDP leaves out what the last micro-batch did not use; others may have
+                parameter.grad = gradient
         return world_loss(micro_batches, losses, self.exchange)
 
     def _exchange(self, present: Shards, shards: int) -> Exchange:
@@ -83,16 +111,16 @@ class DataParallel(Replica):
     def _sum_in_tree(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """The bucket's partial sums of every rank -> the whole tree's sum."""
         nodes, buffer = self.exchange.nodes[self.exchange.rank], bucket.buffer()
-        parts = [buffer]
-        if len(nodes) > 1:
-            by_parameter = [self.accumulation.partials(p, nodes) for p in bucket.parameters()]
-            parts = []
-            for column in zip(*by_parameter, strict=True):
-                for view, part in zip(bucket.gradients(), column, strict=True):
-                    view.copy_(part)  # the bucket's own views know its memory layout
-                parts.append(buffer.clone())
+        views = gradients_in(buffer, bucket.parameters())
+        self.summed += zip(bucket.parameters(), views, strict=True)
+        by_parameter = [self.accumulating().partials(p, nodes) for p in bucket.parameters()]
+        parts = []
+        for column in zip(*by_parameter, strict=True):
+            for view, part in zip(views, column, strict=True):
+                view.copy_(part)
+            parts.append(buffer if len(nodes) == 1 else buffer.clone())
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)
-        future.set_result(self.exchange.sum(parts))
+        future.set_result(self.exchange.sum(parts or [buffer]))
         return future
 
     def _sum_by_backend(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -13,7 +13,7 @@ from lockstep.runtime.precision import Precision
 from lockstep.runtime.process_group import world_group
 from lockstep.runtime.replica import Replica
 from lockstep.runtime.seeds import Randomness
-from lockstep.runtime.tree_reduce import Exchange
+from lockstep.runtime.tree_reduce import Exchange, root
 
 
 class Config(PluginSection):
@@ -40,7 +40,11 @@ class Single(Replica):
         """Run every shard; gradients are their sum."""
         present = micro_batches[0].present
         exchange = Exchange([present], present, world_group())
-        losses = self.accumulation.run(micro_batches, exchange, self.model)
+        accumulation = self.accumulating()
+        losses = accumulation.run(micro_batches, exchange, self.model)
+        if self.exact:
+            for parameter in accumulation.trees:
+                (parameter.grad,) = accumulation.partials(parameter, [root(present)])
         return world_loss(micro_batches, losses, exchange)
 
 

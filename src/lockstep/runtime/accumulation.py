@@ -23,10 +23,8 @@ def widened(outputs: Tensor) -> Tensor:
 
 
 class Accumulation:
-    """Keeps each parameter's gradients of a rank's shards as at most log2(V/W)+1 partial sums.
-
-    After the last micro-batch p.grad holds the first partial sum, and `partials` gives all. With `exact` off,
-    gradients simply add up in p.grad, in the order of the shards.
+    """Keeps each parameter's gradients of a rank's shards as at most log2(V/W)+1 partial sums, which `partials` gives
+    once the last micro-batch is through. With `exact` off, gradients simply add up in p.grad, shard after shard.
     """
 
     def __init__(self, model: Model, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
@@ -71,18 +69,25 @@ class Accumulation:
         return losses
 
     def partials(self, parameter: Tensor, nodes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """A parameter's partial sums, one per node; zeros where no shard used it."""
-        parts = self.trees[parameter].parts
-        return [parts[node] if node in parts else torch.zeros_like(parameter) for node in nodes]
+        """A parameter's partial sums, one per node; zeros where no shard used it. They are handed out once."""
+        found = [self.trees[parameter].take(node) for node in nodes]
+        return [torch.zeros_like(parameter) if part is None else part for part in found]
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        while self.hooks:
+            self.hooks.pop().remove()
 
     def _take(self, parameter: Tensor) -> None:
-        """Move a fresh gradient into the tree (runs before the hooks of wrappers, which then see the sum)."""
+        """Move a fresh gradient into the tree. In the last pass p.grad stays there for DDP, whose
+        hook comes next; what it holds does not matter: it is replaced by the sum."""
         assert self.current is not None
         assert parameter.grad is not None
         if not self.current.ghost:
-            tree = self.trees[parameter]
-            tree.add((self.current.shard, 1), parameter.grad)
-            parameter.grad = next(iter(tree.parts.values())) if self.is_last else None
+            gradient, parameter.grad = parameter.grad, None
+            self.trees[parameter].add((self.current.shard, 1), gradient)
+            if self.is_last:
+                parameter.grad = gradient
 
 
 def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum], exchange: Exchange) -> LossSum:
@@ -91,9 +96,16 @@ def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum], e
     table = torch.zeros(micro_batches[0].shards, 2 + len(names), dtype=torch.float64, device=device)
     for micro_batch, loss in zip(micro_batches, losses, strict=True):
         if not micro_batch.ghost:
-            row = [loss.total, torch.as_tensor(loss.count, device=device), *(loss.sums[name] for name in names)]
+            row = [loss.total, _number(loss.count, device), *(loss.sums[name] for name in names)]
             table[micro_batch.shard] = torch.stack([value.detach().to(torch.float64) for value in row])
     if exchange.size > 1:
         add_disjoint(table)
     total, count, *rest = tree_sum(table, exchange.present).unbind()
     return LossSum(total, count, dict(zip(names, rest, strict=True)), by_shard=table[:, 0])
+
+
+def _number(value: Tensor | int, device: torch.device) -> Tensor:
+    """0-dim float64 on the device; filling it there does not wait, as copying a number to it would."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.full((), value, dtype=torch.float64, device=device)

@@ -9,7 +9,8 @@ from lockstep.runtime.tree_reduce import Exchange, TreeSum
 
 class RunningStatistics:
     """Every shard starts from the statistics of the step's start, and so leaves its own next ones behind; the mean
-    of those, summed in the shards' tree, becomes the statistics after the step.
+    of those, summed in the shards' tree, becomes the statistics after the step. A mean that is not finite leaves them
+    as they were.
 
     Statistics of a batch itself stay those of the micro-batch, whatever the number of processes.
     """
@@ -43,5 +44,6 @@ class RunningStatistics:
         parts = [self.total.parts[node] for node in exchange.nodes[exchange.rank]]
         empty = torch.cat([buffer.flatten() for buffer in self.buffers])
         mean = exchange.sum(parts or [empty]) / len(exchange.present)
-        for buffer, value in zip(self.buffers, mean.split([b.numel() for b in self.buffers]), strict=True):
-            buffer.copy_(value.view_as(buffer))
+        values = mean.split([buffer.numel() for buffer in self.buffers])
+        for buffer, value, before in zip(self.buffers, values, self.before, strict=False):
+            buffer.copy_(torch.where(torch.isfinite(value).all(), value.view_as(buffer), before))

@@ -19,9 +19,11 @@ ECHO_SECONDS = 1.0
 
 class Interruption:
     """The first signal asks for an end at the next step boundary; a second one, or a long wait after Ctrl-C, ends
-    the process on the spot with the exit code of Interrupted."""
+    the process on the spot with the exit code of Interrupted. So does the first while there are no steps yet."""
 
     def __init__(self) -> None:
+        self.is_graceful = False
+        """Whether somebody looks at `requested`: set once training begins."""
         self._asked = threading.Event()
         self._first = 0.0
 
@@ -59,6 +61,8 @@ class Interruption:
         if not self._asked.is_set():
             self._first = now
             self._asked.set()
+            if not self.is_graceful:
+                os._exit(Interrupted.exit_code)
             if number == signal.SIGINT:
                 timer = threading.Timer(CTRL_C_SECONDS, os._exit, (Interrupted.exit_code,))
                 timer.daemon = True

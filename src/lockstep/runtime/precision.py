@@ -17,6 +17,11 @@ class Precision:
         self.kind, self.device = kind, device
         self.scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients are scaled, and may overflow in the course of things."""
+        return self.scaler.is_enabled()
+
     def autocast(self) -> AbstractContextManager[None]:
         """The context of every forward pass and its loss."""
         return torch.autocast(self.device.type, DTYPES[self.kind], enabled=self.kind != "fp32")
@@ -31,7 +36,7 @@ class Precision:
 
     def apply(self, optimizer: torch.optim.Optimizer, *, commit: bool = True) -> None:
         """The optimizer's step, left out without `commit` or where scaled gradients overflowed; adapts the scale."""
-        if commit or self.scaler.is_enabled():
+        if commit or self.is_scaled:
             self.scaler.step(optimizer)
             self.scaler.update()
 

@@ -17,13 +17,21 @@ class Replica:
 
     def __init__(self, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         self.randomness, self.precision, self.exact = randomness, precision, exact
+        self.accumulation: Accumulation | None = None
 
     def place(self, model: Model) -> nn.Module:
-        """Take the model; its own parameters are the ones to optimise."""
+        """Take the model; its own parameters are the ones to optimise. May be called again."""
+        if self.accumulation is not None:
+            self.accumulation.remove()
         self.model = model
         self.parameters = list(model.parameters())
         self.accumulation = Accumulation(model, self.randomness, self.precision, exact=self.exact)
         return model
+
+    def accumulating(self) -> Accumulation:
+        """The accumulation of the placed model."""
+        assert self.accumulation is not None, "place() comes first"
+        return self.accumulation
 
     def forward(self, batch: Batch) -> Tensor:
         """Outputs, without gradients; fp32 where autocast gave half precision."""

@@ -65,6 +65,18 @@ class TreeSum:
         self.parts[node] = value
         self.peak = max(self.peak, len(self.parts))
 
+    def take(self, node: Node) -> Tensor | None:
+        """A node's sum, out of what has come of it: a shard may have had nothing to give (a parameter it does not
+        use), and then nothing is added for it. None when no shard had anything."""
+        if node in self.parts:
+            return self.parts.pop(node)
+        start, size = node
+        if size == 1:
+            return None
+        halves = (self.take((start, size // 2)), self.take((start + size // 2, size // 2)))
+        both = [half for half in halves if half is not None]
+        return both[0].add_(both[1]) if len(both) == 2 else next(iter(both), None)
+
     def _is_empty(self, node: Node) -> bool:
         return not any(node[0] <= shard < node[0] + node[1] for shard in self.present)
 

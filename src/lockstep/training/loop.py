@@ -9,15 +9,12 @@ import torch
 from lockstep.checkpoint.keeper import is_better
 from lockstep.contracts import MicroBatch
 from lockstep.errors import Interrupted, NonFiniteLoss
-from lockstep.events import Bus, EpochDone, Evaluated, StepDone
+from lockstep.events import Bus, EpochDone, Evaluated, StepDone, Warned
 from lockstep.observe.meters import Throughput
 from lockstep.runtime.collectives import Agreement, decided
 from lockstep.training.settings import EvaluateSection, TrainSection
 from lockstep.training.state import Record, TrainState
 from lockstep.training.step import Outcome, step
-
-STOP, SAVE = 0, 1
-"""The flags that ranks agree on."""
 
 
 @dataclass(kw_only=True)
@@ -31,8 +28,8 @@ class Training:
     """This rank's micro-batches from a given step on, a list per step."""
     evaluate: Callable[[], tuple[int, dict[str, float]]]
     """Measure the model as it is: (samples, name -> value)."""
-    save: Callable[[dict[str, float]], None]
-    """Write a checkpoint, with the metrics measured at this step."""
+    save: Callable[[dict[str, float], bool], None]
+    """Write a checkpoint, with the metrics measured at this step; whether it is the last one, which must not fail."""
     describe: Callable[[int, int], str]
     """(step, shard) -> rank and sample indices, for people."""
     bus: Bus
@@ -48,8 +45,8 @@ class Training:
     interrupted: Callable[[], bool]
     """Whether this rank has been asked to stop."""
     throughput: Throughput = field(default_factory=Throughput)
-    unread: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """(step, losses per shard [V]) since the last look, on the device: looking waits for it."""
+    unread: list[tuple[int, Outcome]] = field(default_factory=list)
+    """(step, outcome) since the last look, on the device: looking waits for it."""
 
     @property
     def epoch(self) -> int:
@@ -64,19 +61,16 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
     """
     state, agreement, last_save = run.state, Agreement(flags=2), time.monotonic()
     metrics: dict[str, float] = {}
-    status = "finished"
     for micro_batches in run.steps(state.step):
         is_logged = (state.step + 1) % run.log_every == 0 or state.step + 1 == run.total_steps
         outcome = step(
             state,
             micro_batches,
             clip=run.clip,
-            want_norm=is_logged,
             skip_non_finite=run.train.non_finite == "skip",
         )
         _look(run, outcome, is_logged=is_logged)
         stop, save = agreement.read()
-        agreement.post([run.interrupted(), _is_time(run, last_save)])
         metrics = {}
         if run.evaluation.is_due(state.step, run.steps_per_epoch) or state.step == run.total_steps:
             metrics = _evaluate(run)
@@ -85,26 +79,24 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
         if save or improved or enough or stop or _is_save_step(run):
             _check_finite(run)
             run.throughput.pause()
-            run.save(metrics)
+            run.save(metrics, enough or stop or state.step == run.total_steps)
             run.throughput.resume()
             last_save = time.monotonic()
         if state.step % run.steps_per_epoch == 0:
             run.bus.publish(EpochDone(epoch=run.epoch, step=state.step))
         if enough:
-            status = "stopped early"
-            break
+            return "stopped early", metrics
         if stop:
-            agreement.read()
             raise Interrupted(f"stopped by a signal after step {state.step}")
+        agreement.post([run.interrupted(), _is_time(run, last_save)])
     agreement.read()
-    return status, metrics
+    return "finished", metrics
 
 
 def _look(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
     """Keep the losses on the device; on a logged step read them all and publish."""
     state, loss = run.state, outcome.loss
-    if loss.by_shard is not None:
-        run.unread.append((state.step, loss.by_shard))
+    run.unread.append((state.step, outcome))
     if not is_logged:
         run.bus.publish(StepDone(step=state.step, epoch=run.epoch))
         return
@@ -112,8 +104,7 @@ def _look(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
     values = {"loss": float(loss.total) / count}
     values |= {name: float(value) / count for name, value in loss.sums.items()}
     values["learning_rate"] = outcome.rate
-    if outcome.norm is not None:
-        values["gradient_norm"] = float(outcome.norm)
+    values["gradient_norm"] = float(outcome.norm)
     _check_finite(run)
     speed = run.throughput.look(run.samples_at(state.step))
     if speed is not None:
@@ -124,17 +115,22 @@ def _look(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
 def _check_finite(run: Training) -> None:
     """Look through the losses since the last look; the same on every rank, since the table is the world's."""
     unread, run.unread = run.unread, []
-    if run.train.non_finite != "stop":
-        return
-    for number, by_shard in unread:
-        bad = torch.nonzero(~torch.isfinite(by_shard)).flatten().tolist()
-        if bad:
-            where = "; ".join(run.describe(number - 1, shard) for shard in bad[:3])
-            raise NonFiniteLoss(
-                f"the loss became NaN or infinite in step {number}: {where}\n"
-                "  Nothing was saved since. Look at these samples, lower optim.lr, add schedule.warmup or optim.clip;\n"
-                "  or set train.non_finite=skip to leave such steps out."
-            )
+    for number, outcome in unread:
+        if bool(outcome.is_finite):
+            continue
+        assert outcome.loss.by_shard is not None
+        bad = torch.nonzero(~torch.isfinite(outcome.loss.by_shard)).flatten().tolist()
+        where = "; ".join(run.describe(number - 1, shard) for shard in bad[:3])
+        what = f"the loss became NaN or infinite in step {number}: {where}"
+        if not bad:
+            what = f"the gradient became NaN or infinite in step {number}, though its loss is finite"
+        if run.train.non_finite != "stop":
+            run.bus.publish(Warned(message=f"{what} (train.non_finite={run.train.non_finite})"))
+            continue
+        raise NonFiniteLoss(
+            f"{what}\n  Nothing was saved since. Look at these samples, lower optim.lr, add schedule.warmup or "
+            "optim.clip;\n  or set train.non_finite=skip to leave such steps out."
+        )
 
 
 def _evaluate(run: Training) -> dict[str, float]:

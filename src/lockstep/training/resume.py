@@ -5,6 +5,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from lockstep.checkpoint import layout, verify, writer
 from lockstep.errors import CheckpointError
 from lockstep.runtime.collectives import decided
@@ -16,10 +18,14 @@ def checkpoint_for(root: Path, resume: str, warn: Callable[[str], None]) -> Path
 
     Raises CheckpointError, on every rank, when there are checkpoints but none can be used as asked.
     """
-    try:
-        choice: Path | CheckpointError | None = _choose(root, resume, warn)
-    except CheckpointError as error:
-        choice = error
+    choice: Path | CheckpointError | None = None
+    if dist.get_rank() == 0:
+        try:
+            choice = _choose(root, resume, warn)
+        except CheckpointError as error:
+            choice = error
+        except OSError as error:
+            choice = CheckpointError(f"cannot use the checkpoints in {root}: {error}")
     choice = decided(choice)
     if isinstance(choice, CheckpointError):
         raise choice
@@ -40,11 +46,19 @@ def _choose(root: Path, resume: str, warn: Callable[[str], None]) -> Path | None
         if there and found is None:
             raise CheckpointError(f"none of the {len(there)} checkpoints in {root} is whole; choose another run.name")
         return found
-    folder = Path(resume).expanduser().absolute()
+    folder = Path(resume).expanduser().resolve()
+    if (folder / "checkpoints").is_dir():  # a run: its newest
+        folder = verify.newest(folder / "checkpoints", lambda *_: None) or folder
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"--resume {resume}: there is no such folder; say auto, never, a run, or one of its checkpoints, such as "
+            f"{there[0] if there else root / 'step-000000100'}"
+        )
     reason = verify.problem(folder)
     if reason is not None:
         raise CheckpointError(f"cannot resume from {folder}: {reason}")
-    _set_aside(root, [newer for newer in there if newer.parent == folder.parent and newer > folder], warn)
+    step = layout.read_manifest(folder).step
+    _set_aside(root, [newer for newer in there if layout.step_of(newer) > step], warn)
     return folder
 
 

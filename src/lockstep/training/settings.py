@@ -1,6 +1,6 @@
 """The settings of the loop."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,8 @@ from lockstep.runtime.precision import Format
 
 class TrainSection(Section):
     """How much, in what portions, and in which number format."""
+
+    incidental: ClassVar[frozenset[str]] = frozenset({"non_finite", "stop_metric", "stop_patience"})
 
     epochs: float | None = Field(None, gt=0)
     """Passes over the training samples; give this or `steps` (default: 1 epoch)."""
@@ -30,6 +32,11 @@ class TrainSection(Section):
     """Stop early when this metric of the evaluation (accuracy, f1, loss) gets no better ..."""
     stop_patience: int = Field(3, ge=1)
     """... for so many evaluations in a row."""
+
+    @property
+    def shards(self) -> int:
+        """V: micro-batches of a step."""
+        return -(-self.global_batch // self.micro_batch)
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run."""

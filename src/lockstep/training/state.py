@@ -97,3 +97,18 @@ class TrainState:
                     yield
         finally:
             self.module.train()
+
+
+def initialise(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's state (moments, momentum) for every parameter, as zeros, before the first step.
+
+    Made at the first step it would be missing where a parameter is not used, and on a CPU the fused SGD would leave it
+    unset when that step's fp16 gradients overflow.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    get_optimizer_state_dict(module, optimizer)  # makes the state of an optimizer that has none, by an empty step
+    for values in optimizer.state.values():
+        for value in values.values():
+            if isinstance(value, Tensor):
+                value.zero_()

@@ -18,8 +18,10 @@ class Outcome:
 
     loss: LossSum
     """Sums over the whole global batch."""
-    norm: Tensor | None
-    """Global gradient norm before clipping; None where nobody asked."""
+    norm: Tensor
+    """Global gradient norm before clipping."""
+    is_finite: Tensor
+    """Whether loss and gradient are finite; a gradient that overflowed fp16 is the scaler's business, not counted."""
     rate: float
     """The learning rate it used."""
 
@@ -29,7 +31,6 @@ def step(
     micro_batches: Sequence[MicroBatch],
     *,
     clip: float | None,
-    want_norm: bool = False,
     skip_non_finite: bool = False,
 ) -> Outcome:
     """Run step number state.step; nothing is committed before the gradient is whole on every rank."""
@@ -38,15 +39,18 @@ def step(
     state.precision.unscale(state.optimizer)
     grads = gradients(list(state.module.parameters()))
     torch._foreach_div_(grads, torch.as_tensor(loss.count).to(torch.float64))
-    norm = state.strategy.clip(clip) if clip is not None or want_norm else None
+    norm = state.strategy.clip(clip)
+    is_finite = torch.isfinite(loss.total)
+    if not state.precision.is_scaled:
+        is_finite = is_finite & torch.isfinite(norm)
 
     rate = state.rate(state.step)
     set_learning_rate(state.optimizer, rate)
-    commit = not skip_non_finite or bool(torch.isfinite(loss.total))
+    commit = not skip_non_finite or bool(is_finite)
     state.precision.apply(state.optimizer, commit=commit)
     if state.ema and commit:
         state.ema.update()
     state.skipped += not commit
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
-    return Outcome(loss, norm, rate)
+    return Outcome(loss, norm, is_finite, rate)

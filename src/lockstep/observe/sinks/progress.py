@@ -115,7 +115,8 @@ class Bar(Lines):
         if self.task is not None:
             self.progress.update(self.task, completed=event.step, description=f"epoch {event.epoch}")
             if event.values:
-                self.progress.update(self.task, values=readable(event.values))
+                short = {name: value for name, value in event.values.items() if name not in SHORT or name == SPEED}
+                self.progress.update(self.task, values=readable(short))
 
     def _prepare(self, event: Preparing) -> None:
         if event.what not in self.preparing:
@@ -152,6 +153,7 @@ class Both:
         self.file.close()
 
 
+SPEED = "samples_per_second"
 SHORT = {"learning_rate": "lr", "gradient_norm": "grad norm", "samples_per_second": "samples/s"}
 
 
@@ -159,7 +161,7 @@ def readable(values: Mapping[str, float]) -> str:
     """Values in the order given, short: 'loss 0.0312 · accuracy 0.9912 · 5,312 samples/s'."""
     parts = []
     for name, value in values.items():
-        if name == "samples_per_second":
+        if name == SPEED:
             parts.append(f"{value:,.0f} samples/s")
         elif name == "learning_rate":
             parts.append(f"lr {value:.3g}")

@@ -1,0 +1,23 @@
+"""The parts of a module that run one after the other, found by its structure."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The layers of every list of layers, and whatever lies beside the way to them; a module without lists of layers
+    gives its children, or itself."""
+    if any(isinstance(part, nn.ModuleList) for part in module.modules()):
+        return list(_walk(module))
+    return list(module.children()) or [module]
+
+
+def _walk(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, nn.ModuleList):
+        yield from module
+    elif any(isinstance(part, nn.ModuleList) for part in module.modules()):
+        for child in module.children():
+            yield from _walk(child)
+    else:
+        yield module
