@@ -283,6 +283,11 @@ def test_going_back_to_an_older_checkpoint_sets_the_newer_ones_aside(ranks, tmp_
     whole = ranks(2, run_on_rank, config)[0]
     folder = tmp_path / "a" / "checkpoints"
     assert sorted(f.name for f in folder.iterdir()) == ["step-000000012", "step-000000014"]
+    before = sorted(folder.iterdir())
+    drifted = config_in(tmp_path, "a", checkpoint={"every_steps": 4, "keep": 2}, optim={"lr": 0.5})
+    for message in ranks(2, run_on_rank, drifted, str(folder / "step-000000012")):
+        assert "optim.lr" in message
+    assert sorted(folder.iterdir()) == before  # a start that is refused changes nothing
     again = ranks(2, run_on_rank, config, str(folder / "step-000000012"))[0]
     assert again["digest"] == whole["digest"]
     aside = [f.name for f in folder.iterdir() if f.name.startswith("set-aside-")]

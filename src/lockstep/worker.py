@@ -32,7 +32,7 @@ from lockstep.runtime.digest import digest
 from lockstep.runtime.interruption import Interruption
 from lockstep.runtime.precision import fix_numerics
 from lockstep.training.loop import Training, train
-from lockstep.training.resume import checkpoint_for, resume
+from lockstep.training.resume import checkpoint_for, resume, set_aside
 from lockstep.world import World
 
 
@@ -115,6 +115,8 @@ class Job:
         if found is not None:
             resume(parts.state, found, self.numeric, allow_drift=allow_drift, warn=self.warn)
         if self.world.is_main:
+            if how not in ("auto", "never"):
+                set_aside(self.checkpoints, parts.state.step, self.warn)
             files.write(self.recipe.folder / "recipe.yaml", config.dump(self.recipe))
         self.bus.publish(self.started(parts))
         run = self.training(parts)
@@ -150,7 +152,7 @@ class Job:
         if self.world.size > shards:
             notes.append(
                 f"a step has {shards} micro-batches but there are {self.world.size} processes: "
-                f"{self.world.size - shards} of them idle; lower train.micro_batch"
+                f"{self.world.size - shards} of them idle; launch.processes={shards} is as fast"
             )
         if self.recipe.run.reproducibility == "fast":
             notes.append("reproducibility is fast: the last bits of the weights depend on the number of processes")

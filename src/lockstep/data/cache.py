@@ -15,7 +15,7 @@ from lockstep.contracts import Columns, Source, Tokenizer
 from lockstep.errors import DataError
 
 CHUNK = 8192
-"""Texts per part: what a killed build loses at most (about a second's work)."""
+"""Texts per part: what a killed build loses at most."""
 
 Progress = Callable[[int, int], None]
 """Called with (texts done, texts in all)."""

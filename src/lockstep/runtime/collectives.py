@@ -24,11 +24,6 @@ def gathered(value: Any) -> list[Any]:
     return box
 
 
-def barrier() -> None:
-    """Wait until every rank is here."""
-    gathered(None)
-
-
 def add_disjoint(table: torch.Tensor) -> torch.Tensor:
     """Complete a table, in place, of which each rank filled other rows and left zeros elsewhere.
 

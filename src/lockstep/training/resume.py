@@ -57,14 +57,15 @@ def _choose(root: Path, resume: str, warn: Callable[[str], None]) -> Path | None
     reason = verify.problem(folder)
     if reason is not None:
         raise CheckpointError(f"cannot resume from {folder}: {reason}")
-    step = layout.read_manifest(folder).step
-    _set_aside(root, [newer for newer in there if layout.step_of(newer) > step], warn)
     return folder
 
 
-def _set_aside(root: Path, newer: list[Path], warn: Callable[[str], None]) -> None:
-    """Checkpoints that the run is about to leave behind get another name, or the next resume would take them."""
-    for folder in newer:
+def set_aside(root: Path, step: int, warn: Callable[[str], None]) -> None:
+    """Checkpoints of later steps than a run goes back to get another name, or the next resume would take them.
+
+    For rank 0 alone, and only once the run is sure to go on.
+    """
+    for folder in [folder for folder in layout.listed(root) if layout.step_of(folder) > step]:
         kept = root / f"set-aside-{datetime.now():%Y%m%d-%H%M%S}-{folder.name}"
         folder.rename(kept)
         warn(f"{folder.name} is newer than where the run goes on; it is kept as {kept.name}")
