@@ -18,6 +18,8 @@ class LockstepError(Exception):
     """The base of all errors that Lockstep raises on purpose."""
 
     exit_code = 1
+    is_shared = False
+    """Whether every rank raises it at the same place, so that one of them speaks for all."""
 
 
 class UserError(LockstepError):
@@ -50,12 +52,14 @@ class NonFiniteLoss(LockstepError):
     """Training stopped because a loss was NaN or infinite."""
 
     exit_code = 3
+    is_shared = True
 
 
 class Interrupted(LockstepError):
     """A signal ended the run early, after which it can be resumed (75 is EX_TEMPFAIL of sysexits.h)."""
 
     exit_code = 75
+    is_shared = True
 
 
 def nearest(word: str, known: list[str]) -> str:

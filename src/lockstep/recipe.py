@@ -26,7 +26,7 @@ from lockstep.evaluation import CONFUSION, METRICS, Evaluation, evaluate, metric
 from lockstep.export import ExportSection
 from lockstep.observe.section import ObserveSection
 from lockstep.optim import OptimSection, ScheduleSection
-from lockstep.runtime.collectives import gathered
+from lockstep.runtime.collectives import gathered, together
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness, seed_all, seed_of
 from lockstep.training.ema import MovingAverage
@@ -285,8 +285,10 @@ def build_model(recipe: Recipe, spec: DataSpec) -> Model:
 
 def assemble(recipe: Recipe, world: World, device: torch.device) -> Parts:
     """Build every part for this process; the process group is open and the data has been prepared."""
-    data = open_data(recipe)
-    measured(recipe, data.test.spec)
+    with together():
+        data = open_data(recipe)
+        measured(recipe, data.test.spec)
+        model = build_model(recipe, data.train.spec).to(device)
     order = Order(
         seed=recipe.run.seed,
         samples=len(data.train),
@@ -295,7 +297,6 @@ def assemble(recipe: Recipe, world: World, device: torch.device) -> Parts:
         lengths=data.train.lengths,
     )
     total_steps = recipe.train.total_steps(order.steps_per_epoch)
-    model = build_model(recipe, data.train.spec).to(device)
     return Parts(
         recipe=recipe,
         world=world,

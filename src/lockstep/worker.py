@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 from filelock import FileLock, Timeout
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lockstep import config, files, plugins
 from lockstep import recipe as recipes
@@ -27,7 +28,7 @@ from lockstep.evaluation import Evaluation
 from lockstep.events import Bus, CheckpointSaved, Evaluated, RunEnded, RunStarted, StepDone, Warned
 from lockstep.recipe import Parts, Recipe
 from lockstep.runtime import process_group
-from lockstep.runtime.collectives import decided, local_main_first
+from lockstep.runtime.collectives import decided, local_main_first, said_once, together
 from lockstep.runtime.digest import digest
 from lockstep.runtime.interruption import Interruption
 from lockstep.runtime.precision import fix_numerics
@@ -82,16 +83,15 @@ class Job:
 
     def claim(self) -> None:
         """Take the run's folder: two runs in one would delete each other's checkpoints. Raises LaunchError."""
-        refusal = None
-        if self.world.is_main:
-            self.recipe.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                self.lock.acquire()
-            except Timeout:
-                refusal = f"{self.recipe.folder} is being trained by another process; choose another run.name"
-        refusal = decided(refusal)
-        if refusal is not None:
-            raise LaunchError(refusal)
+        with together():
+            if self.world.is_main:
+                self.recipe.folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    self.lock.acquire()
+                except Timeout:
+                    raise LaunchError(
+                        f"{self.recipe.folder} is being trained by another process; choose another run.name"
+                    ) from None
 
     def watch(self) -> None:
         """Subscribe whoever the recipe names; only rank 0 has any."""
@@ -291,7 +291,7 @@ def main(argv: list[str]) -> int:
     with interruption.watching():
         try:
             recipe = recipes.named(recipes.load(options.config, options.overrides), options.config)
-            with process_group.opened(world, process_group.device_of(world)):
+            with process_group.opened(world, process_group.device_of(world)), said_once(sys.stderr):
                 job = Job(decided(recipe), world, interruption)
                 try:
                     if options.evaluate:
@@ -301,9 +301,12 @@ def main(argv: list[str]) -> int:
                 finally:
                     job.close()
         except LockstepError as error:
-            sys.stderr.write(f"{error}\n")
+            if not error.is_shared:
+                get_error_handler().record_exception(error)
+                sys.stderr.write(f"{error}\n")
             return error.exit_code
-        except Exception:
+        except Exception as error:
+            get_error_handler().record_exception(error)  # for the agent, which names the first that failed
             traceback.print_exc()
             return 1
     return 0

@@ -67,6 +67,8 @@ class Local:
         for log in logs.glob("rank-*.log"):
             if log.name != "rank-0.log":  # which is continued
                 log.replace(log.with_suffix(".log.before"))
+        for last_word in logs.glob(".error-*.json"):
+            last_word.unlink()
         signals = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)]
         config = LaunchConfig(
             min_nodes=1,
@@ -115,8 +117,8 @@ class RankLogs(LogsSpecs):
 def _explained(error: ChildFailedError, logs: Path) -> int:
     """One message for people; the exit code for programs."""
     rank, failure = error.get_first_failure()
-    if 0 in error.failures and error.failures[0].exitcode in (2, 3, Interrupted.exit_code):
-        return error.failures[0].exitcode  # rank 0 has said itself what is wrong
+    if failure.exitcode in (2, 3, Interrupted.exit_code) and (rank == 0 or not Path(failure.error_file).is_file()):
+        return failure.exitcode  # rank 0 has said what is wrong
     how = (
         f"signal {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     )

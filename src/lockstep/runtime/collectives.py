@@ -1,11 +1,14 @@
 """What ranks tell each other outside of gradients: one rank's decision, everybody's opinion."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from lockstep.errors import LockstepError
 
 T = TypeVar("T")
 
@@ -17,11 +20,28 @@ def decided(value: T) -> T:
     return box[0]
 
 
-def gathered(value: Any) -> list[Any]:
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, on every rank, by rank."""
     box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value)
+    dist.all_gather_object(box, value, group=group)
     return box
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """All ranks come out of it, or none: an error of Lockstep's on one rank is raised on every rank, as shared.
+
+    Nothing inside may be a collective, or the ranks that got further would wait in it.
+    """
+    own: LockstepError | None = None
+    try:
+        yield
+    except LockstepError as error:
+        own = error
+    first = next((error for error in gathered(own, group) if error is not None), None)
+    if first is not None:
+        first.is_shared = True
+        raise first
 
 
 def add_disjoint(table: torch.Tensor) -> torch.Tensor:
@@ -37,6 +57,19 @@ def summed_by_backend(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor
     """Sum over ranks in place, in an order of the backend's own, without waiting."""
     work = dist.all_reduce(buffer, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
+
+
+@contextmanager
+def said_once(terminal: TextIO) -> Iterator[None]:
+    """An error that all ranks share is said by rank 0, before any of them leaves; it goes on its way afterwards."""
+    try:
+        yield
+    except LockstepError as error:
+        if error.is_shared:
+            if dist.get_rank() == 0:
+                terminal.write(f"{error}\n")
+            dist.barrier()
+        raise
 
 
 class Agreement:
@@ -65,7 +98,6 @@ class Agreement:
 
 def local_main_first(task: Callable[[], object], *, is_local_main: bool) -> None:
     """Run a task on one process per machine while the others wait, for as long as it takes (a day at most)."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    if is_local_main:
-        task()
-    dist.barrier(group)
+    with together(dist.new_group(backend="gloo", timeout=timedelta(days=1))):
+        if is_local_main:
+            task()

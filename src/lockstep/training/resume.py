@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lockstep.checkpoint import layout, verify, writer
 from lockstep.errors import CheckpointError
-from lockstep.runtime.collectives import decided
+from lockstep.runtime.collectives import decided, together
 from lockstep.training.state import TrainState
 
 
@@ -18,18 +18,14 @@ def checkpoint_for(root: Path, resume: str, warn: Callable[[str], None]) -> Path
 
     Raises CheckpointError, on every rank, when there are checkpoints but none can be used as asked.
     """
-    choice: Path | CheckpointError | None = None
-    if dist.get_rank() == 0:
-        try:
-            choice = _choose(root, resume, warn)
-        except CheckpointError as error:
-            choice = error
-        except OSError as error:
-            choice = CheckpointError(f"cannot use the checkpoints in {root}: {error}")
-    choice = decided(choice)
-    if isinstance(choice, CheckpointError):
-        raise choice
-    return choice
+    choice: Path | None = None
+    with together():
+        if dist.get_rank() == 0:
+            try:
+                choice = _choose(root, resume, warn)
+            except OSError as error:
+                raise CheckpointError(f"cannot use the checkpoints in {root}: {error}") from None
+    return decided(choice)
 
 
 def _choose(root: Path, resume: str, warn: Callable[[str], None]) -> Path | None:
