@@ -4,10 +4,8 @@ S. Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Tra
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
@@ -17,12 +15,14 @@ from lockstep.config import PluginSection
 from lockstep.contracts import LossSum, MicroBatch, Model
 from lockstep.errors import ModelError
 from lockstep.runtime.accumulation import world_loss
+from lockstep.runtime.background import Future, Stream, Thread, beside
 from lockstep.runtime.collectives import summed_by_backend
+from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.precision import Precision
-from lockstep.runtime.process_group import world_group
 from lockstep.runtime.replica import Replica
 from lockstep.runtime.seeds import Randomness
-from lockstep.runtime.tree_reduce import Exchange, Shards
+from lockstep.runtime.shared_memory import transport
+from lockstep.runtime.tree_reduce import Shards
 
 
 class Config(PluginSection):
@@ -62,11 +62,16 @@ class DataParallel(Replica):
         self.config = config
         self.summed: list[tuple[Tensor, Tensor]] = []
         self.exchanges: dict[tuple[Shards, int], Exchange] = {}
+        self.background: Thread | Stream | None = None
 
     def place(self, model: Model) -> nn.Module:
         """Wrap the model for the present process group."""
         super().place(model)
         self.exchanges.clear()
+        if self.background is not None:
+            self.background.close()
+        device = self.parameters[0].device
+        self.background, self.transport = beside(device), transport(device)
         self.wrapped = DistributedDataParallel(
             model,
             forward_sync_buffers=False,
@@ -89,6 +94,8 @@ class DataParallel(Replica):
         try:
             losses = self.accumulating().run(micro_batches, self.exchange, self.wrapped, no_sync=self.wrapped.no_sync)
         except RuntimeError as error:
+            if self.background is not None:
+                self.background.check()
             if "finished reduction" not in str(error):
                 raise
             raise ModelError(
@@ -105,35 +112,27 @@ class DataParallel(Replica):
         if (present, shards) not in self.exchanges:
             world = dist.get_world_size()
             owners = [frozenset(owned_by(rank, world, shards)) for rank in range(world)]
-            self.exchanges[present, shards] = Exchange(owners, present, world_group())
+            self.exchanges[present, shards] = Exchange(owners, present, self.transport.group)
         return self.exchanges[present, shards]
 
-    def _sum_in_tree(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """The bucket's partial sums of every rank -> the whole tree's sum."""
-        nodes, buffer = self.exchange.nodes[self.exchange.rank], bucket.buffer()
-        views = gradients_in(buffer, bucket.parameters())
-        self.summed += zip(bucket.parameters(), views, strict=True)
-        by_parameter = [self.accumulating().partials(p, nodes) for p in bucket.parameters()]
-        parts = []
-        for column in zip(*by_parameter, strict=True):
-            for view, part in zip(views, column, strict=True):
-                view.copy_(part)
-            parts.append(buffer if len(nodes) == 1 else buffer.clone())
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)
-        future.set_result(self.exchange.sum(parts or [buffer]))
-        return future
+    def _sum_in_tree(self, _: Any, bucket: dist.GradBucket) -> Future:
+        """The bucket's partial sums of every rank -> the whole tree's sum, while the backward pass goes on."""
+        assert self.background is not None
+        number, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
+        self.summed += zip(parameters, gradients_in(buffer, parameters), strict=True)
+        return self.background.run(lambda: self._finish(number, buffer, parameters))
 
-    def _sum_by_backend(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _finish(self, bucket: int, buffer: Tensor, parameters: list[Tensor]) -> Tensor:
+        slots = self.transport.slots(bucket, buffer, self.exchange.slots)
+        self.accumulating().fill(parameters, [gradients_in(slot, parameters) for slot in slots])
+        return self.transport.sum(bucket, slots, self.exchange)
+
+    def _sum_by_backend(self, _: Any, bucket: dist.GradBucket) -> Future:
         """The backend's own all-reduce: as fast as it gets, in an order that depends on the world."""
         buffer = bucket.buffer()
         if self.is_ghost:
             buffer.zero_()
         return summed_by_backend(buffer)
-
-    @cached_property
-    def _devices(self) -> list[int | str | torch.device] | None:
-        device = self.parameters[0].device
-        return None if device.type == "cpu" else [device]
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> DataParallel:

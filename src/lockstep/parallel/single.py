@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -9,11 +10,12 @@ from lockstep.config import PluginSection
 from lockstep.contracts import LossSum, MicroBatch, Model
 from lockstep.errors import LaunchError
 from lockstep.runtime.accumulation import world_loss
+from lockstep.runtime.exchange import Exchange
+from lockstep.runtime.gradient_norm import gradients
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.process_group import world_group
 from lockstep.runtime.replica import Replica
 from lockstep.runtime.seeds import Randomness
-from lockstep.runtime.tree_reduce import Exchange, root
 
 
 class Config(PluginSection):
@@ -43,8 +45,10 @@ class Single(Replica):
         accumulation = self.accumulating()
         losses = accumulation.run(micro_batches, exchange, self.model)
         if self.exact:
-            for parameter in accumulation.trees:
-                (parameter.grad,) = accumulation.partials(parameter, [root(present)])
+            unused = [p for p in accumulation.trees if p not in accumulation.left]  # by the last micro-batch
+            for parameter in unused:
+                parameter.grad = torch.empty_like(parameter)
+            accumulation.fill(unused, [gradients(unused)])
         return world_loss(micro_batches, losses, exchange)
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.runtime.batchnorm import RunningStatistics
 from lockstep.runtime.collectives import add_disjoint
+from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness
-from lockstep.runtime.tree_reduce import Exchange, TreeSum, tree_sum
+from lockstep.runtime.tree_reduce import Node, TreeSum, tree_sum
 
 
 def widened(outputs: Tensor) -> Tensor:
@@ -23,14 +24,19 @@ def widened(outputs: Tensor) -> Tensor:
 
 
 class Accumulation:
-    """Keeps each parameter's gradients of a rank's shards as at most log2(V/W)+1 partial sums, which `partials` gives
-    once the last micro-batch is through. With `exact` off, gradients simply add up in p.grad, shard after shard.
+    """Keeps each parameter's gradients of a rank's shards as at most log2(V/W)+1 partial sums. The last micro-batch
+    leaves the first of them in p.grad, where that parameter took part in it; `fill` gives the others. With `exact` off,
+    gradients simply add up in p.grad, shard after shard.
     """
 
     def __init__(self, model: Model, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         self.model, self.randomness, self.precision, self.exact = model, randomness, precision, exact
         self.statistics = RunningStatistics(model)
         self.trees: dict[Tensor, TreeSum] = {}
+        self.nodes: Sequence[Node] = ()
+        """What this rank brings to the step's tree."""
+        self.left: set[Tensor] = set()
+        """Parameters whose first partial sum is in p.grad."""
         self.current: MicroBatch | None = None
         self.is_last = False
         self.hooks = [
@@ -49,8 +55,8 @@ class Accumulation:
 
         Returns the loss of each. A ghost's loss and gradients count for nothing.
         """
-        nodes = exchange.nodes[exchange.rank]
-        self.trees = {p: TreeSum(exchange.present, nodes) for p in self.model.parameters() if p.requires_grad}
+        self.nodes, self.left = exchange.nodes[exchange.rank], set()
+        self.trees = {p: TreeSum(exchange.present, self.nodes) for p in self.model.parameters() if p.requires_grad}
         self.statistics.start_step(exchange)
         losses = []
         for micro_batch in micro_batches:
@@ -68,10 +74,18 @@ class Accumulation:
         self.statistics.end_step(exchange)
         return losses
 
-    def partials(self, parameter: Tensor, nodes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """A parameter's partial sums, one per node; zeros where no shard used it. They are handed out once."""
-        found = [self.trees[parameter].take(node) for node in nodes]
-        return [torch.zeros_like(parameter) if part is None else part for part in found]
+    def fill(self, parameters: Sequence[Tensor], slots: Sequence[Sequence[Tensor]]) -> None:
+        """Write the partial sums of some parameters, zeros where no shard used one: slots[k][i] takes node k of
+        parameter i. What `left` names lies in the first slot already. They are handed out once.
+        """
+        for number, (node, slot) in enumerate(zip(self.nodes, slots, strict=False)):
+            for parameter, target in zip(parameters, slot, strict=True):
+                if number == 0 and parameter in self.left:
+                    continue
+                part = self.trees[parameter].take(node)
+                if part is not None and part.is_cuda:  # it is freed here, and was made on another stream
+                    part.record_stream(torch.cuda.current_stream(part.device))
+                target.zero_() if part is None else target.copy_(part)
 
     def remove(self) -> None:
         """Take the hooks off again."""
@@ -79,15 +93,17 @@ class Accumulation:
             self.hooks.pop().remove()
 
     def _take(self, parameter: Tensor) -> None:
-        """Move a fresh gradient into the tree. In the last pass p.grad stays there for DDP, whose
-        hook comes next; what it holds does not matter: it is replaced by the sum."""
+        """Move a fresh gradient into the tree. In the last pass the first partial sum takes its place in p.grad, from
+        where DDP, whose hook comes next, brings it to its bucket."""
         assert self.current is not None
+        if self.current.ghost:
+            return
         assert parameter.grad is not None
-        if not self.current.ghost:
-            gradient, parameter.grad = parameter.grad, None
-            self.trees[parameter].add((self.current.shard, 1), gradient)
-            if self.is_last:
-                parameter.grad = gradient
+        self.trees[parameter].add((self.current.shard, 1), parameter.grad)
+        parameter.grad = None
+        if self.is_last:
+            parameter.grad = self.trees[parameter].take(self.nodes[0])
+            self.left.add(parameter)
 
 
 def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum], exchange: Exchange) -> LossSum:

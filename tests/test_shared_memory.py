@@ -1,0 +1,145 @@
+"""Ranks of one machine add in shared memory: the tree's bits in every layout, and nothing left behind."""
+
+import gc
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.runtime import shared_memory
+from lockstep.runtime.background import Thread
+from lockstep.runtime.exchange import Exchange
+from lockstep.runtime.neighbours import neighbours, this_machine
+from lockstep.runtime.process_group import world_group
+from lockstep.runtime.shared_memory import SharedMemory
+from lockstep.runtime.tree_reduce import TreeSum, tree_sum
+
+
+def rows_of(shards, numbers, dtype):
+    return (torch.randn(shards, numbers, generator=torch.Generator().manual_seed(7)) * 1e3).to(dtype)
+
+
+def sum_on_rank(machine_of, case, numbers, dtype):
+    """Fill this rank's slots for a few steps and finish the tree: (the sums, whether memory was shared)."""
+    shards, presents = case
+    rank, world = dist.get_rank(), dist.get_world_size()
+    table = neighbours(f"machine {machine_of[rank]}")
+    if table is None:
+        return None
+    transport = SharedMemory(world_group(), table)
+    owned = [frozenset(range(r * shards // world, (r + 1) * shards // world)) for r in range(world)]
+    rows, buffer, found = rows_of(shards, numbers, dtype), torch.empty(numbers, dtype=dtype), []
+    for present in presents:
+        exchange = Exchange(owned, present, world_group())
+        slots = transport.slots(0, buffer, exchange.slots)
+        own = TreeSum(present, exchange.nodes[rank])
+        for shard in sorted(owned[rank] & present):
+            own.add((shard, 1), rows[shard].clone())
+        for slot in slots:
+            slot.fill_(float("nan"))
+        for node, slot in zip(exchange.nodes[rank], slots, strict=False):
+            slot.copy_(own.parts[node])
+        whole = transport.sum(0, slots, exchange)
+        assert whole.data_ptr() == buffer.data_ptr()
+        found.append(whole.clone())
+    return found, bool(transport.rows[0])
+
+
+@pytest.mark.parametrize(
+    "machine_of",
+    [
+        pytest.param([0, 0], id="2"),
+        pytest.param([0, 0, 0], id="3"),
+        pytest.param([0, 0, 1, 1], id="2+2"),
+        pytest.param([1, 0, 1, 0], id="interleaved"),
+        pytest.param([0] * 5, id="5"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [(1, torch.float32), (1001, torch.float64), (300_007, torch.float32), (1001, torch.bfloat16)],
+    ids=str,
+)
+def test_the_sum_is_the_trees(ranks, machine_of, numbers, dtype):
+    case = 13, [frozenset(range(13)), frozenset({0, 3, 4}), frozenset({12}), frozenset(range(13))]
+    expected = [tree_sum(rows_of(13, numbers, dtype), present) for present in case[1]]
+    for found, is_shared in ranks(len(machine_of), sum_on_rank, machine_of, case, numbers, dtype):
+        assert is_shared
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_more_ranks_than_shards(ranks):
+    case = 3, [frozenset(range(3)), frozenset({1})]
+    expected = [tree_sum(rows_of(3, 10, torch.float32), present) for present in case[1]]
+    for found, _ in ranks(5, sum_on_rank, [0] * 5, case, 10, torch.float32):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def sum_without_room(*args):
+    shared_memory.SPARE, usual = 1e15, shared_memory.SPARE
+    try:
+        return sum_on_rank(*args)
+    finally:
+        shared_memory.SPARE = usual
+
+
+def test_without_room_the_sum_goes_over_the_wire(ranks):
+    case = 8, [frozenset(range(8)), frozenset({0, 3, 4})]
+    expected = [tree_sum(rows_of(8, 1001, torch.float32), present) for present in case[1]]
+    for found, is_shared in ranks(3, sum_without_room, [0] * 3, case, 1001, torch.float32):
+        assert not is_shared
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("machine_of", [[0, 1], [0, 0, 1]], ids=["all alone", "uneven"])
+def test_machines_that_do_not_fit_a_table_take_the_wire(ranks, machine_of):
+    assert ranks(len(machine_of), sum_on_rank, machine_of, (4, []), 1, torch.float32) == [None] * len(machine_of)
+
+
+def shared_now():
+    """Names in /dev/shm, and what of it this process has open."""
+    opened = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return sorted(name for name in opened if "torch" in name), sorted(p.name for p in Path("/dev/shm").glob("torch*"))
+
+
+def shared_at_rest():
+    """What is shared before, during and after a sum."""
+    gc.collect()
+    before = shared_now()
+    transport = SharedMemory(world_group(), neighbours("here"))
+    transport.slots(0, torch.empty(1000), 2)
+    during = shared_now()
+    del transport
+    gc.collect()
+    return before, during, shared_now()
+
+
+def test_nothing_is_left_in_shared_memory(ranks):
+    for before, during, after in ranks(2, shared_at_rest):
+        assert len(during[0]) == len(before[0]) + 4  # two slots of two ranks
+        assert before == after
+        assert after[1] == during[1] == []
+
+
+def test_processes_of_this_machine_recognise_each_other(ranks):
+    assert len(set(ranks(2, this_machine))) == 1
+
+
+def test_the_thread_hands_on_errors_and_ends_with_its_owner(lone):
+    thread = Thread()
+    assert thread.run(lambda: torch.ones(2)).wait().tolist() == [1, 1]
+    future = thread.run(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        future.wait()
+    with pytest.raises(ZeroDivisionError):
+        thread.check()
+    tasks = thread._tasks
+    del thread
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while not tasks.empty() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert tasks.empty()
