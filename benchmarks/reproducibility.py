@@ -217,7 +217,7 @@ def main() -> None:
         return
     lines = [
         f"Measured {datetime.now():%Y-%m-%d} on {os.cpu_count()} cores with torch {torch.__version__}.",
-        "Milliseconds per step are medians; the ratio is exact / fast within a pair of runs: median, then the quartiles.",
+        "Milliseconds per step: medians. Ratio: exact / fast within a pair of runs, its median and quartiles.",
         "",
         "| model | ranks | exact ms | fast ms | ratio | quartiles | pairs |",
         "|---|---|---|---|---|---|---|",
