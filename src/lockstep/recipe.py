@@ -26,6 +26,7 @@ from lockstep.evaluation import CONFUSION, METRICS, Evaluation, evaluate, metric
 from lockstep.export import ExportSection
 from lockstep.observe.section import ObserveSection
 from lockstep.optim import OptimSection, ScheduleSection
+from lockstep.runtime.batchnorm import check_synchronised, has_batchnorm, synchronise
 from lockstep.runtime.collectives import gathered, together
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness, seed_all, seed_of
@@ -208,6 +209,32 @@ class Parts:
         assert result.samples == len(self.data.test), (result.samples, len(self.data.test))
         return result
 
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether a BatchNorm layer is to use what all processes hold; a lone one has nothing to synchronise."""
+        return self.recipe.train.batchnorm == "sync" and self.world.size > 1 and has_batchnorm(self.model)
+
+    @property
+    def leaves_the_promise(self) -> str | None:
+        """Why the weights depend on the number of processes, if they do."""
+        if self.is_synchronised:
+            return "batchnorm is sync: the weights depend on the number of processes"
+        if self.recipe.run.reproducibility == "fast":
+            return "reproducibility is fast: the last bits of the weights depend on the number of processes"
+        return None
+
+    def check_training(self) -> None:
+        """Raise LaunchError, on all ranks, where this model can be evaluated but not trained."""
+        if not self.is_synchronised:
+            return
+        shares = {}
+        for name, step in (("a step", 0), ("an epoch's last step", self.order.steps_per_epoch - 1)):
+            present = {shard for shard, rows in enumerate(self.order.shards(step)) if len(rows)}
+            own = present.intersection(self.strategy.owned(self.order.shards_per_step))
+            shares[name] = len(own), len(present)
+        with together():
+            check_synchronised(self.device, self.world.size, shares)
+
     def samples_at(self, step: int) -> int:
         """Training samples seen after so many steps."""
         epochs, place = divmod(step, self.order.steps_per_epoch)
@@ -289,6 +316,8 @@ def assemble(recipe: Recipe, world: World, device: torch.device) -> Parts:
         data = open_data(recipe)
         measured(recipe, data.test.spec)
         model = build_model(recipe, data.train.spec).to(device)
+        if recipe.train.batchnorm == "sync" and world.size > 1:
+            synchronise(model, device)
     order = Order(
         seed=recipe.run.seed,
         samples=len(data.train),

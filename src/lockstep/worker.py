@@ -110,6 +110,7 @@ class Job:
         self.claim()
         self.watch()
         parts = self.assemble()
+        parts.check_training()
         self.numeric["data.samples"] = len(parts.data.train)
         found = checkpoint_for(self.checkpoints, how, self.warn)
         if found is not None:
@@ -154,8 +155,8 @@ class Job:
                 f"a step has {shards} micro-batches but there are {self.world.size} processes: "
                 f"{self.world.size - shards} of them idle; launch.processes={shards} is as fast"
             )
-        if self.recipe.run.reproducibility == "fast":
-            notes.append("reproducibility is fast: the last bits of the weights depend on the number of processes")
+        if parts.leaves_the_promise:
+            notes.append(parts.leaves_the_promise)
         return RunStarted(
             name=self.recipe.folder.name,
             folder=self.recipe.folder,
@@ -237,6 +238,7 @@ class Job:
             "evaluation": metrics,
             "confusion_matrix": self.last.confusion if self.last and metrics else None,
             "digest": digest(parts.strategy.state()),
+            "digest_depends_on_world": parts.leaves_the_promise,
             "skipped_steps": state.skipped,
             "torch_version": str(torch.__version__),
             "device": self.facts["device_model"],

@@ -1,11 +1,50 @@
-"""BatchNorm's running statistics, advanced once per step by the mean over the step's shards."""
+"""BatchNorm: running statistics that belong to the shards, or layers that synchronise themselves over the ranks."""
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.errors import LaunchError
 from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.tree_reduce import TreeSum
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether any layer is a BatchNorm, synchronised or not."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def synchronise(model: nn.Module, device: torch.device) -> None:
+    """Turn the model's BatchNorm layers into SyncBatchNorm, in place, under the same names and with the same numbers.
+
+    On a CPU they stay: there SyncBatchNorm only evaluates, which BatchNorm does as well, and DDP refuses to take it.
+    """
+    if device.type != "cpu":
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+def check_synchronised(device: torch.device, world_size: int, shares: Mapping[str, tuple[int, int]]) -> None:
+    """Raise LaunchError where SyncBatchNorm cannot train.
+
+    Every forward pass of such a layer waits for all ranks, and takes whatever they hold: a rank with fewer
+    micro-batches would leave the others waiting, and one with a ghost would count samples twice. `shares`: which step
+    -> (this rank's micro-batches, all ranks' together).
+    """
+    mend = "set train.batchnorm=shard, or launch.processes=1"
+    if device.type == "cpu":
+        raise LaunchError(
+            f"train.batchnorm=sync: PyTorch's SyncBatchNorm runs on GPUs only, and here are {world_size} processes "
+            f"without one; {mend}"
+        )
+    for step, (own, together) in shares.items():
+        if own * world_size != together:
+            raise LaunchError(
+                f"train.batchnorm=sync: every process must have equally many micro-batches, but {step} has {together} "
+                f"for {world_size} processes; let train.global_batch be a multiple of train.micro_batch times the "
+                f"processes, and data.limit a multiple of train.global_batch; or {mend}"
+            )
 
 
 class RunningStatistics:
@@ -13,11 +52,16 @@ class RunningStatistics:
     of those, summed in the shards' tree, becomes the statistics after the step. A mean that is not finite leaves them
     as they were.
 
-    Statistics of a batch itself stay those of the micro-batch, whatever the number of processes.
+    Statistics of a batch itself stay those of the micro-batch, whatever the number of processes. SyncBatchNorm's are
+    left alone: they advance as PyTorch advances them, with every micro-batch, and alike on every rank.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        norms = [
+            m
+            for m in model.modules()
+            if isinstance(m, _BatchNorm) and m.track_running_stats and not isinstance(m, nn.SyncBatchNorm)
+        ]
         self.buffers: list[Tensor] = [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
         self.counters: list[Tensor] = [m.num_batches_tracked for m in norms if m.num_batches_tracked is not None]
         self.before: list[Tensor] = []

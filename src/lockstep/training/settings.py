@@ -23,6 +23,9 @@ class TrainSection(Section):
     """m: samples that one process handles at once; the largest that fits the device's memory is a good choice."""
     precision: Format = "fp32"
     """fp32, or autocast to bf16 or fp16 (fp16 with a gradient scaler)."""
+    batchnorm: Literal["shard", "sync"] = "shard"
+    """shard: each micro-batch is normalised by itself; sync: by what all processes hold just then, on GPUs only, with
+    other weights for another number of processes."""
     non_finite: Literal["stop", "skip", "continue"] = "stop"
     """When a loss is NaN or infinite: stop and say where (noticed at the next logged step, before anything is
     saved), skip the update, or go on."""

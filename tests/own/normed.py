@@ -1,0 +1,11 @@
+"""A user's file: the CNN with a BatchNorm after its second convolution."""
+
+from torch import nn
+
+from lockstep.models import cnn
+
+
+def build(options, spec):
+    network = cnn.build(cnn.Config(kind="cnn"), spec)
+    network.features.conv2 = nn.Sequential(network.features.conv2, nn.BatchNorm2d(64))
+    return network
