@@ -16,6 +16,7 @@ from lockstep import config, files, optim, plugins
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.config import Complaint, Kind, LocalPath, Section
 from lockstep.contracts import Batch, DataSpec, MicroBatch, Model, Source, Strategy, Tokenizer
+from lockstep.data.augment import augmented
 from lockstep.data.collate import collate
 from lockstep.data.dataset import open_source, with_tokens
 from lockstep.data.loader import Loader
@@ -151,8 +152,9 @@ def numeric(recipe: Recipe, facts: dict[str, Any]) -> dict[str, Any]:
         section: Section = getattr(recipe, name)
         values = section.model_dump(mode="json", exclude=set(section.incidental))
         found |= {f"{name}.{key}": value for key, value in values.items() if f"{name}.{key}" not in total}
-        if isinstance(file := getattr(section, "file", None), Path) and file.is_file():
-            found[f"{name}.file_sha256"] = files.sha256(file)
+        for own in ("file", "augment"):
+            if isinstance(file := getattr(section, own, None), Path) and file.is_file():
+                found[f"{name}.{own}_sha256"] = files.sha256(file)
     return found | facts
 
 
@@ -261,13 +263,14 @@ def open_data(recipe: Recipe, *, publish: Callable[[object], None] = lambda _: N
     """Open both splits, with their tokens made if need be. Raises DataError."""
     train, test = (open_source(recipe.data, split) for split in ("train", "test"))
     make = getattr(plugins.find("models", recipe.model.kind), "tokenizer", None)
-    if make is None or train.spec.modality != "text":
-        return Data(train, test, None)
-    tokenizer = make(recipe.model)
-    train, test = (
-        with_tokens(source, recipe.data, tokenizer, publish=publish, is_checked=is_checked) for source in (train, test)
-    )
-    return Data(train, test, tokenizer)
+    tokenizer = None
+    if make is not None and train.spec.modality == "text":
+        tokenizer = make(recipe.model)
+        train, test = (
+            with_tokens(source, recipe.data, tokenizer, publish=publish, is_checked=is_checked)
+            for source in (train, test)
+        )
+    return Data(augmented(train, recipe.data, recipe.run.seed), test, tokenizer)
 
 
 def prepare(recipe: Recipe, publish: Callable[[object], None]) -> Data:

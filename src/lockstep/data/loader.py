@@ -1,6 +1,5 @@
 """Micro-batches, fetched whole: in the training process, or ahead of it by worker processes."""
 
-import random
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -8,13 +7,12 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.contracts import MicroBatch, Source
+from lockstep.contracts import Columns, MicroBatch, Source
+from lockstep.data.augment import Augmented, keys_of, reseed
 from lockstep.data.collate import collate
-from lockstep.data.order import mix
 from lockstep.data.sampler import Request
 
 PREFETCH = 4
@@ -29,9 +27,8 @@ class Fetched(Dataset[MicroBatch]):
 
     def __getitems__(self, request: Request) -> MicroBatch:
         """Fetch and collate one micro-batch."""
-        self.reseed(request)
         try:
-            columns = self.source.__getitems__(request.indices)
+            columns = self.columns(request)
         except Exception as error:
             error.add_note(
                 f"while fetching samples {list(request.indices)} (step {request.step}, shard {request.shard})"
@@ -47,15 +44,13 @@ class Fetched(Dataset[MicroBatch]):
             present=request.present,
         )
 
-    def reseed(self, request: Request) -> None:
-        """Seed Python's, NumPy's and torch's generators from (seed, epoch, first sample of the micro-batch)."""
-        key = np.array([self.seed], dtype=np.uint64)
-        for part in (request.epoch, request.indices[0]):
-            key = mix(key ^ np.array([part], dtype=np.int64).view(np.uint64))
-        number = int(key[0])
-        random.seed(number)
-        np.random.seed(number & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
+    def columns(self, request: Request) -> Columns:
+        """The samples. What a source draws inside of __getitems__ belongs to the seed, the epoch and the first of them;
+        what an augmentation draws, to its own sample."""
+        reseed(keys_of(self.seed, request.epoch, request.indices[:1])[0])
+        if isinstance(self.source, Augmented):
+            return self.source.drawn(request.indices, request.epoch)
+        return self.source.__getitems__(request.indices)
 
 
 class Loader:

@@ -1,0 +1,177 @@
+"""Random numbers belong to the shard, the block and the sample: whoever draws them, and after whatever else."""
+
+import pathlib
+import random
+
+import numpy as np
+import pytest
+import torch
+from test_training import config_in, run_on_rank
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.contracts import DataSpec
+from lockstep.data.augment import Augmented, augmented
+from lockstep.data.loader import Loader
+from lockstep.data.memory import Images
+from lockstep.data.order import Order
+from lockstep.data.sampler import TrainingRequests
+from lockstep.data.section import DataSection
+from lockstep.errors import DataError
+from lockstep.runtime.seeds import Randomness
+
+NOISY = str(pathlib.Path(__file__).parent / "own" / "noisy.py")
+
+
+MANY = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+"""PyTorch warns of more workers than cores."""
+
+
+def images(count=50):
+    pixels = np.random.default_rng(0).integers(1, 256, (count, 1, 4, 4), dtype=np.uint8)
+    return Images(pixels, np.arange(count) % 10, [str(digit) for digit in range(10)])
+
+
+def drawing(sample):
+    """Something from each generator, as new columns; the image is changed in place."""
+    sample["image"][:] = 0
+    return {**sample, "python": random.random(), "numpy": np.random.random(2), "torch": torch.rand(3)}
+
+
+def epochs(source, *, workers=0, world=1, micro_batch=4, count=2):
+    """What each sample became in each epoch: (epoch, index) -> its row of each column."""
+    order = Order(seed=1, samples=len(source), global_batch=12, micro_batch=micro_batch)
+    found = {}
+    for rank in range(world):
+        owned = range(rank * order.shards_per_step // world, (rank + 1) * order.shards_per_step // world)
+        requests = TrainingRequests(order=order, owned=owned, start=0, stop=count * order.steps_per_epoch)
+        for micro_batch_ in Loader(source, requests, seed=1, pad_id=0, workers=workers, device=torch.device("cpu")):
+            for place, index in enumerate(micro_batch_.indices):
+                row = {name: column[place].tolist() for name, column in micro_batch_.batch.items()}
+                found[order.epoch(micro_batch_.step), index] = row
+    return found
+
+
+@MANY
+@pytest.mark.parametrize(
+    "way", [{"workers": 1}, {"workers": 2}, {"workers": 4}, {"world": 3}, {"micro_batch": 5}], ids=str
+)
+def test_augmentation_belongs_to_the_sample_and_the_epoch(way):
+    """Any number of workers and ranks, and even another micro-batch: the same sample comes out of it."""
+    source = Augmented(images(), drawing, seed=1)
+    plain = epochs(source)
+    assert len(plain) == 100
+    for name in ("python", "numpy", "torch"):
+        assert len({str(row[name]) for row in plain.values()}) == 100  # no two samples, and no two epochs, are alike
+    assert epochs(source, **way) == plain
+    assert epochs(Augmented(images(), drawing, seed=2)) != plain
+
+
+def test_augmentation_leaves_the_source_as_it_was():
+    source = images()
+    before = source.images.copy()
+    found = epochs(Augmented(source, drawing, seed=1))
+    assert not any(np.any(row["image"]) for row in found.values())
+    assert np.array_equal(source.images, before)
+
+
+class Rows:
+    """Rows that differ in length, as tokens do."""
+
+    spec, lengths = DataSpec(modality="text", labels=("a", "b")), np.array([3, 9, 5])
+
+    def __len__(self):
+        return 3
+
+    def __getitems__(self, indices):
+        return {"input_ids": [np.arange(1, self.lengths[i] + 1) for i in indices], "label": np.array(indices) % 2}
+
+
+def test_rows_of_different_length_may_change_their_length():
+    found = epochs(Augmented(Rows(), lambda row: {**row, "input_ids": row["input_ids"][1:]}, seed=1), count=1)
+    assert [list(filter(None, found[0, i]["input_ids"])) for i in range(3)] == [
+        [2, 3],
+        [2, 3, 4, 5, 6, 7, 8, 9],
+        [2, 3, 4, 5],
+    ]
+
+
+def test_an_error_in_augmentation_names_the_samples():
+    def broken(sample):
+        raise KeyError("no such column")
+
+    with pytest.raises(KeyError, match="no such column") as caught:
+        epochs(Augmented(images(), broken, seed=1))
+    assert "while fetching samples [" in "".join(caught.value.__notes__)
+
+
+def test_a_file_without_augment_is_told(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    section = DataSection(kind="digits", augment=tmp_path / "a.py")
+    with pytest.raises(DataError, match=r"a\.py has no function augment\(sample\)"):
+        augmented(images(), section, 0)
+    assert isinstance(augmented(images(), DataSection(kind="digits", augment=NOISY), 0), Augmented)
+
+
+def test_the_same_weights_whoever_draws(ranks, tmp_path):
+    """A user's model and augmentation that draw from every generator: processes and loader workers change nothing."""
+    found = {}
+    for world, workers, seed in ((1, 0, 0), (2, 1, 0), (3, 2, 0), (1, 4, 0), (1, 0, 1)):
+        config = config_in(
+            tmp_path,
+            f"{world}-{workers}-{seed}",
+            run={"dir": str(tmp_path), "name": f"{world}-{workers}-{seed}", "seed": seed},
+            model={"kind": "user", "file": NOISY},
+            data={"limit": 200, "workers": workers, "augment": NOISY},
+            optim={"lr": 0.01},
+        )
+        found[world, workers, seed] = ranks(world, run_on_rank, config)[0]
+    same = {key: value["digest"] for key, value in found.items() if key[2] == 0}
+    assert len(set(same.values())) == 1, same
+    assert found[1, 0, 1]["digest"] not in same.values()
+    assert found[1, 0, 0]["evaluation"] == found[3, 2, 0]["evaluation"]
+    assert "data.augment_sha256" in found[1, 0, 0]["numeric_recipe"]
+    assert "data.augment" not in found[1, 0, 0]["numeric_recipe"]
+
+
+class Drawing(nn.Module):
+    """Remembers what it draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def forward(self, x):
+        self.drawn.append((random.random(), np.random.random(), torch.rand(1).item()))
+        return x * x * self.drawn[-1][2]
+
+
+def test_a_block_draws_the_same_whoever_runs_the_others():
+    blocks = [Drawing() for _ in range(3)]
+    randomness = Randomness(5)
+    randomness.watch(blocks)
+    randomness.at(3, 1)
+    for block in blocks:
+        block(torch.ones(1))
+    first = [block.drawn[-1] for block in blocks]
+    assert len({number for row in first for number in row}) == 9
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    for block in reversed(blocks):  # as a pipeline's other ranks would: alone, in another order
+        randomness.at(3, 1)
+        block(torch.ones(1))
+    assert [block.drawn[-1] for block in blocks] == first
+    randomness.at(3, 2)
+    blocks[0](torch.ones(1))
+    assert not set(blocks[0].drawn[-1]) & set(first[0])
+
+
+def test_recomputation_draws_the_same():
+    """Activation checkpointing enters a block again in the backward pass; without the library's own help."""
+    block, x = Drawing(), torch.ones(1, requires_grad=True)
+    randomness = Randomness(5)
+    randomness.watch([block])
+    randomness.at(3, 1)
+    checkpoint(block, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
+    assert len(block.drawn) == 2
+    assert block.drawn[0] == block.drawn[1]
+    assert x.grad.item() == pytest.approx(2 * block.drawn[0][2])
