@@ -1,5 +1,5 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` runs every test.
-.PHONY: setup demo test check format
+.PHONY: setup demo test test-matrix check format
 
 BIN := .venv/bin
 
@@ -16,6 +16,9 @@ check: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-matrix: setup
+	$(BIN)/python -m pytest -m matrix
 
 format: setup
 	$(BIN)/ruff check --fix .
