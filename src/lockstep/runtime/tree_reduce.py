@@ -41,7 +41,8 @@ def cover(owned: Shards, present: Shards) -> tuple[Node, ...]:
 class TreeSum:
     """Adds up tensors by node; siblings are added as soon as both are there, so at most log2(V/W)+1 are kept.
 
-    Which nodes come first does not matter: a + b and b + a are the same bits.
+    Which nodes come first does not matter: a + b and b + a are the same bits, and the left one is put first for the
+    sake of two NaNs, of which processors keep the first one's bits.
     """
 
     def __init__(self, present: Shards, nodes: Iterable[Node]) -> None:
@@ -55,7 +56,8 @@ class TreeSum:
             start, size = node
             sibling = (start ^ size, size)
             if sibling in self.parts:
-                value = self.parts.pop(sibling).add_(value)
+                other = self.parts.pop(sibling)
+                value = other.add_(value) if sibling < node else value.add_(other)
             elif not self._is_empty(sibling):
                 break
             node = (start & ~size, 2 * size)
