@@ -10,6 +10,7 @@ from test_training import config_in, run_on_rank
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep import recipe as recipes
 from lockstep.contracts import DataSpec
 from lockstep.data.augment import Augmented, augmented
 from lockstep.data.loader import Loader
@@ -111,6 +112,24 @@ def test_a_file_without_augment_is_told(tmp_path):
     with pytest.raises(DataError, match=r"a\.py has no function augment\(sample\)"):
         augmented(images(), section, 0)
     assert isinstance(augmented(images(), DataSection(kind="digits", augment=NOISY), 0), Augmented)
+
+
+def test_a_users_data_file_brings_its_own(tmp_path):
+    """No setting is needed then; only training samples pass through it."""
+    (tmp_path / "a.py").write_text(
+        "import numpy as np\n"
+        "from lockstep.data.memory import Images\n\n"
+        "def source(options, split):\n"
+        "    return Images(np.ones((9, 1, 8, 8), np.uint8), np.zeros(9, int), ['a', 'b'])\n\n"
+        "def augment(sample):\n"
+        "    return {**sample, 'image': sample['image'] + 1}\n"
+    )
+    recipe = recipes.Recipe.model_validate({"data": {"kind": "user", "file": str(tmp_path / "a.py"), "limit": 5}})
+    data = recipes.open_data(recipe)
+    assert isinstance(data.train, Augmented)
+    assert not isinstance(data.test, Augmented)
+    assert {tuple(np.unique(row["image"])) for row in epochs(data.train).values()} == {(2,)}
+    assert np.all(data.test.__getitems__([0])["image"] == 1)
 
 
 def test_the_same_weights_whoever_draws(ranks, tmp_path):

@@ -230,7 +230,8 @@ class Parts:
         if not self.is_synchronised:
             return
         shares = {}
-        for name, step in (("a step", 0), ("an epoch's last step", self.order.steps_per_epoch - 1)):
+        last = min(self.order.steps_per_epoch, self.total_steps) - 1
+        for name, step in (("a step", 0), ("an epoch's last step", last)):
             present = {shard for shard, rows in enumerate(self.order.shards(step)) if len(rows)}
             own = present.intersection(self.strategy.owned(self.order.shards_per_step))
             shares[name] = len(own), len(present)
