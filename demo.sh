@@ -19,6 +19,7 @@ Everything is in $run:
 
 What to type next (after: source .venv/bin/activate):
   tensorboard --logdir runs                        look at the curves
-  lockstep train examples/digits.yaml launch.processes=1    the same digest from one process
+  lockstep train examples/digits.yaml run.name=one launch.processes=1
+  lockstep compare $run runs/one                   the same bits from one process
   lockstep init mnist                              write a config of your own
 END

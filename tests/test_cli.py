@@ -61,7 +61,7 @@ def test_alone_it_shows_its_commands(lockstep, arguments):
     code, out, err = lockstep(*arguments)
     assert code == (0 if arguments else 2)
     assert not [name for name in COMMANDS if name not in out + err]
-    assert {"train", "evaluate", "export", "data", "init", "plugins"} <= set(COMMANDS)
+    assert {"train", "evaluate", "export", "compare", "data", "init", "plugins"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -144,6 +144,7 @@ def test_init_refuses_to_overwrite(lockstep, tmp_path, to):
         (["evaluate", "runs/none"], ["runs/none is no run"]),
         (["export", "."], [". is no run"]),
         (["export", "/dev/null"], ["/dev/null is no run"]),
+        (["compare", ".", "runs/b"], [". is no run and no checkpoint", "runs/NAME"]),
     ],
 )
 def test_mistakes_are_told_in_one_line(lockstep, tmp_path, arguments, fragments):

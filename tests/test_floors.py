@@ -10,7 +10,7 @@ FLOORS = [
     ["contracts"],
     ["runtime", "launch"],
     ["data", "models", "parallel", "optim", "checkpoint", "observe"],
-    ["training", "evaluation", "export"],
+    ["training", "evaluation", "export", "compare"],
     ["recipe"],
     ["worker"],
     ["cli"],

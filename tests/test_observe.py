@@ -63,13 +63,14 @@ def lines_of(folder):
 def test_jsonl_has_a_line_per_logged_step_and_evaluation(tmp_path):
     sink = jsonl.build(tmp_path)
     sink.notice(started(tmp_path))
-    for event in (step(1), step(2, loss=0.5, accuracy=0.25), evaluated(5), EpochDone(epoch=1, step=5)):
+    logged = StepDone(step=2, epoch=1, values={"loss": 0.5, "accuracy": 0.25}, chain="0123456789abcdef")
+    for event in (step(1), logged, evaluated(5), EpochDone(epoch=1, step=5)):
         sink.notice(event)
     for event in (Warned(message="x"), CheckpointSaved(step=5, folder=tmp_path, seconds=1.0), ended(tmp_path)):
         sink.notice(event)
     sink.close()
     assert [json.loads(line) for line in lines_of(tmp_path)] == [
-        {"kind": "step", "step": 2, "epoch": 1, "loss": 0.5, "accuracy": 0.25},
+        {"kind": "step", "step": 2, "epoch": 1, "loss": 0.5, "accuracy": 0.25, "chain": "0123456789abcdef"},
         {"kind": "evaluation", "step": 5, "epoch": 1, "samples": 200, "accuracy": 0.05, "loss": 0.5},
     ]
 

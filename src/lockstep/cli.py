@@ -16,6 +16,7 @@ from lockstep import export as exporting
 from lockstep import recipe as recipes
 from lockstep.checkpoint import keeper, layout
 from lockstep.checkpoint.weights import restore
+from lockstep.compare import verdict
 from lockstep.errors import CheckpointError, ConfigError, Interrupted, LockstepError
 from lockstep.events import Bus
 from lockstep.recipe import Recipe
@@ -163,6 +164,25 @@ def _write_beside(recipe: Recipe, data: recipes.Data, folder: Path) -> None:
         data.tokenizer.save(folder)
     if hasattr(recipe.model, "file"):
         shutil.copy(recipe.model.file, folder)
+
+
+@app.command()
+@honest
+def compare(
+    run_a: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint's.", metavar="RUN_A")],
+    run_b: Annotated[Path, typer.Argument(help="Another one.", metavar="RUN_B")],
+) -> int:
+    """Say whether two runs, or two checkpoints, are equal bit for bit; if not, where they part.
+
+    Compared are what both have logged, step by step, and a checkpoint that both still have. Of two runs that are not
+    equally long the common part counts: one that is the beginning of the other is "equal so far".
+
+    Ends with 0 when they are equal, 1 when they differ, 2 when they cannot be compared.
+    """
+    found = verdict.compare(run_a, run_b)
+    for line in found.lines:
+        console.print(line, soft_wrap=True)
+    return 0 if found.is_equal else 1
 
 
 @app.command()

@@ -43,6 +43,8 @@ class StepDone:
     """Steps done so far, this one included (the first step of a run publishes 1)."""
     epoch: int
     values: Mapping[str, float] = field(default_factory=dict)
+    chain: str = ""
+    """On logged steps: 16 hex digits that stand for loss, gradient norm and learning rate of every step so far."""
 
 
 @dataclass(frozen=True, kw_only=True)

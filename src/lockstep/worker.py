@@ -119,6 +119,7 @@ class Job:
             if how not in ("auto", "never"):
                 set_aside(self.checkpoints, parts.state.step, self.warn)
             files.write(self.recipe.folder / "recipe.yaml", config.dump(self.recipe))
+            (self.recipe.folder / "summary.json").unlink(missing_ok=True)  # an earlier end's; a kill now leaves none
         self.bus.publish(self.started(parts))
         run = self.training(parts)
         status: str = "failed"
@@ -239,7 +240,9 @@ class Job:
             "confusion_matrix": self.last.confusion if self.last and metrics else None,
             "digest": digest(parts.strategy.state()),
             "digest_depends_on_world": parts.leaves_the_promise,
+            "chain": state.chain,
             "skipped_steps": state.skipped,
+            "drift": [change for change in state.drift if change["step"] < state.step],  # a step was trained with it
             "torch_version": str(torch.__version__),
             "device": self.facts["device_model"],
             "numeric_recipe": self.numeric,

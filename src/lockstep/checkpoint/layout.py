@@ -41,7 +41,7 @@ class Manifest:
     numeric: Mapping[str, Any]
     """The numeric recipe: everything that may change bits."""
     progress: Mapping[str, Any]
-    """Small state that is no tensor: scaler, best so far, patience."""
+    """Small state that is no tensor: chain, drift, scaler, best so far, patience."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The evaluation at this step, if there was one."""
     files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
@@ -52,6 +52,12 @@ class Manifest:
         body = asdict(self)
         own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
         return json.dumps({**body, "sha256": own}, indent=1)
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Fields of two numeric recipes that differ, in the order of their names: (name, value, other value)."""
+    pairs = [(name, one.get(name), other.get(name)) for name in sorted({*one, *other})]
+    return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def folder_of(root: Path, step: int) -> Path:

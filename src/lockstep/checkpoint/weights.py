@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.verify import problem
-from lockstep.checkpoint.writer import load
+from lockstep.checkpoint.writer import contents, load
 from lockstep.errors import CheckpointError
 
 
@@ -18,12 +18,10 @@ def restore(model: nn.Module, folder: Path) -> None:
     reason = problem(folder)
     if reason is not None:
         raise CheckpointError(f"{folder} cannot be used: {reason}")
-    import torch.distributed.checkpoint as dcp
-
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     load(folder, state)
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored = contents(folder)
     average = {f"ema.{n}": p.detach() for n, p in model.named_parameters() if f"ema.{n}" in stored}
     if average:
         load(folder, average)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -75,6 +76,18 @@ def _finish(temporary: Path, final: Path, manifest: Manifest) -> str | None:
     return None
 
 
+def contents(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name, on the meta device: type and shape without a byte of data."""
+    import torch.distributed.checkpoint as dcp
+
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in stored.items()
+        if isinstance(entry, dcp.TensorStorageMetadata)
+    }
+
+
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill tensors in place from a checkpoint, whatever world it was written by.
 
@@ -82,13 +95,12 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     """
     import torch.distributed.checkpoint as dcp
 
-    reader = dcp.FileSystemReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
+    stored = contents(folder)
     missing = [name for name in tensors if name not in stored]
     other = [
-        f"{name} is {tuple(stored[name].size)} there and {tuple(tensor.shape)} here"  # type: ignore[union-attr]
+        f"{name} is {tuple(stored[name].shape)} there and {tuple(tensor.shape)} here"
         for name, tensor in tensors.items()
-        if name in stored and tuple(stored[name].size) != tuple(tensor.shape)  # type: ignore[union-attr]
+        if name in stored and stored[name].shape != tensor.shape
     ]
     if missing or other:
         wrong = [f"{name} is not in it" for name in missing] + other
@@ -96,4 +108,4 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
         raise CheckpointError(f"{folder} belongs to another model: {'; '.join(wrong[:3])}{more}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process, as intended
-        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())

@@ -1,5 +1,6 @@
 """The loop: step, look, keep. Every branch that touches a collective is taken by all ranks or by none."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from lockstep.errors import Interrupted, NonFiniteLoss
 from lockstep.events import Bus, EpochDone, Evaluated, StepDone, Warned
 from lockstep.observe.meters import Throughput
 from lockstep.runtime.collectives import Agreement, decided
+from lockstep.training.chain import link
 from lockstep.training.settings import EvaluateSection, TrainSection
 from lockstep.training.state import Record, TrainState
 from lockstep.training.step import Outcome, step
@@ -77,7 +79,7 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
         improved = bool(run.best_metric and metrics and _note(state.saving, run.best_metric, metrics))
         enough = _is_enough(run, metrics)
         if save or improved or enough or stop or _is_save_step(run):
-            _check_finite(run)
+            _read(run)
             run.throughput.pause()
             run.save(metrics, enough or stop or state.step == run.total_steps)
             run.throughput.resume()
@@ -100,24 +102,33 @@ def _look(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
     if not is_logged:
         run.bus.publish(StepDone(step=state.step, epoch=run.epoch))
         return
-    count = float(loss.count)
-    values = {"loss": float(loss.total) / count}
-    values |= {name: float(value) / count for name, value in loss.sums.items()}
-    values["learning_rate"] = outcome.rate
-    values["gradient_norm"] = float(outcome.norm)
-    _check_finite(run)
+    mean, norm = _read(run)
+    values = {"loss": mean, **{name: float(value / loss.count) for name, value in loss.sums.items()}}
+    values |= {"learning_rate": outcome.rate, "gradient_norm": norm}
     speed = run.throughput.look(run.samples_at(state.step))
     if speed is not None:
         values["samples_per_second"] = speed
-    run.bus.publish(StepDone(step=state.step, epoch=run.epoch, values=values))
+    run.bus.publish(StepDone(step=state.step, epoch=run.epoch, values=values, chain=state.chain))
 
 
-def _check_finite(run: Training) -> None:
-    """Look through the losses since the last look; the same on every rank, since the table is the world's."""
+def _read(run: Training) -> tuple[float, float]:
+    """Read the steps since the last look in one go, take each into the chain, then see whether all are finite.
+
+    Returns the loss and the gradient norm of the last one; NaN when none was unread. The same on every rank.
+    """
     unread, run.unread = run.unread, []
-    for number, outcome in unread:
-        if bool(outcome.is_finite):
-            continue
+    if not unread:
+        return math.nan, math.nan
+    table = torch.stack([outcome.numbers() for _, outcome in unread]).tolist()
+    for (number, outcome), (loss, norm, _) in zip(unread, table, strict=True):
+        run.state.chain = link(run.state.chain, number, loss=loss, norm=norm, rate=outcome.rate)
+    _check_finite(run, [step for step, (*_, is_finite) in zip(unread, table, strict=True) if not is_finite])
+    return table[-1][0], table[-1][1]
+
+
+def _check_finite(run: Training, failed: list[tuple[int, Outcome]]) -> None:
+    """Say which samples the steps that are not finite come from."""
+    for number, outcome in failed:
         assert outcome.loss.by_shard is not None
         bad = torch.nonzero(~torch.isfinite(outcome.loss.by_shard)).flatten().tolist()
         where = "; ".join(run.describe(number - 1, shard) for shard in bad[:3])
@@ -134,7 +145,7 @@ def _check_finite(run: Training) -> None:
 
 
 def _evaluate(run: Training) -> dict[str, float]:
-    _check_finite(run)
+    _read(run)
     run.throughput.pause()
     with run.state.for_use():
         samples, values = run.evaluate()

@@ -67,16 +67,6 @@ def set_aside(root: Path, step: int, warn: Callable[[str], None]) -> None:
         warn(f"{folder.name} is newer than where the run goes on; it is kept as {kept.name}")
 
 
-def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Fields of two numeric recipes that differ, one line each."""
-    names = sorted({*stored, *now})
-    return [
-        f"{name}: {stored.get(name)!r} in the checkpoint, {now.get(name)!r} now"
-        for name in names
-        if stored.get(name) != now.get(name)
-    ]
-
-
 def resume(
     state: TrainState,
     folder: Path,
@@ -90,16 +80,18 @@ def resume(
     Raises CheckpointError when its numeric recipe is another one, field by field, unless drift is allowed.
     """
     manifest = layout.read_manifest(folder)
-    drift = differences(manifest.numeric, numeric)
+    drift = layout.differences(manifest.numeric, numeric)
+    lines = [f"{name}: {before!r} in the checkpoint, {now!r} now" for name, before, now in drift]
     if drift and not allow_drift:
-        listing = "\n  ".join(drift)
+        listing = "\n  ".join(lines)
         raise CheckpointError(
             f"{folder} was made with another numeric recipe, so the weights would be no single run's:\n  {listing}\n"
             "  Set these back, start a new run with another run.name, or go on all the same with --allow-drift"
         )
-    for line in drift:
+    for line in lines:
         warn(f"numeric recipe changed on resume: {line}")
     tensors = state.tensors()
     writer.load(folder, tensors)
     state.take(tensors)
     state.load_state_dict(dict(manifest.progress))
+    state.drift += [{"step": state.step, "field": name, "before": before, "now": now} for name, before, now in drift]

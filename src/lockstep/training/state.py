@@ -37,6 +37,10 @@ class TrainState:
     """Steps done."""
     skipped: int = 0
     """Steps without an update, because their loss was not finite."""
+    chain: str = ""
+    """Stands for every step that has been read from the device: all that are done, whenever it is saved."""
+    drift: list[dict[str, Any]] = field(default_factory=list)
+    """Numeric fields that another value was allowed for on a resume: step, field, before, now."""
     stopping: Record = field(default_factory=Record)
     saving: Record = field(default_factory=Record)
 
@@ -74,6 +78,8 @@ class TrainState:
         return {
             "step": self.step,
             "skipped": self.skipped,
+            "chain": self.chain,
+            "drift": list(self.drift),
             "scaler": self.precision.state_dict(),
             "stopping": vars(self.stopping).copy(),
             "saving": vars(self.saving).copy(),
@@ -82,6 +88,7 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of state_dict."""
         self.step, self.skipped = state["step"], state["skipped"]
+        self.chain, self.drift = state["chain"], list(state["drift"])
         self.precision.load_state_dict(state["scaler"])
         self.stopping, self.saving = Record(**state["stopping"]), Record(**state["saving"])
 

@@ -25,6 +25,11 @@ class Outcome:
     rate: float
     """The learning rate it used."""
 
+    def numbers(self) -> Tensor:
+        """Mean loss, gradient norm and is_finite as float64 [3], without waiting for the device."""
+        mean = self.loss.total.to(torch.float64) / self.loss.count
+        return torch.stack([mean, self.norm.to(torch.float64), self.is_finite.to(torch.float64)])
+
 
 def step(
     state: TrainState,

@@ -20,7 +20,9 @@ class Jsonl:
         if isinstance(event, RunStarted):
             self._forget_after(event.resumed_step)
         elif isinstance(event, StepDone) and event.values:
-            self._write({"kind": "step", "step": event.step, "epoch": event.epoch, **event.values})
+            self._write(
+                {"kind": "step", "step": event.step, "epoch": event.epoch, **event.values, "chain": event.chain}
+            )
         elif isinstance(event, Evaluated):
             facts = {"kind": "evaluation", "step": event.step, "epoch": event.epoch, "samples": event.samples}
             self._write({**facts, **event.values})

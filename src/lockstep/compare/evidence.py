@@ -1,0 +1,130 @@
+"""What a run, or one of its checkpoints, has written down about its bits."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.checkpoint import layout
+from lockstep.config import Loader
+from lockstep.errors import ConfigError
+
+LOGGED = ("learning_rate", "loss", "gradient_norm", "chain")
+NAMES = {"run.name", "run.dir"}
+"""Settings that tell two runs apart and mean nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One side of a comparison."""
+
+    name: str
+    """The path as it was given."""
+    facts: Mapping[int, Mapping[str, Any]]
+    """Step -> quantity -> value: what metrics.jsonl, summary.json and the manifests say, in the order of steps.
+    Quantities are those of LOGGED, as far as a step was logged, and the weights' digest where there is one."""
+    checkpoints: Mapping[int, Path]
+    numeric: Mapping[str, Any]
+    """The numeric recipe; empty for a run that was killed before its first checkpoint."""
+    settings: Mapping[str, Any]
+    """Every setting of recipe.yaml by its dotted name; empty for a checkpoint that lies outside of a run."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """The last step that anything is known of."""
+        return max(self.facts, default=0)
+
+
+def evidence(path: Path) -> Evidence:
+    """Read a run's folder or a checkpoint's. Raises ConfigError when it is neither, or cannot be read."""
+    folder = path.expanduser().absolute()
+    is_checkpoint = (folder / layout.MANIFEST).is_file()
+    if not is_checkpoint and not (folder / "recipe.yaml").is_file():
+        raise ConfigError(
+            f"{path} is no run and no checkpoint: there is no recipe.yaml and no {layout.MANIFEST} in it (runs are "
+            "folders such as runs/NAME, checkpoints such as runs/NAME/checkpoints/step-000000100)"
+        )
+    try:
+        return _of_checkpoint(path, folder) if is_checkpoint else _of_run(path, folder)
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _of_checkpoint(path: Path, folder: Path) -> Evidence:
+    manifest = layout.read_manifest(folder)
+    return Evidence(
+        name=str(path),
+        facts={manifest.step: _facts(manifest)},
+        checkpoints={manifest.step: folder},
+        numeric=manifest.numeric,
+        settings=_settings(folder.parents[1] / "recipe.yaml"),
+        notes=_drifted(path, manifest.progress.get("drift", [])),
+    )
+
+
+def _of_run(path: Path, folder: Path) -> Evidence:
+    facts: dict[int, dict[str, Any]] = _logged(folder / "metrics.jsonl")
+    manifests, notes = {}, []
+    for checkpoint in layout.listed(folder / "checkpoints"):
+        try:
+            manifests[checkpoint] = layout.read_manifest(checkpoint)
+        except (OSError, ValueError) as error:
+            notes.append(f"passed over {checkpoint}: {error}")
+    for manifest in manifests.values():
+        facts[manifest.step] = _facts(manifest) | facts.get(manifest.step, {})
+    newest = next(iter(manifests.values()), None)
+    numeric, drift = (newest.numeric, newest.progress.get("drift", [])) if newest else ({}, [])
+    if (folder / "summary.json").is_file():  # not in a run that goes on, nor in one that was killed
+        summary = json.loads((folder / "summary.json").read_bytes())
+        numeric, drift = summary.get("numeric_recipe", numeric), summary.get("drift", drift)
+        if summary.get("status") != "failed":  # what a failed run had not read yet is not in its chain
+            known = {name: summary[name] for name in ("chain", "digest") if name in summary}
+            facts[summary.get("steps", 0)] = known | facts.get(summary.get("steps", 0), {})
+    return Evidence(
+        name=str(path),
+        facts=dict(sorted(facts.items())),
+        checkpoints={manifest.step: checkpoint for checkpoint, manifest in manifests.items()},
+        numeric=numeric,
+        settings=_settings(folder / "recipe.yaml"),
+        notes=notes + _drifted(path, drift),
+    )
+
+
+def _facts(manifest: layout.Manifest) -> dict[str, Any]:
+    chain = manifest.progress.get("chain")
+    return {"digest": manifest.digest, **({"chain": chain} if chain else {})}
+
+
+def _logged(file: Path) -> dict[int, dict[str, Any]]:
+    """Step -> what was logged; a line that a kill has cut short counts for nothing."""
+    found = {}
+    for text in file.read_bytes().split(b"\n") if file.is_file() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and line.get("kind") == "step" and isinstance(line.get("step"), int):
+            found[line["step"]] = {name: line[name] for name in LOGGED if name in line}
+    return found
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    sections = yaml.load(file.read_text(encoding="utf-8"), Loader)
+    if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):
+        raise ValueError(f"{file.name} has no sections")
+    flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {name: value for name, value in flat.items() if name not in NAMES}
+
+
+def _drifted(path: Path, drift: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{path} was resumed after step {each['step']} with another {each['field']}: "
+        f"{each['before']!r} before, {each['now']!r} since"
+        for each in drift
+    ]
