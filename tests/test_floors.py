@@ -13,6 +13,7 @@ FLOORS = [
     ["training", "evaluation", "export", "compare"],
     ["recipe"],
     ["worker"],
+    ["prove"],
     ["cli"],
 ]
 FAMILIES = ["models", "data/sources", "parallel", "launch", "observe/sinks"]

@@ -19,6 +19,7 @@ from lockstep.checkpoint.weights import restore
 from lockstep.compare import verdict
 from lockstep.errors import CheckpointError, ConfigError, Interrupted, LockstepError
 from lockstep.events import Bus
+from lockstep.prove import proof
 from lockstep.recipe import Recipe
 from lockstep.runtime.digest import digest
 
@@ -202,6 +203,20 @@ def data(path: ConfigFile, overrides: Overrides = None) -> None:
         f"ready: {len(found.train):,} training and {len(found.test):,} test samples, "
         f"{len(found.train.spec.labels)} labels; model {recipe.model.kind} with {parameters:,} parameters"
     )
+
+
+@app.command()
+@honest
+def prove(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.", min=4)] = 8,
+    only: Annotated[list[str] | None, typer.Option(help=f"Parts: {', '.join(proof.PARTS)}; may be repeated.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Leave the runs in this new folder, to look into.")] = None,
+) -> int:
+    """Show, on this config and machine, that the weights do not depend on the number of processes."""
+    recipe = recipes.load(path, overrides or [])
+    return proof.prove(recipe, steps=steps, parts=only or proof.PARTS, keep=keep, console=console)
 
 
 @app.command()

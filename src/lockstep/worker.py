@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -289,15 +290,15 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str]) -> int:
-    """Run one process to its end; returns its exit code."""
+def main(argv: list[str], make: Callable[[Recipe, World, Interruption], Job] = Job) -> int:
+    """Run one process to its end; returns its exit code. `make` gives the job, for a run that is watched closely."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     options, world, interruption = arguments(argv), World.from_environment(), Interruption()
     with interruption.watching():
         try:
             recipe = recipes.named(recipes.load(options.config, options.overrides), options.config)
             with process_group.opened(world, process_group.device_of(world)), said_once(sys.stderr):
-                job = Job(decided(recipe), world, interruption)
+                job = make(decided(recipe), world, interruption)
                 try:
                     if options.evaluate:
                         job.measure(options.evaluate)

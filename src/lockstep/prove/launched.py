@@ -1,0 +1,38 @@
+"""Starts one run of a proof through the launcher, as `lockstep train` does, and ends with its exit code.
+
+python -m lockstep.prove.launched TASK.json CONFIG.yaml PROCESSES cpu|any
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep import plugins
+from lockstep import recipe as recipes
+from lockstep.errors import Interrupted
+
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+"""What keeps a process from seeing any GPU."""
+
+
+def main(argv: list[str]) -> int:
+    """The launcher's plan with a proof's process in the worker's place."""
+    task, config, processes, device = argv
+    recipe = recipes.load(Path(config))
+    alone = recipe.launch.model_copy(update={"processes": 1})  # as many as there are GPUs, else: but they may be hidden
+    launcher = plugins.find("launch", alone.kind).build(alone, threads=recipe.run.threads, shards=recipe.train.shards)
+    plan = launcher.plan(Path(config))
+    plan = replace(
+        plan,
+        argv=(plan.argv[0], "-m", "lockstep.prove.process", task, *plan.argv[3:]),
+        processes=int(processes),
+        environment={**plan.environment, **(HIDDEN if device == "cpu" else {})},
+    )
+    try:
+        return launcher.run(plan, recipe.folder / "logs")
+    except Interrupted as error:
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

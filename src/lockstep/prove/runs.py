@@ -1,0 +1,207 @@
+"""The runs of a proof: real ones, each in processes of its own, in a folder that goes away."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lockstep import config, files, plugins
+from lockstep.checkpoint.layout import listed, step_of
+from lockstep.errors import LockstepError
+from lockstep.prove.task import Task
+from lockstep.recipe import Recipe
+
+GRACE_SECONDS = 5
+"""How long the processes of a run get to end by themselves before they are killed."""
+LOOK_SECONDS = 0.1
+LOOKS_PER_COUNT = 10
+"""Memory is counted at every tenth look: finding the processes of a run means going through all of the machine."""
+TAIL_LINES = 40
+
+
+class RunFailed(LockstepError):
+    """A run of the proof ended with an error of its own, which is repeated; so is its exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code if code in (2, 3) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that has ended."""
+
+    folder: Path
+    output: str
+    """What its launcher and rank 0 wrote."""
+    peak_bytes: int
+    """The most memory that its processes held together."""
+
+    @property
+    def digest(self) -> str:
+        """Of the weights."""
+        return str(self.summary["digest"])
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What summary.json holds."""
+        return self.read("summary.json")
+
+    def read(self, name: str) -> Any:
+        """One of its JSON files."""
+        return json.loads((self.folder / name).read_text(encoding="utf-8"))
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, without what the clock has a part in."""
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [{k: v for k, v in json.loads(line).items() if k != "samples_per_second"} for line in lines]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killed:
+    """A run whose last rank was killed in the middle of a step."""
+
+    process: int
+    steps: int
+    """Steps done before."""
+    checkpoint: int
+    """Steps of the newest checkpoint that was left."""
+
+
+@dataclass(kw_only=True)
+class Runs:
+    """Starts runs of one recipe, on part of its data, and ends whatever it has started."""
+
+    recipe: Recipe
+    folder: Path
+    steps: int
+    task: Task
+    on_cpu: bool
+    say: Callable[[str], None]
+
+    def run(self, name: str, processes: int, task: Task | None = None, **changes: Any) -> Run:
+        """Run to the end; `changes` are settings by section. Raises RunFailed."""
+        start = Start(name=name, processes=processes, task=task or self.task, changes=changes)
+        code, run = self._ended(start)
+        if code:
+            raise self._failure(start, run, code)
+        return run
+
+    def kill(self, name: str, processes: int) -> Killed:
+        """Run with a checkpoint at half-time, and kill the last rank in the middle of the second step after it.
+
+        Raises RunFailed, also when the run ends in any other way than by the kill.
+        """
+        half, note = self.steps // 2, self.folder / name / "paused.json"
+        task, changes = replace(self.task, pause_after=half + 1), {"checkpoint": {"every_steps": half}}
+        start = Start(name=name, processes=processes, task=task, changes=changes)
+        pids: list[int] = []
+
+        def look() -> None:
+            if not pids and note.is_file():
+                pids.append(json.loads(note.read_text(encoding="utf-8"))["process"])
+                psutil.Process(pids[0]).kill()
+
+        code, run = self._ended(start, look)
+        left = listed(self.folder / name / "checkpoints")
+        if not pids or f"(process {pids[0]}) ended with signal SIGKILL" not in run.output or not left:
+            raise self._failure(start, run, code)
+        return Killed(process=pids[0], steps=half + 1, checkpoint=step_of(left[0]))
+
+    def _failure(self, start: "Start", run: Run, code: int) -> RunFailed:
+        tail = "\n".join(run.output.splitlines()[-TAIL_LINES:])
+        return RunFailed(f"{tail}\nthe proof's {start} ended with exit code {code}; its last words are above", code)
+
+    def _ended(self, start: "Start", look: Callable[[], None] = lambda: None) -> tuple[int, Run]:
+        """Start a run and wait for its end -> exit code, run; `look` is called now and then meanwhile."""
+        folder = self.folder / start.name
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write(folder / "launch.yaml", config.dump(varied(self.recipe, folder, start=start, steps=self.steps)))
+        command = [
+            *(sys.executable, "-m", "lockstep.prove.launched"),
+            *(str(start.task.write(folder / "task.json")), str(folder / "launch.yaml")),
+            *(str(start.processes), "cpu" if self.on_cpu else "any"),
+        ]
+        self.say(f"{start} ...")
+        with (folder / "output.log").open("w", encoding="utf-8") as log:
+            launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                peak, looks = 0, 0
+                while launcher.poll() is None:
+                    look()
+                    looks += 1
+                    if looks % LOOKS_PER_COUNT == 0:
+                        peak = max(peak, memory_of(launcher.pid))
+                    time.sleep(LOOK_SECONDS)
+            finally:
+                end(launcher)
+        output = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
+        return launcher.returncode, Run(folder=folder, output=output, peak_bytes=peak)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A run to be started."""
+
+    name: str
+    """Its folder; a name that is there is resumed."""
+    processes: int
+    task: Task
+    changes: Mapping[str, Mapping[str, Any]]
+    """Settings by section and name that differ from the proof's other runs."""
+
+    def __str__(self) -> str:
+        return f"run {self.name} on {self.processes} process{'es' if self.processes > 1 else ''}"
+
+
+def varied(recipe: Recipe, folder: Path, *, start: Start, steps: int) -> Recipe:
+    """The user's recipe, with few steps and without all that looks, saves or tells while it runs."""
+    local = plugins.find("launch", "local").Config(kind="local", processes=start.processes, grace_seconds=GRACE_SECONDS)
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"dir": folder.parent, "name": folder.name},
+        "train": {"steps": steps, "epochs": None, "stop_metric": None},
+        "evaluate": {"every_epochs": None, "every_steps": None},
+        "checkpoint": {"every_steps": None, "every_minutes": None, "keep": 1, "best": None},
+        "observe": {"sinks": ("jsonl",), "log_every": 1, "file": None},
+    }
+    updates: dict[str, Any] = {
+        name: getattr(recipe, name).model_copy(update={**values, **start.changes.get(name, {})})
+        for name, values in sections.items()
+    }
+    if recipe.parallel.kind == "single" and start.processes > 1:
+        updates["parallel"] = plugins.find("parallel", "ddp").Config(kind="ddp")
+    return recipe.model_copy(update={**updates, "launch": local})
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that all processes below one hold in memory."""
+    total = 0
+    with suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                total += process.memory_info().rss
+    return total
+
+
+def end(launcher: subprocess.Popen[bytes]) -> None:
+    """Ask a launcher to end its run if it still goes on, then kill what is left of it."""
+    if launcher.poll() is not None:
+        return
+    with suppress(psutil.Error):
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(GRACE_SECONDS + 2)
+        for process in family:
+            with suppress(psutil.Error):
+                process.kill()
+    launcher.kill()
+    launcher.wait()

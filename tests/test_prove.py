@@ -1,0 +1,202 @@
+"""`lockstep prove` on real runs: a sound config passes, planted culprits are named, and nothing is left behind."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+PROVE = [sys.executable, "-m", "lockstep.cli", "prove", "c.yaml"]
+MODEL = """
+import math
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Ranked(nn.Module):
+    def forward(self, x):
+        return x + 1e-3 * torch.distributed.get_rank()
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + 0.01 * torch.from_numpy(np.random.default_rng().normal(size=tuple(x.shape))).to(x)
+
+
+class Sound(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.2, self.training)
+
+
+class Network(nn.Module):
+    def __init__(self, pixels, classes, odd):
+        super().__init__()
+        layers = [nn.Flatten(), nn.Linear(pixels, 16), nn.BatchNorm1d(16), odd, nn.ReLU(), nn.Dropout(0.2)]
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(16, classes)
+
+    def forward(self, batch):
+        return self.head(self.body(batch["image"] / 255))
+
+
+def build(options, spec):
+    odd = {"rank": Ranked, "batch": Centred, "numpy": Noisy}.get(options.get("odd"), Sound)()
+    return Network(math.prod(spec.image_shape), len(spec.labels), odd)
+
+
+def loss(outputs, batch):
+    from lockstep.contracts import LossSum
+
+    total = F.cross_entropy(outputs, batch["label"], reduction="sum")
+    return LossSum(total / (len(outputs) if options_mean else 1), len(outputs))
+
+
+options_mean = False
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A config and a user's model, and a folder for temporary files of its own."""
+    (tmp_path / "my_model.py").write_text(MODEL)
+    (tmp_path / "c.yaml").write_text(
+        "data: {kind: digits, limit: 200}\ntrain: {global_batch: 32, micro_batch: 8}\nschedule: {warmup: 0.1}\n"
+    )
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def own(odd, *extra):
+    return ["model.kind=user", "model.file=my_model.py", f"model.options.odd={odd}", *extra]
+
+
+def prove(folder, *arguments, code):
+    """Run the command to its end -> what it printed; nothing may be left of its runs."""
+    done = subprocess.run([*PROVE, *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    nothing_is_left(folder)
+    return done.stdout + done.stderr
+
+
+def environment(folder):
+    return {**os.environ, "TMPDIR": str(folder / "tmp"), "COLUMNS": "140"}
+
+
+def nothing_is_left(folder):
+    assert not (folder / "runs").exists()
+    assert not list((folder / "tmp").glob("lockstep-prove-*"))
+
+
+def line_of(name):
+    return MODEL.splitlines().index(f"class {name}(nn.Module):") + 1
+
+
+def flat(text):
+    """Without the table's lines: its cells' words, one blank between them."""
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.timeout(600)
+def test_a_sound_config_is_proven(folder):
+    """All rows; the kill really happened."""
+    output = prove(folder, "--steps", "6", code=0)
+    assert output.count(" shown ") >= 6
+    assert "DIFFERS" not in output and "not shown" not in output, output
+    for row in ("the same micro-batch", "the split of a step", "W = 2", "W = 4", "killed on W = 2", "each test sample"):
+        assert row in output, output
+    assert "ended by SIGKILL in step 5 of 6, in mid-epoch" in flat(output), output
+    assert "6 of 6 shown, none differs." in output
+
+
+def test_a_module_that_uses_the_rank_is_named(folder):
+    output = prove(folder, *own("rank"), "--only", "worlds", "--steps", "4", code=1)
+    assert f"module network.body.3 (Ranked, {folder}/my_model.py:{line_of('Ranked')}) gave other outputs" in output
+    assert "step 1, shard 2" in output
+    assert "its rank" in output
+
+
+def test_a_module_that_mixes_samples_is_named(folder):
+    """BatchNorm and dropout, as layer and as function, stand beside it and are not taken for it."""
+    output = prove(folder, *own("batch"), "--only", "repeat", code=1)
+    assert f"module network.body.3 (Centred, {folder}/my_model.py:{line_of('Centred')}) mixes the samples" in output
+
+
+def test_an_unseeded_draw_is_named(folder):
+    output = prove(folder, *own("numpy"), "--only", "repeat", code=1)
+    assert f"module network.body.3 (Noisy, {folder}/my_model.py:{line_of('Noisy')}) gave other outputs" in output
+    assert "numpy.random.default_rng()" in output
+
+
+def test_a_loss_that_is_a_mean_is_named(folder):
+    file = folder / "my_model.py"
+    file.write_text(MODEL.replace("options_mean = False", "options_mean = True"))
+    output = prove(folder, *own("none"), "--only", "repeat", code=1)
+    assert "the loss is no sum over its samples" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["train.epoch=3"], "did you mean 'epochs'?"),
+        (["--only", "kil"], "did you mean 'kill'?"),
+        (["--keep", "tmp"], "name a folder that is not there yet"),
+        (["model.kind=user", "model.file=no.py", "--only", "worlds"], "there is no file"),
+    ],
+)
+def test_mistakes_are_told(folder, arguments, fragment):
+    assert fragment in prove(folder, *arguments, code=2)
+
+
+def test_a_run_that_fails_is_repeated(folder):
+    """The user's own error, with its traceback, is what is shown."""
+    file = folder / "my_model.py"
+    file.write_text(MODEL.replace("return x - x.mean(0)", "raise ValueError('no such thing')"))
+    done = subprocess.run(
+        [*PROVE, *own("batch"), "--only", "worlds"], cwd=folder, env=environment(folder), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "ValueError: no such thing" in done.stderr and "run world-1 on 1 process" in done.stderr
+    nothing_is_left(folder)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no such signal on this system")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_ends_all_runs_and_leaves_nothing(folder, number):
+    process = subprocess.Popen(
+        [*PROVE, "--only", "worlds", "--steps", "100000"],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not list((folder / "tmp").glob("lockstep-prove-*/world-1/metrics.jsonl")):
+        time.sleep(0.1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert [p for p in family if "lockstep.prove.process" in p.cmdline()]
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert not psutil.wait_procs(family, timeout=2)[1]
+    nothing_is_left(folder)
+
+
+def test_the_same_model_without_a_culprit_passes_and_runs_can_be_kept(folder):
+    keep = pathlib.Path("kept")
+    output = prove(folder, *own("none"), "--only", "repeat", "--keep", str(keep), code=0)
+    assert "BatchNorm on running statistics" in flat(output)
+    assert (folder / keep / "single-batches" / "rows.json").is_file()
