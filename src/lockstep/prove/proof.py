@@ -133,7 +133,7 @@ class Proof:
         same = run.digest == one.digest and run.metrics == one.metrics and resumed == killed.checkpoint
         if same:
             return Row(what=what, how=how, result="shown", digest=run.digest[:SHORT_DIGEST])
-        return Row(what=what, how=how, result="DIFFERS", digest=both(one, run), cause=self.after_kill(second))
+        return Row(what=what, how=how, result="DIFFERS", digest=both(one, run), cause=self.after_kill(run, second))
 
     def evaluated(self) -> Row:
         """Who evaluates which sample, and the same numbers from all worlds."""
@@ -181,6 +181,8 @@ class Proof:
         """Why the weights of two worlds differ: run both again, traced and in the exact order of additions."""
         if self.why:
             return f"as above: {self.why}"
+        if self.on(processes).digest == self.on(1).digest:
+            return f"the weights are equal, but not what was logged: {logged_apart(self.on(1), self.on(processes))}"
         task, exact = replace(self.runs.task, is_traced=True), {"run": {"reproducibility": "exact"}}
         one = self.runs.run("traced-1", 1, task, **exact)
         other = self.runs.run(f"traced-{processes}", processes, task, **exact)
@@ -196,10 +198,12 @@ class Proof:
             )
         return "a second, traced run of both gave the same weights: something differs from run to run, and seldom"
 
-    def after_kill(self, second: int) -> str:
+    def after_kill(self, run: Run, second: int) -> str:
         """Why a killed and resumed run differs, as far as the undisturbed ones do not say so already."""
         if self.why:
             return f"as above: {self.why}"
+        if run.digest == self.on(1).digest:
+            return f"the weights are equal, but not what was logged: {logged_apart(self.on(1), run)}"
         for processes in {2, second} - {1}:
             if self.on(processes).digest != self.on(1).digest:
                 return f"W = {processes} gives other weights than W = 1 without a kill, too: {self.cause(processes)}"
@@ -207,6 +211,14 @@ class Proof:
             "undisturbed runs are equal on both worlds: something that changes in training is not in the checkpoint, "
             "such as numbers that a module or an observer keeps outside its parameters and buffers"
         )
+
+
+def logged_apart(one: Run, other: Run) -> str:
+    """The first value that two runs have logged differently."""
+    for a, b in zip(one.metrics, other.metrics, strict=False):
+        if name := next((name for name in [*a, *b] if a.get(name) != b.get(name)), None):
+            return f"{name} of the {a['kind']} line of step {a['step']} is {a.get(name)!r} and {b.get(name)!r}"
+    return f"{len(one.metrics)} and {len(other.metrics)} lines"
 
 
 def both(one: Run, other: Run) -> str:
