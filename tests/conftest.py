@@ -1,5 +1,6 @@
 """Real process groups for tests: warm worker processes that are started once and joined into groups as asked."""
 
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -15,7 +16,12 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_SECONDS = 120
-SKIPS = ("permissions do not bind root", "real MNIST and AG News are not at hand", "could not import 'resource'")
+SKIPS = (
+    "permissions do not bind root",
+    "real MNIST and AG News are not at hand",
+    "could not import 'resource'",
+    "network namespaces need root and iproute2",
+)
 """The only reasons for which CI accepts a skip: what they need cannot be had on that machine."""
 SHARED = pathlib.Path(__file__).parents[2] / "shared"
 
@@ -40,6 +46,7 @@ def _serve(pipe):
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            gc.collect()
         pipe.send(result)
 
 

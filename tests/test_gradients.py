@@ -1,6 +1,9 @@
 """The gradient is the whole batch's, whatever the split: ragged, uneven, on fewer or more processes than shards."""
 
+import gc
+
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -264,3 +267,20 @@ def test_unused_parameters_are_explained(ranks):
     order = Order(seed=5, samples=160, global_batch=40, micro_batch=8)
     (message,) = ranks(1, unused_on_rank, order)
     assert "parallel.find_unused=true" in message
+
+
+def threads():
+    """Of this process, once what nobody holds is gone."""
+    gc.collect()
+    return psutil.Process().num_threads()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_strategy_that_is_let_go_leaves_no_thread(ranks, exact):
+    """Its process groups and its background have threads of their own, of which a lost one would spin for good."""
+    train = ("ddp", ragged(), [0, 1], {"exact": exact})
+    ranks(2, steps_on_rank, *train)
+    before = ranks(2, threads)
+    for _ in range(2):
+        ranks(2, steps_on_rank, *train)
+    assert ranks(2, threads) == before

@@ -10,6 +10,8 @@ import time
 import psutil
 import pytest
 
+from lockstep.prove.proof import half_time
+
 PROVE = [sys.executable, "-m", "lockstep.cli", "prove", "c.yaml"]
 MODEL = """
 import math
@@ -115,8 +117,17 @@ def test_a_sound_config_is_proven(folder):
     assert "DIFFERS" not in output and "not shown" not in output, output
     for row in ("the same micro-batch", "the split of a step", "W = 2", "W = 4", "killed on W = 2", "each test sample"):
         assert row in output, output
-    assert "ended by SIGKILL in step 5 of 6, in mid-epoch" in flat(output), output
+    assert "ended by SIGKILL in step 6 of 6, in mid-epoch; resumed after step 4" in flat(output), output
     assert "6 of 6 shown, none differs." in output
+
+
+@pytest.mark.parametrize("steps", range(4, 20))
+@pytest.mark.parametrize("epoch", [1, 2, 3, 7])
+def test_the_kill_is_in_mid_epoch_where_there_is_a_middle(steps, epoch):
+    every = half_time(steps, epoch)
+    assert 0 < every < every + 1 < steps
+    if epoch == 3 or (epoch == 7 and steps > 7):
+        assert every % epoch and (every + 1) % epoch
 
 
 def test_a_module_that_uses_the_rank_is_named(folder):

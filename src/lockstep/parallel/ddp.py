@@ -3,8 +3,8 @@
 S. Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
 """
 
+import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from pydantic import Field
@@ -79,7 +79,8 @@ class DataParallel(Replica):
             find_unused_parameters=self.config.find_unused,
             gradient_as_bucket_view=True,
         )
-        self.wrapped.register_comm_hook(None, self._sum_in_tree if self.exact else self._sum_by_backend)
+        # A hook that held this strategy would hold it for good: DDP's C++ side, which holds the hook, is ours.
+        self.wrapped.register_comm_hook(weakref.ref(self), _exchanged)
         return model
 
     def owned(self, shards: int) -> Sequence[int]:
@@ -115,7 +116,7 @@ class DataParallel(Replica):
             self.exchanges[present, shards] = Exchange(owners, present, self.transport.group)
         return self.exchanges[present, shards]
 
-    def _sum_in_tree(self, _: Any, bucket: dist.GradBucket) -> Future:
+    def sum_in_tree(self, bucket: dist.GradBucket) -> Future:
         """The bucket's partial sums of every rank -> the whole tree's sum, while the backward pass goes on."""
         assert self.background is not None
         number, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
@@ -127,12 +128,18 @@ class DataParallel(Replica):
         self.accumulating().fill(parameters, [gradients_in(slot, parameters) for slot in slots])
         return self.transport.sum(bucket, slots, self.exchange)
 
-    def _sum_by_backend(self, _: Any, bucket: dist.GradBucket) -> Future:
+    def sum_by_backend(self, bucket: dist.GradBucket) -> Future:
         """The backend's own all-reduce: as fast as it gets, in an order that depends on the world."""
         buffer = bucket.buffer()
         if self.is_ghost:
             buffer.zero_()
         return summed_by_backend(buffer)
+
+
+def _exchanged(strategy: weakref.ref[DataParallel], bucket: dist.GradBucket) -> Future:
+    own = strategy()
+    assert own is not None
+    return own.sum_in_tree(bucket) if own.exact else own.sum_by_backend(bucket)
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> DataParallel:

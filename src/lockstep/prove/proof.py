@@ -121,8 +121,8 @@ class Proof:
         what = f"killed on W = 2, resumed on W = {second}: the weights of W = 1"
         if obstacle := self.obstacle(2):
             return Row(what=what, how="", result="not shown", cause=obstacle)
-        killed = self.runs.kill("killed", 2)
         epoch = one.read("started.json")["steps_per_epoch"]
+        killed = self.runs.kill("killed", 2, every=half_time(self.steps, epoch))
         middle = "in mid-epoch" if killed.checkpoint % epoch and killed.steps % epoch else "at the end of an epoch"
         run = self.runs.run("killed", second)
         resumed = run.read("started.json")["resumed_step"]
@@ -211,6 +211,12 @@ class Proof:
             "undisturbed runs are equal on both worlds: something that changes in training is not in the checkpoint, "
             "such as numbers that a module or an observer keeps outside its parameters and buffers"
         )
+
+
+def half_time(steps: int, epoch: int) -> int:
+    """The step nearest to the middle of a run that neither ends an epoch nor comes just before its end, if any."""
+    within = [step for step in range(1, steps - 1) if step % epoch and (step + 1) % epoch]
+    return min(within or range(1, steps - 1), key=lambda step: abs(step - steps // 2))
 
 
 def logged_apart(one: Run, other: Run) -> str:

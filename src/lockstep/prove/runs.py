@@ -95,13 +95,13 @@ class Runs:
             raise self._failure(start, run, code)
         return run
 
-    def kill(self, name: str, processes: int) -> Killed:
-        """Run with a checkpoint at half-time, and kill the last rank in the middle of the second step after it.
+    def kill(self, name: str, processes: int, *, every: int) -> Killed:
+        """Run with a checkpoint every so many steps, and kill the last rank in mid-step, two after the first.
 
         Raises RunFailed, also when the run ends in any other way than by the kill.
         """
-        half, note = self.steps // 2, self.folder / name / "paused.json"
-        task, changes = replace(self.task, pause_after=half + 1), {"checkpoint": {"every_steps": half}}
+        note = self.folder / name / "paused.json"
+        task, changes = replace(self.task, pause_after=every + 1), {"checkpoint": {"every_steps": every}}
         start = Start(name=name, processes=processes, task=task, changes=changes)
         pids: list[int] = []
 
@@ -114,7 +114,7 @@ class Runs:
         left = listed(self.folder / name / "checkpoints")
         if not pids or f"(process {pids[0]}) ended with signal SIGKILL" not in run.output or not left:
             raise self._failure(start, run, code)
-        return Killed(process=pids[0], steps=half + 1, checkpoint=step_of(left[0]))
+        return Killed(process=pids[0], steps=every + 1, checkpoint=step_of(left[0]))
 
     def _failure(self, start: "Start", run: Run, code: int) -> RunFailed:
         tail = "\n".join(run.output.splitlines()[-TAIL_LINES:])
