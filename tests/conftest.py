@@ -40,6 +40,7 @@ def _serve(pipe):
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
             )
+            dist.barrier()  # or a rank that has little to do would leave while others still connect to it
             result = True, function(*args)
         except BaseException:
             result = False, traceback.format_exc()
@@ -64,13 +65,19 @@ class Ranks:
             process.start()
             theirs.close()
             self.workers.append((process, ours))
+        try:
+            return self._called(world, function, args)
+        except BaseException:
+            self.close()  # a rank that failed, or has not answered yet, is of no use for the next test
+            raise
+
+    def _called(self, world, function, args):
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world):
                 self.workers[rank][1].send((rank, world, f"{folder}/store", function, args))
             results = []
             for rank in range(world):
                 if not self.workers[rank][1].poll(TIMEOUT_SECONDS):
-                    self.close()
                     pytest.fail(f"rank {rank} of {world} did not answer within {TIMEOUT_SECONDS} s")
                 results.append(self.workers[rank][1].recv())
         failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(results) if not good]
