@@ -22,10 +22,13 @@ SETTINGS += [
 WORLDS = (1, 2, 3, 4)
 
 
-def data():
+DIGITS = "data: {kind: digits}\n"
+
+
+def mnist():
     """Real MNIST where it is at hand, else the digits, which always are."""
     root = SHARED / "data"
-    return f"data: {{kind: mnist, root: {root}}}\n" if (root / "mnist").is_dir() else "data: {kind: digits}\n"
+    return f"data: {{kind: mnist, root: {root}}}\n" if (root / "mnist").is_dir() else DIGITS
 
 
 def draw(seed, kills):
@@ -67,12 +70,12 @@ def kill_one(folder, arguments, step, chance):
     assert not psutil.pid_exists(victim.pid)
 
 
-def survives(folder, kills):
+def survives(folder, kills, data):
     """The digest after so many kills is the digest of one process that nobody disturbed."""
     seed = random.SystemRandom().randrange(10**6)
     chance, (drawn, last) = random.Random(seed), draw(seed, kills)
     print(f"seed {seed}: killed at (step, processes) {drawn}, ended on {last}")  # noqa: T201
-    (folder / "c.yaml").write_text(data())
+    (folder / "c.yaml").write_text(data)
     whole = lockstep(folder, "train", "c.yaml", *SETTINGS, "run.name=whole", "launch.processes=1")
     assert whole.returncode == 0, whole.stdout + whole.stderr
     command = ["train", "c.yaml", *SETTINGS, "run.name=killed"]
@@ -90,10 +93,10 @@ def survives(folder, kills):
 
 @pytest.mark.timeout(400)
 def test_two_kills(tmp_path):
-    survives(tmp_path, 2)
+    survives(tmp_path, 2, DIGITS)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(1200)
 def test_eight_kills(tmp_path):
-    survives(tmp_path, 8)
+    survives(tmp_path, 8, mnist())

@@ -1,6 +1,7 @@
 """The order of samples: a pure function, each sample once per epoch, entered anywhere at once, never changed silently."""
 
 import contextlib
+import gc
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -110,12 +111,15 @@ def work(function):
         nonlocal calls
         calls += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()  # what other tests have left is not this call's to clear away
     tracemalloc.start()
     sys.setprofile(count)
     try:
         function()
     finally:
         sys.setprofile(profiler)
+        gc.enable()
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     return calls, peak
