@@ -1,18 +1,17 @@
 """Augmentation: a user's function over one training sample, whose random numbers belong to seed, epoch and sample."""
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
-import torch
 
 from lockstep import plugins
 from lockstep.contracts import Columns, Source
 from lockstep.data.order import mix
 from lockstep.data.section import DataSection
 from lockstep.errors import DataError
+from lockstep.runtime.seeds import seed_all
 
 Sample = Mapping[str, Any]
 """One row of a micro-batch's columns: column name -> array [...], number or string."""
@@ -25,14 +24,6 @@ def keys_of(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:
     for part in ([epoch], indices):
         keys = mix(keys ^ np.array(part, dtype=np.int64).view(np.uint64))
     return keys
-
-
-def reseed(key: np.uint64) -> None:
-    """Seed Python's, NumPy's and torch's generators of this process: 7 µs, 4 of them Python's."""
-    number = int(key)
-    random.seed(number)
-    np.random.seed(number & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
 
 
 class Augmented:
@@ -57,7 +48,7 @@ class Augmented:
         columns = self.source.__getitems__(indices)
         rows = []
         for place, key in enumerate(mix(keys_of(self.seed, epoch, indices))):  # mixed again: not the fetch's own key
-            reseed(key)
+            seed_all(int(key))
             rows.append(self.augment({name: deepcopy(column[place]) for name, column in columns.items()}))
         return {name: _joined([row[name] for row in rows], columns.get(name)) for name in rows[0]}
 

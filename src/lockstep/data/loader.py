@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.contracts import Columns, MicroBatch, Source
-from lockstep.data.augment import Augmented, keys_of, reseed
+from lockstep.data.augment import Augmented, keys_of
 from lockstep.data.collate import collate
 from lockstep.data.sampler import Request
+from lockstep.runtime.seeds import seed_all
 
 PREFETCH = 4
 """Micro-batches that each worker process keeps ready."""
@@ -47,7 +48,7 @@ class Fetched(Dataset[MicroBatch]):
     def columns(self, request: Request) -> Columns:
         """The samples. What a source draws inside of __getitems__ belongs to the seed, the epoch and the first of them;
         what an augmentation draws, to its own sample."""
-        reseed(keys_of(self.seed, request.epoch, request.indices[:1])[0])
+        seed_all(int(keys_of(self.seed, request.epoch, request.indices[:1])[0]))
         if isinstance(self.source, Augmented):
             return self.source.drawn(request.indices, request.epoch)
         return self.source.__getitems__(request.indices)
