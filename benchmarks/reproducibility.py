@@ -207,7 +207,7 @@ def main() -> None:
     """Measure what was asked for and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--worlds", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--worlds", nargs="+", type=int, choices=range(2, SHARDS + 1), default=[2, 4])
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--seconds", type=float, default=20.0, help="how long each pair of settings is timed")
     parser.add_argument("--work", help=argparse.SUPPRESS)

@@ -244,17 +244,17 @@ class Idle(Net):
     """A layer that takes part in nothing."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(norm=True)
         self.extra = nn.Linear(10, 10)
 
 
-def unused_on_rank(order):
+def unused_on_rank(order, exact):
     module = plugins.find("parallel", "ddp")
-    config = module.Config(kind="ddp")
-    strategy = module.build(config, randomness=Randomness(0), precision=Precision("fp32", CPU), exact=True)
+    config = module.Config(kind="ddp", bucket_mb=0.001)
+    strategy = module.build(config, randomness=Randomness(0), precision=Precision("fp32", CPU), exact=exact)
     strategy.place(Idle())
     owned = strategy.owned(order.shards_per_step)
-    requests = TrainingRequests(order=order, owned=owned, start=0, stop=4)
+    requests = TrainingRequests(order=order, owned=owned, start=0, stop=1)
     try:
         for step in Loader(images(order.samples), requests, seed=0, pad_id=0, workers=0, device=CPU).steps():
             strategy.forward_backward(step)
@@ -263,10 +263,12 @@ def unused_on_rank(order):
     return None
 
 
-def test_unused_parameters_are_explained(ranks):
+@pytest.mark.parametrize("exact", [True, False])
+def test_unused_parameters_are_explained(ranks, exact):
+    """In the very step, whose gradients would not be whole: before anything is made of them."""
     order = Order(seed=5, samples=160, global_batch=40, micro_batch=8)
-    (message,) = ranks(1, unused_on_rank, order)
-    assert "parallel.find_unused=true" in message
+    for message in ranks(2, unused_on_rank, order, exact):
+        assert "(extra.weight, extra.bias): set parallel.find_unused=true" in message
 
 
 def threads():

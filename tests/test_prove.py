@@ -151,6 +151,17 @@ def test_an_unseeded_draw_is_named(folder):
     assert "numpy.random.default_rng()" in output
 
 
+def test_an_unseeded_augmentation_is_found(folder):
+    """A proof trains on part of the samples, and they are augmented as in training."""
+    (folder / "bad.py").write_text(
+        "import numpy as np\n\n\ndef augment(sample):\n"
+        "    noise = np.random.default_rng().integers(0, 5, sample['image'].shape, dtype=np.uint8)\n"
+        "    return {**sample, 'image': sample['image'] // 2 + noise}\n"
+    )
+    output = prove(folder, "data.augment=bad.py", "--only", "repeat", code=1)
+    assert "the data (image) is not the same when the same samples are fetched again" in output
+
+
 def test_a_loss_that_is_a_mean_is_named(folder):
     file = folder / "my_model.py"
     file.write_text(MODEL.replace("options_mean = False", "options_mean = True"))

@@ -78,18 +78,30 @@ def test_more_ranks_than_shards(ranks):
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def sum_without_room(*args):
-    shared_memory.SPARE, usual = 1e15, shared_memory.SPARE
+def failing(*_):
+    raise RuntimeError("no descriptor is left")
+
+
+def sum_where_rank_1_fails(name, value, *args):
+    """With another value of a name of the module's on one rank."""
+    usual = getattr(shared_memory, name)
+    if dist.get_rank() == 1:
+        setattr(shared_memory, name, value)
     try:
         return sum_on_rank(*args)
     finally:
-        shared_memory.SPARE = usual
+        setattr(shared_memory, name, usual)
 
 
-def test_without_room_the_sum_goes_over_the_wire(ranks):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SPARE", 1e15), ("_offer", failing), ("_opened", failing)],
+    ids=["no room", "cannot share", "cannot open"],
+)
+def test_where_one_rank_cannot_share_the_sum_goes_over_the_wire(ranks, name, value):
     case = 8, [frozenset(range(8)), frozenset({0, 3, 4})]
     expected = [tree_sum(rows_of(8, 1001, torch.float32), present) for present in case[1]]
-    for found, is_shared in ranks(3, sum_without_room, [0] * 3, case, 1001, torch.float32):
+    for found, is_shared in ranks(3, sum_where_rank_1_fails, name, value, [0] * 3, case, 1001, torch.float32):
         assert not is_shared
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 

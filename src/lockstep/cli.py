@@ -175,7 +175,8 @@ def compare(
 ) -> int:
     """Say whether two runs, or two checkpoints, are equal bit for bit; if not, where they part.
 
-    Compared are what both have logged, step by step, and a checkpoint that both still have. Of two runs that are not
+    Compared are loss, gradient norm, learning rate and the chain over them, step by step as far as both have logged
+    them, the digests of the weights, and all tensors of a checkpoint that both still have. Of two runs that are not
     equally long the common part counts: one that is the beginning of the other is "equal so far".
 
     Ends with 0 when they are equal, 1 when they differ, 2 when they cannot be compared.

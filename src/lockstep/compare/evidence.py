@@ -50,7 +50,7 @@ def evidence(path: Path) -> Evidence:
         )
     try:
         return _of_checkpoint(path, folder) if is_checkpoint else _of_run(path, folder)
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 

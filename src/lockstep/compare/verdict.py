@@ -19,7 +19,7 @@ class Verdict:
     """The result, and what to tell a person."""
 
     is_equal: bool
-    """Whether all that both sides have written down is the same."""
+    """Whether loss, gradient norm, learning rate, chain, digest and tensors are the same, as far as both have them."""
     lines: list[str]
 
 

@@ -18,6 +18,7 @@ from lockstep.contracts import Plan
 from lockstep.errors import Interrupted, LaunchError
 
 TAIL_LINES = 20
+KILLED = [-getattr(signal, name) for name in ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS") if hasattr(signal, name)]
 
 
 class Config(PluginSection):
@@ -115,8 +116,9 @@ class RankLogs(LogsSpecs):
 
 
 def _explained(error: ChildFailedError, logs: Path) -> int:
-    """One message for people; the exit code for programs."""
-    rank, failure = error.get_first_failure()
+    """One message for people; the exit code for programs. A process that was killed comes before those who lost it:
+    times are whole seconds, and its own is when the agent noticed."""
+    rank, failure = min(error.failures.items(), key=lambda item: (item[1].exitcode not in KILLED, item[1].timestamp))
     if failure.exitcode in (2, 3, Interrupted.exit_code) and (rank == 0 or not Path(failure.error_file).is_file()):
         return failure.exitcode  # rank 0 has said what is wrong
     how = (

@@ -24,6 +24,9 @@ from lockstep.runtime.seeds import Randomness
 from lockstep.runtime.shared_memory import transport
 from lockstep.runtime.tree_reduce import Shards
 
+NAMED = 3
+"""Of many unused parameters so many are named."""
+
 
 class Config(PluginSection):
     """Every process holds the whole model and runs its share of the shards."""
@@ -61,6 +64,8 @@ class DataParallel(Replica):
         super().__init__(randomness, precision, exact=exact)
         self.config = config
         self.summed: list[tuple[Tensor, Tensor]] = []
+        self.handed_in = 0
+        """Parameters whose gradients this step's buckets hold."""
         self.exchanges: dict[tuple[Shards, int], Exchange] = {}
         self.background: Thread | Stream | None = None
 
@@ -91,22 +96,31 @@ class DataParallel(Replica):
         """Run this rank's shards; the backward pass of the last one exchanges the gradients."""
         shards, present = micro_batches[0].shards, micro_batches[0].present
         self.is_ghost = micro_batches[0].ghost
-        self.exchange, self.summed = self._exchange(present, shards), []
+        self.exchange, self.summed, self.handed_in = self._exchange(present, shards), [], 0
         try:
             losses = self.accumulating().run(micro_batches, self.exchange, self.wrapped, no_sync=self.wrapped.no_sync)
-        except RuntimeError as error:
+        except RuntimeError:
             if self.background is not None:
                 self.background.check()
-            if "finished reduction" not in str(error):
-                raise
-            raise ModelError(
-                "some parameters took no part in the loss of a step: set parallel.find_unused=true, or leave them "
-                f"out of the model ({error.args[0].splitlines()[-1]})"
-            ) from error
+            raise
+        self._check_all_used()
+        self.accumulating().end_step(self.exchange)
         for parameter, gradient in self.summed:
             if parameter.grad is None:  # DDP leaves out what the last micro-batch did not use; others may have
                 parameter.grad = gradient
         return world_loss(micro_batches, losses, self.exchange)
+
+    def _check_all_used(self) -> None:
+        """DDP hands in no bucket from the first on that waits for an unused parameter, and says so a step too late."""
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if self.handed_in == len(trainable):
+            return
+        unused = [name for name, parameter in trainable.items() if parameter.grad is None]
+        more = f" and {len(unused) - NAMED} more" if len(unused) > NAMED else ""
+        raise ModelError(
+            f"some parameters took no part in the loss of a step ({', '.join(unused[:NAMED])}{more}): set "
+            "parallel.find_unused=true, or leave them out of the model"
+        )
 
     def _exchange(self, present: Shards, shards: int) -> Exchange:
         """Two kinds of step are met in a run, whole and ragged: keep their plans."""
@@ -120,6 +134,7 @@ class DataParallel(Replica):
         """The bucket's partial sums of every rank -> the whole tree's sum, while the backward pass goes on."""
         assert self.background is not None
         number, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
+        self.handed_in += len(parameters)
         self.summed += zip(parameters, gradients_in(buffer, parameters), strict=True)
         return self.background.run(lambda: self._finish(number, buffer, parameters))
 
@@ -130,6 +145,7 @@ class DataParallel(Replica):
 
     def sum_by_backend(self, bucket: dist.GradBucket) -> Future:
         """The backend's own all-reduce: as fast as it gets, in an order that depends on the world."""
+        self.handed_in += len(bucket.parameters())
         buffer = bucket.buffer()
         if self.is_ghost:
             buffer.zero_()

@@ -44,6 +44,7 @@ class Single(Replica):
         exchange = Exchange([present], present, world_group())
         accumulation = self.accumulating()
         losses = accumulation.run(micro_batches, exchange, self.model)
+        accumulation.end_step(exchange)
         if self.exact:
             unused = [p for p in accumulation.trees if p not in accumulation.left]  # by the last micro-batch
             for parameter in unused:

@@ -117,8 +117,8 @@ def _in_calls(a: list[Line], b: list[Line]) -> tuple[str, str] | None:
 REPEATED = {
     "weights": "the initial weights, first of them {name}, are others each time the model is built: what builds it "
     "draws random numbers that Lockstep does not seed (such as numpy.random.default_rng())",
-    "batch": "the data ({name}) is not the same when the same samples are fetched again: the source draws random "
-    "numbers that Lockstep does not seed (such as numpy.random.default_rng()), or changes what it holds",
+    "batch": "the data ({name}) is not the same when the same samples are fetched again: the source, or augment(), "
+    "draws random numbers that Lockstep does not seed (such as numpy.random.default_rng()), or changes what it holds",
     "call": "module {module} gave other outputs for equal inputs, weights and seeds: it draws random numbers that "
     "Lockstep does not seed (numpy.random.default_rng(), a torch.Generator of its own), keeps something from one call "
     "to the next, or uses an operation that is not deterministic",
@@ -132,7 +132,8 @@ REPEATED = {
 SPREAD = {
     "weights": "the weights before {place} differ, first of them {name}, though all gradients until then are equal: "
     "the building of the model or the optimizer depends on the process",
-    "batch": "{place}: the data ({name}) differs: the source depends on the process, or on what it was asked before",
+    "batch": "{place}: the data ({name}) differs: the source, or augment(), depends on the process, or on what it was "
+    "asked before",
     "call": "{place}: module {module} gave other outputs for equal inputs: it depends on the process (its rank, the "
     "number of processes, the environment, the clock), or keeps something from one micro-batch to the next",
     "flow": "{place}: module {module} was called on one world where another was called on the other",

@@ -130,8 +130,10 @@ class Proof:
             f"rank 1 (process {killed.process}) ended by SIGKILL in step {killed.steps + 1} of {self.steps}, {middle}; "
             f"resumed after step {resumed}{self.where}"
         )
-        same = run.digest == one.digest and run.metrics == one.metrics and resumed == killed.checkpoint
-        if same:
+        if resumed != killed.checkpoint:
+            cause = f"it was resumed after step {resumed} instead of {killed.checkpoint}: please report it"
+            return Row(what=what, how=how, result="DIFFERS", digest=both(one, run), cause=cause)
+        if run.digest == one.digest and run.metrics == one.metrics:
             return Row(what=what, how=how, result="shown", digest=run.digest[:SHORT_DIGEST])
         return Row(what=what, how=how, result="DIFFERS", digest=both(one, run), cause=self.after_kill(run, second))
 

@@ -108,11 +108,12 @@ class Runs:
         def look() -> None:
             if not pids and note.is_file():
                 pids.append(json.loads(note.read_text(encoding="utf-8"))["process"])
-                psutil.Process(pids[0]).kill()
+                with suppress(psutil.Error):
+                    psutil.Process(pids[0]).kill()
 
         code, run = self._ended(start, look)
         left = listed(self.folder / name / "checkpoints")
-        if not pids or f"(process {pids[0]}) ended with signal SIGKILL" not in run.output or not left:
+        if not pids or not code or not left:
             raise self._failure(start, run, code)
         return Killed(process=pids[0], steps=every + 1, checkpoint=step_of(left[0]))
 
@@ -177,7 +178,7 @@ def varied(recipe: Recipe, folder: Path, *, start: Start, steps: int) -> Recipe:
         for name, values in sections.items()
     }
     if recipe.parallel.kind == "single" and start.processes > 1:
-        updates["parallel"] = plugins.find("parallel", "ddp").Config(kind="ddp")
+        updates["parallel"] = plugins.find("parallel", "ddp").Config(kind="ddp", find_unused=True)
     return recipe.model_copy(update={**updates, "launch": local})
 
 

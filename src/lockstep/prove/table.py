@@ -29,7 +29,7 @@ class Row:
 
 def table(rows: list[Row]) -> Table:
     """The rows for people."""
-    made = Table("what", "how", "result", "digest", show_lines=True)
+    made = Table("what", "how", "result", "digest", show_lines=True, caption="W: number of processes")
     for row in rows:
         style = {"shown": "green", "DIFFERS": "bold red", "not shown": "yellow"}[row.result]
         made.add_row(row.what, row.how, Text(row.result, style), row.digest)

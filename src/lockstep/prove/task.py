@@ -8,6 +8,7 @@ import numpy as np
 
 from lockstep import files
 from lockstep.contracts import Source
+from lockstep.data.augment import Augmented
 from lockstep.data.dataset import Subset
 from lockstep.recipe import Recipe
 
@@ -61,4 +62,6 @@ def some(source: Source, count: int) -> Source:
     """So many samples of a source, spread evenly over it."""
     if count >= len(source):
         return source
+    if isinstance(source, Augmented):
+        return Augmented(some(source.source, count), source.augment, source.seed)
     return Subset(source, np.arange(count) * len(source) // count)

@@ -108,7 +108,7 @@ class Comparison:
             cause = f"{', '.join(names)} draws random numbers in evaluation too, other ones for other batches"
             return Row(what=what, how=how, result="not shown", cause=cause)
         error = self.error()
-        figure = f"error {error:.1e} (up to {self.tolerance:.1e})"
+        figure = f"error {error:.1e} (allowed: {self.tolerance:.1e})"
         if error <= self.tolerance:
             return Row(what=what, how=how, result="shown", digest=figure)
         self.quiet()
@@ -133,8 +133,9 @@ class Comparison:
         if float(found.count) != count:
             return float("inf")
         scale = max(float(gradient.abs().max()) for gradient in expected.values() if gradient.numel())
-        errors = ((named[name].grad, gradient) for name, gradient in expected.items())
-        worst = max(float((own - gradient).abs().max()) for own, gradient in errors if own is not None)
+        pairs = ((named[name].grad, gradient) for name, gradient in expected.items())
+        errors = [gradient if own is None else own - gradient for own, gradient in pairs]
+        worst = max(float(error.abs().max()) for error in errors if error.numel())
         if not np.isfinite(worst):
             return float("inf")
         return max(worst / max(scale, 1e-30), abs(float(found.total) - total) / max(abs(total), 1e-30))

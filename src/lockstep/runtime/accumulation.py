@@ -71,8 +71,11 @@ class Accumulation:
             if not micro_batch.ghost:
                 self.statistics.end_shard(micro_batch.shard)
             losses.append(loss)
-        self.statistics.end_step(exchange)
         return losses
+
+    def end_step(self, exchange: Exchange) -> None:
+        """Finish what goes with the gradients: BatchNorm's running statistics, over the world."""
+        self.statistics.end_step(exchange)
 
     def fill(self, parameters: Sequence[Tensor], slots: Sequence[Sequence[Tensor]]) -> None:
         """Write the partial sums of some parameters, zeros where no shard used one: slots[k][i] takes node k of

@@ -6,6 +6,7 @@ n = numbers in a bucket, L = ranks of a machine.
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -23,6 +24,14 @@ BLOCK = 1 << 17
 SHARED = Path("/dev/shm")
 SPARE = 1.1
 """Memory has to be free for so many times what is to be shared: writing to a full /dev/shm kills the process."""
+
+
+CANNOT_SHARE = (OSError, RuntimeError)
+"""/dev/shm cannot be written, files cannot be opened any more, the system forbids a look at other processes."""
+
+
+Offer = tuple[int, int, int]
+"""Process, file descriptor in it, bytes."""
 
 
 class Wire:
@@ -59,6 +68,9 @@ class SharedMemory(Wire):
         """As `Wire.slots`, in shared memory. Buckets are shared when they are new, by all ranks at once."""
         # What `own` holds keeps its memory, so a bucket that DDP has rebuilt has another address, on every rank.
         if bucket not in self.own or self.own[bucket][0].data_ptr() != buffer.data_ptr():
+            if bucket == 0:  # all buckets are new: there may be fewer of them
+                self.own.clear()
+                self.rows.clear()
             self.own[bucket] = super().slots(bucket, buffer, count)
             self.rows[bucket] = self._shared(self.own[bucket])
         return self.own[bucket]
@@ -104,21 +116,23 @@ class SharedMemory(Wire):
         """The slots of every rank of this machine, by place; none, on all ranks everywhere, where one cannot share."""
         size = sum(slot.nbytes for slot in own) * len(self.ranks)
         has_room = SHARED.is_dir() and shutil.disk_usage(SHARED).free >= SPARE * size
-        offers = gathered([_offer(slot) for slot in own] if has_room else None, self.group)
-        rows: list[list[Tensor]] = []
-        if None not in offers:
-            try:
-                rows = [
-                    own if rank == dist.get_rank() else [_opened(offer, own[0]) for offer in offers[rank]]
-                    for rank in self.ranks
-                ]
-            except OSError:  # such as a system that forbids a look at other processes
-                rows = []
+        offers = gathered(_offered(own) if has_room else [], self.group)
+        rows = self._rows(own, offers) if all(offers) else []
         return rows if all(gathered(bool(rows), self.group)) else []
 
+    def _rows(self, own: list[Tensor], offers: Sequence[list[Offer]]) -> list[list[Tensor]]:
+        with suppress(*CANNOT_SHARE):
+            return [
+                own if rank == dist.get_rank() else [_opened(offer, own[0]) for offer in offers[rank]]
+                for rank in self.ranks
+            ]
+        return []
 
-Offer = tuple[int, int, int]
-"""Process, file descriptor in it, bytes."""
+
+def _offered(slots: list[Tensor]) -> list[Offer]:
+    with suppress(*CANNOT_SHARE):
+        return [_offer(slot) for slot in slots]
+    return []
 
 
 def _offer(memory: Tensor) -> Offer:

@@ -18,7 +18,7 @@ Shards = frozenset[int]
 
 def root(present: Shards) -> Node:
     """The smallest aligned node over all present shards that starts at 0."""
-    return (0, 1 << max(max(present), 0).bit_length())
+    return (0, 1 << max(present).bit_length())
 
 
 @lru_cache(maxsize=64)

@@ -82,12 +82,13 @@ def resume(
     manifest = layout.read_manifest(folder)
     drift = layout.differences(manifest.numeric, numeric)
     lines = [f"{name}: {before!r} in the checkpoint, {now!r} now" for name, before, now in drift]
-    if drift and not allow_drift:
-        listing = "\n  ".join(lines)
-        raise CheckpointError(
-            f"{folder} was made with another numeric recipe, so the weights would be no single run's:\n  {listing}\n"
-            "  Set these back, start a new run with another run.name, or go on all the same with --allow-drift"
-        )
+    with together():
+        if drift and not allow_drift:
+            listing = "\n  ".join(lines)
+            raise CheckpointError(
+                f"{folder} was made with another numeric recipe, so the weights would be no single run's:\n  {listing}"
+                "\n  Set these back, start a new run with another run.name, or go on all the same with --allow-drift"
+            )
     for line in lines:
         warn(f"numeric recipe changed on resume: {line}")
     tensors = state.tensors()
