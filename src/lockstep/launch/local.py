@@ -128,7 +128,7 @@ def _explained(error: ChildFailedError, logs: Path) -> int:
     log = logs / f"rank-{rank}.log"
     if rank and log.is_file():
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-        lines += [f"last lines of {log}:", *(f"  | {line}" for line in tail)]
+        lines += [f"last lines of {log}:", *(f"  | {line}" for line in tail)] if tail else []
     lines.append("The other processes were ended too.")
     if any((logs.parent / "checkpoints").glob("step-*/manifest.json")):
         lines.append(f"Go on from the newest checkpoint with: lockstep train {logs.parent / 'recipe.yaml'}")
