@@ -20,8 +20,6 @@ SETTINGS += [
     "evaluate.micro_batch=500",
 ]
 WORLDS = (1, 2, 3, 4)
-
-
 DIGITS = "data: {kind: digits}\n"
 
 

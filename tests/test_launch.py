@@ -27,7 +27,7 @@ def config(tmp_path):
 def lockstep(folder, *arguments, **options):
     """Run the command line to its end."""
     command = [*LOCKSTEP, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, **options)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, **options)
 
 
 def started(folder, *arguments):
@@ -42,7 +42,7 @@ def started(folder, *arguments):
     )
 
 
-def wait_for_steps(run, count, seconds=120):
+def wait_for_steps(run, count, seconds=60):
     """Wait until a run has logged so many steps."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

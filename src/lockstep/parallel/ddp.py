@@ -75,6 +75,7 @@ class DataParallel(Replica):
         self.exchanges.clear()
         if self.background is not None:
             self.background.close()
+        self.trainable = sum(parameter.requires_grad for parameter in self.parameters)
         device = self.parameters[0].device
         self.background, self.transport = beside(device), transport(device)
         self.wrapped = DistributedDataParallel(
@@ -112,10 +113,9 @@ class DataParallel(Replica):
 
     def _check_all_used(self) -> None:
         """DDP hands in no bucket from the first on that waits for an unused parameter, and says so a step too late."""
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        if self.handed_in == len(trainable):
+        if self.handed_in == self.trainable:
             return
-        unused = [name for name, parameter in trainable.items() if parameter.grad is None]
+        unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         more = f" and {len(unused) - NAMED} more" if len(unused) > NAMED else ""
         raise ModelError(
             f"some parameters took no part in the loss of a step ({', '.join(unused[:NAMED])}{more}): set "
