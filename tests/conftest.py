@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.checkpoint.writer import Writer
+
 TIMEOUT_SECONDS = 120
 SKIPS = (
     "permissions do not bind root",
@@ -137,6 +139,13 @@ def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def save(root, tensors, manifest):
+    """Write a checkpoint and wait for it -> how it ended."""
+    writer = Writer(root)
+    writer.start(tensors, manifest)
+    return writer.finished()
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 import torch
+from conftest import save
 
-from lockstep.checkpoint import keeper, layout, verify, writer
+from lockstep.checkpoint import keeper, layout, reader, verify
 from lockstep.checkpoint.layout import CheckpointSection, Manifest
 from lockstep.errors import CheckpointError
 
@@ -17,7 +18,7 @@ def manifest_of(step, **metrics):
         step=step,
         epoch=1,
         world_size=2,
-        digest="ab" * 32,
+        saved_at=1e9 + 3600 * step,
         numeric={"run.seed": 0, "optim.lr": 0.001, "data.names": ["caf\u00e9", "b"]},
         progress={"step": step, "saving": {"best": float("nan")}},
         metrics=metrics,
@@ -36,7 +37,7 @@ def tensors_of(step):
 
 def save_all(root, steps, metrics):
     for step, values in zip(steps, metrics, strict=True):
-        writer.save(root, tensors_of(step), manifest_of(step, **values))
+        save(root, tensors_of(step), manifest_of(step, **values))
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +210,7 @@ def test_when_none_is_good_none_is_deleted(root):
 
 def test_an_unreadable_manifest_stops_nobody(root):
     (root / "step-000000010" / "manifest.json").write_text("{")
-    assert keeper.best(root, "accuracy") == root / "step-000000020"
+    assert keeper.best(keeper.manifests(root), "accuracy") == root / "step-000000020"
     keeper.tidy(root, section(1, "accuracy"))
     assert names(root) == step_names(20, 40)
 
@@ -252,7 +253,7 @@ def test_tensors_come_back_whatever_the_world(ranks, saved, step):
 
 def loaded(folder):
     tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(0).items()}
-    writer.load(folder, tensors)
+    reader.load(folder, tensors)
     return tensors
 
 
@@ -268,5 +269,5 @@ def loaded(folder):
 def test_another_model_is_refused_by_the_name_of_its_tensors(saved, wanted, message):
     good = {"model.weight": torch.zeros(8, 16)}
     with pytest.raises(CheckpointError, match=f"step-000000010 belongs to another model: {message}"):
-        writer.load(saved / "step-000000010", {**good, **wanted})
+        reader.load(saved / "step-000000010", {**good, **wanted})
     assert not good["model.weight"].any(), "nothing is filled half-way"

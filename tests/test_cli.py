@@ -51,7 +51,7 @@ def run_folder(folder, step=None):
     if step:
         checkpoint = folder_of(folder / "checkpoints", step)
         checkpoint.mkdir(parents=True)
-        manifest = Manifest(step=step, epoch=1, world_size=1, digest="", numeric={}, progress={})
+        manifest = Manifest(step=step, epoch=1, world_size=1, saved_at=0.0, numeric={}, progress={})
         (checkpoint / "manifest.json").write_text(manifest.text(), encoding="utf-8")
     return folder
 

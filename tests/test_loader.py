@@ -1,7 +1,6 @@
 """Micro-batches as they are fetched: equal for any number of workers, each sample once over any number of ranks."""
 
 import random
-import traceback
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from lockstep.data.collate import collate
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, Request, TrainingRequests, step_requests
+from lockstep.errors import SampleError
 
 LENGTHS = np.random.default_rng(4).integers(1, 60, 90)
 
@@ -114,10 +114,26 @@ def test_leaving_early_leaves_no_process(workers):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_names_the_samples(workers):
     bad = int(order_of().shards(1)[2][3])
-    with pytest.raises(ValueError, match=rf"cannot decode \[{bad}\]") as caught:
+    with pytest.raises(SampleError) as caught:
         list(loader(requests_of(order_of(), start=1), workers=workers, source=Augmented(broken=[bad])))
+    said = str(caught.value)
+    assert said.startswith(f"sample {bad} of the data could not be fetched (step 2, shard 2):\nTraceback (")
+    assert said.count('  File "') == said.count(f'  File "{__file__}", line ') == 1, "the user's lines alone"
     rows = order_of().shards(1)[2].tolist()
-    assert f"while fetching samples {rows} (step 1, shard 2)" in "".join(traceback.format_exception(caught.value))
+    assert said.endswith(f"ValueError: cannot decode {[row for row in rows if row == bad]}")
+
+
+def test_samples_that_fail_only_together_are_all_named():
+    class Jealous(Augmented):
+        def __getitems__(self, indices):
+            if len(indices) > 1:
+                raise ValueError("one at a time")
+            return super().__getitems__(indices)
+
+    with pytest.raises(
+        SampleError, match=r"samples \[\d+, .*\] together of the data could not be fetched \(step 1, sh"
+    ):
+        list(loader(requests_of(order_of()), workers=0, source=Jealous()))
 
 
 @pytest.mark.parametrize(

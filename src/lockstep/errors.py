@@ -7,8 +7,12 @@ LockstepError            the base: never raised itself
 │   ├── ModelError       a model that cannot be found, built or exported
 │   ├── CheckpointError  nothing to resume from, or not with this recipe
 │   └── LaunchError      processes that cannot be started
+├── SampleError          the user's code failed on a sample (exit code 1, with the traceback of that code)
 ├── NonFiniteLoss        training stopped because a loss was NaN or infinite (exit code 3)
-└── Interrupted          a signal ended the run early; it can be resumed (exit code 75)
+├── Desync               the ranks' weights are no longer the same (exit code 4)
+├── PeerLost             another process of the run has gone (exit code 5)
+├── Stuck                no process can go on; ended by the thread that watches (exit code 6)
+└── Interrupted          a signal or a time limit ended the run early; it can be resumed (exit code 75)
 """
 
 import difflib
@@ -48,6 +52,10 @@ class LaunchError(UserError):
     """Processes that cannot be started as asked."""
 
 
+class SampleError(LockstepError):
+    """The data set, or an augmentation, failed on a sample; the message holds the traceback of that code."""
+
+
 class NonFiniteLoss(LockstepError):
     """Training stopped because a loss was NaN or infinite."""
 
@@ -55,8 +63,32 @@ class NonFiniteLoss(LockstepError):
     is_shared = True
 
 
+class Desync(LockstepError):
+    """The ranks' weights, which must be equal after every step, are not."""
+
+    exit_code = 4
+    is_shared = True
+
+    def __init__(self, message: str, equal_at: int) -> None:
+        super().__init__(message)
+        self.equal_at = equal_at
+        """The last step after which they are known to have been equal."""
+
+
+class PeerLost(LockstepError):
+    """Another process of the run has gone, so that this one cannot go on."""
+
+    exit_code = 5
+
+
+class Stuck(LockstepError):
+    """A process is frozen or keeps all others waiting."""
+
+    exit_code = 6
+
+
 class Interrupted(LockstepError):
-    """A signal ended the run early, after which it can be resumed (75 is EX_TEMPFAIL of sysexits.h)."""
+    """A signal or a time limit ended the run early, after which it can be resumed (75 is EX_TEMPFAIL of sysexits.h)."""
 
     exit_code = 75
     is_shared = True

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lockstep.contracts import DataSpec, MicroBatch, Model, Strategy
 from lockstep.runtime.collectives import add_disjoint
+from lockstep.runtime.whereabouts import progress
 
 CONFUSION = "confusion"
 METRICS = ["accuracy", "f1", "loss"]
@@ -61,6 +62,7 @@ def evaluate(
     table = torch.zeros(total, 3, dtype=torch.float64, device=device)
     for micro_batch in batches:
         outputs = strategy.forward(micro_batch.batch)
+        progress()
         if micro_batch.ghost:
             continue
         with torch.no_grad():

@@ -66,12 +66,22 @@ class EpochDone:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaveStarted:
+    """The state of a step is about to be saved: what was observed up to it must not be lost any more."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSaved:
-    """A checkpoint is complete on disk."""
+    """A checkpoint is complete on disk; training may be some steps further by now."""
 
     step: int
     folder: Path
     seconds: float
+    """From the copy of the state to the end of writing."""
+    stall_seconds: float
+    """For how long training stood still."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,9 +250,11 @@ class Parts:
         return f"rank {rank}, shard {shard}, samples {self.order.shards(step)[shard].tolist()}"
 
     def _loader(self, source: Source, requests: Any, workers: int) -> Loader:
+        split = "training" if source is self.data.train else "test"
         return Loader(
             source,
             requests,
+            name=f"the {split} split of data.kind={self.recipe.data.kind}",
             seed=self.recipe.run.seed,
             pad_id=self.data.pad_id,
             workers=workers,

@@ -8,10 +8,12 @@ One process by itself, or one of many under torchrun or any launcher that sets t
 import argparse
 import json
 import logging
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +24,31 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lockstep import config, files, plugins
 from lockstep import recipe as recipes
-from lockstep.checkpoint import keeper, layout, writer
+from lockstep.checkpoint import keeper, layout
 from lockstep.checkpoint.weights import restore
-from lockstep.errors import CheckpointError, Interrupted, LaunchError, LockstepError
+from lockstep.checkpoint.writer import Writer
+from lockstep.diagnose.desync import Comparison
+from lockstep.diagnose.watch import Limits, Watch
+from lockstep.errors import Desync, Interrupted, LaunchError, LockstepError, PeerLost
 from lockstep.evaluation import Evaluation
-from lockstep.events import Bus, CheckpointSaved, Evaluated, RunEnded, RunStarted, StepDone, Warned
+from lockstep.events import Bus, Evaluated, RunEnded, RunStarted, StepDone, Warned
 from lockstep.recipe import Parts, Recipe
 from lockstep.runtime import process_group
 from lockstep.runtime.collectives import decided, local_main_first, said_once, together
 from lockstep.runtime.digest import digest
 from lockstep.runtime.interruption import Interruption
 from lockstep.runtime.precision import fix_numerics
+from lockstep.training.deadline import Deadline
 from lockstep.training.loop import Training, train
 from lockstep.training.resume import checkpoint_for, resume, set_aside
+from lockstep.training.saving import Saving
 from lockstep.world import World
+
+if os.name != "nt":
+    import fcntl
+
+SETTLE_SECONDS = 10.0
+"""After an error, how long a save that is being written may take to end."""
 
 
 class FirstStep:
@@ -56,8 +69,9 @@ class FirstStep:
 class Job:
     """One process's part of a run, from the recipe to the summary."""
 
-    def __init__(self, recipe: Recipe, world: World, interruption: Interruption) -> None:
+    def __init__(self, recipe: Recipe, world: World, interruption: Interruption, *, began: float = 0.0) -> None:
         self.recipe, self.world, self.interruption = recipe, world, interruption
+        self.began = began or psutil.Process().create_time()
         self.bus, self.first_step = Bus(), FirstStep()
         self.device = process_group.device_of(world)
         self.facts = fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
@@ -65,6 +79,8 @@ class Job:
         self.numeric = recipes.numeric(recipe, self.facts)
         self.last: Evaluation | None = None
         self.lock = FileLock(recipe.folder / ".lock", timeout=0)
+        self.logs = recipe.folder / "logs"
+        self.watch_thread = Watch(world, limits(recipe), self.logs)
 
     @property
     def checkpoints(self) -> Path:
@@ -97,6 +113,7 @@ class Job:
     def watch(self) -> None:
         """Subscribe whoever the recipe names; only rank 0 has any."""
         self.bus.subscribe(self.first_step)
+        self.bus.subscribe(self.watch_thread)
         if not self.world.is_main:
             return
         self.recipe.folder.mkdir(parents=True, exist_ok=True)
@@ -123,6 +140,7 @@ class Job:
             (self.recipe.folder / "summary.json").unlink(missing_ok=True)  # an earlier end's; a kill now leaves none
         self.bus.publish(self.started(parts))
         run = self.training(parts)
+        run.saving.newest = found
         status: str = "failed"
         metrics: dict[str, float] = {}
         try:
@@ -134,7 +152,13 @@ class Job:
         except Interrupted:
             status = "interrupted"
             raise
+        except Desync as error:
+            run.saving.settle(SETTLE_SECONDS)
+            if self.world.is_main:  # they may hold weights of several ranks that do not belong together
+                set_aside(self.checkpoints, error.equal_at, self.warn)
+            raise
         finally:
+            run.saving.settle(SETTLE_SECONDS)
             self.end(parts, run, status=status, metrics=metrics)
 
     def ended(self, parts: Parts) -> str | None:
@@ -174,15 +198,17 @@ class Job:
 
     def training(self, parts: Parts) -> Training:
         """The loop's view of the parts."""
-        recipe = self.recipe
-        minutes = recipe.checkpoint.every_minutes
+        recipe, state = self.recipe, parts.state
+        compared = Comparison(state.module.named_parameters(), state.step)
         return Training(
-            state=parts.state,
+            state=state,
             train=recipe.train,
             evaluation=recipe.evaluate,
+            checkpoint=recipe.checkpoint,
             steps=parts.steps,
             evaluate=lambda: self.evaluate(parts),
-            save=lambda metrics, is_last: self.save(parts, metrics, is_last=is_last),
+            saving=self.saving(parts),
+            compare_ranks=compared.check,
             describe=parts.describe,
             bus=self.bus,
             total_steps=parts.total_steps,
@@ -190,39 +216,35 @@ class Job:
             samples_at=parts.samples_at,
             clip=recipe.optim.clip,
             log_every=recipe.observe.log_every,
-            best_metric=recipe.checkpoint.best,
-            save_every_steps=recipe.checkpoint.every_steps,
-            save_every_seconds=minutes * 60 if minutes and self.world.is_main else None,
+            desync_every=recipe.observe.desync_every,
+            is_main=self.world.is_main,
+            deadline=Deadline(recipe.train.max_minutes, self.began),
             interrupted=self.interruption.requested,
         )
+
+    def saving(self, parts: Parts) -> Saving:
+        """How this run saves."""
+        state, section = parts.state, self.recipe.checkpoint
+
+        def manifest(metrics: dict[str, float]) -> layout.Manifest:
+            return layout.Manifest(
+                step=state.step,
+                epoch=parts.order.epoch(max(state.step - 1, 0)) + 1,
+                world_size=self.world.size,
+                saved_at=time.time(),
+                numeric=self.numeric,
+                progress=state.state_dict(),
+                metrics=metrics,
+            )
+
+        writer = Writer(self.checkpoints, lambda folder: keeper.tidy(self.checkpoints, section, folder))
+        writer.warm_up(state.tensors())
+        return Saving(writer=writer, state=state, manifest=manifest, bus=self.bus)
 
     def close(self) -> None:
         """Let go of the observers and of the run's folder."""
         self.bus.close()
         self.lock.release()
-
-    def save(self, parts: Parts, metrics: dict[str, float], *, is_last: bool) -> None:
-        """Write a checkpoint; one that cannot be written is reported, and training goes on."""
-        start, state = time.monotonic(), parts.state
-        manifest = layout.Manifest(
-            step=state.step,
-            epoch=parts.order.epoch(max(state.step - 1, 0)) + 1,
-            world_size=self.world.size,
-            digest=digest(parts.strategy.state()),
-            numeric=self.numeric,
-            progress=state.state_dict(),
-            metrics=metrics,
-        )
-        try:
-            folder = writer.save(self.checkpoints, state.tensors(), manifest)
-        except CheckpointError as error:
-            if is_last:
-                raise
-            self.warn(str(error))
-            return
-        if self.world.is_main:
-            keeper.tidy(self.checkpoints, self.recipe.checkpoint, folder)
-        self.bus.publish(CheckpointSaved(step=state.step, folder=folder, seconds=time.monotonic() - start))
 
     def end(self, parts: Parts, run: Training, *, status: str, metrics: dict[str, float]) -> None:
         """Write summary.json and say goodbye."""
@@ -243,6 +265,7 @@ class Job:
             "digest_depends_on_world": parts.leaves_the_promise,
             "chain": state.chain,
             "skipped_steps": state.skipped,
+            "saves": run.saving.facts(),
             "drift": [change for change in state.drift if change["step"] < state.step],  # a step was trained with it
             "torch_version": str(torch.__version__),
             "device": self.facts["device_model"],
@@ -270,6 +293,16 @@ class Job:
             files.write(self.recipe.folder / "evaluation.json", text)
 
 
+def limits(recipe: Recipe) -> Limits:
+    """When the recipe calls a process stuck or silent."""
+    hang = recipe.observe.hang_seconds
+    return Limits(
+        hang_seconds=None if hang == "auto" else hang,
+        restarts=recipe.observe.on_hang == "restart",
+        silent_seconds=recipe.launch.failure_timeout_seconds,
+    )
+
+
 def device_model(device: torch.device) -> str:
     """The name of the chip: bits may differ between two of them."""
     if device.type == "cuda":
@@ -286,24 +319,29 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--resume", default="auto", help="auto, never, or a checkpoint's folder")
     parser.add_argument("--allow-drift", action="store_true", help="resume although the numeric recipe has changed")
+    parser.add_argument(
+        "--began", type=float, default=0.0, help="when the run was launched (seconds since 1970): for max_minutes"
+    )
     parser.add_argument("--evaluate", type=Path, help="evaluate this checkpoint instead of training")
     return parser.parse_args(argv)
 
 
-def main(argv: list[str], make: Callable[[Recipe, World, Interruption], Job] = Job) -> int:
+def main(argv: list[str], make: Callable[..., Job] = Job) -> int:
     """Run one process to its end; returns its exit code. `make` gives the job, for a run that is watched closely."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     options, world, interruption = arguments(argv), World.from_environment(), Interruption()
+    append_to_logs()
     with interruption.watching():
         try:
             recipe = recipes.named(recipes.load(options.config, options.overrides), options.config)
             with process_group.opened(world, process_group.device_of(world)), said_once(sys.stderr):
-                job = make(decided(recipe), world, interruption)
+                job = make(decided(recipe), world, interruption, began=options.began)
                 try:
-                    if options.evaluate:
-                        job.measure(options.evaluate)
-                    else:
-                        job.train(options.resume, allow_drift=options.allow_drift)
+                    with job.watch_thread.watching():
+                        if options.evaluate:
+                            job.measure(options.evaluate)
+                        else:
+                            job.train(options.resume, allow_drift=options.allow_drift)
                 finally:
                     job.close()
         except LockstepError as error:
@@ -312,10 +350,28 @@ def main(argv: list[str], make: Callable[[Recipe, World, Interruption], Job] = J
                 sys.stderr.write(f"{error}\n")
             return error.exit_code
         except Exception as error:
+            if process_group.is_lost_peer(error):
+                return left_alone(world, error)
             get_error_handler().record_exception(error)  # for the agent, which names the first that failed
             traceback.print_exc()
             return 1
     return 0
+
+
+def append_to_logs() -> None:
+    """Both output streams may be one file that was opened twice: without this, each would write over the other."""
+    if os.name == "nt":
+        return
+    for stream in (1, 2):
+        with suppress(OSError):
+            fcntl.fcntl(stream, fcntl.F_SETFL, fcntl.fcntl(stream, fcntl.F_GETFL) | os.O_APPEND)
+
+
+def left_alone(world: World, error: Exception) -> int:
+    """Another process has gone, and says why itself: this one only adds that it noticed."""
+    if not (world.is_main and world.has_agent):  # the agent, on the same terminal, will tell who went
+        sys.stderr.write(f"rank {world.rank} lost the connection to another process: {str(error).splitlines()[0]}\n")
+    return PeerLost.exit_code
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ class World:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    has_agent: bool = False
+    """Whether an elastic agent has started this process and looks after it."""
 
     @property
     def is_main(self) -> bool:
@@ -26,4 +28,5 @@ class World:
         rank, size, local_rank, local_size = (
             int(os.environ.get(name, default)) for name, default in zip(LAUNCH_VARIABLES, (0, 1, 0, 1), strict=True)
         )
-        return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+        has_agent = "TORCHELASTIC_RUN_ID" in os.environ
+        return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size, has_agent=has_agent)

@@ -23,6 +23,8 @@ class CheckpointSection(Section):
     """Save when so many minutes have passed since the last save (by rank 0's clock)."""
     keep: int = Field(3, ge=1)
     """How many of the newest checkpoints stay."""
+    keep_every_hours: float | None = Field(None, gt=0)
+    """Also keep one checkpoint for every so many hours of the run, from its first on, to go back to."""
     best: str | None = None
     """Also keep the best checkpoint by this metric of the evaluation, such as accuracy, f1 or loss; it is the one
     that is evaluated and exported. Smaller is better for names that end in loss, error, mae, mse, wer and the like."""
@@ -36,12 +38,14 @@ class Manifest:
     """Steps done."""
     epoch: int
     world_size: int
-    digest: str
-    """sha256 over the weights, as of runtime/digest.py."""
+    saved_at: float
+    """When its state was copied, in seconds since 1970, by rank 0's clock."""
     numeric: Mapping[str, Any]
     """The numeric recipe: everything that may change bits."""
     progress: Mapping[str, Any]
     """Small state that is no tensor: chain, drift, scaler, best so far, patience."""
+    digest: str = ""
+    """sha256 over the weights, as of runtime/digest.py; the writer fills it in."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The evaluation at this step, if there was one."""
     files: Mapping[str, tuple[int, str]] = field(default_factory=dict)

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lockstep.checkpoint.reader import contents, load
 from lockstep.checkpoint.verify import problem
-from lockstep.checkpoint.writer import contents, load
 from lockstep.errors import CheckpointError
 
 

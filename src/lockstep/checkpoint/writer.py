@@ -1,9 +1,16 @@
-"""Writes and reads checkpoints through DCP: each rank its part, then one rename that makes them exist."""
+"""Writes checkpoints beside the training: one copy, then a thread that hands it to DCP, each rank its part.
+
+W = processes.
+"""
 
 import secrets
 import shutil
-import warnings
-from dataclasses import replace
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,99 +20,196 @@ from torch import Tensor
 
 from lockstep import files
 from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of
-from lockstep.errors import CheckpointError
-from lockstep.runtime.collectives import decided
+from lockstep.checkpoint.verify import problem
+from lockstep.runtime.collectives import decided, gathered
+from lockstep.runtime.digest import digest_of, line
+
+TIMEOUT = timedelta(hours=2)
+"""How long ranks wait for each other's disk."""
+WEIGHTS = "model."
+"""How the names of weights and buffers begin; the digest is over them."""
 
 
-def save(root: Path, tensors: dict[str, Tensor], manifest: Manifest) -> Path:
-    """Write one checkpoint, on all ranks together; returns its folder.
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """How a save ended; the same on every rank, but for the seconds."""
 
-    Until the last rename the folder carries another name, so that a kill at any point leaves the older checkpoints
-    and nothing that looks like a new one. Raises CheckpointError, on every rank alike, when it cannot be written.
+    step: int
+    folder: Path
+    failure: str | None
+    """What went wrong, in a line, if something did: then there is no such folder."""
+    seconds: float
+    """From the copy to the last rename."""
+
+
+def share(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[str]:
+    """The names that one of `size` ranks writes of tensors that all of them hold: the largest first, each to whoever
+    has least so far. The same everywhere, without asking."""
+    load = [0] * size
+    names = []
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        owner = load.index(min(load))
+        load[owner] += tensors[name].nbytes + 1  # a tensor of no bytes is work, too
+        if owner == rank:
+            names.append(name)
+    return names
+
+
+class Writer:
+    """One save at a time, on all ranks together.
+
+    Until the last rename a checkpoint's folder carries another name, so that a kill at any point leaves the older ones
+    and nothing that looks like a new one. `saved` is called, on rank 0, with each folder that has been completed.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    final, is_main = folder_of(root, manifest.step), dist.get_rank() == 0
-    temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
-    temporary, failure = decided((temporary, _made(root) if is_main else None))
-    if failure is None:
-        try:
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True))
-            failure = _finish(temporary, final, manifest) if is_main else None
-        except CheckpointException as error:
-            failure = _reasons(root, error)
-        except OSError as error:
-            failure = str(error)
-        failure = decided(failure)
-    if failure is not None:
-        if is_main:
+    def __init__(self, root: Path, saved: Callable[[Path], None] = lambda _: None) -> None:
+        self.root, self.saved = root, saved
+        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self.copies: dict[str, Tensor] = {}
+        """This rank's part of the last save, whose memory is used again."""
+        self.warming: Future[Any] | None = None
+        self.pending: Future[Saved] | None = None
+
+    def warm_up(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the memory for copies before the first save needs it, beside the training: fresh pages cost 50 times as
+        much as the copy itself."""
+        own = share(tensors, dist.get_rank(), dist.get_world_size())
+        self.copies = {name: _room(tensors[name]) for name in own}
+        rooms = list(self.copies.values())
+        self.warming = _beside(lambda: [room.zero_() for room in rooms])
+
+    def start(self, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
+        """Copy this rank's part and begin to write it; the tensors may change as soon as this returns."""
+        assert self.pending is None, "the last save has not been looked at"
+        begin, copies = time.monotonic(), {}
+        if self.warming is not None:
+            self.warming.result()
+            self.warming = None
+        for name in share(tensors, dist.get_rank(), dist.get_world_size()):
+            tensor, room = tensors[name].detach(), self.copies.get(name)
+            fits = room is not None and (room.shape, room.dtype) == (tensor.shape, tensor.dtype)
+            copies[name] = (room if fits and room is not None else _room(tensor)).copy_(tensor)
+        self.copies = copies
+
+        def write() -> Saved:
+            folder, failure = self._written(copies, manifest)
+            return Saved(step=manifest.step, folder=folder, failure=failure, seconds=time.monotonic() - begin)
+
+        self.pending = _beside(write)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is being written."""
+        return self.pending is not None and not self.pending.done()
+
+    def finished(self, timeout_seconds: float | None = None) -> Saved | None:
+        """How the last save ended, once; waits for it. None when there is none. Raises TimeoutError, and whatever
+        is no fault of the disk, such as a lost process."""
+        if self.pending is None:
+            return None
+        saved = self.pending.result(timeout_seconds)
+        self.pending = None
+        return saved
+
+    def _written(self, copies: dict[str, Tensor], manifest: Manifest) -> tuple[Path, str | None]:
+        """In the thread, on all ranks: folder, and what went wrong."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        final, is_main = folder_of(self.root, manifest.step), dist.get_rank() == 0
+        temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
+        temporary, failure = decided((temporary, self._prepared() if is_main else None), self.group)
+        if failure is None:
+            try:
+                target = dcp.FileSystemWriter(temporary, sync_files=True)
+                dcp.save(dict(copies), storage_writer=target, process_group=self.group)
+                failure = self._completed(temporary, copies, manifest)
+            except CheckpointException as error:
+                failure = self._reasons(error)
+        if failure is not None and is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"cannot save a checkpoint in {root}: {failure}")
-    return final
+        return final, failure
+
+    def _prepared(self) -> str | None:
+        """Make the folder of checkpoints; what is wrong where that cannot be done."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return str(error)
+        return None
+
+    def _reasons(self, error: Any) -> str:
+        """What went wrong on which rank, in a line: torch hides a full disk behind words of its own."""
+        return self._with_room("; ".join(_reason(reason, rank) for rank, (reason, _) in error.failures.items()))
+
+    def _with_room(self, reasons: str) -> str:
+        """With the free space, where the folder is still there."""
+        try:
+            return f"{reasons}; {shutil.disk_usage(self.root).free / 1e9:.1f} GB are free there"
+        except OSError:
+            return reasons
+
+    def _completed(self, temporary: Path, copies: dict[str, Tensor], manifest: Manifest) -> str | None:
+        """Hash, each rank what it has written; then rank 0 writes the manifest and renames. What went wrong."""
+        rank, facts, failure = dist.get_rank(), None, None
+        try:
+            sums = _sums(temporary, f"__{rank}_*", *([".metadata"] if rank == 0 else []))
+            facts = sums, [line(n.removeprefix(WEIGHTS), t) for n, t in copies.items() if n.startswith(WEIGHTS)]
+        except OSError as error:
+            failure = _reason(error, rank)
+        everyone = gathered((facts, failure), self.group)
+        failures = [each for _, each in everyone if each]
+        if not failures and rank == 0:
+            parts = {name: entry for (sums, _), _ in everyone for name, entry in sums.items()}
+            digest = digest_of(each for (_, lines), _ in everyone for each in lines)
+            whole = replace(manifest, digest=digest, files=dict(sorted(parts.items())))
+            try:
+                final = _published(temporary, folder_of(self.root, manifest.step), whole)
+            except OSError as error:
+                failures = [_reason(error, rank)]
+            else:
+                self.saved(final)
+        return decided(self._with_room("; ".join(failures)) if failures else None, self.group)
 
 
-def _made(root: Path) -> str | None:
-    """Make the folder of checkpoints; what is wrong where that cannot be done."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return str(error)
-    return None
+def _room(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.contiguous_format)
 
 
-def _reasons(root: Path, error: Any) -> str:
-    """What went wrong on which rank, in a line, and the free space: torch hides a full disk behind words of its own."""
-    reasons = [
-        f"{str(reason).splitlines()[0] if str(reason) else type(reason).__name__} (rank {rank})"
-        for rank, (reason, _) in error.failures.items()
-    ]
-    return f"{'; '.join(reasons)}; {shutil.disk_usage(root).free / 1e9:.1f} GB are free there"
+def _beside(task: Callable[[], Any]) -> Future[Any]:
+    """Run a task in a thread of its own, which does not keep the process from ending."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
 
 
-def _finish(temporary: Path, final: Path, manifest: Manifest) -> str | None:
-    try:
-        sums = {p.name: (p.stat().st_size, files.sha256(p)) for p in sorted(temporary.iterdir())}
-        files.write(temporary / MANIFEST, replace(manifest, files=sums).text())
-        if final.exists():  # a newer evaluation of the same step: the state is the same
-            shutil.rmtree(final)
+def _reason(error: BaseException, rank: int) -> str:
+    return f"{str(error).splitlines()[0] if str(error) else type(error).__name__} (rank {rank})"
+
+
+def _sums(folder: Path, *patterns: str) -> dict[str, tuple[int, str]]:
+    """File name -> (size, sha256) of what matches."""
+    found = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    return {path.name: (path.stat().st_size, files.sha256(path)) for path in found}
+
+
+def _published(temporary: Path, final: Path, manifest: Manifest) -> Path:
+    """The manifest, then the name that makes a checkpoint exist. A whole one of the same step stays: the state is the
+    same, and there would be none while one takes the other's place."""
+    files.write(temporary / MANIFEST, manifest.text())
+    if not final.exists():
         temporary.replace(final)
-        files.sync_folder(final.parent)
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def contents(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name, on the meta device: type and shape without a byte of data."""
-    import torch.distributed.checkpoint as dcp
-
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for name, entry in stored.items()
-        if isinstance(entry, dcp.TensorStorageMetadata)
-    }
-
-
-def load(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors in place from a checkpoint, whatever world it was written by.
-
-    Raises CheckpointError naming the tensors that are not in it, or not of the same shape.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    stored = contents(folder)
-    missing = [name for name in tensors if name not in stored]
-    other = [
-        f"{name} is {tuple(stored[name].shape)} there and {tuple(tensor.shape)} here"
-        for name, tensor in tensors.items()
-        if name in stored and stored[name].shape != tensor.shape
-    ]
-    if missing or other:
-        wrong = [f"{name} is not in it" for name in missing] + other
-        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise CheckpointError(f"{folder} belongs to another model: {'; '.join(wrong[:3])}{more}")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process, as intended
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
+    elif problem(final) is None:
+        shutil.rmtree(temporary)
+    else:
+        final.replace(temporary.with_name(f"{temporary.name}-damaged"))
+        temporary.replace(final)
+    files.sync_folder(final.parent)
+    return final

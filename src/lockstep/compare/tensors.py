@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.writer import contents, load
+from lockstep.checkpoint.reader import contents, load
 
 AT_ONCE_BYTES = 256 * 2**20
 """Tensors are read from both checkpoints in portions of about so much: a whole one may not fit in memory twice."""

@@ -1,9 +1,11 @@
-"""Processes on this machine, through PyTorch's elastic agent, in this process."""
+"""Processes on this machine, through PyTorch's elastic agent, in this process; started again when one is lost."""
 
 import logging
 import os
 import signal
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,9 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lockstep.config import PluginSection
 from lockstep.contracts import Plan
 from lockstep.errors import Interrupted, LaunchError
-
-TAIL_LINES = 20
-KILLED = [-getattr(signal, name) for name in ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS") if hasattr(signal, name)]
+from lockstep.launch._failure import VERDICT, Failure, failure_of, oom_kills
 
 
 class Config(PluginSection):
@@ -28,6 +28,12 @@ class Config(PluginSection):
     """How many; auto: one per GPU, else as many as the cores allow at run.threads each, and as have work."""
     grace_seconds: int = Field(30, ge=1)
     """After SIGTERM, how long processes may take to finish their step and save before they are killed."""
+    failure_timeout_seconds: float = Field(30.0, gt=0)
+    """A process that gives no sign of life for so long (frozen, its machine lost) ends the run, or restarts it."""
+    max_restarts: int = Field(3, ge=0)
+    """After the loss of a process, start again from the newest checkpoint, at most so often; 0: never."""
+    min_processes: int = Field(1, ge=1)
+    """When processes are lost twice with no checkpoint in between, go on with one fewer, down to so many."""
 
 
 class Local:
@@ -55,7 +61,7 @@ class Local:
         return max(1, min(cores // self.threads, self.shards))
 
     def run(self, plan: Plan, logs: Path) -> int:
-        """Run the plan to its end and return the exit code: 0, or the one of the first process that failed.
+        """Run the plan to its end, over restarts, and return the exit code: 0, or the one of the first that failed.
 
         Rank 0 writes to the terminal, the others to logs/rank-N.log. Raises Interrupted after SIGINT or SIGTERM,
         once every process has ended.
@@ -64,11 +70,43 @@ class Local:
             if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
         os.environ.update(plan.environment)
+        plan = replace(plan, argv=(*plan.argv, "--began", f"{time.time():.3f}"))
+        restarts, checkpoint, in_vain = 0, newest(logs), 0
+        while (failure := self._attempt(plan, logs)) is not None:
+            got, checkpoint = checkpoint != newest(logs), newest(logs)
+            in_vain = 0 if got else in_vain + 1
+            sys.stderr.write(f"{failure.text}\n" if failure.text else "")
+            if failure.is_final:
+                return failure.exit_code
+            if obstacle := self._obstacle(failure, restarts, got_further=got):
+                sys.stderr.write(_farewell(plan, logs, obstacle))
+                return failure.exit_code
+            restarts += 1
+            if in_vain > 1 and plan.processes > self.config.min_processes:
+                plan = replace(plan, processes=plan.processes - 1)
+            sys.stderr.write(
+                f"Starting again on {_processes(plan.processes)} from {checkpoint or 'the beginning'} "
+                f"(restart {restarts} of {self.config.max_restarts}).\n"
+            )
+        return 0
+
+    def _obstacle(self, failure: Failure, restarts: int, *, got_further: bool) -> str | None:
+        """Why the run is not started again, if so."""
+        if not failure.was_killed and not got_further:
+            return "It is not started again: with no checkpoint since, the same would happen at the same place."
+        if restarts < self.config.max_restarts:
+            return None
+        if not self.config.max_restarts:
+            return "It is not started again (launch.max_restarts=0)."
+        return f"It is not started again after {restarts} restarts (launch.max_restarts)."
+
+    def _attempt(self, plan: Plan, logs: Path) -> Failure | None:
+        """Start all processes and wait for their end -> the first that failed, if any. Raises Interrupted."""
         logs.mkdir(parents=True, exist_ok=True)
         for log in logs.glob("rank-*.log"):
             if log.name != "rank-0.log":  # which is continued
                 log.replace(log.with_suffix(".log.before"))
-        for last_word in logs.glob(".error-*.json"):
+        for last_word in [*logs.glob(".error-*.json"), *logs.glob(VERDICT)]:
             last_word.unlink()
         signals = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)]
         config = LaunchConfig(
@@ -79,19 +117,36 @@ class Local:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
-            max_restarts=0,
+            max_restarts=0,  # the agent would start again after any error, and never on fewer processes
             logs_specs=RankLogs(logs),
             signals_to_handle=",".join(signals),
             shutdown_timeout=self.config.grace_seconds,
         )
+        kills_before = oom_kills()
         try:
             elastic_launch(config, plan.argv[0])(*plan.argv[1:])
         except ChildFailedError as error:
-            return _explained(error, logs)
+            return failure_of(error, logs, kills_before)
         except SignalException as error:
             name = signal.Signals(error.sigval).name
             raise Interrupted(f"ended by {name}") from None
-        return 0
+        return None
+
+
+def newest(logs: Path) -> str | None:
+    """The name of the newest checkpoint of the run with these logs."""
+    return max((file.parent.name for file in (logs.parent / "checkpoints").glob("step-*/manifest.json")), default=None)
+
+
+def _farewell(plan: Plan, logs: Path, why: str) -> str:
+    lines = [*(["The other processes were ended too."] if plan.processes > 1 else []), why]
+    if newest(logs):
+        lines.append(f"Go on from {newest(logs)} with: lockstep train {logs.parent / 'recipe.yaml'}")
+    return "\n".join(lines) + "\n"
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' if count > 1 else ''}"
 
 
 class RankLogs(LogsSpecs):
@@ -112,28 +167,9 @@ class RankLogs(LogsSpecs):
         paths = {local: str(self.folder / f"rank-{rank}.log") if rank else "" for local, rank in ranks.items()}
         nothing = dict.fromkeys(envs, "")
         errors = {local: str(self.folder / f".error-{rank}.json") for local, rank in ranks.items()}
+        for local, file in errors.items():
+            envs[local]["TORCHELASTIC_ERROR_FILE"] = file
         return LogsDest(paths, paths, nothing, nothing, errors)
-
-
-def _explained(error: ChildFailedError, logs: Path) -> int:
-    """One message for people; the exit code for programs. A process that was killed comes before those who lost it:
-    times are whole seconds, and its own is when the agent noticed."""
-    rank, failure = min(error.failures.items(), key=lambda item: (item[1].exitcode not in KILLED, item[1].timestamp))
-    if failure.exitcode in (2, 3, Interrupted.exit_code) and (rank == 0 or not Path(failure.error_file).is_file()):
-        return failure.exitcode  # rank 0 has said what is wrong
-    how = (
-        f"signal {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-    )
-    lines = [f"rank {rank} (process {failure.pid}) ended with {how}"]
-    log = logs / f"rank-{rank}.log"
-    if rank and log.is_file():
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-        lines += [f"last lines of {log}:", *(f"  | {line}" for line in tail)] if tail else []
-    lines.append("The other processes were ended too.")
-    if any((logs.parent / "checkpoints").glob("step-*/manifest.json")):
-        lines.append(f"Go on from the newest checkpoint with: lockstep train {logs.parent / 'recipe.yaml'}")
-    sys.stderr.write("\n".join(lines) + "\n")
-    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
 def build(config: Config, *, threads: int, shards: int) -> Local:

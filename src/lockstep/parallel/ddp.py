@@ -23,6 +23,7 @@ from lockstep.runtime.replica import Replica
 from lockstep.runtime.seeds import Randomness
 from lockstep.runtime.shared_memory import transport
 from lockstep.runtime.tree_reduce import Shards
+from lockstep.runtime.whereabouts import waiting_in
 
 NAMED = 3
 """Of many unused parameters so many are named."""
@@ -141,7 +142,8 @@ class DataParallel(Replica):
     def _finish(self, bucket: int, buffer: Tensor, parameters: list[Tensor]) -> Tensor:
         slots = self.transport.slots(bucket, buffer, self.exchange.slots)
         self.accumulating().fill(parameters, [gradients_in(slot, parameters) for slot in slots])
-        return self.transport.sum(bucket, slots, self.exchange)
+        with waiting_in("the gradient exchange"):
+            return self.transport.sum(bucket, slots, self.exchange)
 
     def sum_by_backend(self, bucket: dist.GradBucket) -> Future:
         """The backend's own all-reduce: as fast as it gets, in an order that depends on the world."""

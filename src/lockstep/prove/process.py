@@ -20,11 +20,9 @@ from lockstep.contracts import MicroBatch
 from lockstep.events import RunStarted, StepDone
 from lockstep.prove.inspection import inspected
 from lockstep.prove.task import Task, some
-from lockstep.recipe import Parts, Recipe
-from lockstep.runtime.interruption import Interruption
+from lockstep.recipe import Parts
 from lockstep.runtime.trace import Line, Trace
 from lockstep.training.loop import Training
-from lockstep.world import World
 
 HALT_SECONDS = 60.0
 """How long a process that waits to be killed waits: should nobody kill it, it ends by itself."""
@@ -33,8 +31,8 @@ HALT_SECONDS = 60.0
 class ProofJob(worker.Job):
     """A process's part of a run, as always, but for what its task says."""
 
-    def __init__(self, task: Task, recipe: Recipe, world: World, *rest: Interruption) -> None:
-        super().__init__(recipe, world, *rest)
+    def __init__(self, task: Task, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         self.task = task
 
     def assemble(self) -> Parts:

@@ -165,7 +165,9 @@ class Start:
 
 def varied(recipe: Recipe, folder: Path, *, start: Start, steps: int) -> Recipe:
     """The user's recipe, with few steps and without all that looks, saves or tells while it runs."""
-    local = plugins.find("launch", "local").Config(kind="local", processes=start.processes, grace_seconds=GRACE_SECONDS)
+    local = plugins.find("launch", "local").Config(
+        kind="local", processes=start.processes, grace_seconds=GRACE_SECONDS, max_restarts=0
+    )
     sections: dict[str, dict[str, Any]] = {
         "run": {"dir": folder.parent, "name": folder.name},
         "train": {"steps": steps, "epochs": None, "stop_metric": None},

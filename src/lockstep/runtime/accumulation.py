@@ -16,6 +16,7 @@ from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness
 from lockstep.runtime.tree_reduce import Node, TreeSum, tree_sum
+from lockstep.runtime.whereabouts import progress
 
 
 def widened(outputs: Tensor) -> Tensor:
@@ -71,6 +72,7 @@ class Accumulation:
             if not micro_batch.ghost:
                 self.statistics.end_shard(micro_batch.shard)
             losses.append(loss)
+            progress()
         return losses
 
     def end_step(self, exchange: Exchange) -> None:

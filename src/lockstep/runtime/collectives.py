@@ -9,21 +9,24 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError
+from lockstep.runtime.whereabouts import waiting_in
 
 T = TypeVar("T")
 
 
-def decided(value: T) -> T:
+def decided(value: T, group: dist.ProcessGroup | None = None) -> T:
     """Rank 0's value, on every rank: for decisions that must not differ, such as a clock's."""
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    with waiting_in("a decision of rank 0"):
+        dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     return box[0]
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, on every rank, by rank."""
     box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value, group=group)
+    with waiting_in("an answer of every rank"):
+        dist.all_gather_object(box, value, group=group)
     return box
 
 
@@ -44,12 +47,20 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise first
 
 
+def stacked(row: torch.Tensor) -> torch.Tensor:
+    """Every rank's row [n], of the same type and length, on every rank, as a table [W, n] on the CPU."""
+    table = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(table, row)
+    return torch.stack(table)
+
+
 def add_disjoint(table: torch.Tensor) -> torch.Tensor:
     """Complete a table, in place, of which each rank filled other rows and left zeros elsewhere.
 
     The backend adds, but only zeros to one number each: exact, in any order.
     """
-    dist.all_reduce(table)
+    with waiting_in("the sum of losses"):
+        dist.all_reduce(table)
     return table
 
 
@@ -68,7 +79,8 @@ def said_once(terminal: TextIO) -> Iterator[None]:
         if error.is_shared:
             if dist.get_rank() == 0:
                 terminal.write(f"{error}\n")
-            dist.barrier()
+            with waiting_in("the end of all ranks"):
+                dist.barrier()
         raise
 
 
@@ -91,7 +103,8 @@ class Agreement:
         """The flags of the last post, each true if any rank raised it; all false before the first."""
         if self.work is None:
             return [False] * len(self.flags)
-        self.work.wait()
+        with waiting_in("the agreement whether to stop or save"):
+            self.work.wait()
         self.work = None
         return [bool(flag) for flag in self.flags.tolist()]
 

@@ -14,6 +14,8 @@ from lockstep.world import World
 TIMEOUT = timedelta(minutes=30)
 """How long a collective may wait; preparing data happens before the group's first one."""
 
+LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted")
+
 
 def device_of(world: World) -> torch.device:
     """The device of this process: GPU number local_rank where there are GPUs, else the CPU.
@@ -28,6 +30,13 @@ def device_of(world: World) -> torch.device:
             f"set launch.processes={torch.cuda.device_count()}"
         )
     return torch.device("cuda", world.local_rank)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error says that another process has gone: Gloo tells so in words only."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
 
 
 def world_group() -> dist.ProcessGroup:

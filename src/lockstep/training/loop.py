@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.checkpoint.keeper import is_better
+from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.contracts import MicroBatch
 from lockstep.errors import Interrupted, NonFiniteLoss
 from lockstep.events import Bus, EpochDone, Evaluated, StepDone, Warned
 from lockstep.observe.meters import Throughput
 from lockstep.runtime.collectives import Agreement, decided
 from lockstep.training.chain import link
+from lockstep.training.deadline import Deadline
+from lockstep.training.saving import Saving
 from lockstep.training.settings import EvaluateSection, TrainSection
 from lockstep.training.state import Record, TrainState
 from lockstep.training.step import Outcome, step
@@ -30,8 +33,9 @@ class Training:
     """This rank's micro-batches from a given step on, a list per step."""
     evaluate: Callable[[], tuple[int, dict[str, float]]]
     """Measure the model as it is: (samples, name -> value)."""
-    save: Callable[[dict[str, float], bool], None]
-    """Write a checkpoint, with the metrics measured at this step; whether it is the last one, which must not fail."""
+    saving: Saving
+    compare_ranks: Callable[[int], None]
+    """Stop where the ranks' weights have come apart, which they should not; takes the step."""
     describe: Callable[[int, int], str]
     """(step, shard) -> rank and sample indices, for people."""
     bus: Bus
@@ -41,9 +45,11 @@ class Training:
     """Training samples seen after so many steps."""
     clip: float | None
     log_every: int
-    best_metric: str | None
-    save_every_steps: int | None
-    save_every_seconds: float | None
+    desync_every: int | None
+    checkpoint: CheckpointSection
+    is_main: bool
+    """Whether this rank's clock counts."""
+    deadline: Deadline
     interrupted: Callable[[], bool]
     """Whether this rank has been asked to stop."""
     throughput: Throughput = field(default_factory=Throughput)
@@ -59,9 +65,10 @@ class Training:
 def train(run: Training) -> tuple[str, dict[str, float]]:
     """Train from where the state is to the end; returns how it ended and the last evaluation.
 
-    Raises NonFiniteLoss (train.non_finite=stop), and Interrupted after a checkpoint when a signal came.
+    Raises NonFiniteLoss (train.non_finite=stop), Desync, and Interrupted after a checkpoint when a signal came or
+    train.max_minutes are over.
     """
-    state, agreement, last_save = run.state, Agreement(flags=2), time.monotonic()
+    state, agreement, last_save = run.state, Agreement(flags=3), time.monotonic()
     metrics: dict[str, float] = {}
     for micro_batches in run.steps(state.step):
         is_logged = (state.step + 1) % run.log_every == 0 or state.step + 1 == run.total_steps
@@ -72,27 +79,41 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
             skip_non_finite=run.train.non_finite == "skip",
         )
         _look(run, outcome, is_logged=is_logged)
-        stop, save = agreement.read()
+        stop, save, late = agreement.read()
         metrics = {}
         if run.evaluation.is_due(state.step, run.steps_per_epoch) or state.step == run.total_steps:
             metrics = _evaluate(run)
-        improved = bool(run.best_metric and metrics and _note(state.saving, run.best_metric, metrics))
+        best = run.checkpoint.best
+        improved = bool(best and metrics and _note(state.saving, best, metrics))
         enough = _is_enough(run, metrics)
-        if save or improved or enough or stop or _is_save_step(run):
-            _read(run)
-            run.throughput.pause()
-            run.save(metrics, enough or stop or state.step == run.total_steps)
-            run.throughput.resume()
+        is_last = enough or stop or late or state.step == run.total_steps
+        if run.desync_every and state.step % run.desync_every == 0:
+            run.compare_ranks(state.step)
+        if save or improved or is_last or _is_save_step(run):
+            _save(run, metrics, is_last=is_last)
             last_save = time.monotonic()
+        run.saving.look()
         if state.step % run.steps_per_epoch == 0:
             run.bus.publish(EpochDone(epoch=run.epoch, step=state.step))
         if enough:
             return "stopped early", metrics
-        if stop:
-            raise Interrupted(f"stopped by a signal after step {state.step}")
-        agreement.post([run.interrupted(), _is_time(run, last_save)])
+        if (stop or late) and state.step < run.total_steps:
+            why = "by a signal" if stop else f"since train.max_minutes={run.train.max_minutes:g} are over"
+            raise Interrupted(f"stopped {why} after step {state.step}")
+        late = run.is_main and run.deadline.is_near(run.saving.longest_seconds)
+        agreement.post([run.interrupted(), _is_time(run, last_save), late])
     agreement.read()
     return "finished", metrics
+
+
+def _save(run: Training, metrics: dict[str, float], *, is_last: bool) -> None:
+    """Begin to save; the last save is waited for, and must not fail."""
+    _read(run)
+    run.throughput.pause()
+    run.saving.start(metrics)
+    if is_last:
+        run.saving.finish()
+    run.throughput.resume()
 
 
 def _look(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
@@ -173,9 +194,10 @@ def _is_enough(run: Training, metrics: dict[str, float]) -> bool:
 
 
 def _is_save_step(run: Training) -> bool:
-    step = run.state.step
-    return step == run.total_steps or (run.save_every_steps is not None and step % run.save_every_steps == 0)
+    every = run.checkpoint.every_steps
+    return every is not None and run.state.step % every == 0
 
 
 def _is_time(run: Training, last_save: float) -> bool:
-    return run.save_every_seconds is not None and time.monotonic() - last_save >= run.save_every_seconds
+    minutes = run.checkpoint.every_minutes
+    return run.is_main and minutes is not None and time.monotonic() - last_save >= minutes * 60

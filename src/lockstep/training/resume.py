@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.checkpoint import layout, verify, writer
+from lockstep.checkpoint import layout, reader, verify
 from lockstep.errors import CheckpointError
 from lockstep.runtime.collectives import decided, together
 from lockstep.training.state import TrainState
@@ -92,7 +92,7 @@ def resume(
     for line in lines:
         warn(f"numeric recipe changed on resume: {line}")
     tensors = state.tensors()
-    writer.load(folder, tensors)
+    reader.load(folder, tensors)
     state.take(tensors)
     state.load_state_dict(dict(manifest.progress))
     state.drift += [{"step": state.step, "field": name, "before": before, "now": now} for name, before, now in drift]

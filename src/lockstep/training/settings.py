@@ -11,7 +11,7 @@ from lockstep.runtime.precision import Format
 class TrainSection(Section):
     """How much, in what portions, and in which number format."""
 
-    incidental: ClassVar[frozenset[str]] = frozenset({"non_finite", "stop_metric", "stop_patience"})
+    incidental: ClassVar[frozenset[str]] = frozenset({"non_finite", "stop_metric", "stop_patience", "max_minutes"})
 
     epochs: float | None = Field(None, gt=0)
     """Passes over the training samples; give this or `steps` (default: 1 epoch)."""
@@ -35,6 +35,10 @@ class TrainSection(Section):
     """Stop early when this metric of the evaluation (accuracy, f1, loss) gets no better ..."""
     stop_patience: int = Field(3, ge=1)
     """... for so many evaluations in a row."""
+
+    max_minutes: float | None = Field(None, gt=0)
+    """Stop in time to have saved a checkpoint when so many minutes have passed since the start, and end with exit
+    code 75; the same command goes on later."""
 
     @property
     def shards(self) -> int:

@@ -62,7 +62,8 @@ class Lines:
 
     @notice.register
     def _(self, event: CheckpointSaved) -> None:
-        self.say(f"checkpoint {event.folder.name} saved in {event.seconds:.2f} s", "dim")
+        stall = f"training stood still for {event.stall_seconds * 1000:.0f} ms"
+        self.say(f"checkpoint {event.folder.name} saved in {event.seconds:.2f} s, {stall}", "dim")
 
     @notice.register
     def _(self, event: Warned) -> None:
@@ -185,6 +186,8 @@ def opening(event: RunStarted) -> list[str]:
 def closing(event: RunEnded) -> list[str]:
     """What a run says at its end."""
     summary = event.summary
+    if event.status == "failed":
+        return [f"failed after {summary['steps']:,} steps"]
     lines = [f"{event.status} after {summary['steps']:,} steps · digest {summary['digest'][:16]}"]
     if summary["evaluation"]:
         lines.append(f"test: {readable(summary['evaluation'])}")

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from lockstep.events import CheckpointSaved, Evaluated, RunEnded, RunStarted, StepDone
+from lockstep.events import CheckpointSaved, Evaluated, RunEnded, RunStarted, SaveStarted, StepDone
 
 
 class TensorBoard:
-    """train/* for logged steps, test/* for evaluations; steps that are done again replace those of before."""
+    """train/* for logged steps, test/* for evaluations, checkpoint/* for saves; steps done again replace the old."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "tensorboard"
@@ -24,7 +24,10 @@ class TensorBoard:
             self._write("train", event.step, event.values)
         elif isinstance(event, Evaluated):
             self._write("test", event.step, event.values)
-        if isinstance(event, Evaluated | CheckpointSaved | RunEnded) and self.writer:
+        elif isinstance(event, CheckpointSaved):
+            seconds = {"seconds": event.seconds, "stall_seconds": event.stall_seconds}
+            self._write("checkpoint", event.step, seconds)
+        if isinstance(event, Evaluated | SaveStarted | RunEnded) and self.writer:
             self.writer.flush()
 
     def close(self) -> None:

@@ -1,0 +1,66 @@
+"""Who keeps the others waiting: one sentence from what every rank says of itself."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a rank's watching thread says of its training thread."""
+
+    rank: int
+    process: int
+    host: str
+    step: int
+    """The step that it is at, from 1."""
+    waits_in: str | None
+    """The collective that it waits in; None where it is busy by itself."""
+    place: str
+    """file:line `function`."""
+    seconds: float
+    """How long it has been there."""
+    stacks: str
+    """All stacks, for who wants to know more."""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """'rank 3', 'ranks 0-2, 5'."""
+    numbers = sorted(ranks)
+    runs = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        runs.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]))
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(runs)}"
+
+
+def verdict(reports: Sequence[Report], silent: Sequence[str] = ()) -> str:
+    """One sentence: the ranks that are busy or silent, then where the others wait for them."""
+    busy = [report for report in reports if report.waits_in is None]
+    parts = list(silent)
+    together: dict[str, list[Report]] = defaultdict(list)
+    for report in busy:
+        together[report.place].append(report)
+    for place, there in together.items():
+        verb = "is" if len(there) == 1 else "are"
+        seconds = min(report.seconds for report in there)
+        parts.append(f"{ranks_text(r.rank for r in there)} {verb} in {place} for {seconds:.0f} s")
+    waiting: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for report in reports:
+        if report.waits_in is not None:
+            waiting[report.waits_in, report.step].append(report.rank)
+    for (what, step), ranks in waiting.items():
+        verb = "waits" if len(ranks) == 1 else "wait"
+        parts.append(f"{ranks_text(ranks)} {verb} in {what} of step {step}")
+    text = "; ".join(parts)
+    if not busy and not silent and len(waiting) > 1:
+        return f"{text}: they wait for each other in different places, so none can go on"
+    if not busy and not silent:
+        return f"{text}: all are there, so the network or the device between them is stuck"
+    return text

@@ -1,0 +1,130 @@
+"""Why a run's processes ended: which of them was the first, what befell it, and its last words."""
+
+import json
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from lockstep.errors import Desync, Interrupted, NonFiniteLoss, PeerLost, Stuck, UserError
+
+TAIL_LINES = 20
+VERDICT = "verdict.json"
+"""What the thread that watches leaves in the folder of logs: {"rank", "text"}."""
+SAID = {UserError.exit_code, NonFiniteLoss.exit_code, Desync.exit_code, Interrupted.exit_code}
+"""Exit codes of errors that all ranks share, or that one has explained in words: no start would end in another way."""
+SIGNALS = {
+    "SIGKILL": "was killed (SIGKILL: kill -9, or a scheduler)",
+    "SIGSEGV": "crashed in native code (SIGSEGV: a segmentation fault)",
+    "SIGABRT": "crashed in native code (SIGABRT: abort)",
+    "SIGBUS": "crashed in native code (SIGBUS; where /dev/shm is full, too)",
+    "SIGILL": "crashed in native code (SIGILL: an instruction that this processor lacks)",
+    "SIGFPE": "crashed in native code (SIGFPE)",
+}
+OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory", "CUDA out of memory")
+LESS_MEMORY = "lower train.micro_batch, or run fewer processes"
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The first process that failed."""
+
+    rank: int
+    code: int
+    """Exit code; negative: the signal that ended it."""
+    text: str
+    """What happened, for people, with its last words where they are not on the terminal already."""
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal, a crash in native code or the watching thread ended it: another start may fare better."""
+        return self.code < 0 or self.code in (PeerLost.exit_code, Stuck.exit_code)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it would happen again."""
+        return self.code in SAID
+
+    @property
+    def exit_code(self) -> int:
+        """For the launcher, as shells count signals."""
+        return self.code if self.code > 0 else 128 - self.code
+
+
+def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Failure:
+    """What happened. A process that was killed comes before those who lost it, and those come last: the agent's times
+    are whole seconds."""
+    rank, first = min(error.failures.items(), key=lambda item: (_weight(item[1].exitcode), item[1].timestamp))
+    code = first.exitcode
+    has_spoken = code in SAID and (rank == 0 or not Path(first.error_file).is_file())  # rank 0 has, on the terminal
+    if has_spoken:
+        return Failure(rank=rank, code=code, text="")
+    lines = _watched(logs) if code in (PeerLost.exit_code, Stuck.exit_code) or code == -signal.SIGKILL else []
+    lines.append(f"rank {rank} (process {first.pid}) {_fate(first, oom_kills_before)}")
+    log = logs / f"rank-{rank}.log"
+    if rank and log.is_file():
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+        lines += [f"last lines of {log}:", *(f"  | {line}" for line in tail)] if tail else []
+    return Failure(rank=rank, code=code, text="\n".join(lines))
+
+
+def _weight(code: int) -> int:
+    """Causes before their consequences."""
+    if code < 0:
+        return 0 if code not in (-signal.SIGTERM, -signal.SIGINT) else 4
+    return {Stuck.exit_code: 1, PeerLost.exit_code: 3}.get(code, 2)
+
+
+def _fate(failure: ProcessFailure, oom_kills_before: int) -> str:
+    code = failure.exitcode
+    if code == -signal.SIGKILL and oom_kills() > oom_kills_before:
+        return f"was killed for want of memory (SIGKILL by the kernel's out-of-memory killer): {LESS_MEMORY}"
+    if code < 0:
+        name = signal.Signals(-code).name
+        return SIGNALS.get(name, f"was ended by signal {name}")
+    if code == Stuck.exit_code:
+        return "ended the run, since it could not go on"
+    if code == PeerLost.exit_code:
+        return "lost the connection to another process"
+    said = str(failure.message)
+    if any(word in said for word in OUT_OF_MEMORY):
+        return f"ran out of memory (exit code {code}): {LESS_MEMORY}"
+    return f"failed with an exception (exit code {code})" if code == 1 else f"ended with exit code {code}"
+
+
+def _watched(logs: Path) -> list[str]:
+    """What the thread that watches has found out, where it could not say so on the terminal."""
+    with suppress(OSError, ValueError, KeyError):
+        verdict = json.loads((logs / VERDICT).read_text(encoding="utf-8"))
+        if verdict["rank"] != 0:
+            return [str(verdict["text"])]
+    return []
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for want of memory: on this machine, and in this control group, whose
+    kills not every machine's count holds."""
+    counts = [_counted(_text(Path("/proc/vmstat")))]
+    for line in _text(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        group = path.lstrip("/")
+        if "memory" in controllers:
+            counts.append(_counted(_text(CGROUPS / "memory" / group / "memory.oom_control")))
+        elif not controllers:
+            counts.append(_counted(_text(CGROUPS / group / "memory.events")))
+    return sum(counts)
+
+
+def _counted(text: str) -> int:
+    """The number behind 'oom_kill'."""
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""
