@@ -1,5 +1,5 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` runs every test.
-.PHONY: setup demo test test-matrix check format
+.PHONY: setup demo test test-matrix soak check format
 
 BIN := .venv/bin
 
@@ -19,6 +19,9 @@ test: setup
 
 test-matrix: setup
 	$(BIN)/python -m pytest -m matrix
+
+soak: setup
+	$(BIN)/python -m pytest -m soak -s tests/test_soak.py
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import traceback
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 
 import psutil
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from lockstep.checkpoint.writer import Writer
 
 TIMEOUT_SECONDS = 120
+SESSION = "LOCKSTEP_TEST_SESSION"
+os.environ[SESSION] = str(os.getpid())  # every process that a test starts inherits it
 SKIPS = (
     "permissions do not bind root",
     "real MNIST and AG News are not at hand",
@@ -113,6 +116,16 @@ def ranks():
     pool.close()
 
 
+def ours(spared):
+    """Processes that these tests have started, also those whose parents have gone."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid not in spared and process.environ().get(SESSION) == os.environ[SESSION]:
+                found.append(process)
+    return found
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(ranks):
     """A test leaves no process, no process group and no variable behind."""
@@ -120,8 +133,10 @@ def no_leaks(ranks):
     yield
     assert not dist.is_initialized()
     tracker = multiprocessing.resource_tracker._resource_tracker._pid
-    children = [c for c in psutil.Process().children(recursive=True) if c.pid not in ranks.pids() | {tracker}]
-    assert not psutil.wait_procs(children, timeout=3)[1]
+    left = psutil.wait_procs(ours(ranks.pids() | {tracker, os.getpid()}), timeout=3)[1]
+    for process in left:
+        process.kill()
+    assert not left
     changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
     assert not {k for k in changed if not k.startswith(("PYTEST_", "KMP_", "TORCHINDUCTOR_"))}, changed
 

@@ -1,5 +1,6 @@
 """What you type."""
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from rich.table import Table
 from lockstep import config, files, plugins
 from lockstep import export as exporting
 from lockstep import recipe as recipes
-from lockstep.checkpoint import keeper, layout
+from lockstep.checkpoint import inventory, keeper, layout, listing
 from lockstep.checkpoint.weights import restore
 from lockstep.compare import verdict
 from lockstep.errors import CheckpointError, ConfigError, Interrupted, LockstepError
@@ -112,20 +113,60 @@ def _launch(recipe: Recipe, extra: tuple[str, ...], *, dry_run: bool = False) ->
     return code
 
 
+def _place_of(path: Path, overrides: list[str] | None) -> tuple[Recipe, Path, Path | None]:
+    """What is meant by a run's folder, its folder of checkpoints, or one of these: the recipe, that folder, the one."""
+    folder = Path(os.path.abspath(path))  # without following links: checkpoints may lie on another disk
+    checkpoint = folder if (folder / layout.MANIFEST).is_file() else None
+    if checkpoint is not None:
+        root = folder.parent
+    elif folder.name == "checkpoints" and not (folder / "recipe.yaml").is_file():
+        root = folder
+    else:
+        root = folder / "checkpoints"
+    if not (root.parent / "recipe.yaml").is_file():
+        raise ConfigError(f"{path} is no run: there is no recipe.yaml in it (runs are folders such as runs/NAME)")
+    return recipes.load(root.parent / "recipe.yaml", overrides or []), root, checkpoint
+
+
 def _run_of(path: Path, overrides: list[str] | None) -> tuple[Recipe, Path]:
     """The recipe of a run and the checkpoint that is meant: the named one, else the best, else the newest."""
-    folder = path.absolute()
-    checkpoint = folder if (folder / layout.MANIFEST).is_file() else None
-    run = folder.parent.parent if checkpoint else folder
-    if not (run / "recipe.yaml").is_file():
-        raise ConfigError(f"{path} is no run: there is no recipe.yaml in it (runs are folders such as runs/NAME)")
-    recipe = recipes.load(run / "recipe.yaml", overrides or [])
-    checkpoint = checkpoint or keeper.chosen(run / "checkpoints", recipe.checkpoint)
+    recipe, root, checkpoint = _place_of(path, overrides)
+    checkpoint = checkpoint or keeper.chosen(root, recipe.checkpoint)
     if checkpoint is None:
         raise CheckpointError(
-            f"{path} has no finished checkpoint yet; train it further with: lockstep train {run}/recipe.yaml"
+            f"{path} has no finished checkpoint yet; train it further with: lockstep train {root.parent}/recipe.yaml"
         )
     return recipe, checkpoint
+
+
+@app.command()
+@honest
+def checkpoints(
+    run: Annotated[
+        Path, typer.Argument(help="A run's folder, its checkpoints folder, or one of these.", metavar="RUN")
+    ],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte that was saved.")] = False,
+) -> int:
+    """List a run's checkpoints, newest first: how old and how good each is, what it is kept for, whether it is whole.
+
+    Without --verify only the manifests and the sizes of the files are checked, which takes no time.
+
+    Ends with 0, or with 1 when one of those that are listed is damaged.
+    """
+    recipe, root, checkpoint = _place_of(run, None)
+    with console.status("") as status:
+        found = inventory.look(
+            root,
+            recipe.checkpoint,
+            every_byte=verify,
+            only=checkpoint,
+            reading=lambda folder: status.update(f"reading {folder.name}"),
+        )
+    if not found.entries:
+        gone = f"{run} is no longer there: the run has deleted it"
+        console.print(gone if checkpoint else f"{run} has no checkpoint yet", soft_wrap=True)
+    listing.show(found, recipe.checkpoint, console)
+    return 1 if any(entry.problem for entry in found.entries) else 0
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """Micro-batches, fetched whole: in the training process, or ahead of it by worker processes."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ from lockstep.runtime.loader_stacks import StackFiles
 from lockstep.runtime.seeds import seed_all
 
 OURS = str(plugins.ROOT) + os.sep
+PR_SET_PDEATHSIG = 1
+"""Of <sys/prctl.h>: the signal that a process gets when its parent ends."""
 PREFETCH = 4
 """Micro-batches that each worker process keeps ready."""
 
@@ -142,6 +145,8 @@ def _start_worker(number: int, stacks: StackFiles | None = None) -> None:
     """Ctrl-C reaches the whole terminal: the training process decides, its workers end with it."""
     if stacks is not None:
         stacks.answer(number)
+    if sys.platform == "linux":  # else a worker that hangs in the user's code would outlive a parent that was killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave_at_the_next)
 

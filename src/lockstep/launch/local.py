@@ -5,10 +5,12 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import psutil
 import torch
 from pydantic import Field
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
@@ -122,12 +124,15 @@ class Local:
             signals_to_handle=",".join(signals),
             shutdown_timeout=self.config.grace_seconds,
         )
-        kills_before = oom_kills()
+        kills_before, others = oom_kills(), set(psutil.Process().children())
         try:
             elastic_launch(config, plan.argv[0])(*plan.argv[1:])
         except ChildFailedError as error:
             return failure_of(error, logs, kills_before)
         except SignalException as error:
+            for left in set(psutil.Process().children()) - others:  # after a second signal, which ends at once
+                with suppress(psutil.Error):
+                    left.kill()
             name = signal.Signals(error.sigval).name
             raise Interrupted(f"ended by {name}") from None
         return None
@@ -165,11 +170,10 @@ class RankLogs(LogsSpecs):
         """Files for each local rank; an empty name leaves the terminal."""
         ranks = {local: int(env["RANK"]) for local, env in envs.items()}
         paths = {local: str(self.folder / f"rank-{rank}.log") if rank else "" for local, rank in ranks.items()}
-        nothing = dict.fromkeys(envs, "")
         errors = {local: str(self.folder / f".error-{rank}.json") for local, rank in ranks.items()}
         for local, file in errors.items():
             envs[local]["TORCHELASTIC_ERROR_FILE"] = file
-        return LogsDest(paths, paths, nothing, nothing, errors)
+        return LogsDest(paths, paths, {}, {}, errors)  # nothing to be followed: a thread that does so outlives a signal
 
 
 def build(config: Config, *, threads: int, shards: int) -> Local:

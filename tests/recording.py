@@ -1,0 +1,79 @@
+"""A run whose processes write down which samples the source has given them for which step.
+
+python recording.py launch CONFIG PROCESSES RESTARTS       starts it, as `lockstep train` does
+python recording.py CONFIG [the worker's own arguments]    one process
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep import plugins, worker
+from lockstep import recipe as recipes
+from lockstep.errors import Interrupted
+
+NUMBERED = '''
+"""The digits, each with its number."""
+
+import numpy as np
+
+from lockstep.data.memory import Images
+from lockstep.data.sources import digits
+
+
+class Numbered:
+    def __init__(self, plain):
+        self.plain, self.spec, self.lengths = plain, plain.spec, None
+
+    def __len__(self):
+        return len(self.plain)
+
+    def __getitems__(self, indices):
+        return {**self.plain.__getitems__(indices), "number": np.array(indices)}
+
+
+def source(options, split):
+    return Numbered(digits.build(digits.Config(kind="digits"), split))
+'''
+
+
+class RecordingJob(worker.Job):
+    """Every process's part of the run, as always."""
+
+    def training(self, parts):
+        """Pass each step's micro-batches on, once they are written down; a slow one leaves time for faults."""
+        run = super().training(parts)
+        steps, folder = run.steps, self.recipe.folder / "seen"
+        folder.mkdir(exist_ok=True)
+        attempt = f"{os.getppid()}x{os.environ.get('MASTER_PORT', '0')}"
+        file = (folder / f"{attempt}-{self.world.rank}-{os.getpid()}.jsonl").open("a", buffering=1)
+
+        def recorded(start):
+            for micro_batches in steps(start):
+                numbers = [n for m in micro_batches if not m.ghost for n in m.batch["number"].tolist()]
+                file.write(json.dumps({"step": micro_batches[0].step, "numbers": numbers}) + "\n")
+                time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+                yield micro_batches
+
+        run.steps = recorded
+        return run
+
+
+def launch(config, processes, restarts):
+    """As `lockstep train`, with this file in the worker's place."""
+    recipe = recipes.load(Path(config), [f"launch.processes={processes}", f"launch.max_restarts={restarts}"])
+    launcher = plugins.find("launch", "local").build(recipe.launch, threads=1, shards=recipe.train.shards)
+    plan = launcher.plan(Path(config))
+    plan = replace(plan, argv=(sys.executable, __file__, *plan.argv[3:]))
+    try:
+        return launcher.run(plan, recipe.folder / "logs")
+    except Interrupted as error:
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    sys.exit(launch(*arguments[1:]) if arguments[0] == "launch" else worker.main(arguments, RecordingJob))

@@ -1,0 +1,56 @@
+"""A process is killed at every file operation of a save: a whole checkpoint is found, and the run ends with its bits."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parent / "crashing.py"
+
+
+def tried(folder, world, victim):
+    """Every point, as crashing.py tells it."""
+    command = [sys.executable, str(SCRIPT), str(folder), str(world), str(victim)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    points = [json.loads(line) for line in done.stdout.splitlines()]
+    print(f"{len(points)} points tried, W = {world}, rank {victim} killed")  # noqa: T201
+    return points
+
+
+def check(points, digest):
+    kinds = {point["at"].split()[0] for point in points}
+    for point in points:
+        assert point["killed"], point
+        assert point["whole"] in ("step-000000001", "step-000000002"), point
+        assert point["digest"] == digest, point
+        assert point["steps"] == [1, 2, 3, 4, 4], point  # each step once, then the evaluation at the end
+        assert point["left"] == ["step-000000004"], point
+    return kinds
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return tried(tmp_path_factory.mktemp("alone"), 1, 0)
+
+
+@pytest.mark.timeout(300)
+def test_killed_at_every_file_operation(alone):
+    kinds = check(alone, alone[0]["digest"])
+    assert kinds >= {"open", "write", "fsync", "os.rename", "os.mkdir", "os.scandir", "os.remove", "os.rmdir"}
+    assert {point["whole"] for point in alone} == {"step-000000001", "step-000000002"}
+    assert len(alone) > 30
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_at_every_file_operation_of_a_shared_save(alone, tmp_path, victim):
+    """Two ranks write, each its part; the one that is not killed loses its peer, and a new pair goes on."""
+    points = tried(tmp_path, 2, victim)
+    check(points, alone[0]["digest"])
+    assert len(points) > (30 if victim == 0 else 5)
