@@ -179,6 +179,17 @@ def test_the_newest_and_the_best_stay(root, keep, best, stay):
     assert names(root) == step_names(*stay)
 
 
+@pytest.mark.parametrize(
+    ("hours", "stay"),
+    [(5, (10, 20, 30, 40)), (10, (10, 20, 30, 40)), (11, (10, 30, 40)), (25, (10, 40)), (99, (10, 40))],
+)
+def test_one_every_few_hours_stays(root, hours, stay):
+    """They were saved ten hours apart; which ones stay does not change when it is asked again, nor with new ones."""
+    for _ in range(2):
+        keeper.tidy(root, CheckpointSection(keep=1, keep_every_hours=hours))
+        assert names(root) == step_names(*stay)
+
+
 def test_leftovers_of_killed_saves_go(root):
     for name in ("step-000000050.tmp-0a1b2c3d", "step-000000010.tmp-ffffffff"):
         (root / name).mkdir()

@@ -1,5 +1,8 @@
 """Saves that fail, on one rank or on all: an error everywhere, nothing left behind, and the older ones stay."""
 
+import os
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +10,10 @@ from conftest import save
 from test_checkpoint_files import manifest_of, names, save_all, step_names
 from torch import nn
 
-from lockstep.checkpoint import layout, verify, weights
+from lockstep.checkpoint import layout, reader, verify, weights
+from lockstep.checkpoint.writer import Writer, share
 from lockstep.errors import CheckpointError
+from lockstep.runtime.digest import digest
 
 resource = pytest.importorskip("resource")  # sets limits; Windows has none
 
@@ -52,6 +57,78 @@ def test_a_full_disk_on_one_rank_is_an_error_on_every_rank(ranks, root, small_ra
     assert verify.newest(root, lambda *_: None) == root / "step-000000040"
     assert ranks(2, try_to_save, root, None) == [None, None]
     assert verify.newest(root, lambda *_: None) == root / "step-000000050"
+
+
+def save_as_nobody(root):
+    """Of this rank's save: what was raised, by a user who may not write here."""
+    writer = Writer(root)
+    os.seteuid(65534)
+    try:
+        writer.start({"model.weight": torch.ones(9)}, manifest_of(50))
+        return writer.finished().failure
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
+def test_without_permission_the_older_one_stays(ranks, root):
+    said = ranks(2, save_as_nobody, root)
+    assert "Permission denied" in said[0]
+    assert said == said[:1] * 2
+    assert names(root) == step_names(40)
+
+
+def save_twice_with_the_folder_gone_between(root):
+    writer, found = Writer(root), []
+    for step in (1, 2):
+        writer.start({"model.weight": torch.full((9,), float(step))}, manifest_of(step))
+        found.append(writer.finished().failure)
+        dist.barrier()
+        if dist.get_rank() == 0 and step == 1:
+            shutil.rmtree(root.parent)
+        dist.barrier()
+    return found
+
+
+def test_a_folder_that_vanished_is_made_again(ranks, tmp_path):
+    root = tmp_path / "run" / "checkpoints"
+    assert ranks(2, save_twice_with_the_folder_gone_between, root) == [[None, None]] * 2
+    assert verify.problem(root / "step-000000002") is None
+    assert names(root) == step_names(2)
+
+
+def save_while_training_goes_on(root):
+    """The tensor is changed as soon as `start` returns -> whether the save was still under way then."""
+    tensors = {"model.weight": torch.full((3_000_000,), 7.0), "optimizer.weight.exp_avg": torch.full((3_000_000,), 8.0)}
+    writer = Writer(root)
+    writer.warm_up(tensors)
+    writer.start(tensors, manifest_of(1))
+    was_busy = writer.is_busy
+    for tensor in tensors.values():
+        tensor.zero_()
+    return was_busy, writer.finished().failure
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_save_holds_what_was_there_when_it_began(ranks, tmp_path, world):
+    """Each rank writes its part: no tensor twice."""
+    assert ranks(world, save_while_training_goes_on, tmp_path) == [(True, None)] * world
+    folder = tmp_path / "step-000000001"
+    found = {name: torch.empty(3_000_000) for name in ("model.weight", "optimizer.weight.exp_avg")}
+    reader.load(folder, found)
+    assert [tensor.unique().tolist() for tensor in found.values()] == [[7.0], [8.0]]
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 24_000_000 * 1.01
+    assert layout.read_manifest(folder).digest == digest({"weight": torch.full((3_000_000,), 7.0)})
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_every_tensor_is_written_by_one_rank_and_the_work_is_even(world):
+    sizes = [1000, 1, 1, 0, 400, 300, 300, 500, 500, 2]
+    tensors = {f"t{number}": torch.empty(size) for number, size in enumerate(sizes)}
+    shares = [share(tensors, rank, world) for rank in range(world)]
+    assert sorted(name for names in shares for name in names) == sorted(tensors)
+    loads = [sum(tensors[name].numel() for name in names) for names in shares]
+    assert max(loads) <= max(1000, sum(sizes) / world * 4 / 3)
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

@@ -130,7 +130,7 @@ def test_a_sample_that_cannot_be_read_is_named_with_the_users_own_lines(folder):
 
 
 def test_a_rank_that_dawdles_is_named_and_training_goes_on(folder):
-    settings = ["data.workers=0", "data.options.seconds=7", "data.options.once=true"]
+    settings = ["data.workers=0", "data.options.seconds=5", "data.options.once=true"]
     done = train(folder, "sleep", *settings, "observe.hang_seconds=3")
     assert done.returncode == 0, done.stdout + done.stderr
     busy, waiting = r"rank 1 is in mine\.py:16 `fault` for \d s", "rank 0 waits in the gradient exchange of step"
@@ -212,10 +212,28 @@ def test_sigterm_is_graceful_with_loader_workers_too(folder):
 def test_a_time_limit_is_kept(folder):
     begin = time.monotonic()
     done = train(folder, "slow", "train.max_minutes=0.3", "train.epochs=100")
-    assert time.monotonic() - begin < 0.3 * 60 + 2  # the launcher's own start is not counted
+    assert time.monotonic() - begin < 0.3 * 60 + 10  # the command's own imports are not counted
     assert done.returncode == 75, done.stdout + done.stderr
     facts = summary(folder, "a")
     assert facts["status"] == "interrupted"
     assert f"stopped since train.max_minutes=0.3 are over after step {facts['steps']}" in done.stderr
     assert "go on with: lockstep train" in done.stderr
     assert (folder / "runs" / "a" / "checkpoints" / f"step-{facts['steps']:09}" / "manifest.json").exists()
+
+
+def test_a_second_signal_ends_at_once(folder):
+    """The first one waits for the end of a step, which does not come."""
+    process = started(folder, "train", "c.yaml", *SETTINGS, "data.options.fault=sleep", "data.workers=1")
+    wait_for_steps(folder / "runs" / "a", 5)
+    everyone = family(process)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2)
+    assert process.poll() is None
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - begin < 5
+    assert process.returncode == 75, output
+    assert "Traceback" not in output
+    assert ended_by_itself(everyone)

@@ -98,6 +98,21 @@ def test_jsonl_after_a_kill_equals_an_uninterrupted_run(tmp_path, killed_at, res
     assert (killed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
+def test_jsonl_keeps_what_a_full_disk_refuses_until_there_is_room(tmp_path):
+    resource = pytest.importorskip("resource")
+    sink, before = jsonl.build(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    run(sink, tmp_path, range(1, 4))
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, before[1]))
+    try:
+        for number in (4, 5):
+            sink.notice(step(number, loss=1.0))
+        assert [json.loads(line)["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    sink.notice(step(6, loss=1.0))
+    assert [json.loads(line)["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_jsonl_keeps_earlier_lines_byte_for_byte(tmp_path):
     """Also those that another version has written in another way."""
     own = '{"step":3,"kind":"step","loss":1e-3}\n{ "kind": "note", "step": 4, "text": "caf\u00e9 \u2028 end" }\n'

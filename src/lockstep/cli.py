@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
 
@@ -18,7 +19,7 @@ from lockstep import recipe as recipes
 from lockstep.checkpoint import inventory, keeper, layout, listing
 from lockstep.checkpoint.weights import restore
 from lockstep.compare import verdict
-from lockstep.errors import CheckpointError, ConfigError, Interrupted, LockstepError
+from lockstep.errors import CheckpointError, ConfigError, Interrupted, LaunchError, LockstepError
 from lockstep.events import Bus
 from lockstep.prove import proof
 from lockstep.recipe import Recipe
@@ -78,17 +79,19 @@ def train(
 def evaluate(run: RunArgument, overrides: Overrides = None) -> int:
     """Measure a run's best or newest checkpoint on the test split, every sample once."""
     recipe, checkpoint = _run_of(run, overrides)
-    code = _launch(recipe, ("--evaluate", str(checkpoint)))
+    once = recipe.launch.model_copy(update={"max_restarts": 0})
+    code = _launch(recipe.model_copy(update={"launch": once}), ("--evaluate", str(checkpoint)), name="evaluate")
     if code == 0:
         console.print(f"measured {checkpoint.name}; written to {recipe.folder / 'evaluation.json'}", soft_wrap=True)
     return code
 
 
-def _launch(recipe: Recipe, extra: tuple[str, ...], *, dry_run: bool = False) -> int:
+def _launch(recipe: Recipe, extra: tuple[str, ...], *, name: str = "launch", dry_run: bool = False) -> int:
+    """Start the processes of a run; `name` keeps what is started beside a training apart from it."""
     launcher = plugins.find("launch", recipe.launch.kind).build(
         recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards
     )
-    written = recipe.folder / "launch.yaml"  # recipe.yaml is the worker's, once it knows that the run can go on
+    written = recipe.folder / f"{name}.yaml"  # recipe.yaml is the worker's, once it knows that the run can go on
     plan = launcher.plan(written, extra)
     if dry_run:
         for name, value in plan.environment.items():
@@ -96,21 +99,33 @@ def _launch(recipe: Recipe, extra: tuple[str, ...], *, dry_run: bool = False) ->
         console.print(f"{plan.processes} x {' '.join(plan.argv)}", soft_wrap=True)
         console.print(f"\n# {written}\n{config.dump(recipe)}", soft_wrap=True)
         return 0
+    logs = recipe.folder / "logs"
     try:
         written.parent.mkdir(parents=True, exist_ok=True)
+        if name == "launch":
+            _refuse_second(recipe.folder)
         files.write(written, config.dump(recipe))
     except OSError as error:
         raise ConfigError(
             f"cannot write to {written.parent}: {error.strerror}; choose another folder with run.dir"
         ) from None
     try:
-        code = launcher.run(plan, recipe.folder / "logs")
+        code = launcher.run(plan, logs if name == "launch" else logs / name)
     except Interrupted as error:
         typer.echo(str(error), err=True)
         code = error.exit_code
     if code == Interrupted.exit_code and (recipe.folder / "recipe.yaml").exists():
         typer.echo(f"go on with: lockstep train {recipe.folder / 'recipe.yaml'}", err=True)
     return code
+
+
+def _refuse_second(folder: Path) -> None:
+    """A second training of a run must not even begin: it would write over the first one's logs. Raises LaunchError."""
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            return
+    except Timeout:
+        raise LaunchError(f"{folder} is being trained by another process; choose another run.name") from None
 
 
 def _place_of(path: Path, overrides: list[str] | None) -> tuple[Recipe, Path, Path | None]:

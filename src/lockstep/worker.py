@@ -10,12 +10,13 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -26,7 +27,7 @@ from lockstep import config, files, plugins
 from lockstep import recipe as recipes
 from lockstep.checkpoint import keeper, layout
 from lockstep.checkpoint.weights import restore
-from lockstep.checkpoint.writer import Writer
+from lockstep.checkpoint.writer import THREAD, Writer
 from lockstep.diagnose.desync import Comparison
 from lockstep.diagnose.watch import Limits, Watch
 from lockstep.errors import Desync, Interrupted, LaunchError, LockstepError, PeerLost
@@ -147,19 +148,27 @@ class Job:
             if found is not None and (ended := self.ended(parts)):
                 status, metrics = ended, dict(layout.read_manifest(found).metrics)
             else:
-                self.interruption.is_graceful = True
-                status, metrics = train(run)
+                status, metrics = self.trained(run)
         except Interrupted:
             status = "interrupted"
             raise
+        finally:
+            self.watch_thread.is_training = False
+            run.saving.settle(SETTLE_SECONDS)
+            self.end(parts, run, status=status, metrics=metrics)
+
+    def trained(self, run: Training) -> tuple[str, dict[str, float]]:
+        """Train: how it ended, and the last evaluation."""
+        self.interruption.is_graceful = True
+        run.saving.writer.warm_up(run.state.tensors())
+        try:
+            return train(run)
         except Desync as error:
             run.saving.settle(SETTLE_SECONDS)
+            run.saving.writer.cancel()
             if self.world.is_main:  # they may hold weights of several ranks that do not belong together
                 set_aside(self.checkpoints, error.equal_at, self.warn)
             raise
-        finally:
-            run.saving.settle(SETTLE_SECONDS)
-            self.end(parts, run, status=status, metrics=metrics)
 
     def ended(self, parts: Parts) -> str | None:
         """How a run that has been brought back had ended already, if it had."""
@@ -220,6 +229,7 @@ class Job:
             is_main=self.world.is_main,
             deadline=Deadline(recipe.train.max_minutes, self.began),
             interrupted=self.interruption.requested,
+            stopping=self.interruption.accepted,
         )
 
     def saving(self, parts: Parts) -> Saving:
@@ -238,7 +248,6 @@ class Job:
             )
 
         writer = Writer(self.checkpoints, lambda folder: keeper.tidy(self.checkpoints, section, folder))
-        writer.warm_up(state.tensors())
         return Saving(writer=writer, state=state, manifest=manifest, bus=self.bus)
 
     def close(self) -> None:
@@ -374,5 +383,14 @@ def left_alone(world: World, error: Exception) -> int:
     return PeerLost.exit_code
 
 
+def leave(code: int) -> NoReturn:
+    """End the process. A save that hangs has a thread in native code, which would abort an interpreter that ends."""
+    if any(thread.name == THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,8 @@ from lockstep.runtime.digest import digest_of, line
 
 TIMEOUT = timedelta(hours=2)
 """How long ranks wait for each other's disk."""
+THREAD = "checkpoint"
+"""The name of the threads that write."""
 WEIGHTS = "model."
 """How the names of weights and buffers begin; the digest is over them."""
 
@@ -69,6 +72,18 @@ class Writer:
         """This rank's part of the last save, whose memory is used again."""
         self.warming: Future[Any] | None = None
         self.pending: Future[Saved] | None = None
+        self._publishing = threading.Lock()
+        self._is_cancelled = False
+
+    @property
+    def bytes(self) -> int:
+        """Of this rank's part."""
+        return sum(copy.nbytes for copy in self.copies.values())
+
+    def cancel(self) -> None:
+        """Let nothing that is still being written become a checkpoint; for good."""
+        with self._publishing:
+            self._is_cancelled = True
 
     def warm_up(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the memory for copies before the first save needs it, beside the training: fresh pages cost 50 times as
@@ -121,7 +136,7 @@ class Writer:
         temporary, failure = decided((temporary, self._prepared() if is_main else None), self.group)
         if failure is None:
             try:
-                target = dcp.FileSystemWriter(temporary, sync_files=True)
+                target = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)  # copied already
                 dcp.save(dict(copies), storage_writer=target, process_group=self.group)
                 failure = self._completed(temporary, copies, manifest)
             except CheckpointException as error:
@@ -163,12 +178,18 @@ class Writer:
             parts = {name: entry for (sums, _), _ in everyone for name, entry in sums.items()}
             digest = digest_of(each for (_, lines), _ in everyone for each in lines)
             whole = replace(manifest, digest=digest, files=dict(sorted(parts.items())))
-            try:
-                final = _published(temporary, folder_of(self.root, manifest.step), whole)
-            except OSError as error:
-                failures = [_reason(error, rank)]
-            else:
-                self.saved(final)
+            final = folder_of(self.root, manifest.step)
+            with self._publishing:
+                try:
+                    if self._is_cancelled:
+                        failures = ["it was cancelled"]
+                    else:
+                        _publish(temporary, final, whole)
+                except OSError as error:
+                    failures = [_reason(error, rank)]
+            if not failures:
+                with suppress(OSError):  # old ones that cannot be looked at or deleted now are the next save's business
+                    self.saved(final)
         return decided(self._with_room("; ".join(failures)) if failures else None, self.group)
 
 
@@ -186,7 +207,7 @@ def _beside(task: Callable[[], Any]) -> Future[Any]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    threading.Thread(target=run, name=THREAD, daemon=True).start()
     return future
 
 
@@ -200,7 +221,7 @@ def _sums(folder: Path, *patterns: str) -> dict[str, tuple[int, str]]:
     return {path.name: (path.stat().st_size, files.sha256(path)) for path in found}
 
 
-def _published(temporary: Path, final: Path, manifest: Manifest) -> Path:
+def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     """The manifest, then the name that makes a checkpoint exist. A whole one of the same step stays: the state is the
     same, and there would be none while one takes the other's place."""
     files.write(temporary / MANIFEST, manifest.text())
@@ -212,4 +233,3 @@ def _published(temporary: Path, final: Path, manifest: Manifest) -> Path:
         final.replace(temporary.with_name(f"{temporary.name}-damaged"))
         temporary.replace(final)
     files.sync_folder(final.parent)
-    return final

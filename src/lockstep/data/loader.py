@@ -1,6 +1,5 @@
 """Micro-batches, fetched whole: in the training process, or ahead of it by worker processes."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -21,11 +20,10 @@ from lockstep.data.collate import collate
 from lockstep.data.sampler import Request
 from lockstep.errors import LockstepError, SampleError
 from lockstep.runtime.loader_stacks import StackFiles
+from lockstep.runtime.parent import end_with_parent
 from lockstep.runtime.seeds import seed_all
 
 OURS = str(plugins.ROOT) + os.sep
-PR_SET_PDEATHSIG = 1
-"""Of <sys/prctl.h>: the signal that a process gets when its parent ends."""
 PREFETCH = 4
 """Micro-batches that each worker process keeps ready."""
 
@@ -143,10 +141,10 @@ def _as_it_is(micro_batch: MicroBatch | LockstepError) -> MicroBatch | LockstepE
 
 def _start_worker(number: int, stacks: StackFiles | None = None) -> None:
     """Ctrl-C reaches the whole terminal: the training process decides, its workers end with it."""
+    signal.set_wakeup_fd(-1)  # inherited: what this worker gets would count as the parent's
+    end_with_parent("SIGKILL")  # which a worker that hangs in the user's code would not notice
     if stacks is not None:
         stacks.answer(number)
-    if sys.platform == "linux":  # else a worker that hangs in the user's code would outlive a parent that was killed
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave_at_the_next)
 

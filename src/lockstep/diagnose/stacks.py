@@ -37,7 +37,7 @@ def telling(stack: list[Place]) -> Place:
     innermost of all. Its file is shortened where it lies in the folder that the run was started in."""
     users = [place for place in stack if not place.file.startswith((OURS, "<", *LIBRARIES))]
     chosen = (users or stack)[0]
-    with suppress(ValueError):
+    with suppress(ValueError, OSError):
         return replace(chosen, file=str(Path(chosen.file).relative_to(Path.cwd())))
     return chosen
 

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import signal
 import statistics
 import sys
 import threading
@@ -28,12 +27,15 @@ from lockstep.runtime.board import Board
 from lockstep.runtime.loader_stacks import ask_all
 from lockstep.world import World
 
+SIGKILL = 9
 LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 """How long the ranks may take to say where they are."""
 FIRST_STEPS_SECONDS = 120.0
 """A step may take so long while no two have been measured."""
 TIMES_MEDIAN, LEAST_SECONDS = 10, 30.0
+ELSEWHERE = 4
+"""A process on another machine may be silent for so many times as long."""
 VERDICT = "verdict.json"
 """What a watching thread leaves in the folder of logs when it ends the run: {"rank", "text"}."""
 
@@ -74,6 +76,7 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch from here on; the process group is open."""
+        self.logs.mkdir(parents=True, exist_ok=True)
         if self.world.size > 1:
             self.board = Board(self.world.rank, self.world.size)
         whereabouts.progress()
@@ -88,6 +91,7 @@ class Watch:
     def notice(self, event: object) -> None:
         """Measure steps."""
         if isinstance(event, RunStarted):
+            whereabouts.progress()
             self.is_training, self.steps_done = True, event.resumed_step
         elif isinstance(event, RunEnded):
             self.is_training = False
@@ -113,8 +117,14 @@ class Watch:
     # ---- what the watching thread does
 
     def _watch(self) -> None:
+        has_failed = False
         while not self._stopped.wait(LOOK_SECONDS):
-            self._look()
+            try:
+                self._look()
+            except Exception as error:  # watching must not end because of an error in it
+                if not has_failed:
+                    self._say(f"the thread that watches failed, and goes on: {type(error).__name__}: {error}")
+                has_failed = True
         self._say_if_over()
         if self.board is not None:
             with suppress(DistError):
@@ -215,6 +225,8 @@ class Watch:
         """Why a silent rank is silent; None for one on this machine that is alive and only busy in native code."""
         seconds = f"has given no sign of life for {self._silence(rank):.0f} s"
         if who.get("host") != platform.node():
+            if self._silence(rank) < ELSEWHERE * self.limits.silent_seconds:
+                return None  # nobody here can see whether it is only busy in native code
             return f"rank {rank} (process {who.get('process')} on {who.get('host')}) {seconds}"
         with suppress(psutil.Error):
             status = psutil.Process(who["process"]).status()
@@ -242,7 +254,8 @@ class Watch:
             texts = [f"rank {r.rank}, process {r.process} on {r.host}\n{r.stacks}" for r in reports]
             file.write_text("\n\n".join(texts), encoding="utf-8")
         text = f"no progress for {seconds:.0f} s in step {step}: {verdict(reports, silent)}\n  all stacks: {file}"
-        if self.limits.restarts:
+        is_waited_for = bool(mute) or {report.waits_in is None for report in reports} == {True, False}
+        if self.limits.restarts and is_waited_for:  # else it may only be slow: a compilation, a large evaluation
             self._end(text)
         self._say(text)
 
@@ -261,7 +274,9 @@ class Watch:
         answers: dict[int, Report] = {}
         while len(answers) < len(others) and time.monotonic() < end:
             time.sleep(0.1)
-            answers = {rank: Report(**plain) for rank, plain in self.board.read(f"answer-{asked}", others).items()}
+            missing = [rank for rank in others if rank not in answers]
+            answers |= {r: Report(**plain) for r, plain in self.board.read(f"answer-{asked}", missing).items()}
+        self._last_look = time.monotonic()  # the wait was ours
         return sorted([own, *answers.values()], key=lambda report: report.rank)
 
     def _report(self) -> Report:
@@ -294,7 +309,7 @@ class Watch:
         for who in frozen:
             if who.get("host") == platform.node():
                 with suppress(OSError):  # it would not hear any other signal
-                    os.kill(who["process"], signal.SIGKILL)
+                    os.kill(who["process"], SIGKILL)
         self._leave(text, Stuck.exit_code)
 
     def _leave(self, text: str, code: int) -> None:

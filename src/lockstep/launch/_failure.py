@@ -23,6 +23,8 @@ SIGNALS = {
     "SIGILL": "crashed in native code (SIGILL: an instruction that this processor lacks)",
     "SIGFPE": "crashed in native code (SIGFPE)",
 }
+SIGKILL = 9
+"""Windows has no name for it."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory", "CUDA out of memory")
 LESS_MEMORY = "lower train.micro_batch, or run fewer processes"
 CGROUPS = Path("/sys/fs/cgroup")
@@ -57,12 +59,12 @@ class Failure:
 def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Failure:
     """What happened. A process that was killed comes before those who lost it, and those come last: the agent's times
     are whole seconds."""
-    rank, first = min(error.failures.items(), key=lambda item: (_weight(item[1].exitcode), item[1].timestamp))
+    rank, first = min(error.failures.items(), key=lambda item: (_weight(item[1]), item[1].timestamp))
     code = first.exitcode
     has_spoken = code in SAID and (rank == 0 or not Path(first.error_file).is_file())  # rank 0 has, on the terminal
     if has_spoken:
         return Failure(rank=rank, code=code, text="")
-    lines = _watched(logs) if code in (PeerLost.exit_code, Stuck.exit_code) or code == -signal.SIGKILL else []
+    lines = _watched(logs) if code in (PeerLost.exit_code, Stuck.exit_code) or code == -SIGKILL else []
     lines.append(f"rank {rank} (process {first.pid}) {_fate(first, oom_kills_before)}")
     log = logs / f"rank-{rank}.log"
     if rank and log.is_file():
@@ -71,8 +73,11 @@ def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Fa
     return Failure(rank=rank, code=code, text="\n".join(lines))
 
 
-def _weight(code: int) -> int:
-    """Causes before their consequences."""
+def _weight(failure: ProcessFailure) -> int:
+    """Causes before their consequences. A process that has failed by itself may end by the SIGTERM that follows."""
+    code = failure.exitcode
+    if Path(failure.error_file).is_file():
+        return 2
     if code < 0:
         return 0 if code not in (-signal.SIGTERM, -signal.SIGINT) else 4
     return {Stuck.exit_code: 1, PeerLost.exit_code: 3}.get(code, 2)
@@ -80,7 +85,7 @@ def _weight(code: int) -> int:
 
 def _fate(failure: ProcessFailure, oom_kills_before: int) -> str:
     code = failure.exitcode
-    if code == -signal.SIGKILL and oom_kills() > oom_kills_before:
+    if code == -SIGKILL and oom_kills() > oom_kills_before:
         return f"was killed for want of memory (SIGKILL by the kernel's out-of-memory killer): {LESS_MEMORY}"
     if code < 0:
         name = signal.Signals(-code).name

@@ -28,7 +28,7 @@ class Config(PluginSection):
 
     processes: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """How many; auto: one per GPU, else as many as the cores allow at run.threads each, and as have work."""
-    grace_seconds: int = Field(30, ge=1)
+    grace_seconds: int = Field(120, ge=1)
     """After SIGTERM, how long processes may take to finish their step and save before they are killed."""
     failure_timeout_seconds: float = Field(30.0, gt=0)
     """A process that gives no sign of life for so long (frozen, its machine lost) ends the run, or restarts it."""
@@ -72,10 +72,20 @@ class Local:
             if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
         os.environ.update(plan.environment)
-        plan = replace(plan, argv=(*plan.argv, "--began", f"{time.time():.3f}"))
-        restarts, checkpoint, in_vain = 0, newest(logs), 0
+        others = set(psutil.Process().children())
+        try:
+            return self._over_restarts(replace(plan, argv=(*plan.argv, "--began", f"{time.time():.3f}")), logs)
+        except SignalException as error:
+            for left in set(psutil.Process().children()) - others:  # after a second signal, which ends at once
+                with suppress(psutil.Error):
+                    left.kill()
+            raise Interrupted(f"ended by {signal.Signals(error.sigval).name}") from None
+
+    def _over_restarts(self, plan: Plan, logs: Path) -> int:
+        """Start again as long as it makes sense; returns the exit code."""
+        restarts, in_vain, before = 0, 0, saved(logs)
         while (failure := self._attempt(plan, logs)) is not None:
-            got, checkpoint = checkpoint != newest(logs), newest(logs)
+            got, before = bool(set(saved(logs).items()) - set(before.items())), saved(logs)
             in_vain = 0 if got else in_vain + 1
             sys.stderr.write(f"{failure.text}\n" if failure.text else "")
             if failure.is_final:
@@ -84,10 +94,12 @@ class Local:
                 sys.stderr.write(_farewell(plan, logs, obstacle))
                 return failure.exit_code
             restarts += 1
+            if before:  # a start from scratch, or from another place, was asked for once
+                plan = replace(plan, argv=_resuming(plan.argv))
             if in_vain > 1 and plan.processes > self.config.min_processes:
                 plan = replace(plan, processes=plan.processes - 1)
             sys.stderr.write(
-                f"Starting again on {_processes(plan.processes)} from {checkpoint or 'the beginning'} "
+                f"Starting again on {_processes(plan.processes)} from {newest(logs) or 'the beginning'} "
                 f"(restart {restarts} of {self.config.max_restarts}).\n"
             )
         return 0
@@ -103,7 +115,7 @@ class Local:
         return f"It is not started again after {restarts} restarts (launch.max_restarts)."
 
     def _attempt(self, plan: Plan, logs: Path) -> Failure | None:
-        """Start all processes and wait for their end -> the first that failed, if any. Raises Interrupted."""
+        """Start all processes and wait for their end -> the first that failed, if any. Raises SignalException."""
         logs.mkdir(parents=True, exist_ok=True)
         for log in logs.glob("rank-*.log"):
             if log.name != "rank-0.log":  # which is continued
@@ -124,23 +136,32 @@ class Local:
             signals_to_handle=",".join(signals),
             shutdown_timeout=self.config.grace_seconds,
         )
-        kills_before, others = oom_kills(), set(psutil.Process().children())
+        kills_before = oom_kills()
         try:
             elastic_launch(config, plan.argv[0])(*plan.argv[1:])
         except ChildFailedError as error:
             return failure_of(error, logs, kills_before)
-        except SignalException as error:
-            for left in set(psutil.Process().children()) - others:  # after a second signal, which ends at once
-                with suppress(psutil.Error):
-                    left.kill()
-            name = signal.Signals(error.sigval).name
-            raise Interrupted(f"ended by {name}") from None
         return None
 
 
+def saved(logs: Path) -> dict[str, float]:
+    """The checkpoints of the run with these logs -> when they were made. One that is written now has a longer name."""
+    found = {}
+    for file in (logs.parent / "checkpoints").glob("step-*/manifest.json"):
+        with suppress(OSError):
+            if file.parent.name[len("step-") :].isdecimal():
+                found[file.parent.name] = file.stat().st_mtime
+    return found
+
+
 def newest(logs: Path) -> str | None:
-    """The name of the newest checkpoint of the run with these logs."""
-    return max((file.parent.name for file in (logs.parent / "checkpoints").glob("step-*/manifest.json")), default=None)
+    """The name of the newest of them."""
+    return max(saved(logs), default=None)
+
+
+def _resuming(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """The command with `--resume auto` in place of what was asked for."""
+    return tuple("auto" if before == "--resume" else word for before, word in zip(("", *argv), argv, strict=False))
 
 
 def _farewell(plan: Plan, logs: Path, why: str) -> str:

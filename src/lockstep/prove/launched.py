@@ -10,6 +10,7 @@ from pathlib import Path
 from lockstep import plugins
 from lockstep import recipe as recipes
 from lockstep.errors import Interrupted
+from lockstep.runtime.parent import end_with_parent
 
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 """What keeps a process from seeing any GPU."""
@@ -17,6 +18,7 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 
 def main(argv: list[str]) -> int:
     """The launcher's plan with a proof's process in the worker's place."""
+    end_with_parent("SIGTERM")
     task, config, processes, device = argv
     recipe = recipes.load(Path(config))
     alone = recipe.launch.model_copy(update={"processes": 1})  # as many as there are GPUs, else: but they may be hidden

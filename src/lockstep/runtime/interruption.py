@@ -26,10 +26,16 @@ class Interruption:
         """Whether somebody looks at `requested`: set once training begins."""
         self._asked = threading.Event()
         self._first = 0.0
+        self._timer: threading.Timer | None = None
 
     def requested(self) -> bool:
         """Whether this process has been asked to end."""
         return self._asked.is_set()
+
+    def accepted(self) -> None:
+        """The step's end has been reached: the last save may take longer than Ctrl-C would wait for a step."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -64,8 +70,8 @@ class Interruption:
             if not self.is_graceful:
                 os._exit(Interrupted.exit_code)
             if number == signal.SIGINT:
-                timer = threading.Timer(CTRL_C_SECONDS, os._exit, (Interrupted.exit_code,))
-                timer.daemon = True
-                timer.start()
+                self._timer = threading.Timer(CTRL_C_SECONDS, os._exit, (Interrupted.exit_code,))
+                self._timer.daemon = True
+                self._timer.start()
         elif now - self._first > ECHO_SECONDS:
             os._exit(Interrupted.exit_code)

@@ -26,8 +26,8 @@ class StackFiles:
     def answer(self, number: int) -> None:
         """In worker `number`: write the stack to its file at SIGUSR2, after the process's id."""
         file = self.files[number]
-        os.write(file.fileno(), f"{os.getpid()}\n".encode())
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=False)
+        os.write(file.fileno(), f"{os.getpid()}\n".encode())
 
     def ask(self) -> dict[int, str]:
         """Process -> its stack now, as faulthandler writes it; a process that does not answer is left out."""

@@ -14,7 +14,7 @@ from lockstep.world import World
 TIMEOUT = timedelta(minutes=30)
 """How long a collective may wait; preparing data happens before the group's first one."""
 
-LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted")
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
 
 
 def device_of(world: World) -> torch.device:
@@ -34,7 +34,7 @@ def device_of(world: World) -> torch.device:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error says that another process has gone: Gloo tells so in words only."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, dist.DistNetworkError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
 

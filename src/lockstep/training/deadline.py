@@ -1,10 +1,7 @@
 """When a run with a time limit has to stop, so that its last checkpoint is written before the limit."""
 
 import time
-from collections import deque
 
-RECENT = 100
-"""So many intervals are looked back on."""
 SPARE_SECONDS = 2.0
 """For ending: summary, observers, process group."""
 
@@ -16,16 +13,16 @@ class Deadline:
         self.minutes = minutes
         self.end = None if minutes is None else began + minutes * 60
         """Seconds since 1970, as `began`."""
-        self._intervals: deque[float] = deque(maxlen=RECENT)
+        self._longest = 0.0
         self._last: float | None = None
 
     def is_near(self, save_seconds: float) -> bool:
-        """Whether to stop; asked once per step. A stop takes two more steps, each as long as the longest of late (an
-        evaluation in it), and a save twice as long as the longest so far."""
+        """Whether to stop; asked once per step. A stop takes two more steps, each as long as the longest so far (there
+        may be an evaluation in it), and a save twice as long as is to be expected."""
         if self.end is None:
             return False
         now = time.time()
         if self._last is not None:
-            self._intervals.append(now - self._last)
+            self._longest = max(self._longest, now - self._last)
         self._last = now
-        return now + 3 * max(self._intervals, default=0.0) + 2 * save_seconds + SPARE_SECONDS >= self.end
+        return now + 3 * self._longest + 2 * save_seconds + SPARE_SECONDS >= self.end

@@ -52,6 +52,8 @@ class Training:
     deadline: Deadline
     interrupted: Callable[[], bool]
     """Whether this rank has been asked to stop."""
+    stopping: Callable[[], None]
+    """Told when it is about to: the last save takes as long as it takes."""
     throughput: Throughput = field(default_factory=Throughput)
     unread: list[tuple[int, Outcome]] = field(default_factory=list)
     """(step, outcome) since the last look, on the device: looking waits for it."""
@@ -100,7 +102,7 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
         if (stop or late) and state.step < run.total_steps:
             why = "by a signal" if stop else f"since train.max_minutes={run.train.max_minutes:g} are over"
             raise Interrupted(f"stopped {why} after step {state.step}")
-        late = run.is_main and run.deadline.is_near(run.saving.longest_seconds)
+        late = run.is_main and run.deadline.is_near(run.saving.expected_seconds)
         agreement.post([run.interrupted(), _is_time(run, last_save), late])
     agreement.read()
     return "finished", metrics
@@ -110,6 +112,8 @@ def _save(run: Training, metrics: dict[str, float], *, is_last: bool) -> None:
     """Begin to save; the last save is waited for, and must not fail."""
     _read(run)
     run.throughput.pause()
+    if is_last:
+        run.stopping()
     run.saving.start(metrics)
     if is_last:
         run.saving.finish()

@@ -17,6 +17,8 @@ from lockstep.training.state import TrainState
 WORTH_SAYING_SECONDS = 0.5
 """Waiting for the save before is part of the stall that is told with every save; longer than this it has a line."""
 
+SLOW_DISK_BYTES_PER_SECOND = 50e6
+
 
 @dataclass(kw_only=True)
 class Saving:
@@ -73,6 +75,11 @@ class Saving:
         """When training has failed: give the save that is being written a chance to end; its own end is no news now."""
         with suppress(Exception):
             self._tell(self.writer.finished(timeout_seconds))
+
+    @property
+    def expected_seconds(self) -> float:
+        """How long a save may take: the longest so far, or what a slow disk needs where there was none."""
+        return self.longest_seconds or self.writer.bytes / SLOW_DISK_BYTES_PER_SECOND
 
     def facts(self) -> dict[str, Any]:
         """For the summary."""

@@ -46,16 +46,13 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by a flat, canonical name: model.*, ema.*, optimizer.PARAMETER.*."""
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        optimizer = get_optimizer_state_dict(self.module, self.optimizer)["state"]
         return {
             **{f"model.{name}": tensor for name, tensor in self.strategy.state().items()},
             **{f"ema.{name}": tensor for name, tensor in (self.ema.tensors() if self.ema else {}).items()},
             **{
                 f"optimizer.{name}.{key}": value
-                for name, values in optimizer.items()  # type: ignore[union-attr]
-                for key, value in values.items()  # type: ignore[union-attr]
+                for name, parameter in self.module.named_parameters()  # as DCP names them, in a tenth of the time
+                for key, value in self.optimizer.state.get(parameter, {}).items()
                 if isinstance(value, Tensor)
             },
         }

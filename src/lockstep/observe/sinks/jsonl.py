@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ class Jsonl:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
+        self.waiting = ""
+        """Lines that could not be written, because the disk is full; they come before the next one."""
 
     def notice(self, event: object) -> None:
         """Write logged steps and evaluations."""
@@ -31,9 +35,16 @@ class Jsonl:
         """Nothing is kept open."""
 
     def _write(self, line: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            strict = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-            file.write(json.dumps(strict, allow_nan=False) + "\n")
+        strict = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        self.waiting += json.dumps(strict, allow_nan=False) + "\n"
+        before = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(self.waiting)
+            self.waiting = ""
+        except OSError:  # failed saves are told loudly; a part of a line must not stay
+            with suppress(OSError):
+                os.truncate(self.path, before)
 
     def _forget_after(self, step: int) -> None:
         if not self.path.exists():
