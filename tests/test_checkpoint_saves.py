@@ -121,6 +121,18 @@ def test_a_save_holds_what_was_there_when_it_began(ranks, tmp_path, world):
     assert layout.read_manifest(folder).digest == digest({"weight": torch.full((3_000_000,), 7.0)})
 
 
+def save_and_cancel(root):
+    writer = Writer(root)
+    writer.start({"model.weight": torch.ones(1_000_000)}, manifest_of(50))
+    writer.cancel()
+    return writer.finished().failure
+
+
+def test_what_is_cancelled_never_becomes_a_checkpoint(ranks, root):
+    assert "it was cancelled" in ranks(2, save_and_cancel, root)[0]
+    assert names(root) == step_names(40)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
 def test_every_tensor_is_written_by_one_rank_and_the_work_is_even(world):
     sizes = [1000, 1, 1, 0, 400, 300, 300, 500, 500, 2]

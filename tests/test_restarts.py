@@ -61,11 +61,11 @@ def run(tmp_path, monkeypatch, capfd):
     """Run a script on each rank -> exit code, what was said, and the world of each start."""
     monkeypatch.setenv("LOCKSTEP_TEST_FOLDER", str(tmp_path))
 
-    def launch(script, processes=2, **config):
+    def launch(script, processes=2, arguments=(), **config):
         for name in ("OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE"):  # the launcher sets them
             monkeypatch.setenv(name, "")
         launcher = Local(Config(kind="local", **config), threads=1, shards=8)
-        plan = Plan(argv=(sys.executable, "-c", PREFACE + script), processes=processes)
+        plan = Plan(argv=(sys.executable, "-c", PREFACE + script, *arguments), processes=processes)
         code = launcher.run(plan, tmp_path / "logs")
         starts = [int(line) for line in (tmp_path / "starts-0").read_text().split()]
         return code, capfd.readouterr().err, starts
@@ -95,6 +95,15 @@ def test_a_lost_process_is_started_again_with_all_others(run):
     assert (code, starts) == (0, [2, 2, 2])
     assert "Starting again on 2 processes from step-000000001 (restart 1 of 3).\n" in said
     assert "Starting again on 2 processes from step-000000002 (restart 2 of 3).\n" in said
+
+
+@pytest.mark.parametrize("how", ["never", "runs/other", "auto"])
+def test_a_restart_goes_on_whatever_the_first_start_was_told(run, how):
+    script = (
+        f"assert sys.argv[1:5] == ['--resume', {how!r} if start == 1 else 'auto', '--began', sys.argv[4]], sys.argv\n"
+    )
+    script += "if start == 1:\n    checkpoint(1)\n    os.kill(os.getpid(), 9)"
+    assert run(script, processes=1, arguments=("--resume", how))[::2] == (0, [1, 1])
 
 
 def test_restarts_are_counted(run):

@@ -115,6 +115,34 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run(ranks, tmp_path, stop_
     assert lines(tmp_path, "parts") == lines(tmp_path, "whole")
 
 
+FROZEN = """
+from torch import nn
+
+
+def build(options, spec):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    model[1].requires_grad_(False)
+    return Model(model)
+
+
+class Model(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, batch):
+        return self.body(batch["image"] / 16)
+"""
+
+
+def test_frozen_parameters_are_no_obstacle_to_a_resume(ranks, tmp_path):
+    (tmp_path / "frozen.py").write_text(FROZEN)
+    model = {"kind": "user", "file": str(tmp_path / "frozen.py")}
+    whole = ranks(1, run_on_rank, config_in(tmp_path, "whole", model=model))[0]
+    ranks(2, run_on_rank, config_in(tmp_path, "parts", model=model), "auto", 4)
+    assert ranks(1, run_on_rank, config_in(tmp_path, "parts", model=model))[0]["digest"] == whole["digest"]
+
+
 def test_a_finished_run_is_not_trained_again(ranks, tmp_path):
     first = ranks(1, run_on_rank, config_in(tmp_path, "a"))[0]
     again = ranks(1, run_on_rank, config_in(tmp_path, "a"))[0]

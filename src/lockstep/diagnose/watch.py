@@ -179,20 +179,17 @@ class Watch:
         if asked > self._asked:
             self._asked = asked
             board.write(f"answer-{asked}", self._report().plain())
-        if self.world.rank:
-            self._look_at(board, list(range(self.world.rank)))
-        else:
-            self._look_at(board, list(range(1, self.world.size)))
+        for lower in range(self.world.rank):  # the lowest that is alive looks at all others
+            self._look_at(board, [lower])
+            if self._silence(lower) <= self.limits.silent_seconds:
+                return
+        self._look_at(board, list(range(self.world.size)))
 
     def _look_at(self, board: Board, ranks: list[int]) -> None:
-        """Note when each rank last gave a sign of life; a rank but the first looks only until it finds a living one."""
-        groups = [ranks] if self.world.rank == 0 else [[rank] for rank in ranks]
-        for group in groups:
-            for rank, beat in board.read("beat", group).items():
-                if self._seen.get(rank, (None, 0.0))[0] != beat:
-                    self._seen[rank] = beat, time.monotonic()
-            if self.world.rank and self._silence(group[0]) <= self.limits.silent_seconds:
-                return
+        """Note when each of these ranks last gave a sign of life."""
+        for rank, beat in board.read("beat", ranks).items():
+            if self._seen.get(rank, (None, 0.0))[0] != beat:
+                self._seen[rank] = beat, time.monotonic()
 
     def _silence(self, rank: int) -> float:
         """Seconds since a rank's last sign of life; 0 for one that has left in peace, or has not begun."""
@@ -206,8 +203,6 @@ class Watch:
         """End the run when a process is frozen or lost: it could only wait for it."""
         if self.board is None:
             return
-        if self.world.rank:  # those above have not been looked at while a lower one lived
-            self._look_at_all(self.board)
         silent = [r for r in range(self.world.size) if self._silence(r) > self.limits.silent_seconds]
         known = self.board.read("who", silent)
         lost = {rank: text for rank in silent if (text := self._fate(rank, known.get(rank, {})))}
@@ -215,11 +210,6 @@ class Watch:
             return
         text = verdict(self._ask([rank for rank in range(self.world.size) if rank not in silent]), list(lost.values()))
         self._end(f"{text}. The run cannot go on with it", known.values())
-
-    def _look_at_all(self, board: Board) -> None:
-        for rank, beat in board.read("beat", list(range(self.world.size))).items():
-            if rank not in self._seen or self._seen[rank][0] != beat:
-                self._seen[rank] = beat, time.monotonic()
 
     def _fate(self, rank: int, who: Mapping[str, Any]) -> str | None:
         """Why a silent rank is silent; None for one on this machine that is alive and only busy in native code."""

@@ -34,7 +34,6 @@ CGROUPS = Path("/sys/fs/cgroup")
 class Failure:
     """The first process that failed."""
 
-    rank: int
     code: int
     """Exit code; negative: the signal that ended it."""
     text: str
@@ -63,14 +62,14 @@ def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Fa
     code = first.exitcode
     has_spoken = code in SAID and (rank == 0 or not Path(first.error_file).is_file())  # rank 0 has, on the terminal
     if has_spoken:
-        return Failure(rank=rank, code=code, text="")
+        return Failure(code=code, text="")
     lines = _watched(logs) if code in (PeerLost.exit_code, Stuck.exit_code) or code == -SIGKILL else []
     lines.append(f"rank {rank} (process {first.pid}) {_fate(first, oom_kills_before)}")
     log = logs / f"rank-{rank}.log"
     if rank and log.is_file():
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
         lines += [f"last lines of {log}:", *(f"  | {line}" for line in tail)] if tail else []
-    return Failure(rank=rank, code=code, text="\n".join(lines))
+    return Failure(code=code, text="\n".join(lines))
 
 
 def _weight(failure: ProcessFailure) -> int:
