@@ -14,6 +14,7 @@ from pathlib import Path
 from lockstep import plugins, worker
 from lockstep import recipe as recipes
 from lockstep.errors import Interrupted
+from lockstep.job import Job
 
 NUMBERED = '''
 """The digits, each with its number."""
@@ -40,7 +41,7 @@ def source(options, split):
 '''
 
 
-class RecordingJob(worker.Job):
+class RecordingJob(Job):
     """Every process's part of the run, as always."""
 
     def training(self, parts):

@@ -10,9 +10,9 @@ from filelock import FileLock
 from lockstep import recipe as recipes
 from lockstep.data.dataset import Subset
 from lockstep.errors import LockstepError
+from lockstep.job import Job
 from lockstep.recipe import Recipe
 from lockstep.runtime.interruption import Interruption
-from lockstep.worker import Job
 from lockstep.world import World
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from lockstep import files, worker
 from lockstep.contracts import MicroBatch
 from lockstep.events import RunStarted, StepDone
+from lockstep.job import Job
 from lockstep.prove.inspection import inspected
 from lockstep.prove.task import Task, some
 from lockstep.recipe import Parts
@@ -28,7 +29,7 @@ HALT_SECONDS = 60.0
 """How long a process that waits to be killed waits: should nobody kill it, it ends by itself."""
 
 
-class ProofJob(worker.Job):
+class ProofJob(Job):
     """A process's part of a run, as always, but for what its task says."""
 
     def __init__(self, task: Task, *given: Any, **named: Any) -> None:

@@ -1,0 +1,304 @@
+"""One process's part of a run: claim the folder, assemble, resume, train, write the summary."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from filelock import FileLock, Timeout
+
+from lockstep import config, files, plugins
+from lockstep import recipe as recipes
+from lockstep.checkpoint import keeper, layout
+from lockstep.checkpoint.weights import restore
+from lockstep.checkpoint.writer import Writer
+from lockstep.diagnose.desync import Comparison
+from lockstep.diagnose.watch import Limits, Watch
+from lockstep.errors import Desync, Interrupted, LaunchError
+from lockstep.evaluation import Evaluation
+from lockstep.events import Bus, Evaluated, RunEnded, RunStarted, StepDone, Warned
+from lockstep.recipe import Parts, Recipe
+from lockstep.runtime import process_group
+from lockstep.runtime.collectives import local_main_first, together
+from lockstep.runtime.digest import digest
+from lockstep.runtime.interruption import Interruption
+from lockstep.runtime.precision import fix_numerics
+from lockstep.training.deadline import Deadline
+from lockstep.training.loop import Training, train
+from lockstep.training.resume import checkpoint_for, resume, set_aside
+from lockstep.training.saving import Saving
+from lockstep.world import World
+
+SETTLE_SECONDS = 10.0
+"""After an error, how long a save that is being written may take to end."""
+
+
+class FirstStep:
+    """Remembers when the first step was finished."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+
+    def notice(self, event: object) -> None:
+        """Seconds from the process's start to its first finished step."""
+        if self.seconds is None and isinstance(event, StepDone):
+            self.seconds = round(time.time() - psutil.Process().create_time(), 3)
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+class Job:
+    """One process's part of a run, from the recipe to the summary."""
+
+    def __init__(self, recipe: Recipe, world: World, interruption: Interruption, *, began: float = 0.0) -> None:
+        self.recipe, self.world, self.interruption = recipe, world, interruption
+        self.began = began or psutil.Process().create_time()
+        self.bus, self.first_step = Bus(), FirstStep()
+        self.device = process_group.device_of(world)
+        self.facts = fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
+        self.facts["device_model"] = device_model(self.device)
+        self.numeric = recipes.numeric(recipe, self.facts)
+        self.last: Evaluation | None = None
+        self.lock = FileLock(recipe.folder / ".lock", timeout=0)
+        self.logs = recipe.folder / "logs"
+        self.watch_thread = Watch(world, limits(recipe), self.logs)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of this run's checkpoints."""
+        return self.recipe.folder / "checkpoints"
+
+    def assemble(self) -> Parts:
+        """Prepare the data, one process per machine first, then build every part."""
+        local_main_first(
+            lambda: recipes.prepare(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0
+        )
+        return recipes.assemble(self.recipe, self.world, self.device)
+
+    def warn(self, message: str) -> None:
+        """Tell the user."""
+        self.bus.publish(Warned(message=message))
+
+    def claim(self) -> None:
+        """Take the run's folder: two runs in one would delete each other's checkpoints. Raises LaunchError."""
+        with together():
+            if self.world.is_main:
+                self.recipe.folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    self.lock.acquire()
+                except Timeout:
+                    raise LaunchError(
+                        f"{self.recipe.folder} is being trained by another process; choose another run.name"
+                    ) from None
+
+    def watch(self) -> None:
+        """Subscribe whoever the recipe names; only rank 0 has any."""
+        self.bus.subscribe(self.first_step)
+        self.bus.subscribe(self.watch_thread)
+        if not self.world.is_main:
+            return
+        self.recipe.folder.mkdir(parents=True, exist_ok=True)
+        for sink in self.recipe.observe.sinks:
+            self.bus.subscribe(plugins.find("observe.sinks", sink).build(self.recipe.folder))
+        if self.recipe.observe.file is not None:
+            for observer in plugins.load_file(self.recipe.observe.file).observers(self.recipe.observe.options):
+                self.bus.subscribe(observer)
+
+    def train(self, how: str, *, allow_drift: bool) -> None:
+        """Train to the end and write the summary, whatever the end is."""
+        self.claim()
+        self.watch()
+        parts = self.assemble()
+        parts.check_training()
+        self.numeric["data.samples"] = len(parts.data.train)
+        found = checkpoint_for(self.checkpoints, how, self.warn)
+        if found is not None:
+            resume(parts.state, found, self.numeric, allow_drift=allow_drift, warn=self.warn)
+        if self.world.is_main:
+            if how not in ("auto", "never"):
+                set_aside(self.checkpoints, parts.state.step, self.warn)
+            files.write(self.recipe.folder / "recipe.yaml", config.dump(self.recipe))
+            (self.recipe.folder / "summary.json").unlink(missing_ok=True)  # an earlier end's; a kill now leaves none
+        self.bus.publish(self.started(parts))
+        run = self.training(parts)
+        run.saving.newest = found
+        status: str = "failed"
+        metrics: dict[str, float] = {}
+        try:
+            if found is not None and (ended := self.ended(parts)):
+                status, metrics = ended, dict(layout.read_manifest(found).metrics)
+            else:
+                status, metrics = self.trained(run)
+        except Interrupted:
+            status = "interrupted"
+            raise
+        finally:
+            self.watch_thread.is_training = False
+            run.saving.settle(SETTLE_SECONDS)
+            self.end(parts, run, status=status, metrics=metrics)
+
+    def trained(self, run: Training) -> tuple[str, dict[str, float]]:
+        """Train: how it ended, and the last evaluation."""
+        self.interruption.is_graceful = True
+        run.saving.writer.warm_up(run.state.tensors())
+        try:
+            return train(run)
+        except Desync as error:
+            run.saving.settle(SETTLE_SECONDS)
+            run.saving.writer.cancel()
+            if self.world.is_main:  # they may hold weights of several ranks that do not belong together
+                set_aside(self.checkpoints, error.equal_at, self.warn)
+            raise
+
+    def ended(self, parts: Parts) -> str | None:
+        """How a run that has been brought back had ended already, if it had."""
+        if parts.state.step >= parts.total_steps:
+            return "finished"
+        is_stopped = parts.state.stopping.evaluations_since >= self.recipe.train.stop_patience
+        return "stopped early" if self.recipe.train.stop_metric and is_stopped else None
+
+    def evaluate(self, parts: Parts) -> tuple[int, dict[str, float]]:
+        """Measure the model as it is; the whole result is kept for the summary."""
+        self.last = parts.evaluate()
+        return self.last.samples, self.last.values
+
+    def started(self, parts: Parts) -> RunStarted:
+        """What is about to run."""
+        shards, notes = parts.order.shards_per_step, []
+        if self.world.size > shards:
+            notes.append(
+                f"a step has {shards} micro-batches but there are {self.world.size} processes: "
+                f"{self.world.size - shards} of them idle; launch.processes={shards} is as fast"
+            )
+        if parts.leaves_the_promise:
+            notes.append(parts.leaves_the_promise)
+        return RunStarted(
+            name=self.recipe.folder.name,
+            folder=self.recipe.folder,
+            resumed_step=parts.state.step,
+            total_steps=parts.total_steps,
+            steps_per_epoch=parts.order.steps_per_epoch,
+            world_size=self.world.size,
+            device=self.facts["device_model"],
+            parameters=sum(p.numel() for p in parts.model.parameters()),
+            train_samples=len(parts.data.train),
+            notes=tuple(notes),
+        )
+
+    def training(self, parts: Parts) -> Training:
+        """The loop's view of the parts."""
+        recipe, state = self.recipe, parts.state
+        compared = Comparison(state.module.named_parameters(), state.step)
+        return Training(
+            state=state,
+            train=recipe.train,
+            evaluation=recipe.evaluate,
+            checkpoint=recipe.checkpoint,
+            steps=parts.steps,
+            evaluate=lambda: self.evaluate(parts),
+            saving=self.saving(parts),
+            compare_ranks=compared.check,
+            describe=parts.describe,
+            bus=self.bus,
+            total_steps=parts.total_steps,
+            steps_per_epoch=parts.order.steps_per_epoch,
+            samples_at=parts.samples_at,
+            clip=recipe.optim.clip,
+            log_every=recipe.observe.log_every,
+            desync_every=recipe.observe.desync_every,
+            is_main=self.world.is_main,
+            deadline=Deadline(recipe.train.max_minutes, self.began),
+            interrupted=self.interruption.requested,
+            stopping=self.interruption.accepted,
+        )
+
+    def saving(self, parts: Parts) -> Saving:
+        """How this run saves."""
+        state, section = parts.state, self.recipe.checkpoint
+
+        def manifest(metrics: dict[str, float]) -> layout.Manifest:
+            return layout.Manifest(
+                step=state.step,
+                epoch=parts.order.epoch(max(state.step - 1, 0)) + 1,
+                world_size=self.world.size,
+                saved_at=time.time(),
+                numeric=self.numeric,
+                progress=state.state_dict(),
+                metrics=metrics,
+            )
+
+        writer = Writer(self.checkpoints, lambda folder: keeper.tidy(self.checkpoints, section, folder))
+        return Saving(writer=writer, state=state, manifest=manifest, bus=self.bus)
+
+    def close(self) -> None:
+        """Let go of the observers and of the run's folder."""
+        self.bus.close()
+        self.lock.release()
+
+    def end(self, parts: Parts, run: Training, *, status: str, metrics: dict[str, float]) -> None:
+        """Write summary.json and say goodbye."""
+        state = parts.state
+        summary: dict[str, Any] = {
+            "status": status,
+            "name": self.recipe.folder.name,
+            "folder": str(self.recipe.folder),
+            "steps": state.step,
+            "epochs": round(parts.samples_at(state.step) / parts.order.samples, 4),
+            "world_size": self.world.size,
+            "samples_seen": parts.samples_at(state.step),
+            "train_samples_per_second": round(run.throughput.steady, 2) if run.throughput.steady else None,
+            "first_step_seconds": self.first_step.seconds,
+            "evaluation": metrics,
+            "confusion_matrix": self.last.confusion if self.last and metrics else None,
+            "digest": digest(parts.strategy.state()),
+            "digest_depends_on_world": parts.leaves_the_promise,
+            "chain": state.chain,
+            "skipped_steps": state.skipped,
+            "saves": run.saving.facts(),
+            "drift": [change for change in state.drift if change["step"] < state.step],  # a step was trained with it
+            "torch_version": str(torch.__version__),
+            "device": self.facts["device_model"],
+            "numeric_recipe": self.numeric,
+        }
+        if self.world.is_main:
+            files.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
+        self.bus.publish(RunEnded(status=status, summary=summary))
+
+    def measure(self, checkpoint: Path) -> None:
+        """Evaluate a checkpoint and write evaluation.json."""
+        if self.world.is_main:
+            self.bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
+        parts = self.assemble()
+        restore(parts.model, checkpoint)
+        manifest = layout.read_manifest(checkpoint)
+        parts.model.eval()
+        result = parts.evaluate()
+        self.bus.publish(
+            Evaluated(step=manifest.step, epoch=manifest.epoch, samples=result.samples, values=result.values)
+        )
+        if self.world.is_main:
+            facts = {"checkpoint": str(checkpoint), "samples": result.samples, **result.values}
+            text = json.dumps({**facts, "confusion_matrix": result.confusion}, indent=1)
+            files.write(self.recipe.folder / "evaluation.json", text)
+
+
+def limits(recipe: Recipe) -> Limits:
+    """When the recipe calls a process stuck or silent."""
+    hang = recipe.observe.hang_seconds
+    return Limits(
+        hang_seconds=None if hang == "auto" else hang,
+        restarts=recipe.observe.on_hang == "restart",
+        silent_seconds=recipe.launch.failure_timeout_seconds,
+    )
+
+
+def device_model(device: torch.device) -> str:
+    """The name of the chip: bits may differ between two of them."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
