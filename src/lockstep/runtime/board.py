@@ -21,7 +21,6 @@ class Board:
         self.rank, self.size = rank, size
         self.store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self.store.set_timeout(PATIENCE)
-        self._read: dict[int, tuple[bytes, float]] = {}
 
     def write(self, what: str, value: Any) -> None:
         """Leave this rank's note."""
