@@ -111,7 +111,7 @@ def placed(name: str, kind: str) -> tuple[TrainState, list[list[MicroBatch]]]:
     torch.manual_seed(0)
     sections, model, batches = MODELS[name]()
     recipe = recipes.Recipe.model_validate({**sections, "run": {"reproducibility": kind}})
-    state = recipes.place(recipe, model, total_steps=10_000, device=torch.device("cpu"))
+    state = recipes.place(recipe, model, lambda: batches[0], total_steps=10_000, device=torch.device("cpu"))
     micro_batches = [
         MicroBatch(
             step=0,
@@ -121,7 +121,7 @@ def placed(name: str, kind: str) -> tuple[TrainState, list[list[MicroBatch]]]:
             shards=SHARDS,
             present=frozenset(range(SHARDS)),
         )
-        for shard in state.strategy.owned(SHARDS)
+        for shard in state.strategy.owned(SHARDS, frozenset(range(SHARDS)))
     ]
     return state, micro_batches
 

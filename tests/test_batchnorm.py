@@ -99,11 +99,11 @@ def test_conversion_keeps_weights_names_and_statistics():
     before, weight = digest(model.state_dict()), model[1][0].weight
     synchronise(model, torch.device("cpu"))
     assert type(model[1][0]) is nn.BatchNorm2d
-    assert len(RunningStatistics(model).buffers) == 4
+    assert len(RunningStatistics(model.modules()).buffers) == 4
     synchronise(model, torch.device("cuda"))
     assert has_batchnorm(model)
     assert isinstance(model[1][0], nn.SyncBatchNorm)
     assert isinstance(model[2], nn.SyncBatchNorm)
     assert model[1][0].weight is weight
     assert digest(model.state_dict()) == before
-    assert not RunningStatistics(model).buffers  # they are PyTorch's own affair now
+    assert not RunningStatistics(model.modules()).buffers  # they are PyTorch's own affair now

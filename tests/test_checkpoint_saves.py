@@ -167,7 +167,7 @@ def save_module(root, average):
 def test_weights_alone_are_the_average_where_there_is_one(lone, tmp_path, average, value):
     save_module(tmp_path, average)
     module = nn.Linear(3, 2)
-    weights.restore(module, tmp_path / "step-000000001")
+    weights.restore_model(module, tmp_path / "step-000000001")
     assert all((parameter == value).all() for parameter in module.parameters())
     with pytest.raises(CheckpointError, match=r"weight is \(2, 3\) there and \(2, 4\) here"):
-        weights.restore(nn.Linear(4, 2), tmp_path / "step-000000001")
+        weights.restore_model(nn.Linear(4, 2), tmp_path / "step-000000001")

@@ -134,7 +134,7 @@ def test_one_changed_bit_changes_the_checksum(dtype):
 def compared(changes):
     """Weights of this rank, changed in places before step 20 -> what a comparison says."""
     weights = {f"w{number}": torch.ones(3) for number in range(6)}
-    comparison = Comparison(weights.items(), 0)
+    comparison = Comparison(weights.items(), 0, range(dist.get_world_size()))
     comparison.check(10)
     for name in changes.get(dist.get_rank(), []):
         weights[name][1] = 2.0

@@ -66,12 +66,10 @@ def steps_on_rank(kind, order, numbers, options):
     config = module.Config(kind=kind, **options.get("config", {}))
     precision = Precision(options.get("precision", "fp32"), CPU)
     strategy = module.build(config, randomness=randomness, precision=precision, exact=options.get("exact", True))
-    strategy.place(model)
+    strategy.place(model, dict)
     found = []
     for number in numbers:
-        requests = TrainingRequests(
-            order=order, owned=strategy.owned(order.shards_per_step), start=number, stop=number + 1
-        )
+        requests = TrainingRequests(order=order, owned=strategy.owned, start=number, stop=number + 1)
         loader = Loader(images(order.samples), requests, seed=0, pad_id=0, workers=0, device=CPU)
         loss = strategy.forward_backward(next(loader.steps()))
         gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -167,8 +165,8 @@ def running_mean_on_rank(order):
     strategy = module.build(
         module.Config(kind="ddp"), randomness=Randomness(0), precision=Precision("fp32", CPU), exact=True
     )
-    strategy.place(model)
-    requests = TrainingRequests(order=order, owned=strategy.owned(order.shards_per_step), start=0, stop=1)
+    strategy.place(model, dict)
+    requests = TrainingRequests(order=order, owned=strategy.owned, start=0, stop=1)
     strategy.forward_backward(next(Loader(images(64), requests, seed=0, pad_id=0, workers=0, device=CPU).steps()))
     assert int(model.norm.num_batches_tracked) == 1
     return model.norm.running_mean.clone()
@@ -185,7 +183,7 @@ def place_single_on_rank():
         module.Config(kind="single"), randomness=Randomness(0), precision=Precision("fp32", CPU), exact=True
     )
     try:
-        strategy.place(Net())
+        strategy.place(Net(), dict)
     except Exception as error:
         return str(error)
     return f"no error with {dist.get_world_size()} processes"
@@ -210,11 +208,11 @@ def choosy_on_rank(kind, order, config):
     strategy = module.build(
         module.Config(kind=kind, **config), randomness=Randomness(0), precision=Precision("fp32", CPU), exact=True
     )
-    strategy.place(Net())  # a strategy can be given another model: nothing of the first may be left
-    strategy.place(model)
-    strategy.place(model)
-    owned, found = strategy.owned(order.shards_per_step), []
-    requests = TrainingRequests(order=order, owned=owned, start=0, stop=4)
+    strategy.place(Net(), dict)  # a strategy can be given another model: nothing of the first may be left
+    strategy.place(model, dict)
+    strategy.place(model, dict)
+    found = []
+    requests = TrainingRequests(order=order, owned=strategy.owned, start=0, stop=4)
     for step in Loader(images(order.samples), requests, seed=0, pad_id=0, workers=0, device=CPU).steps():
         strategy.forward_backward(step)
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
@@ -252,9 +250,8 @@ def unused_on_rank(order, exact):
     module = plugins.find("parallel", "ddp")
     config = module.Config(kind="ddp", bucket_mb=0.001)
     strategy = module.build(config, randomness=Randomness(0), precision=Precision("fp32", CPU), exact=exact)
-    strategy.place(Idle())
-    owned = strategy.owned(order.shards_per_step)
-    requests = TrainingRequests(order=order, owned=owned, start=0, stop=1)
+    strategy.place(Idle(), dict)
+    requests = TrainingRequests(order=order, owned=strategy.owned, start=0, stop=1)
     try:
         for step in Loader(images(order.samples), requests, seed=0, pad_id=0, workers=0, device=CPU).steps():
             strategy.forward_backward(step)

@@ -12,6 +12,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, Request, TrainingRequests, step_requests
 from lockstep.errors import SampleError
+from lockstep.runtime.ownership import neighbouring
 
 LENGTHS = np.random.default_rng(4).integers(1, 60, 90)
 
@@ -40,14 +41,16 @@ class Augmented:
         }
 
 
+def owner(rank, world):
+    return lambda shards, present: neighbouring(rank, world, shards=shards, present=present) or [None]
+
+
 def order_of(**changes):
     return Order(**{"seed": 3, "samples": 90, "global_batch": 32, "micro_batch": 8, "lengths": LENGTHS, **changes})
 
 
 def requests_of(order, *, rank=0, world=1, start=0, stop=6):
-    shards = order.shards_per_step
-    owned = range(rank * shards // world, (rank + 1) * shards // world)
-    return TrainingRequests(order=order, owned=owned, start=start, stop=stop)
+    return TrainingRequests(order=order, owned=owner(rank, world), start=start, stop=stop)
 
 
 def loader(requests, *, workers=0, seed=3, source=None):
@@ -84,7 +87,7 @@ def test_randomness_belongs_to_the_samples():
     for name in ("python", "numpy", "torch"):
         one = whole[0, 0].batch[name]
         other_seed = next(iter(loader(requests_of(order_of()), seed=4))).batch[name]
-        request = step_requests(order_of(), 0, [0])[0]
+        request = step_requests(order_of(), 0, lambda *_: [0])[0]
         other_epoch = next(iter(loader([Request(**{**vars(request), "epoch": 1})]))).batch[name]
         assert not torch.equal(one, other_seed)
         assert not torch.equal(one, other_epoch)

@@ -133,7 +133,7 @@ def test_a_far_step_costs_what_the_first_one_does(has_lengths):
     steps = (1, 313, 1_000_001, 1_000_000_000)  # whole ones: the last of an epoch, 312, costs less
     for entered in (
         order.shards,
-        lambda step: next(iter(TrainingRequests(order=order, owned=[1, 2], start=step, stop=2 * 10**9))),
+        lambda step: next(iter(TrainingRequests(order=order, owned=lambda *_: [1, 2], start=step, stop=2 * 10**9))),
     ):
         entered(0)  # what is imported or made once is not the step's
         costs = [work(lambda step=step, entered=entered: entered(step)) for step in steps]

@@ -19,6 +19,7 @@ from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
 from lockstep.data.section import DataSection
 from lockstep.errors import DataError, SampleError
+from lockstep.runtime.ownership import neighbouring
 from lockstep.runtime.seeds import Randomness
 
 NOISY = str(pathlib.Path(__file__).parent / "own" / "noisy.py")
@@ -26,6 +27,10 @@ NOISY = str(pathlib.Path(__file__).parent / "own" / "noisy.py")
 
 MANY = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 """PyTorch warns of more workers than cores."""
+
+
+def owner(rank, world):
+    return lambda shards, present: neighbouring(rank, world, shards=shards, present=present) or [None]
 
 
 def images(count=50):
@@ -44,8 +49,7 @@ def epochs(source, *, workers=0, world=1, micro_batch=4, count=2):
     order = Order(seed=1, samples=len(source), global_batch=12, micro_batch=micro_batch)
     found = {}
     for rank in range(world):
-        owned = range(rank * order.shards_per_step // world, (rank + 1) * order.shards_per_step // world)
-        requests = TrainingRequests(order=order, owned=owned, start=0, stop=count * order.steps_per_epoch)
+        requests = TrainingRequests(order=order, owned=owner(rank, world), start=0, stop=count * order.steps_per_epoch)
         for micro_batch_ in Loader(source, requests, seed=1, pad_id=0, workers=workers, device=torch.device("cpu")):
             for place, index in enumerate(micro_batch_.indices):
                 row = {name: column[place].tolist() for name, column in micro_batch_.batch.items()}

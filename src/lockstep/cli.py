@@ -17,7 +17,7 @@ from lockstep import config, files, plugins
 from lockstep import export as exporting
 from lockstep import recipe as recipes
 from lockstep.checkpoint import inventory, keeper, layout, listing
-from lockstep.checkpoint.weights import restore
+from lockstep.checkpoint.weights import restore_model
 from lockstep.compare import verdict
 from lockstep.errors import CheckpointError, ConfigError, Interrupted, LaunchError, LockstepError
 from lockstep.events import Bus
@@ -196,7 +196,7 @@ def export(
     data = recipes.open_data(recipe)
     spec = data.train.spec
     model = recipes.build_model(recipe, spec)
-    restore(model, checkpoint)
+    restore_model(model, checkpoint)
     plugin, manifest = plugins.find("models", recipe.model.kind), layout.read_manifest(checkpoint)
     written = exporting.export(
         model,

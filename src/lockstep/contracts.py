@@ -4,7 +4,7 @@ m = samples in a micro-batch, V = shards in a step, W = processes, C x H x W = c
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -112,12 +112,18 @@ class Model(nn.Module, ABC):
 class Strategy(Protocol):
     """How a model is spread; a module `parallel/NAME.py` has `Config` and `build(config, setting) -> Strategy`."""
 
-    def place(self, model: Model) -> nn.Module:
-        """Take a model, on every rank with the same weights, and return the module whose parameters are to be
-        optimised. May be called again, with another process group."""
+    copies: tuple[int, ...]
+    """The ranks that hold the same part of the model as this one, itself among them; known once it is placed."""
 
-    def owned(self, shards: int) -> Sequence[int]:
-        """The shards of a step that this rank runs, out of 0..shards-1."""
+    def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
+        """Take a model, on every rank with the same weights, and return a module whose parameters are those that this
+        rank optimises, as plain tensors under their names in the model: all of them, some of them, or their rows that
+        lie here. `sample` fetches a batch such as training will bring, to learn shapes and costs from. May be called
+        again, with another model or another process group."""
+
+    def owned(self, shards: int, present: frozenset[int]) -> Sequence[int | None]:
+        """The shards that this rank runs in a step of which `present`, out of 0..shards-1, hold samples; None where it
+        has none left but has to run along with others (see MicroBatch.ghost). Never empty."""
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
         """Run a step's micro-batches of this rank (never none: see MicroBatch.ghost); on return every gradient
@@ -130,10 +136,12 @@ class Strategy(Protocol):
         """The global gradient norm, 0-dim, scaled down to max_norm where it is larger; None only measures it."""
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and buffers by their names in the model as it was before `place`."""
+        """The weights and buffers that this rank holds, by their names in the model as it was before `place`: the
+        live ones, to be read or written in place. Where it holds a part of a tensor, that is a DTensor."""
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """The reverse of `state`."""
+    def sharded(self, name: str, part: Tensor) -> Tensor:
+        """What belongs to the placed module's parameter `name`, element by element (its moving average, its momentum),
+        as the part of a whole that it is: a DTensor on the same memory, or the tensor itself where it is whole."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lockstep.events import Bus, Evaluated, RunEnded, RunStarted, StepDone, Warn
 from lockstep.recipe import Parts, Recipe
 from lockstep.runtime import process_group
 from lockstep.runtime.collectives import local_main_first, together
-from lockstep.runtime.digest import digest
+from lockstep.runtime.digest import digest, digest_of, world_lines
 from lockstep.runtime.interruption import Interruption
 from lockstep.runtime.precision import fix_numerics
 from lockstep.training.deadline import Deadline
@@ -191,7 +191,7 @@ class Job:
     def training(self, parts: Parts) -> Training:
         """The loop's view of the parts."""
         recipe, state = self.recipe, parts.state
-        compared = Comparison(state.module.named_parameters(), state.step)
+        compared = Comparison(state.module.named_parameters(), state.step, parts.strategy.copies)
         return Training(
             state=state,
             train=recipe.train,
@@ -230,7 +230,11 @@ class Job:
                 metrics=metrics,
             )
 
-        writer = Writer(self.checkpoints, lambda folder: keeper.tidy(self.checkpoints, section, folder))
+        writer = Writer(
+            self.checkpoints,
+            lambda folder: keeper.tidy(self.checkpoints, section, folder),
+            copies=parts.strategy.copies,
+        )
         return Saving(writer=writer, state=state, manifest=manifest, bus=self.bus)
 
     def close(self) -> None:
@@ -253,7 +257,7 @@ class Job:
             "first_step_seconds": self.first_step.seconds,
             "evaluation": metrics,
             "confusion_matrix": self.last.confusion if self.last and metrics else None,
-            "digest": digest(parts.strategy.state()),
+            "digest": self.digest(parts, status),
             "digest_depends_on_world": parts.leaves_the_promise,
             "chain": state.chain,
             "skipped_steps": state.skipped,
@@ -267,12 +271,21 @@ class Job:
             files.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
         self.bus.publish(RunEnded(status=status, summary=summary))
 
+    def digest(self, parts: Parts, status: str) -> str | None:
+        """Over all weights; where a run failed, other ranks may have gone, with whatever only they held: None then."""
+        if status == "failed" and len(parts.strategy.copies) < self.world.size:
+            return None
+        state = parts.strategy.state()
+        whole = len(parts.strategy.copies) == self.world.size
+        return digest(state) if whole else digest_of(world_lines(state, process_group.world_group()))
+
     def measure(self, checkpoint: Path) -> None:
         """Evaluate a checkpoint and write evaluation.json."""
         if self.world.is_main:
             self.bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
         parts = self.assemble()
-        restore(parts.model, checkpoint)
+        averaged = {name: parts.strategy.sharded(name, p) for name, p in parts.state.module.named_parameters()}
+        restore(parts.strategy.state(), averaged, checkpoint)
         manifest = layout.read_manifest(checkpoint)
         parts.model.eval()
         result = parts.evaluate()

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import nn
 
 from lockstep.config import Section
+from lockstep.runtime.tails import Tails
 
 
 class OptimSection(Section):
@@ -41,7 +42,14 @@ class ScheduleSection(Section):
 
 
 def build(config: OptimSection, module: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer over a module's parameters, fused into one kernel."""
+    """An optimizer over a module's parameters, fused into one kernel, whose bits do not depend on how they are cut."""
+    optimizer = _fused(config, module)
+    if any(p.device.type == "cpu" for p in module.parameters()):
+        Tails(optimizer)
+    return optimizer
+
+
+def _fused(config: OptimSection, module: nn.Module) -> torch.optim.Optimizer:
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     groups = [
         {"params": _where(named, lambda p: p.ndim >= 2), "weight_decay": config.weight_decay},

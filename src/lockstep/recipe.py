@@ -192,9 +192,14 @@ class Parts:
 
     def steps(self, start: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of each step from `start` on."""
-        owned = self.strategy.owned(self.order.shards_per_step)
-        requests = TrainingRequests(order=self.order, owned=owned, start=start, stop=self.total_steps)
-        return self._loader(self.data.train, requests, self.recipe.data.workers).steps()
+        requests = TrainingRequests(order=self.order, owned=self.strategy.owned, start=start, stop=self.total_steps)
+        return loaded(self.recipe, self.data, requests, device=self.device).steps()
+
+    def owned(self, step: int) -> tuple[list[int], frozenset[int]]:
+        """The shards of a step that hold samples: this rank's, and all of them."""
+        present = frozenset(shard for shard, rows in enumerate(self.order.shards(step)) if len(rows))
+        own = self.strategy.owned(self.order.shards_per_step, present)
+        return [shard for shard in own if shard is not None], present
 
     def evaluate(self) -> Evaluation:
         """Measure the model as it is on the whole test split."""
@@ -206,7 +211,7 @@ class Parts:
             world_size=self.world.size,
         )
         metrics = measured(self.recipe, self.data.test.spec)
-        batches = self._loader(self.data.test, requests, 0)
+        batches = loaded(self.recipe, self.data, requests, device=self.device, split="test")
         result = evaluate(self.strategy, self.model, batches, total=requests.total, metrics=metrics)
         assert result.samples == len(self.data.test), (result.samples, len(self.data.test))
         return result
@@ -232,8 +237,7 @@ class Parts:
         shares = {}
         last = min(self.order.steps_per_epoch, self.total_steps) - 1
         for name, step in (("a step", 0), ("an epoch's last step", last)):
-            present = {shard for shard, rows in enumerate(self.order.shards(step)) if len(rows)}
-            own = present.intersection(self.strategy.owned(self.order.shards_per_step))
+            own, present = self.owned(step)
             shares[name] = len(own), len(present)
         with together():
             check_synchronised(self.device, self.world.size, shares)
@@ -245,21 +249,8 @@ class Parts:
 
     def describe(self, step: int, shard: int) -> str:
         """A shard of a step, for people: who ran it and which samples it held. Every rank has to ask."""
-        owners = gathered(list(self.strategy.owned(self.order.shards_per_step)))
-        rank = next(rank for rank, owned in enumerate(owners) if shard in owned)
+        rank = next(rank for rank, own in enumerate(gathered(self.owned(step)[0])) if shard in own)
         return f"rank {rank}, shard {shard}, samples {self.order.shards(step)[shard].tolist()}"
-
-    def _loader(self, source: Source, requests: Any, workers: int) -> Loader:
-        split = "training" if source is self.data.train else "test"
-        return Loader(
-            source,
-            requests,
-            name=f"the {split} split of data.kind={self.recipe.data.kind}",
-            seed=self.recipe.run.seed,
-            pad_id=self.data.pad_id,
-            workers=workers,
-            device=self.device,
-        )
 
 
 def open_data(recipe: Recipe, *, publish: Callable[[object], None] = lambda _: None, is_checked: bool = False) -> Data:
@@ -284,6 +275,26 @@ def prepare(recipe: Recipe, publish: Callable[[object], None]) -> Data:
 def first_samples(data: Data, count: int = 16) -> Batch:
     """The first test samples as a batch."""
     return collate(data.test.__getitems__(range(min(count, len(data.test)))), data.pad_id)
+
+
+def first_batch(recipe: Recipe, data: Data, *, order: Order, device: torch.device) -> Batch:
+    """The batch of the run's first micro-batch. Raises SampleError."""
+    requests = TrainingRequests(order=order, owned=lambda _, present: [min(present)], start=0, stop=1)
+    return next(iter(loaded(recipe, data, requests, device=device))).batch
+
+
+def loaded(recipe: Recipe, data: Data, requests: Any, *, device: torch.device, split: str = "training") -> Loader:
+    """The micro-batches that are requested of the training or the test split."""
+    is_training = split == "training"
+    return Loader(
+        data.train if is_training else data.test,
+        requests,
+        name=f"the {split} split of data.kind={recipe.data.kind}",
+        seed=recipe.run.seed,
+        pad_id=data.pad_id,
+        workers=recipe.data.workers if is_training else 0,
+        device=device,
+    )
 
 
 def starter(source: str) -> Recipe:
@@ -338,22 +349,31 @@ def assemble(recipe: Recipe, world: World, device: torch.device) -> Parts:
         device=device,
         order=order,
         model=model,
-        state=place(recipe, model, total_steps=total_steps, device=device),
+        state=place(
+            recipe,
+            model,
+            partial(first_batch, recipe, data, order=order, device=device),
+            total_steps=total_steps,
+            device=device,
+        ),
         data=data,
         total_steps=total_steps,
     )
 
 
-def place(recipe: Recipe, model: Model, *, total_steps: int, device: torch.device) -> TrainState:
-    """Spread a model over the open process group, with its optimizer and all that a step needs."""
+def place(
+    recipe: Recipe, model: Model, sample: Callable[[], Batch], *, total_steps: int, device: torch.device
+) -> TrainState:
+    """Spread a model over the open process group, with its optimizer and all that a step needs. `sample` fetches a
+    batch such as training will bring."""
     randomness = Randomness(seed_of(recipe.run.seed, "training"))
-    randomness.watch(model.blocks())
+    randomness.watch(model.blocks(), recompute=recipe.train.recompute)
     precision = Precision(recipe.train.precision, device)
     exact = recipe.run.reproducibility == "exact"
     strategy = plugins.find("parallel", recipe.parallel.kind).build(
         recipe.parallel, randomness=randomness, precision=precision, exact=exact
     )
-    module = strategy.place(model.train())
+    module = strategy.place(model.train(), sample)
     optimizer = optim.build(recipe.optim, module)
     initialise(module, optimizer)
     rate = partial(_rate, recipe, total_steps)

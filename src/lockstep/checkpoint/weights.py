@@ -1,30 +1,34 @@
-"""The weights alone, from a checkpoint into a plain model."""
+"""The weights alone, out of a checkpoint."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.checkpoint.reader import contents, load
 from lockstep.checkpoint.verify import problem
 from lockstep.errors import CheckpointError
 
+MODEL, AVERAGE = "model.", "ema."
+"""How the names of weights and buffers begin in a checkpoint, and those of a moving average."""
 
-def restore(model: nn.Module, folder: Path) -> None:
-    """Fill a model's weights and buffers; the moving average's weights where the checkpoint has one.
+
+def restore(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor], folder: Path) -> None:
+    """Fill weights and buffers in place; the parameters with the moving average where the checkpoint has one. A DTensor
+    takes the part of it that this rank holds.
 
     Raises CheckpointError when the checkpoint is damaged, or belongs to another model.
     """
     reason = problem(folder)
     if reason is not None:
         raise CheckpointError(f"{folder} cannot be used: {reason}")
-    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    load(folder, state)
-    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
+    load(folder, {MODEL + name: tensor.detach() for name, tensor in state.items()})
     stored = contents(folder)
-    average = {f"ema.{n}": p.detach() for n, p in model.named_parameters() if f"ema.{n}" in stored}
+    average = {AVERAGE + name: tensor.detach() for name, tensor in parameters.items() if AVERAGE + name in stored}
     if average:
         load(folder, average)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(average[f"ema.{name}"])
+
+
+def restore_model(model: nn.Module, folder: Path) -> None:
+    """The same for a model that is whole."""
+    restore(model.state_dict(), dict(model.named_parameters()), folder)

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,15 +22,15 @@ from torch import Tensor
 from lockstep import files
 from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of
 from lockstep.checkpoint.verify import problem
+from lockstep.checkpoint.weights import MODEL
 from lockstep.runtime.collectives import decided, gathered
-from lockstep.runtime.digest import digest_of, line
+from lockstep.runtime.digest import digest_of, world_lines
+from lockstep.runtime.parts import like, part_of
 
 TIMEOUT = timedelta(hours=2)
 """How long ranks wait for each other's disk."""
 THREAD = "checkpoint"
 """The name of the threads that write."""
-WEIGHTS = "model."
-"""How the names of weights and buffers begin; the digest is over them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,14 @@ class Saved:
 
 
 def share(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[str]:
-    """The names that one of `size` ranks writes of tensors that all of them hold: the largest first, each to whoever
-    has least so far. The same everywhere, without asking."""
+    """The names that one of `size` ranks writes of tensors, or parts of them, that all of them hold: the largest first,
+    each to whoever has least so far. The same everywhere, without asking."""
     load = [0] * size
     names = []
-    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+    bytes_of = {name: part_of(tensor).nbytes for name, tensor in tensors.items()}
+    for name in sorted(tensors, key=lambda name: (-bytes_of[name], name)):
         owner = load.index(min(load))
-        load[owner] += tensors[name].nbytes + 1  # a tensor of no bytes is work, too
+        load[owner] += bytes_of[name] + 1  # a tensor of no bytes is work, too
         if owner == rank:
             names.append(name)
     return names
@@ -62,11 +63,15 @@ class Writer:
     """One save at a time, on all ranks together.
 
     Until the last rename a checkpoint's folder carries another name, so that a kill at any point leaves the older ones
-    and nothing that looks like a new one. `saved` is called, on rank 0, with each folder that has been completed.
+    and nothing that looks like a new one. `copies`: the ranks that hold the same as this one, and share the work; all
+    if not given. `saved` is called, on rank 0, with each folder that has been completed.
     """
 
-    def __init__(self, root: Path, saved: Callable[[Path], None] = lambda _: None) -> None:
+    def __init__(
+        self, root: Path, saved: Callable[[Path], None] = lambda _: None, *, copies: Sequence[int] | None = None
+    ) -> None:
         self.root, self.saved = root, saved
+        self.holders = copies or range(dist.get_world_size())
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self.copies: dict[str, Tensor] = {}
         """This rank's part of the last save, whose memory is used again."""
@@ -78,7 +83,7 @@ class Writer:
     @property
     def bytes(self) -> int:
         """Of this rank's part."""
-        return sum(copy.nbytes for copy in self.copies.values())
+        return sum(part_of(copy).nbytes for copy in self.copies.values())
 
     def cancel(self) -> None:
         """Let nothing that is still being written become a checkpoint; for good."""
@@ -88,9 +93,8 @@ class Writer:
     def warm_up(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the memory for copies before the first save needs it, beside the training: fresh pages cost 50 times as
         much as the copy itself."""
-        own = share(tensors, dist.get_rank(), dist.get_world_size())
-        self.copies = {name: _room(tensors[name]) for name in own}
-        rooms = list(self.copies.values())
+        self.copies = {name: _room(tensors[name]) for name in self._own(tensors)}
+        rooms = [part_of(room) for room in self.copies.values()]
         self.warming = _beside(lambda: [room.zero_() for room in rooms])
 
     def start(self, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
@@ -100,10 +104,12 @@ class Writer:
         if self.warming is not None:
             self.warming.result()
             self.warming = None
-        for name in share(tensors, dist.get_rank(), dist.get_world_size()):
+        for name in self._own(tensors):
             tensor, room = tensors[name].detach(), self.copies.get(name)
-            fits = room is not None and (room.shape, room.dtype) == (tensor.shape, tensor.dtype)
-            copies[name] = (room if fits and room is not None else _room(tensor)).copy_(tensor)
+            if room is None or (room.shape, room.dtype) != (tensor.shape, tensor.dtype):
+                room = _room(tensor)
+            part_of(room).copy_(part_of(tensor))
+            copies[name] = room
         self.copies = copies
 
         def write() -> Saved:
@@ -111,6 +117,9 @@ class Writer:
             return Saved(step=manifest.step, folder=folder, failure=failure, seconds=time.monotonic() - begin)
 
         self.pending = _beside(write)
+
+    def _own(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        return share(tensors, self.holders.index(dist.get_rank()), len(self.holders))
 
     @property
     def is_busy(self) -> bool:
@@ -166,18 +175,17 @@ class Writer:
 
     def _completed(self, temporary: Path, copies: dict[str, Tensor], manifest: Manifest) -> str | None:
         """Hash, each rank what it has written; then rank 0 writes the manifest and renames. What went wrong."""
-        rank, facts, failure = dist.get_rank(), None, None
+        rank, sums, failure = dist.get_rank(), {}, None
         try:
             sums = _sums(temporary, f"__{rank}_*", *([".metadata"] if rank == 0 else []))
-            facts = sums, [line(n.removeprefix(WEIGHTS), t) for n, t in copies.items() if n.startswith(WEIGHTS)]
         except OSError as error:
             failure = _reason(error, rank)
-        everyone = gathered((facts, failure), self.group)
+        weights = {n.removeprefix(MODEL): copy for n, copy in copies.items() if n.startswith(MODEL)}
+        lines, everyone = world_lines(weights, self.group), gathered((sums, failure), self.group)
         failures = [each for _, each in everyone if each]
         if not failures and rank == 0:
-            parts = {name: entry for (sums, _), _ in everyone for name, entry in sums.items()}
-            digest = digest_of(each for (_, lines), _ in everyone for each in lines)
-            whole = replace(manifest, digest=digest, files=dict(sorted(parts.items())))
+            parts = {name: entry for sums, _ in everyone for name, entry in sums.items()}
+            whole = replace(manifest, digest=digest_of(lines), files=dict(sorted(parts.items())))
             final = folder_of(self.root, manifest.step)
             with self._publishing:
                 try:
@@ -194,7 +202,9 @@ class Writer:
 
 
 def _room(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.contiguous_format)
+    part = part_of(tensor)
+    room = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda, memory_format=torch.contiguous_format)
+    return like(tensor, room)
 
 
 def _beside(task: Callable[[], Any]) -> Future[Any]:

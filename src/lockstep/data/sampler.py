@@ -1,11 +1,14 @@
 """What each rank fetches: its own shards of every step, or a ghost where it owns none."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lockstep.data.order import Order
+
+Owned = Callable[[int, frozenset[int]], Sequence[int | None]]
+"""Which shards a rank runs: see contracts.Strategy.owned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,25 +24,25 @@ class Request:
     present: frozenset[int] = frozenset()
 
 
-def step_requests(order: Order, step: int, owned: Sequence[int]) -> list[Request]:
+def step_requests(order: Order, step: int, owned: Owned) -> list[Request]:
     """A rank's micro-batches of one step: its shards that hold samples.
 
-    A rank whose shards are all empty gets a ghost: another's micro-batch, to run with it through every collective.
+    Where it has none left but others have, it gets a ghost: another's micro-batch, to run through every collective.
     """
     shards = order.shards(step)
     present = frozenset(shard for shard, rows in enumerate(shards) if len(rows))
-    mine = [shard for shard in owned if shard in present]
     return [
         Request(
             step=step,
             shard=shard,
             epoch=order.epoch(step),
             indices=tuple(shards[shard].tolist()),
-            ghost=not mine,
+            ghost=mine is None,
             shards=len(shards),
             present=present,
         )
-        for shard in mine or [min(present)]
+        for mine in owned(len(shards), present)
+        for shard in [min(present) if mine is None else mine]
     ]
 
 
@@ -48,7 +51,7 @@ class TrainingRequests:
     """Every request of steps start..stop-1, a list per step; can be made anew for another world at any step."""
 
     order: Order
-    owned: Sequence[int]
+    owned: Owned
     start: int
     stop: int
 

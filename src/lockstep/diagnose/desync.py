@@ -1,16 +1,15 @@
 """Whether all ranks still hold the same weights, as they must after every step."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lockstep.diagnose.verdict import ranks_text
 from lockstep.errors import Desync
-from lockstep.runtime.collectives import stacked
+from lockstep.runtime.collectives import gathered
 from lockstep.runtime.whereabouts import waiting_in
 
 NAMED = 3
@@ -24,30 +23,39 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 class Comparison:
-    """Compares the parameters that every rank holds whole; what is sharded belongs to one rank alone."""
+    """Compares the parameters, or parts of them, that several ranks hold alike.
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]], step: int) -> None:
-        whole = [(name, tensor) for name, tensor in parameters if not isinstance(tensor, DTensor)]
-        self.names, self.tensors = [name for name, _ in whole], [tensor for _, tensor in whole]
+    `copies`: the ranks that hold the same as this one.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], step: int, copies: Sequence[int]) -> None:
+        held = list(parameters)
+        self.names, self.tensors = [name for name, _ in held], [tensor for _, tensor in held]
+        self.copies = tuple(copies)
         self.equal_at = step
         """The last step at which all ranks are known to have been equal."""
 
     def check(self, step: int) -> None:
-        """Raise Desync, on all ranks, where they differ after a step."""
-        if dist.get_world_size() == 1 or not self.tensors:
+        """Raise Desync, on all ranks, where any differ after a step."""
+        if dist.get_world_size() == 1:
             return
-        own = torch.stack([checksum(tensor) for tensor in self.tensors]).cpu()
+        own = torch.stack([checksum(tensor) for tensor in self.tensors]).tolist() if self.tensors else []
         with waiting_in("the comparison of weights"):
-            table = stacked(own)
-        differing = [place for place in range(table.shape[1]) if len(table[:, place].unique()) > 1]
+            everyone = gathered((self.copies, self.names, own))
+        alike = {copies: (names, [everyone[rank][2] for rank in copies]) for copies, names, _ in everyone}
+        differing = [
+            _line(name, dict(zip(copies, sums, strict=True)))
+            for copies, (names, rows) in alike.items()
+            for name, *sums in zip(names, *rows, strict=True)
+            if len(set(sums)) > 1
+        ]
         if not differing:
             self.equal_at = step
             return
-        lines = [_line(self.names[place], table[:, place].tolist()) for place in differing[:NAMED]]
         more = f"\n  and {len(differing) - NAMED} more parameters" if len(differing) > NAMED else ""
         raise Desync(
             f"the ranks' weights have come apart, first seen after step {step} (equal after step {self.equal_at}):\n  "
-            + "\n  ".join(lines)
+            + "\n  ".join(differing[:NAMED])
             + more
             + "\n  Something changes parameters on some ranks only (code that asks for the rank, a forward pass that "
             "writes to them), or a device computes wrongly.",
@@ -55,12 +63,12 @@ class Comparison:
         )
 
 
-def _line(name: str, sums: list[int]) -> str:
+def _line(name: str, sums: dict[int, int]) -> str:
     """Who differs from the majority; where there is none, that they differ."""
-    (usual, count), *_ = Counter(sums).most_common()
-    others = [rank for rank, value in enumerate(sums) if value != usual]
+    (usual, count), *_ = Counter(sums.values()).most_common()
+    others = [rank for rank, value in sums.items() if value != usual]
     if 2 * count <= len(sums):
-        return f"{name}: {ranks_text(range(len(sums)))} differ"
+        return f"{name}: {ranks_text(list(sums))} differ"
     verb = "differs" if len(others) == 1 else "differ"
-    same = [rank for rank, value in enumerate(sums) if value == usual]
+    same = [rank for rank, value in sums.items() if value == usual]
     return f"{name}: {ranks_text(others)} {verb} from {ranks_text(same)}"

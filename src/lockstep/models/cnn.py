@@ -81,6 +81,4 @@ class CNN(Model):
 
 def build(config: Config, spec: DataSpec) -> Model:
     """A freshly initialised network for the data's image size and classes."""
-    model = CNN(spec, config)
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model
+    return CNN(spec, config)

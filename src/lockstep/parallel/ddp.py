@@ -4,7 +4,7 @@ S. Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Tra
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from pydantic import Field
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import PluginSection
-from lockstep.contracts import LossSum, MicroBatch, Model
+from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.errors import ModelError
-from lockstep.runtime.accumulation import world_loss
 from lockstep.runtime.background import Future, Stream, Thread, beside
 from lockstep.runtime.collectives import summed_by_backend
 from lockstep.runtime.exchange import Exchange
+from lockstep.runtime.ownership import neighbouring
+from lockstep.runtime.parts import views_of
+from lockstep.runtime.passes import world_loss
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.replica import Replica
 from lockstep.runtime.seeds import Randomness
@@ -38,26 +40,6 @@ class Config(PluginSection):
     """Set when some parameters take no part in the loss (costs a walk over the graph per step)."""
 
 
-def owned_by(rank: int, world_size: int, shards: int) -> range:
-    """The shards of a rank: a run of neighbours, so that most additions happen inside it."""
-    return range(rank * shards // world_size, (rank + 1) * shards // world_size)
-
-
-def gradients_in(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a bucket's flat buffer, one per parameter, laid out as DDP lays them: with the parameter's strides where
-    it is dense (channels last stays so). GradBucket.gradients() gives contiguous views instead, which mix them up."""
-    views, offset = [], 0
-    for parameter in parameters:
-        flat = buffer[offset : offset + parameter.numel()]
-        span = 1 + sum((size - 1) * stride for size, stride in zip(parameter.size(), parameter.stride(), strict=True))
-        if span == parameter.numel():
-            views.append(flat.as_strided(parameter.size(), parameter.stride()))
-        else:
-            views.append(flat.view(parameter.size()))
-        offset += parameter.numel()
-    return views
-
-
 class DataParallel(Replica):
     """DDP with gradients that are sums, not means, and whose order of addition belongs to the shards."""
 
@@ -70,9 +52,9 @@ class DataParallel(Replica):
         self.exchanges: dict[tuple[Shards, int], Exchange] = {}
         self.background: Thread | Stream | None = None
 
-    def place(self, model: Model) -> nn.Module:
+    def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Wrap the model for the present process group."""
-        super().place(model)
+        super().place(model, sample)
         self.exchanges.clear()
         if self.background is not None:
             self.background.close()
@@ -90,23 +72,25 @@ class DataParallel(Replica):
         self.wrapped.register_comm_hook(weakref.ref(self), _exchanged)
         return model
 
-    def owned(self, shards: int) -> Sequence[int]:
+    def owned(self, shards: int, present: frozenset[int]) -> Sequence[int | None]:
         """This rank's run of shards."""
-        return owned_by(dist.get_rank(), dist.get_world_size(), shards)
+        return neighbouring(dist.get_rank(), dist.get_world_size(), shards=shards, present=present) or [None]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
         """Run this rank's shards; the backward pass of the last one exchanges the gradients."""
         shards, present = micro_batches[0].shards, micro_batches[0].present
         self.is_ghost = micro_batches[0].ghost
         self.exchange, self.summed, self.handed_in = self._exchange(present, shards), [], 0
+        self.accumulation.start_step(self.exchange)
+        self.passes.statistics.start_step(self.exchange)
         try:
-            losses = self.accumulating().run(micro_batches, self.exchange, self.wrapped, no_sync=self.wrapped.no_sync)
+            losses = self.passes.run(micro_batches, self.wrapped, no_sync=self.wrapped.no_sync)
         except RuntimeError:
             if self.background is not None:
                 self.background.check()
             raise
         self._check_all_used()
-        self.accumulating().end_step(self.exchange)
+        self.passes.statistics.end_step(self.exchange)
         for parameter, gradient in self.summed:
             if parameter.grad is None:  # DDP leaves out what the last micro-batch did not use; others may have
                 parameter.grad = gradient
@@ -126,8 +110,8 @@ class DataParallel(Replica):
     def _exchange(self, present: Shards, shards: int) -> Exchange:
         """Two kinds of step are met in a run, whole and ragged: keep their plans."""
         if (present, shards) not in self.exchanges:
-            world = dist.get_world_size()
-            owners = [frozenset(owned_by(rank, world, shards)) for rank in range(world)]
+            world, every = dist.get_world_size(), frozenset(range(shards))
+            owners = [frozenset(neighbouring(rank, world, shards=shards, present=every)) for rank in range(world)]
             self.exchanges[present, shards] = Exchange(owners, present, self.transport.group)
         return self.exchanges[present, shards]
 
@@ -136,12 +120,12 @@ class DataParallel(Replica):
         assert self.background is not None
         number, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
         self.handed_in += len(parameters)
-        self.summed += zip(parameters, gradients_in(buffer, parameters), strict=True)
+        self.summed += zip(parameters, views_of(buffer, parameters), strict=True)
         return self.background.run(lambda: self._finish(number, buffer, parameters))
 
     def _finish(self, bucket: int, buffer: Tensor, parameters: list[Tensor]) -> Tensor:
         slots = self.transport.slots(bucket, buffer, self.exchange.slots)
-        self.accumulating().fill(parameters, [gradients_in(slot, parameters) for slot in slots])
+        self.accumulation.fill(parameters, [views_of(slot, parameters) for slot in slots])
         with waiting_in("the gradient exchange"):
             return self.transport.sum(bucket, slots, self.exchange)
 

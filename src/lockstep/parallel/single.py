@@ -1,17 +1,17 @@
 """One process: the plain loop that every other strategy must equal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lockstep.config import PluginSection
-from lockstep.contracts import LossSum, MicroBatch, Model
+from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.errors import LaunchError
-from lockstep.runtime.accumulation import world_loss
 from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.gradient_norm import gradients
+from lockstep.runtime.passes import world_loss
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.process_group import world_group
 from lockstep.runtime.replica import Replica
@@ -25,31 +25,31 @@ class Config(PluginSection):
 class Single(Replica):
     """The whole model, every shard, no communication."""
 
-    def place(self, model: Model) -> nn.Module:
+    def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Keep the model as it is; raises LaunchError when there is more than one process."""
         if dist.get_world_size() > 1:
             raise LaunchError(
                 f"parallel.kind=single runs one process, but there are {dist.get_world_size()}: "
                 "set parallel.kind=ddp or launch.processes=1"
             )
-        return super().place(model)
+        return super().place(model, sample)
 
-    def owned(self, shards: int) -> Sequence[int]:
+    def owned(self, shards: int, present: frozenset[int]) -> Sequence[int | None]:
         """All of them."""
-        return range(shards)
+        return sorted(present)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
         """Run every shard; gradients are their sum."""
         present = micro_batches[0].present
         exchange = Exchange([present], present, world_group())
-        accumulation = self.accumulating()
-        losses = accumulation.run(micro_batches, exchange, self.model)
-        accumulation.end_step(exchange)
-        if self.exact:
-            unused = [p for p in accumulation.trees if p not in accumulation.left]  # by the last micro-batch
-            for parameter in unused:
-                parameter.grad = torch.empty_like(parameter)
-            accumulation.fill(unused, [gradients(unused)])
+        self.accumulation.start_step(exchange)
+        self.passes.statistics.start_step(exchange)
+        losses = self.passes.run(micro_batches, self.model)
+        self.passes.statistics.end_step(exchange)
+        unused = [p for p in self.accumulation.parameters if p not in self.accumulation.left]  # by the last micro-batch
+        for parameter in unused:
+            parameter.grad = torch.empty_like(parameter)
+        self.accumulation.fill(unused, [gradients(unused)])
         return world_loss(micro_batches, losses, exchange)
 
 

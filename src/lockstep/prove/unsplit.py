@@ -124,10 +124,11 @@ class Comparison:
         self.model.zero_grad(set_to_none=True)
         count, total = float(loss.count), float(loss.total.detach())
 
-        recipe, family = self.parts.recipe, plugins.find("parallel", self.parts.recipe.parallel.kind)
+        single = plugins.find("parallel", "single")
         precision = Precision("fp32", self.parts.device)
-        strategy = family.build(recipe.parallel, randomness=Randomness(0), precision=precision, exact=True)
-        strategy.place(self.model)
+        config = single.Config(kind="single")
+        strategy = single.build(config, randomness=Randomness(0), precision=precision, exact=True)
+        strategy.place(self.model, lambda: self.micro_batches[0].batch)
         self.quiet()
         found = strategy.forward_backward(self.micro_batches)
         if float(found.count) != count:

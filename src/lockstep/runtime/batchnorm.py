@@ -1,6 +1,6 @@
 """BatchNorm: running statistics that belong to the shards, or layers that synchronise themselves over the ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +56,10 @@ class RunningStatistics:
     left alone: they advance as PyTorch advances them, with every micro-batch, and alike on every rank.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         norms = [
             m
-            for m in model.modules()
+            for m in modules
             if isinstance(m, _BatchNorm) and m.track_running_stats and not isinstance(m, nn.SyncBatchNorm)
         ]
         self.buffers: list[Tensor] = [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
@@ -75,7 +75,7 @@ class RunningStatistics:
     def start_shard(self) -> None:
         """Go back to the step's start."""
         for tensor, value in zip((*self.buffers, *self.counters), self.before, strict=True):
-            tensor.copy_(value)
+            tensor.data.copy_(value)  # a backward pass that is still to come does not ask for them, but autograd would
 
     def end_shard(self, shard: int) -> None:
         """Keep what the shard has left behind."""
@@ -92,3 +92,5 @@ class RunningStatistics:
         values = mean.split([buffer.numel() for buffer in self.buffers])
         for buffer, value, before in zip(self.buffers, values, self.before, strict=False):
             buffer.copy_(torch.where(torch.isfinite(value).all(), value.view_as(buffer), before))
+        for counter, before in zip(self.counters, self.before[len(self.buffers) :], strict=True):
+            counter.copy_(before + 1)  # however often a forward pass was repeated to save memory

@@ -1,6 +1,6 @@
 """What ranks tell each other outside of gradients: one rank's decision, everybody's opinion."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TextIO, TypeVar
@@ -14,11 +14,11 @@ from lockstep.runtime.whereabouts import waiting_in
 T = TypeVar("T")
 
 
-def decided(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's value, on every rank: for decisions that must not differ, such as a clock's."""
+def decided(value: T, group: dist.ProcessGroup | None = None, *, source: int = 0) -> T:
+    """The value of one rank of a group, on every rank: for decisions that must not differ, such as a clock's."""
     box = [value]
-    with waiting_in("a decision of rank 0"):
-        dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
+    with waiting_in(f"a decision of rank {source}"):
+        dist.broadcast_object_list(box, group_src=source, group=group, device=torch.device("cpu"))
     return box[0]
 
 
@@ -47,21 +47,20 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise first
 
 
-def stacked(row: torch.Tensor) -> torch.Tensor:
-    """Every rank's row [n], of the same type and length, on every rank, as a table [W, n] on the CPU."""
-    table = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(table, row)
-    return torch.stack(table)
-
-
-def add_disjoint(table: torch.Tensor) -> torch.Tensor:
+def add_disjoint(table: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Complete a table, in place, of which each rank filled other rows and left zeros elsewhere.
 
     The backend adds, but only zeros to one number each: exact, in any order.
     """
-    with waiting_in("the sum of losses"):
-        dist.all_reduce(table)
+    with waiting_in("the sum of what each rank has found"):
+        dist.all_reduce(table, group=group)
     return table
+
+
+def add_by_backend(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each over a group in place, in an order of the backend's own."""
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=group)
 
 
 def summed_by_backend(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -1,9 +1,12 @@
 """The global gradient norm, from per-row sums of squares in a fixed order: the same bits however rows are held."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from lockstep.runtime.collectives import add_disjoint
 
 EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
@@ -23,3 +26,43 @@ def row_squares(grads: Sequence[Tensor]) -> Tensor:
 def clip_(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients in place by max_norm / norm where the norm is larger."""
     torch._foreach_mul_(list(grads), (max_norm / (norm + EPSILON)).clamp(max=1.0))
+
+
+class Rows:
+    """The rows of all parameters of a model, in its order, of which each rank holds some.
+
+    `whole`: name -> number of rows, of every parameter that is trained; `first`: name -> the first row that this rank
+    holds, of those it does; `group`: the ranks that together hold each row once.
+    """
+
+    def __init__(
+        self, whole: Mapping[str, int], first: Mapping[str, int], *, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.first, self.group, self.device, self.total = dict(first), group, device, 0
+        for name, rows in whole.items():
+            if name in self.first:
+                self.first[name] += self.total
+            self.total += rows
+
+    def clip(self, parts: Mapping[str, Tensor], max_norm: float | None) -> Tensor:
+        """The global norm, 0-dim, from the gradients of this rank's parts, which are scaled down to max_norm."""
+        held = {name: part.grad for name, part in parts.items() if part.grad is not None}
+        grads = list(held.values())
+        table = torch.zeros(self.total, device=self.device)
+        for name, grad in held.items():
+            if grad.numel():
+                own = row_squares([grad])
+                table[self.first[name] : self.first[name] + len(own)] = own
+        if self.group.size() > 1:
+            add_disjoint(table, self.group)
+        norm = table.sum().sqrt()
+        if max_norm is not None and grads:
+            clip_(grads, norm, max_norm)
+        return norm
+
+
+def rows_of(parameter: Tensor) -> int:
+    """How many rows a parameter has in the table; none where it is empty."""
+    if not parameter.numel():
+        return 0
+    return parameter.size(0) if parameter.ndim else 1

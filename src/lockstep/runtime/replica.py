@@ -1,13 +1,15 @@
 """A rank that holds the whole model: what `single` and `ddp` have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.contracts import Batch, Model
-from lockstep.runtime.accumulation import Accumulation, widened
+from lockstep.runtime.accumulation import Accumulation
 from lockstep.runtime.gradient_norm import clip_, gradients, row_squares
+from lockstep.runtime.passes import Passes, widened
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness
 
@@ -17,21 +19,31 @@ class Replica:
 
     def __init__(self, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         self.randomness, self.precision, self.exact = randomness, precision, exact
-        self.accumulation: Accumulation | None = None
+        self.copies: tuple[int, ...] = ()
+        self.placed: tuple[Passes, Accumulation] | None = None
 
-    def place(self, model: Model) -> nn.Module:
+    def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Take the model; its own parameters are the ones to optimise. May be called again."""
-        if self.accumulation is not None:
+        if self.placed is not None:
             self.accumulation.remove()
         self.model = model
+        self.copies = tuple(range(dist.get_world_size()))
         self.parameters = list(model.parameters())
-        self.accumulation = Accumulation(model, self.randomness, self.precision, exact=self.exact)
+        passes = Passes(model, self.randomness, self.precision)
+        self.placed = passes, Accumulation(self.parameters if self.exact else [], passes)
         return model
 
-    def accumulating(self) -> Accumulation:
-        """The accumulation of the placed model."""
-        assert self.accumulation is not None, "place() comes first"
-        return self.accumulation
+    @property
+    def passes(self) -> Passes:
+        """Of the placed model."""
+        assert self.placed is not None, "place() comes first"
+        return self.placed[0]
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """Of the placed model; without `exact` it knows of no parameter, and gradients add up in p.grad."""
+        assert self.placed is not None, "place() comes first"
+        return self.placed[1]
 
     def forward(self, batch: Batch) -> Tensor:
         """Outputs, without gradients; fp32 where autocast gave half precision."""
@@ -50,6 +62,6 @@ class Replica:
         """Weights and buffers by name."""
         return self.model.state_dict()
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """The reverse of state."""
-        self.model.load_state_dict(dict(state))
+    def sharded(self, name: str, part: Tensor) -> Tensor:
+        """Nothing is: itself."""
+        return part

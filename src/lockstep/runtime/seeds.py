@@ -3,11 +3,16 @@
 import hashlib
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Forward = Callable[..., Any]
 
 
 def seed_of(*parts: int | str) -> int:
@@ -38,24 +43,38 @@ def seed_all(seed: int) -> None:
 
 
 class Randomness:
-    """Reseeds from (seed, step, shard, block) whenever a block is entered in training, forwards or in recomputation."""
+    """Reseeds from (seed, step, shard, block) whenever a block is entered in training, forwards or in recomputation,
+    and once more when it is left: so it does not matter either whether what follows runs where the block did."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.step, self.shard = seed, 0, 0
 
-    def watch(self, blocks: Sequence[nn.Module]) -> None:
-        """Reseed on entering each of these blocks."""
+    def watch(self, blocks: Sequence[nn.Module], *, recompute: bool = False) -> None:
+        """Reseed on entering and leaving each of these blocks; with `recompute` they keep no activations but run again
+        in the backward pass (T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016)."""
         for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(self._hook(number))
+            seeded = partial(self._seeded, number, block.forward)
+            block.forward = partial(_in_training, block, block.forward, _recomputed(seeded) if recompute else seeded)
+            block.register_forward_hook(partial(self._left, number))
 
     def at(self, step: int, shard: int) -> None:
         """Say where the run is, before every forward and every backward pass."""
         self.step, self.shard = step, shard
         seed_all(seed_of(self.seed, step, shard, -1))
 
-    def _hook(self, number: int):  # type: ignore[no-untyped-def]
-        def enter(module: nn.Module, _: object) -> None:
-            if module.training:
-                seed_all(seed_of(self.seed, self.step, self.shard, number))
+    def _seeded(self, number: int, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        seed_all(seed_of(self.seed, self.step, self.shard, number))
+        return forward(*args, **kwargs)
 
-        return enter
+    def _left(self, number: int, block: nn.Module, *_: Any) -> None:
+        if block.training:
+            seed_all(seed_of(self.seed, self.step, self.shard, number, 0))
+
+
+def _in_training(block: nn.Module, plain: Forward, training: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    return (training if block.training else plain)(*args, **kwargs)
+
+
+def _recomputed(forward: Forward) -> Forward:
+    """A forward pass that is run again for the backward pass, its reseeding with it."""
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)

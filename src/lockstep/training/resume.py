@@ -91,8 +91,6 @@ def resume(
             )
     for line in lines:
         warn(f"numeric recipe changed on resume: {line}")
-    tensors = state.tensors()
-    reader.load(folder, tensors)
-    state.take(tensors)
+    reader.load(folder, state.tensors())
     state.load_state_dict(dict(manifest.progress))
     state.drift += [{"step": state.step, "field": name, "before": before, "now": now} for name, before, now in drift]

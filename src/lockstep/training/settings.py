@@ -11,7 +11,9 @@ from lockstep.runtime.precision import Format
 class TrainSection(Section):
     """How much, in what portions, and in which number format."""
 
-    incidental: ClassVar[frozenset[str]] = frozenset({"non_finite", "stop_metric", "stop_patience", "max_minutes"})
+    incidental: ClassVar[frozenset[str]] = frozenset(
+        {"non_finite", "stop_metric", "stop_patience", "max_minutes", "recompute"}
+    )
 
     epochs: float | None = Field(None, gt=0)
     """Passes over the training samples; give this or `steps` (default: 1 epoch)."""
@@ -23,6 +25,9 @@ class TrainSection(Section):
     """m: samples that one process handles at once; the largest that fits the device's memory is a good choice."""
     precision: Format = "fp32"
     """fp32, or autocast to bf16 or fp16 (fp16 with a gradient scaler)."""
+    recompute: bool = False
+    """Keep no activations inside the model's blocks, and compute them again in the backward pass: the same weights with
+    less memory, for about a third more time."""
     batchnorm: Literal["shard", "sync"] = "shard"
     """shard: each micro-batch is normalised by itself; sync: by what all processes hold just then, on GPUs only, with
     other weights for another number of processes."""

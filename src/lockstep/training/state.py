@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.contracts import Strategy
+from lockstep.optim import set_learning_rate
 from lockstep.runtime.precision import Precision
 from lockstep.training.ema import MovingAverage
 
@@ -45,30 +46,19 @@ class TrainState:
     saving: Record = field(default_factory=Record)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by a flat, canonical name: model.*, ema.*, optimizer.PARAMETER.*."""
+        """Every tensor that this rank holds, or its part of it, by a flat, canonical name: model.*, ema.*,
+        optimizer.PARAMETER.*. They are the live ones: a checkpoint is read into them."""
+        spread = self.strategy.sharded
         return {
             **{f"model.{name}": tensor for name, tensor in self.strategy.state().items()},
-            **{f"ema.{name}": tensor for name, tensor in (self.ema.tensors() if self.ema else {}).items()},
+            **{f"ema.{n}": spread(n, tensor) for n, tensor in (self.ema.tensors() if self.ema else {}).items()},
             **{
-                f"optimizer.{name}.{key}": value
+                f"optimizer.{name}.{key}": spread(name, value) if value.shape == parameter.shape else value
                 for name, parameter in self.module.named_parameters()  # as DCP names them, in a tenth of the time
                 for key, value in self.optimizer.state.get(parameter, {}).items()
                 if isinstance(value, Tensor)
             },
         }
-
-    def take(self, tensors: dict[str, Tensor]) -> None:
-        """Take over tensors that were made by `tensors` and filled from a checkpoint."""
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-        whole: Any = get_optimizer_state_dict(self.module, self.optimizer)
-        for name, values in whole["state"].items():
-            values.update({key: tensors.get(f"optimizer.{name}.{key}", value) for key, value in values.items()})
-        set_optimizer_state_dict(self.module, self.optimizer, whole)
-        self.strategy.load({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
-        if self.ema:
-            for name, average in self.ema.tensors().items():
-                average.copy_(tensors[f"ema.{name}"])
 
     def state_dict(self) -> dict[str, Any]:
         """The numbers that are no tensors."""
@@ -109,9 +99,12 @@ def initialise(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Made at the first step it would be missing where a parameter is not used, and on a CPU the fused SGD would leave it
     unset when that step's fp16 gradients overflow.
     """
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    get_optimizer_state_dict(module, optimizer)  # makes the state of an optimizer that has none, by an empty step
+    set_learning_rate(optimizer, 0.0)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # an empty one: optimizers make their state in the first
+    optimizer.zero_grad(set_to_none=True)
     for values in optimizer.state.values():
         for value in values.values():
             if isinstance(value, Tensor):

@@ -1,0 +1,210 @@
+"""Fully sharded data parallel: every rank holds some rows of every weight, and gathers a block when it is its turn.
+
+Y. Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023; the second version,
+`fully_shard`, by rows of each parameter.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lockstep.config import PluginSection
+from lockstep.contracts import Batch, LossSum, MicroBatch, Model
+from lockstep.errors import LaunchError, ModelError
+from lockstep.runtime.collectives import add_by_backend
+from lockstep.runtime.exchange import Exchange
+from lockstep.runtime.gradient_norm import Rows, gradients, rows_of
+from lockstep.runtime.ownership import dealt, neighbouring
+from lockstep.runtime.parts import Held, kept_buffers, like, offset_of, part_of, tied
+from lockstep.runtime.passes import Passes, widened, world_loss
+from lockstep.runtime.precision import Precision
+from lockstep.runtime.process_group import world_group
+from lockstep.runtime.seeds import Randomness
+from lockstep.runtime.tree_reduce import Shards
+from lockstep.runtime.tree_scatter import BackendScatter, Rounds, TreeScatter
+
+
+class Config(PluginSection):
+    """Every process holds a part of each weight, its gradient and its optimizer state: 1/W of the memory of ddp, for
+    gathering the weights in every forward and backward pass."""
+
+    reshard: bool = True
+    """Give a block's weights back after its forward pass and gather them again for the backward pass; false keeps them
+    in between: less traffic, more memory."""
+    gather: Literal["fp32", "bf16"] = "fp32"
+    """The format in which weights are gathered. bf16 halves the traffic; weights then differ from those of other
+    strategies, though not with the number of processes."""
+    replicas: int = Field(1, ge=1)
+    """The processes form so many groups, each with the whole model between its members (hybrid sharding): one per
+    machine keeps the gathering inside of it."""
+    offload: bool = False
+    """Keep weights and optimizer in the CPU's memory between their uses (GPUs only)."""
+
+    @property
+    def numeric(self) -> dict[str, str]:
+        """The settings that change bits."""
+        return {} if self.gather == "fp32" else {"gather": self.gather}
+
+
+class FullyShardedDataParallel:
+    """FSDP2 with gradients that are sums, added in the shards' tree, and kept in rows while they accumulate."""
+
+    def __init__(self, config: Config, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
+        self.config, self.randomness, self.precision, self.exact = config, randomness, precision, exact
+        self.copies: tuple[int, ...] = ()
+        self.model: Model | None = None
+
+    def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
+        """Shard the model; returns this rank's rows of every parameter. Raises LaunchError and ModelError."""
+        self._check(model)
+        world, replicas = dist.get_world_size(), self.config.replicas
+        device = next(model.parameters()).device
+        mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+        self.replica, self.place_in_it = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank()
+        self.across, self.within = mesh["replicate"].get_group(), mesh["shard"].get_group()
+        self.copies = tuple(dist.get_process_group_ranks(self.across))
+        self.names, self.buffers = tied(model), kept_buffers(model)
+        whole = {name: rows_of(p) for name, p in model.named_parameters() if p.requires_grad}
+        self.scatters = self._shard(model, mesh["shard"])
+        self.model = model
+        self.whole: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
+        self.parts = {n: nn.Parameter(part_of(p), requires_grad=p.requires_grad) for n, p in self.whole.items()}
+        first = {name: offset_of(self.whole[name])[0] for name in whole}
+        self.rows = Rows(whole, first, group=self.within, device=device)
+        self.passes = Passes(model, self.randomness, self.precision)
+        return Held(model, self.parts)
+
+    def _check(self, model: Model) -> None:
+        if self.model is model:
+            raise RuntimeError("a model that is sharded already cannot be placed again: build it anew")
+        world, replicas = dist.get_world_size(), self.config.replicas
+        if world % replicas:
+            raise LaunchError(f"parallel.replicas={replicas} does not divide the {world} processes")
+        for name, parameter in model.named_parameters():
+            if not parameter.ndim:
+                raise ModelError(f"{name} is a number without axes, which cannot be sharded: give it the shape [1]")
+            if not parameter.is_contiguous():
+                raise ModelError(
+                    f"{name} is not contiguous (strides {parameter.stride()}), and FSDP shards rows as they lie in "
+                    "memory: leave weights as they are, and give channels-last images to the first layer instead"
+                )
+
+    def _shard(self, model: Model, mesh: DeviceMesh) -> list[TreeScatter]:
+        """Wrap each block, then what is left; tied weights of several blocks are left to the model itself."""
+        owners: dict[nn.Parameter, int] = {}
+        for block in model.blocks():
+            for parameter in set(block.parameters()):
+                owners[parameter] = owners.get(parameter, 0) + 1
+        alone = [b for b in model.blocks() if b is not model and all(owners[p] == 1 for p in b.parameters())]
+        offload = self.config.offload and next(model.parameters()).is_cuda
+        for module in (*(block for block in alone if next(block.parameters(), None) is not None), model):
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=self.config.reshard and module is not model,
+                mp_policy=self._format(),
+                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+            )
+        scatters = []
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                scatters.append(TreeScatter() if self.exact else BackendScatter(self.place_in_it))
+                module.set_custom_reduce_scatter(scatters[-1])
+                module.set_all_reduce_hook(scatters[-1].finish)
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_reduce_scatter_unused_params(True)
+        return scatters
+
+    def _format(self) -> MixedPrecisionPolicy:
+        if self.config.gather == "fp32":
+            return MixedPrecisionPolicy(cast_forward_inputs=False)
+        return MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False, output_dtype=None
+        )
+
+    def _shares(self, shards: int, present: Shards) -> list[list[list[int | None]]]:
+        """replica -> place in it -> shards: neighbours to a replica, dealt out within it."""
+        replicas, size = self.config.replicas, self.within.size()
+        lists = [neighbouring(each, replicas, shards=shards, present=present) for each in range(replicas)]
+        return [[dealt(place, size, own) for place in range(size)] for own in lists]
+
+    def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
+        """This rank's."""
+        return self._shares(shards, present)[self.replica][self.place_in_it]
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
+        """Run this rank's shards, all ranks of a replica in step; a round's gradients are added after each."""
+        assert self.model is not None
+        model: FSDPModule = self.model  # type: ignore[assignment]
+        present, shards = micro_batches[0].present, micro_batches[0].shards
+        shares = self._shares(shards, present)
+        held = [frozenset(s for own in replica for s in own if s is not None) for replica in shares]
+        rounds = Rounds(Exchange(held, present, self.across), list(zip(*shares[self.replica], strict=True)))
+        for scatter in self.scatters:
+            scatter.rounds = rounds
+        everyone = Exchange(
+            [frozenset(s for s in own if s is not None) for replica in shares for own in replica],
+            present,
+            world_group(),
+        )
+        self.passes.statistics.start_step(everyone)
+        losses = []
+        for number, micro_batch in enumerate(micro_batches):
+            rounds.number = number
+            model.set_is_last_backward(rounds.is_last)
+            if self.exact:
+                self._forget()
+            losses += self.passes.run([micro_batch], self.model)
+        self._take_over()
+        self.passes.statistics.end_step(everyone)
+        return world_loss(micro_batches, losses, everyone)
+
+    def _forget(self) -> None:
+        for parameter in self.whole.values():
+            parameter.grad = None
+
+    def _take_over(self) -> None:
+        """The gradients of FSDP's parameters become those of the parts."""
+        for name, parameter in self.whole.items():
+            gradient = parameter.grad
+            if parameter.requires_grad and gradient is None:
+                raise ModelError(f"{name} took no part in the loss of a step: leave it out of the model, or freeze it")
+            self.parts[name].grad = None if gradient is None else part_of(gradient)
+        if not self.exact and self.across.size() > 1:
+            add_by_backend(gradients(list(self.parts.values())), self.across)
+        self._forget()
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Outputs, without gradients; fp32 where autocast gave half precision."""
+        assert self.model is not None
+        with torch.no_grad(), self.precision.autocast():
+            outputs = widened(self.model(batch))
+        self.model.reshard()  # type: ignore[operator]  # or it would go on with these weights when they have changed
+        return outputs
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """The global norm, 0-dim; gradients above max_norm are scaled down in place."""
+        return self.rows.clip(self.parts, max_norm)
+
+    def state(self) -> dict[str, Tensor]:
+        """Sharded weights and whole buffers by name."""
+        assert self.model is not None
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in self.buffers}
+        return {**{name: self.whole[first] for name, first in self.names.items()}, **buffers}
+
+    def sharded(self, name: str, part: Tensor) -> Tensor:
+        """Rows, like those of the parameter."""
+        return like(self.whole[name], part)
+
+
+def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> FullyShardedDataParallel:
+    """The strategy for a run."""
+    return FullyShardedDataParallel(config, randomness, precision, exact=exact)

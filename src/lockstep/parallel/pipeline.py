@@ -1,0 +1,256 @@
+"""Pipeline parallel: every process holds some of the model's blocks, and micro-batches run through all of them.
+
+Y. Huang et al., GPipe, NeurIPS 2019; D. Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters
+Using Megatron-LM, SC 2021 (1F1B, interleaved).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from lockstep.config import PluginSection
+from lockstep.contracts import Batch, LossSum, MicroBatch, Model
+from lockstep.errors import LaunchError, LockstepError, ModelError
+from lockstep.runtime.accumulation import Accumulation
+from lockstep.runtime.collectives import add_disjoint, decided, gathered, together
+from lockstep.runtime.cut import Cuttable
+from lockstep.runtime.exchange import Exchange
+from lockstep.runtime.gradient_norm import Rows, rows_of
+from lockstep.runtime.ownership import neighbouring
+from lockstep.runtime.parts import Held, kept_buffers, tied, views_of
+from lockstep.runtime.passes import Passes, loss_table, summed, widened
+from lockstep.runtime.precision import Precision
+from lockstep.runtime.relay import Relay
+from lockstep.runtime.seeds import Randomness
+from lockstep.runtime.stage import Segment, Stage
+from lockstep.runtime.survey import Survey, balanced, survey
+from lockstep.runtime.tree_reduce import Shards
+
+SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+
+
+class Config(PluginSection):
+    """Every process holds some of the model's blocks: weights never travel, only what one block gives the next."""
+
+    stages: int | Literal["auto"] = "auto"
+    """Processes that share a model; the others form replicas of it. auto: as many of the processes as the model has
+    blocks for."""
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    """gpipe: all forward passes, then all backward passes; 1f1b: a backward pass as soon as it can be, so that fewer
+    activations are held; interleaved: each process holds `chunks` runs of blocks, and waits less."""
+    chunks: int = Field(2, ge=1)
+    """Runs of blocks per process of the interleaved schedule."""
+    cut: tuple[int, ...] | Literal["auto"] = "auto"
+    """The numbers of the blocks, from 0, before which the model is cut. auto: by measured time."""
+
+
+class Pipeline:
+    """PyTorch's schedules over stages of any model, with gradients added in the shards' tree."""
+
+    def __init__(self, config: Config, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
+        self.config, self.randomness, self.precision, self.exact = config, randomness, precision, exact
+        self.copies: tuple[int, ...] = ()
+        self.schedules: dict[int, Any] = {}
+        self.losses: dict[int, LossSum] = {}
+        """This step's, by micro-batch, where the last stage is this rank's."""
+        self.loss_names: list[str] | None = None
+
+    def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
+        """Cut the model, keep this rank's stages, let go of the rest. Raises LaunchError, ModelError."""
+        self.model, self.device = model, next(model.parameters()).device
+        self.schedules, self.loss_names = {}, None
+        self.cut = Cuttable(model)
+        with together():
+            size = self._stages(len(self.cut.blocks))
+            found = survey(self.cut, sample(), self.precision.autocast)
+            bounds = self._bounds(found, size)
+        bounds = decided(bounds)
+        mesh = init_device_mesh(
+            self.device.type, (dist.get_world_size() // size, size), mesh_dim_names=("replica", "stage")
+        )
+        self.replica, self.across, self.along = mesh["replica"].get_local_rank(), *mesh.get_all_groups()
+        self.copies = tuple(dist.get_process_group_ranks(self.across))
+        whole = {name: rows_of(p) for name, p in model.named_parameters() if p.requires_grad}
+        aliases, kept = tied(model), kept_buffers(model)
+        numbers = range(mesh["stage"].get_local_rank(), len(bounds) - 1, size)
+        self.bounds, self.relay = bounds, Relay(self.cut, bounds, group=self.along, device=self.device)
+        self.stages = [self._stage(number, found) for number in numbers]
+        units = {unit for stage in self.stages for unit in range(stage.segment.first, stage.segment.last)}
+        named = dict(model.named_parameters())
+        self.parts = {name: p for name, p in named.items() if found.holders[name][0] in units}
+        self.names = {name: first for name, first in aliases.items() if first in self.parts}
+        self.buffers = {name for name in kept if found.modules[name.rpartition(".")[0]] in units}
+        self.rows = Rows(
+            whole, dict.fromkeys(whole.keys() & self.parts.keys(), 0), group=self.along, device=self.device
+        )
+        for name, parameter in named.items():
+            if name not in self.parts:
+                _let_go(parameter)
+        return Held(model, self.parts)
+
+    def _stages(self, blocks: int) -> int:
+        """Processes that share a model."""
+        world = dist.get_world_size()
+        if self.config.stages == "auto":
+            most = max(1, blocks // self._chunks)
+            return max(size for size in range(1, most + 1) if world % size == 0)
+        if world % self.config.stages:
+            raise LaunchError(f"parallel.stages={self.config.stages} does not divide the {world} processes")
+        return self.config.stages
+
+    @property
+    def _chunks(self) -> int:
+        return self.config.chunks if self.config.schedule == "interleaved" else 1
+
+    def _bounds(self, found: Survey, size: int) -> list[int]:
+        """The block with which each stage begins, and the number of blocks. Raises ModelError."""
+        count, blocks, obstacles = size * self._chunks, len(self.cut.blocks), found.obstacles()
+        trained = {found.holders[name][0] for name, p in self.model.named_parameters() if p.requires_grad}
+
+        def possible(start: int, end: int) -> bool:
+            return start not in obstacles and bool(trained.intersection(range(start, end)))
+
+        if self.config.cut == "auto":
+            bounds = balanced(found.seconds, count, possible)
+            if bounds is None:
+                why = "".join(f"\n  no cut before block {place}: {reason}" for place, reason in obstacles.items())
+                raise ModelError(
+                    f"the model's {blocks} blocks cannot be cut into {count} stages that train something each{why}\n"
+                    "  Set parallel.stages to fewer, or use parallel.kind=fsdp"
+                )
+            return bounds
+        bounds = [0, *self.config.cut, blocks]
+        if len(bounds) != count + 1 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+            raise LaunchError(
+                f"parallel.cut={list(self.config.cut)} does not cut {blocks} blocks into {count} stages: give "
+                f"{count - 1} rising numbers between 1 and {blocks - 1}, or auto"
+            )
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            if start in obstacles:
+                raise ModelError(f"parallel.cut: no cut can be before block {start}: {obstacles[start]}")
+            if not possible(start, end):
+                raise ModelError(f"parallel.cut: there is nothing to train in blocks {start} to {end - 1}")
+        return bounds
+
+    def _stage(self, number: int, found: Survey) -> Stage:
+        first, last = self.bounds[number], self.bounds[number + 1]
+        named = dict(self.model.named_modules())
+        norms = [named[name] for name, unit in found.modules.items() if first <= unit < last]
+        passes = Passes(self.model, self.randomness, self.precision, norms=norms)
+        trained = [p for n, p in self.model.named_parameters() if first <= found.holders[n][0] < last]
+        return Stage(
+            Segment(self.cut, first, last, passes=passes),
+            trained,
+            number=number,
+            count=len(self.bounds) - 1,
+            device=self.device,
+            group=self.along,
+        )
+
+    def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
+        """This rank's replica's: the same on all of its stages; at least as many as there are stages, as the schedules
+        want it."""
+        size, replicas = self.along.size(), self.across.size()
+        own = neighbouring(self.replica, replicas, shards=shards, present=present)
+        rounds = max(len(own), size)
+        if self.config.schedule == "interleaved":
+            rounds = -(-rounds // size) * size
+        return [*own, *[None] * (rounds - len(own))]
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
+        """Run the replica's shards through all of its stages; then the replicas add up their sums."""
+        present, shards = micro_batches[0].present, micro_batches[0].shards
+        replicas, every = self.across.size(), frozenset(range(shards))
+        owners = [frozenset(neighbouring(r, replicas, shards=shards, present=every)) for r in range(replicas)]
+        exchange = Exchange(owners, present, self.across)
+        self.step = list(micro_batches)
+        self.losses.clear()
+        for stage in self.stages:
+            stage.start_step(micro_batches, exchange)
+        self._run(len(micro_batches))
+        for stage in self.stages:
+            self._finish(stage.accumulation, exchange)
+            stage.passes.statistics.end_step(exchange)
+        return self._world_loss()
+
+    def _run(self, count: int) -> None:
+        """One pass of the schedule, which is made once for each number of micro-batches."""
+        if count not in self.schedules:
+            stages: Any = self.stages if self.config.schedule == "interleaved" else self.stages[0]
+            schedule = SCHEDULES[self.config.schedule](stages, count, loss_fn=self._loss, scale_grads=False)
+            for name in ("stage", "stages"):  # the stages are ready: the library would send shapes of its own around
+                setattr(schedule, f"_{name}_forward_initialized", True)
+                setattr(schedule, f"_{name}_backward_initialized", True)
+            self.schedules[count] = schedule
+        try:
+            self.schedules[count]._step_microbatches(
+                [()] * count, [{}] * count, list(range(count)), return_outputs=False
+            )
+        except RuntimeError as error:
+            if isinstance(error.__cause__, LockstepError):
+                raise error.__cause__ from None
+            raise
+
+    def _loss(self, outputs: Tensor, number: int) -> Tensor:
+        """The last stage's: the loss of a micro-batch, scaled where the format needs it."""
+        loss = self.stages[-1].passes.loss(self.step[number], outputs)
+        self.losses[number] = loss
+        return self.precision.scaler.scale(loss.total)
+
+    def _finish(self, accumulation: Accumulation, exchange: Exchange) -> None:
+        """The sums of all replicas, into p.grad."""
+        parameters = accumulation.parameters
+        if exchange.size == 1:
+            for parameter in parameters:
+                total = accumulation.take(parameter, exchange.nodes[0][0])
+                parameter.grad = torch.zeros_like(parameter) if total is None else total
+            return
+        slots = [torch.empty(sum(p.numel() for p in parameters), device=self.device) for _ in range(exchange.slots)]
+        accumulation.fill(parameters, [views_of(slot, parameters) for slot in slots])
+        for parameter, gradient in zip(parameters, views_of(exchange.sum(slots), parameters), strict=True):
+            parameter.grad = gradient
+
+    def _world_loss(self) -> LossSum:
+        """The loss over all shards, on every rank, though only the last stages know any."""
+        if self.loss_names is None:
+            own = sorted(self.losses[0].sums) if self.losses else None
+            self.loss_names = next(names for names in gathered(own) if names is not None)
+        pairs = [(self.step[number], loss) for number, loss in self.losses.items()]
+        table = loss_table(pairs, self.loss_names, shards=self.step[0].shards, device=self.device)
+        add_disjoint(table)
+        return summed(table, self.loss_names, self.step[0])
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Outputs, without gradients: the stages of a replica run the batches of all of its ranks."""
+        with torch.no_grad(), self.precision.autocast():
+            return widened(self.relay.outputs(batch))
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """The global norm, 0-dim; gradients above max_norm are scaled down in place."""
+        return self.rows.clip(self.parts, max_norm)
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights and buffers of this rank's stages."""
+        weights = {name: self.parts[first].detach() for name, first in self.names.items()}
+        return {**weights, **{name: b for name, b in self.model.named_buffers() if name in self.buffers}}
+
+    def sharded(self, name: str, part: Tensor) -> Tensor:
+        """Nothing is: itself."""
+        return part
+
+
+def _let_go(parameter: nn.Parameter) -> None:
+    """A parameter of another stage's: zeros that take no memory, for the model's code that asks for its shape."""
+    parameter.requires_grad = False
+    parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> Pipeline:
+    """The strategy for a run."""
+    return Pipeline(config, randomness, precision, exact=exact)

@@ -1,0 +1,172 @@
+"""Parts of a model's forward pass, from one of its blocks to another: the model's own code runs, unaware, with the
+blocks of other parts left out.
+
+B = blocks. Unit k is block k with the model's own code on the way to it; what follows the last block goes with it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lockstep.contracts import Batch, Model
+from lockstep.errors import ModelError
+
+Run = Callable[[], Any]
+CONSTANTS = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Travelling:
+    """How a tensor goes from one process to another: as it lies in memory, so that it arrives with the same strides."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    """Its axes by falling stride."""
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Travelling":
+        """The way of a tensor like this one."""
+        order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        is_dense = tensor.permute(order).is_contiguous()
+        return cls(tuple(tensor.shape), tuple(order) if is_dense else tuple(range(tensor.ndim)), tensor.dtype)
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """Contiguous, without a copy where it is dense."""
+        return tensor.permute(self.order).contiguous()
+
+    def unpacked(self, tensor: Tensor) -> Tensor:
+        """The reverse."""
+        return tensor.permute(tuple(self.order.index(axis) for axis in range(len(self.order))))
+
+    def room(self, device: torch.device) -> Tensor:
+        """Memory for the packed tensor."""
+        return torch.empty([self.shape[axis] for axis in self.order], dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a block gives, as a list of tensors to be sent."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    """A Travelling for each tensor, other values as they are."""
+
+    @classmethod
+    def of(cls, number: int, outputs: Any) -> "Wire":
+        """The wire for outputs of block `number` like these. Raises ModelError."""
+        leaves, spec = pytree.tree_flatten(outputs)
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *CONSTANTS)):
+                raise ModelError(
+                    f"block {number} gives a {type(leaf).__name__}, which cannot be sent to another process: blocks of "
+                    "a pipeline give tensors, or tuples, lists and dicts of them"
+                )
+        return cls(spec, tuple(Travelling.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+
+    @property
+    def tensors(self) -> list[Travelling]:
+        """Those that are sent, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Travelling)]
+
+    def packed(self, outputs: Any) -> tuple[Tensor, ...]:
+        """A block's outputs as they are sent."""
+        leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        return tuple(way.packed(leaf) for way, leaf in zip(self.tensors, leaves, strict=True))
+
+    def unpacked(self, tensors: Sequence[Tensor]) -> Any:
+        """The reverse."""
+        arriving = iter(tensors)
+        leaves = [leaf.unpacked(next(arriving)) if isinstance(leaf, Travelling) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+class _Reached(BaseException):
+    """The last block of a part has run; nothing after it is wanted. No code on the way catches it by mistake."""
+
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+
+class Cuttable:
+    """A model whose blocks can be left out of a forward pass."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.blocks = model, model.blocks()
+        self._visitor: Callable[[int, Run], Any] | None = None
+        self._wires: dict[Any, tuple[Wire, ...]] = {}
+        self._blanks: dict[Travelling, Tensor] = {}
+        for number, block in enumerate(self.blocks):
+            block.forward = partial(self._entered, number, block.forward)
+
+    def _entered(self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        run = partial(forward, *args, **kwargs)
+        return run() if self._visitor is None else self._visitor(number, run)
+
+    @contextmanager
+    def visited(self, visitor: Callable[[int, Run], Any]) -> Iterator[None]:
+        """Inside, `visitor(number, run)` is called in place of each block, and gives its outputs."""
+        self._visitor = visitor
+        try:
+            yield
+        finally:
+            self._visitor = None
+
+    def wires(self, batch: Batch) -> tuple[Wire, ...]:
+        """What each block gives for batches of this shape; a forward pass for each new shape, whatever the weights."""
+        key = tuple((name, column.shape, column.dtype) for name, column in sorted(batch.items()))
+        if key not in self._wires:
+            found: list[Wire] = []
+
+            def look(number: int, run: Run) -> Any:
+                outputs = run()
+                found.append(Wire.of(number, outputs))
+                return outputs
+
+            was_training = self.model.training
+            self.model.eval()
+            with torch.no_grad(), self.visited(look):
+                self.model(batch)
+            self.model.train(was_training)
+            self._wires[key] = tuple(found)
+        return self._wires[key]
+
+    def run(self, first: int, last: int, *, batch: Batch, received: Sequence[Tensor]) -> Any:
+        """Run blocks first..last-1 and what lies before each of them.
+
+        `received`: what block first-1 has given, packed, if there is one. Returns the same for block last-1, as a
+        tuple; after the last block of all, the model's outputs.
+        """
+        wires, has_gradient = self.wires(batch), torch.is_grad_enabled()
+
+        def visit(number: int, run: Run) -> Any:
+            if number < first - 1:
+                return wires[number].unpacked([self._blank(way, received[0]) for way in wires[number].tensors])
+            if number == first - 1:
+                torch.set_grad_enabled(has_gradient)
+                return wires[number].unpacked(received)
+            outputs = run()
+            if number == last - 1 and last < len(self.blocks):
+                raise _Reached(outputs)
+            return outputs
+
+        try:
+            with torch.set_grad_enabled(has_gradient and first == 0), self.visited(visit):
+                return self.model(batch)
+        except _Reached as reached:
+            return wires[last - 1].packed(reached.outputs)
+        finally:
+            torch.set_grad_enabled(has_gradient)
+
+    def _blank(self, way: Travelling, like: Tensor) -> Tensor:
+        """Zeros in the place of what a left-out block would give."""
+        if way not in self._blanks:
+            self._blanks[way] = way.room(like.device).zero_()
+        return self._blanks[way]

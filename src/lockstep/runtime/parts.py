@@ -1,0 +1,68 @@
+"""A rank's part of a tensor that is spread over several."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """The numbers that lie on this rank, in the same memory; of a plain tensor, itself."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def offset_of(tensor: DTensor) -> tuple[int, ...]:
+    """Where this rank's part begins in the whole, along each axis."""
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)
+
+
+def like(tensor: Tensor, part: Tensor) -> Tensor:
+    """A part, on any device, as a tensor that is spread like another one."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+class Held(nn.Module):
+    """What a rank holds of a model, under the model's own names; in training and evaluation mode together with it."""
+
+    def __init__(self, model: nn.Module, parts: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.model, self._parts = model, parts
+
+    def named_parameters(self, *_, **__):  # type: ignore[no-untyped-def]
+        """The parts by name, whatever is asked for besides."""
+        yield from self._parts.items()
+
+
+def tied(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> the name that `named_parameters` gives it: a tied one has several."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    return {name: first[p] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def kept_buffers(model: nn.Module) -> set[str]:
+    """The names of the buffers that belong to the model's state."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name for name, value in model.state_dict().items() if name not in parameters and torch.is_tensor(value)}
+
+
+def views_of(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a flat buffer, one per parameter, laid out as DDP lays them in its buckets: with the parameter's strides
+    where it is dense (channels last stays so). GradBucket.gradients() gives contiguous views instead, which mix them
+    up."""
+    views, offset = [], 0
+    for parameter in parameters:
+        flat = buffer[offset : offset + parameter.numel()]
+        span = 1 + sum((size - 1) * stride for size, stride in zip(parameter.size(), parameter.stride(), strict=True))
+        if span == parameter.numel():
+            views.append(flat.as_strided(parameter.size(), parameter.stride()))
+        else:
+            views.append(flat.view(parameter.size()))
+        offset += parameter.numel()
+    return views
