@@ -53,7 +53,7 @@ def test_overflow_of_scaled_gradients_leaves_the_step_out_and_lowers_the_scale()
     optimizer = torch.optim.SGD([weight], lr=1.0)
     before = precision.scaler.get_scale()
     for factor, expected in ((float("inf"), 1.0), (1.0, 0.0)):
-        precision.backward((weight * factor).sum())
+        precision.scaled((weight * factor).sum()).backward()
         precision.unscale(optimizer)
         precision.apply(optimizer)
         optimizer.zero_grad()

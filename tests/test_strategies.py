@@ -1,1 +1,245 @@
-"""Every strategy against one process with the whole model: step for step, the same bits."""
+"""Every strategy against one process with the whole model: step for step, the same bits of everything."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep import plugins
+from lockstep import recipe as recipes
+from lockstep.contracts import DataSpec, LossSum, Model
+from lockstep.data.loader import Loader
+from lockstep.data.memory import Images
+from lockstep.data.order import Order
+from lockstep.data.sampler import TrainingRequests
+from lockstep.errors import LockstepError
+from lockstep.models.transformer import TextClassifier
+from lockstep.runtime.digest import digest_of, world_lines
+from lockstep.runtime.process_group import world_group
+from lockstep.runtime.seeds import seed_all
+from lockstep.training.step import step
+
+CPU = torch.device("cpu")
+LAYOUTS = {
+    "single": [(1, {})],
+    "ddp": [(2, {}), (3, {}), (4, {})],
+    "fsdp": [(1, {}), (2, {}), (3, {}), (4, {}), (4, {"replicas": 2}), (2, {"reshard": False})],
+    "pipeline": [
+        (1, {}),
+        (2, {}),
+        (2, {"schedule": "gpipe"}),
+        (2, {"schedule": "interleaved"}),
+        (2, {"stages": 1}),
+        (3, {"cut": [1, 2]}),
+        (4, {"stages": 2}),
+    ],
+}
+"""Strategy -> (processes, settings); a mesh of 2 x 2 among them."""
+
+
+class Network(Model):
+    """Convolutions with BatchNorm, dropout inside and between the blocks, and odd numbers of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Dropout(0.2))
+        self.second = nn.Sequential(nn.Conv2d(5, 7, 3), nn.BatchNorm2d(7), nn.ReLU())
+        self.third, self.head = nn.Linear(7 * 16, 31), nn.Linear(31, 10)
+        self.gain = nn.Parameter(torch.ones(7, 1, 1))
+        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+
+    def forward(self, batch):
+        x = self.second(self.first(batch["image"] / 255)) * self.gain + self.frozen.sum()
+        x = F.dropout(x.flatten(1), 0.1, self.training)
+        return self.head(torch.relu(self.third(x)))
+
+    def loss(self, outputs, batch):
+        total = F.cross_entropy(outputs, batch["label"], reduction="sum")
+        return LossSum(total, len(outputs), {"accuracy": (outputs.argmax(1) == batch["label"]).sum()})
+
+    def blocks(self):
+        return [self.first, self.second, self.third, self.head]
+
+
+class Texts:
+    """Token ids of 3 to 19 tokens."""
+
+    spec = DataSpec(modality="text", labels=("a", "b", "c"))
+
+    def __init__(self, count):
+        generator = np.random.default_rng(1)
+        self.lengths = generator.integers(3, 20, count)
+        self.rows = [generator.integers(1, 61, length).astype(np.int32) for length in self.lengths]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitems__(self, indices):
+        return {"input_ids": [self.rows[i] for i in indices], "label": np.array([i % 3 for i in indices])}
+
+
+def transformer():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=61, hidden_size=24, num_hidden_layers=3, num_attention_heads=3, intermediate_size=40, num_labels=3
+    )
+    return TextClassifier(BertForSequenceClassification(config))
+
+
+def images(count):
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (count, 1, 8, 8), dtype=np.uint8)
+    return Images(pixels, generator.integers(0, 10, count), [str(d) for d in range(10)])
+
+
+TASKS = {"images": (Network, images), "texts": (transformer, Texts)}
+
+
+def prepared(task, kind, config, train):
+    """State and data of a small task: 43 samples in steps of 16, micro-batches of 3; the last step is ragged."""
+    build, make = TASKS[task]
+    seed_all(0)
+    model, source = build(), make(43)
+    order = Order(seed=3, samples=43, global_batch=16, micro_batch=3, lengths=source.lengths)
+    sections = {
+        "train": {"ema": 0.9, **train},
+        "optim": {"lr": 0.01, "clip": 0.5},
+        "parallel": {"kind": kind, **config},
+    }
+    recipe = recipes.Recipe.model_validate(sections)
+
+    def fetched(owned, start, stop):
+        requests = TrainingRequests(order=order, owned=owned, start=start, stop=stop)
+        return Loader(source, requests, seed=0, pad_id=0, workers=0, device=CPU)
+
+    def sample():
+        return next(iter(fetched(lambda _, present: [min(present)], 0, 1))).batch
+
+    return recipes.place(recipe, model, sample, total_steps=20, device=CPU), fetched, sample
+
+
+def trained(task, kind, config, train):
+    """Four steps, each with an evaluation after it -> what each gives and leaves behind, on every rank."""
+    state, fetched, sample = prepared(task, kind, config, train)
+    found = []
+    for micro_batches in fetched(state.strategy.owned, 0, 4).steps():
+        outcome = step(state, micro_batches, clip=0.5)
+        with state.for_use():
+            outputs = state.strategy.forward(sample())
+        loss = outcome.loss
+        numbers = float(loss.total), int(loss.count), {k: float(v) for k, v in loss.sums.items()}, float(outcome.norm)
+        found.append((numbers, outputs.tolist(), digest_of(world_lines(state.tensors(), world_group()))))
+    return found
+
+
+RECOMPUTED, SCALED = {"precision": "bf16", "recompute": True}, {"precision": "fp16"}
+EVERY = [pytest.param(task, train, marks=pytest.mark.matrix) for task in TASKS for train in ({}, RECOMPUTED, SCALED)]
+
+
+@pytest.mark.parametrize(("task", "train"), [("images", {}), ("images", SCALED), ("texts", RECOMPUTED), *EVERY])
+def test_every_strategy_gives_the_bits_of_one_process(ranks, task, train):
+    (expected,) = ranks(1, trained, task, "single", {}, train)
+    for kind in plugins.names("parallel"):
+        for world, config in LAYOUTS[kind]:
+            for rank, found in enumerate(ranks(world, trained, task, kind, config, train)):
+                for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+                    assert one == other, (kind, world, config, rank, number)
+
+
+def test_recomputing_changes_no_bit(ranks):
+    for task in TASKS:
+        plain, recomputed = (ranks(2, trained, task, "ddp", {}, {"recompute": each}) for each in (False, True))
+        assert plain == recomputed
+
+
+def test_gathering_in_bf16_is_told_and_does_not_depend_on_the_world(ranks):
+    settings = {"gather": "bf16"}
+    assert plugins.find("parallel", "fsdp").Config(kind="fsdp", **settings).numeric == {"gather": "bf16"}
+    (expected,) = ranks(1, trained, "texts", "single", {}, {})
+    found = [ranks(world, trained, "texts", "fsdp", settings, {})[0] for world in (2, 3, 4)]
+    assert found[0] == found[1] == found[2] != expected
+
+
+def held_on_rank(kind, config):
+    state, *_ = prepared("texts", kind, config, {})
+    parts = sum(p.numel() for p in state.module.parameters())
+    moments = sum(t.numel() for values in state.optimizer.state.values() for t in values.values() if t.ndim)
+    return parts, moments
+
+
+def test_what_is_spread_takes_less_of_each(ranks):
+    ((whole, _),) = ranks(1, held_on_rank, "single", {})
+    for kind in ("fsdp", "pipeline"):
+        held = ranks(2, held_on_rank, kind, {})
+        assert sum(parts for parts, _ in held) == whole
+        assert all(moments == 2 * parts for parts, moments in held)
+    assert max(parts for parts, _ in ranks(4, held_on_rank, "fsdp", {})) < 0.3 * whole
+
+
+class Tied(Network):
+    """The last block uses the first one's weights."""
+
+    def forward(self, batch):
+        return super().forward(batch) * self.first[0].weight.sum()
+
+
+class Skipping(Network):
+    """What the first block gives is used past the second."""
+
+    def forward(self, batch):
+        x = self.first(batch["image"] / 255)
+        x = torch.cat([self.second(x).flatten(1), x.mean((2, 3))], 1)[:, 5:]
+        return self.head(torch.relu(self.third(x)))
+
+
+class Backwards(Network):
+    """Its blocks are named in another order than they run in."""
+
+    def blocks(self):
+        return super().blocks()[::-1]
+
+
+class Scalar(Network):
+    """A weight that is a single number."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+class ChannelsLast(Network):
+    """Weights that do not lie row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.to(memory_format=torch.channels_last)
+
+
+def refused_on_rank(model, kind, config):
+    TASKS["images"] = model, images
+    try:
+        prepared("images", kind, config, {})
+    except LockstepError as error:
+        return str(error)
+    return f"no error on {dist.get_world_size()} processes"
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "config", "word"),
+    [
+        (Tied, "pipeline", {}, "first.0.weight is used in blocks 0 and 3 alike"),
+        (Skipping, "pipeline", {"cut": [2]}, "block 2 uses what block 0 gives"),
+        (Backwards, "pipeline", {}, "in another order"),
+        (Network, "pipeline", {"cut": [5]}, "parallel.cut=[5] does not cut 4 blocks into 2 stages"),
+        (Network, "pipeline", {"stages": 3}, "parallel.stages=3 does not divide the 2 processes"),
+        (Network, "fsdp", {"replicas": 3}, "parallel.replicas=3 does not divide the 2 processes"),
+        (Scalar, "fsdp", {}, "gain is a number without axes"),
+        (ChannelsLast, "fsdp", {}, "second.0.weight is not contiguous"),
+    ],
+)
+def test_what_cannot_be_spread_is_explained(ranks, model, kind, config, word):
+    for message in ranks(2, refused_on_rank, model, kind, config):
+        assert word in message

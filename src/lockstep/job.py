@@ -21,7 +21,7 @@ from lockstep.evaluation import Evaluation
 from lockstep.events import Bus, Evaluated, RunEnded, RunStarted, StepDone, Warned
 from lockstep.recipe import Parts, Recipe
 from lockstep.runtime import process_group
-from lockstep.runtime.collectives import local_main_first, together
+from lockstep.runtime.collectives import gathered, local_main_first, together
 from lockstep.runtime.digest import digest, digest_of, world_lines
 from lockstep.runtime.interruption import Interruption
 from lockstep.runtime.precision import fix_numerics
@@ -168,10 +168,11 @@ class Job:
     def started(self, parts: Parts) -> RunStarted:
         """What is about to run."""
         shards, notes = parts.order.shards_per_step, []
-        if self.world.size > shards:
+        idle = gathered(not parts.owned(0)[0]).count(True)
+        if idle:
             notes.append(
-                f"a step has {shards} micro-batches but there are {self.world.size} processes: "
-                f"{self.world.size - shards} of them idle; launch.processes={shards} is as fast"
+                f"a step has {shards} micro-batches, too few for {self.world.size} processes: {idle} of them idle; "
+                f"launch.processes={self.world.size - idle} is as fast"
             )
         if parts.leaves_the_promise:
             notes.append(parts.leaves_the_promise)

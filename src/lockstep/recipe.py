@@ -144,10 +144,11 @@ def named(recipe: Recipe, path: Path) -> Recipe:
 def numeric(recipe: Recipe, facts: dict[str, Any]) -> dict[str, Any]:
     """The numeric recipe: every setting and fact that may change a bit of the weights, by dotted name.
 
-    The strategy and the world are not in it, nor how often is looked, saved or evaluated.
+    The world is not in it, nor how often is looked, saved or evaluated; of the strategy only what it names itself.
     """
     total = {"train.epochs", "train.steps"} if recipe.schedule.shape == "constant" else set()
     found: dict[str, Any] = {"run.seed": recipe.run.seed, "run.reproducibility": recipe.run.reproducibility}
+    found |= {f"parallel.{name}": value for name, value in getattr(recipe.parallel, "numeric", {}).items()}
     for name in ("data", "model", "optim", "schedule", "train"):
         section: Section = getattr(recipe, name)
         values = section.model_dump(mode="json", exclude=set(section.incidental))

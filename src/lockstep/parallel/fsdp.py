@@ -187,7 +187,9 @@ class FullyShardedDataParallel:
         assert self.model is not None
         with torch.no_grad(), self.precision.autocast():
             outputs = widened(self.model(batch))
-        self.model.reshard()  # type: ignore[operator]  # or it would go on with these weights when they have changed
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):  # or it would go on with these weights when they have changed
+                module.reshard()
         return outputs
 
     def clip(self, max_norm: float | None) -> Tensor:

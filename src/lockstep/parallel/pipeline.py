@@ -201,7 +201,7 @@ class Pipeline:
         """The last stage's: the loss of a micro-batch, scaled where the format needs it."""
         loss = self.stages[-1].passes.loss(self.step[number], outputs)
         self.losses[number] = loss
-        return self.precision.scaler.scale(loss.total)
+        return self.precision.scaled(loss.total)
 
     def _finish(self, accumulation: Accumulation, exchange: Exchange) -> None:
         """The sums of all replicas, into p.grad."""

@@ -57,6 +57,12 @@ def add_disjoint(table: torch.Tensor, group: dist.ProcessGroup | None = None) ->
     return table
 
 
+def any_of(flag: torch.Tensor) -> None:
+    """The largest of all ranks' numbers, in place."""
+    with waiting_in("the word whether gradients have overflowed"):
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+
+
 def add_by_backend(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Sum each over a group in place, in an order of the backend's own."""
     for tensor in tensors:

@@ -70,7 +70,7 @@ class Passes:
             self.is_last = micro_batch is micro_batches[-1]
             with nullcontext() if self.is_last else no_sync():
                 loss = self.loss(micro_batch, self.outputs(micro_batch, call))
-                self.precision.backward(loss.total)
+                self.precision.scaled(loss.total).backward()
             losses.append(loss)
             progress()
         return losses

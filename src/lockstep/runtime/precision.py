@@ -4,10 +4,27 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from lockstep.runtime.collectives import any_of
 
 Format = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Scaler(torch.amp.GradScaler):
+    """Ranks may hold different parts of a model: all hear that one's gradients have overflowed.
+
+    PyTorch's ShardedGradScaler means the same, but cannot be used with fused optimizers in torch 2.13.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """As in PyTorch; every rank has to call it."""
+        super().unscale_(optimizer)
+        if self.is_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
+            for found in self._found_inf_per_device(optimizer).values():
+                any_of(found)
 
 
 class Precision:
@@ -15,7 +32,7 @@ class Precision:
 
     def __init__(self, kind: Format, device: torch.device) -> None:
         self.kind, self.device = kind, device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
+        self.scaler = Scaler(device.type, enabled=kind == "fp16")
 
     @property
     def is_scaled(self) -> bool:
@@ -26,12 +43,13 @@ class Precision:
         """The context of every forward pass and its loss."""
         return torch.autocast(self.device.type, DTYPES[self.kind], enabled=self.kind != "fp32")
 
-    def backward(self, total: Tensor) -> None:
-        """Backward pass of a sum of losses, scaled up where the format needs it."""
-        self.scaler.scale(total).backward()
+    def scaled(self, total: Tensor) -> Tensor:
+        """A sum of losses to go backwards from: scaled up where the format needs it."""
+        return self.scaler.scale(total)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo the scaling of the gradients; they are the true sums afterwards."""
+        """Undo the scaling of the gradients; they are the true sums afterwards. Every rank has to call it."""
+        self.scaler.scale(torch.zeros((), device=self.device))  # a rank that has seen no loss yet has no scale
         self.scaler.unscale_(optimizer)
 
     def apply(self, optimizer: torch.optim.Optimizer, *, commit: bool = True) -> None:
