@@ -99,6 +99,9 @@ class Model(nn.Module, ABC):
     `tokenizer(config) -> Tokenizer`, `metrics(config, spec)`, and its own format: `save`, `read_back`.
     """
 
+    initial: Callable[[Tensor], Tensor] | None = None
+    """How a parameter or buffer that has no memory yet gets its first value; None where all have theirs."""
+
     @abstractmethod
     def loss(self, outputs: Tensor, batch: Batch) -> LossSum:
         """Sum of the losses over the samples of `batch`, differentiable."""

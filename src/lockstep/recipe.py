@@ -29,6 +29,7 @@ from lockstep.observe.section import ObserveSection
 from lockstep.optim import OptimSection, ScheduleSection
 from lockstep.runtime.batchnorm import check_synchronised, has_batchnorm, synchronise
 from lockstep.runtime.collectives import gathered, together
+from lockstep.runtime.deferred import deferred
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness, seed_all, seed_of
 from lockstep.training.ema import MovingAverage
@@ -146,7 +147,8 @@ def numeric(recipe: Recipe, facts: dict[str, Any]) -> dict[str, Any]:
 
     The world is not in it, nor how often is looked, saved or evaluated; of the strategy only what it names itself.
     """
-    total = {"train.epochs", "train.steps"} if recipe.schedule.shape == "constant" else set()
+    is_open_ended = recipe.schedule.shape == "constant" and not 0 < recipe.schedule.warmup < 1
+    total = {"train.epochs", "train.steps"} if is_open_ended else set()
     found: dict[str, Any] = {"run.seed": recipe.run.seed, "run.reproducibility": recipe.run.reproducibility}
     found |= {f"parallel.{name}": value for name, value in getattr(recipe.parallel, "numeric", {}).items()}
     for name in ("data", "model", "optim", "schedule", "train"):
@@ -328,12 +330,21 @@ def build_model(recipe: Recipe, spec: DataSpec) -> Model:
     return plugins.find("models", recipe.model.kind).build(recipe.model, spec)
 
 
+def _unfilled_model(recipe: Recipe, spec: DataSpec) -> Model | None:
+    """The same without memory for its weights, for strategies that fill only what a process holds. None where the
+    model brings pretrained weights, or its construction looks at the numbers."""
+    fills = getattr(plugins.find("parallel", recipe.parallel.kind), "FILLS", False)
+    if not fills or getattr(plugins.find("models", recipe.model.kind), "PRETRAINED", False):
+        return None
+    return deferred(partial(build_model, recipe, spec))
+
+
 def assemble(recipe: Recipe, world: World, device: torch.device) -> Parts:
     """Build every part for this process; the process group is open and the data has been prepared."""
     with together():
         data = open_data(recipe)
         measured(recipe, data.test.spec)
-        model = build_model(recipe, data.train.spec).to(device)
+        model = _unfilled_model(recipe, data.train.spec) or build_model(recipe, data.train.spec).to(device)
         if recipe.train.batchnorm == "sync" and world.size > 1:
             synchronise(model, device)
     order = Order(

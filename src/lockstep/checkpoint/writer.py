@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lockstep import files
 from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of
+from lockstep.checkpoint.pieces import in_pieces
 from lockstep.checkpoint.verify import problem
 from lockstep.checkpoint.weights import MODEL
 from lockstep.runtime.collectives import decided, gathered
@@ -146,7 +147,8 @@ class Writer:
         if failure is None:
             try:
                 target = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)  # copied already
-                dcp.save(dict(copies), storage_writer=target, process_group=self.group)
+                pieces = {name: in_pieces(copy) for name, copy in copies.items()}
+                dcp.save(pieces, storage_writer=target, process_group=self.group)
                 failure = self._completed(temporary, copies, manifest)
             except CheckpointException as error:
                 failure = self._reasons(error)

@@ -24,6 +24,10 @@ def _absolute_folder(name: str) -> str:
     return name
 
 
+PRETRAINED = True
+"""Its weights come from a file."""
+
+
 class Config(PluginSection):
     """A pretrained encoder with a classification head on top."""
 

@@ -4,6 +4,7 @@ Y. Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel
 `fully_shard`, by rows of each parameter.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -18,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from lockstep.config import PluginSection
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.errors import LaunchError, ModelError
+from lockstep.runtime.allocator import return_large_tensors
 from lockstep.runtime.collectives import add_by_backend
+from lockstep.runtime.deferred import replace_fake
 from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.gradient_norm import Rows, gradients, rows_of
 from lockstep.runtime.ownership import dealt, neighbouring
@@ -29,6 +32,9 @@ from lockstep.runtime.process_group import world_group
 from lockstep.runtime.seeds import Randomness
 from lockstep.runtime.tree_reduce import Shards
 from lockstep.runtime.tree_scatter import BackendScatter, Rounds, TreeScatter
+
+FILLS = True
+"""A model may come without its weights: this strategy asks for them."""
 
 
 class Config(PluginSection):
@@ -65,7 +71,8 @@ class FullyShardedDataParallel:
         """Shard the model; returns this rank's rows of every parameter. Raises LaunchError and ModelError."""
         self._check(model)
         world, replicas = dist.get_world_size(), self.config.replicas
-        device = next(model.parameters()).device
+        device = self.precision.device
+        return_large_tensors()
         mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
         self.replica, self.place_in_it = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank()
         self.across, self.within = mesh["replicate"].get_group(), mesh["shard"].get_group()
@@ -75,6 +82,9 @@ class FullyShardedDataParallel:
         self.scatters = self._shard(model, mesh["shard"])
         self.model = model
         self.whole: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
+        for parameter in self.whole.values():
+            if self.exact and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._drop)
         self.parts = {n: nn.Parameter(part_of(p), requires_grad=p.requires_grad) for n, p in self.whole.items()}
         first = {name: offset_of(self.whole[name])[0] for name in whole}
         self.rows = Rows(whole, first, group=self.within, device=device)
@@ -97,14 +107,12 @@ class FullyShardedDataParallel:
                 )
 
     def _shard(self, model: Model, mesh: DeviceMesh) -> list[TreeScatter]:
-        """Wrap each block, then what is left; tied weights of several blocks are left to the model itself."""
-        owners: dict[nn.Parameter, int] = {}
-        for block in model.blocks():
-            for parameter in set(block.parameters()):
-                owners[parameter] = owners.get(parameter, 0) + 1
-        alone = [b for b in model.blocks() if b is not model and all(owners[p] == 1 for p in b.parameters())]
-        offload = self.config.offload and next(model.parameters()).is_cuda
-        for module in (*(block for block in alone if next(block.parameters(), None) is not None), model):
+        """Wrap each block, then what is left: also blocks with weights that are used elsewhere, too."""
+        alone = [block for block in model.blocks() if block is not model and _is_alone(block, model)]
+        offload = self.config.offload and self.precision.device.type == "cuda"
+        for module in (*alone, model):
+            if model.initial is not None:  # what is not sharded yet is all that is ever whole
+                replace_fake(module, self._filled(model.initial))
             fully_shard(
                 module,
                 mesh=mesh,
@@ -122,6 +130,9 @@ class FullyShardedDataParallel:
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_reduce_scatter_unused_params(True)
         return scatters
+
+    def _filled(self, initial: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda fake: initial(fake).to(self.precision.device)
 
     def _format(self) -> MixedPrecisionPolicy:
         if self.config.gather == "fp32":
@@ -148,6 +159,7 @@ class FullyShardedDataParallel:
         shares = self._shares(shards, present)
         held = [frozenset(s for own in replica for s in own if s is not None) for replica in shares]
         rounds = Rounds(Exchange(held, present, self.across), list(zip(*shares[self.replica], strict=True)))
+        self.rounds = rounds
         for scatter in self.scatters:
             scatter.rounds = rounds
         everyone = Exchange(
@@ -160,15 +172,14 @@ class FullyShardedDataParallel:
         for number, micro_batch in enumerate(micro_batches):
             rounds.number = number
             model.set_is_last_backward(rounds.is_last)
-            if self.exact:
-                self._forget()
             losses += self.passes.run([micro_batch], self.model)
         self._take_over()
         self.passes.statistics.end_step(everyone)
         return world_loss(micro_batches, losses, everyone)
 
-    def _forget(self) -> None:
-        for parameter in self.whole.values():
+    def _drop(self, parameter: Tensor) -> None:
+        """What FSDP makes of a round is nothing before the last one: the sums are with the scatters."""
+        if not self.rounds.is_last:
             parameter.grad = None
 
     def _take_over(self) -> None:
@@ -180,7 +191,8 @@ class FullyShardedDataParallel:
             self.parts[name].grad = None if gradient is None else part_of(gradient)
         if not self.exact and self.across.size() > 1:
             add_by_backend(gradients(list(self.parts.values())), self.across)
-        self._forget()
+        for parameter in self.whole.values():
+            parameter.grad = None
 
     def forward(self, batch: Batch) -> Tensor:
         """Outputs, without gradients; fp32 where autocast gave half precision."""
@@ -205,6 +217,13 @@ class FullyShardedDataParallel:
     def sharded(self, name: str, part: Tensor) -> Tensor:
         """Rows, like those of the parameter."""
         return like(self.whole[name], part)
+
+
+def _is_alone(block: nn.Module, model: nn.Module) -> bool:
+    """Whether a block has weights, and shares none with the rest of the model."""
+    inside = Counter(p for module in block.modules() for p in module._parameters.values() if p is not None)
+    everywhere = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
+    return bool(inside) and all(everywhere[parameter] == count for parameter, count in inside.items())
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> FullyShardedDataParallel:

@@ -18,8 +18,10 @@ from lockstep.config import PluginSection
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.errors import LaunchError, LockstepError, ModelError
 from lockstep.runtime.accumulation import Accumulation
+from lockstep.runtime.allocator import return_large_tensors
 from lockstep.runtime.collectives import add_disjoint, decided, gathered, together
 from lockstep.runtime.cut import Cuttable
+from lockstep.runtime.deferred import replace_fake
 from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.gradient_norm import Rows, rows_of
 from lockstep.runtime.ownership import neighbouring
@@ -33,6 +35,10 @@ from lockstep.runtime.survey import Survey, balanced, survey
 from lockstep.runtime.tree_reduce import Shards
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+
+
+FILLS = True
+"""A model may come without its weights: this strategy asks for them."""
 
 
 class Config(PluginSection):
@@ -63,7 +69,10 @@ class Pipeline:
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Cut the model, keep this rank's stages, let go of the rest. Raises LaunchError, ModelError."""
-        self.model, self.device = model, next(model.parameters()).device
+        self.model, self.device = model, self.precision.device
+        return_large_tensors()
+        unfilled = dict(model.named_parameters()) if model.initial is not None else {}
+        self._fill_with_zeros(model)
         self.schedules, self.loss_names = {}, None
         self.cut = Cuttable(model)
         with together():
@@ -92,7 +101,21 @@ class Pipeline:
         for name, parameter in named.items():
             if name not in self.parts:
                 _let_go(parameter)
+            elif model.initial is not None:
+                parameter.data = model.initial(unfilled[name]).to(self.device)
         return Held(model, self.parts)
+
+    def _fill_with_zeros(self, model: Model) -> None:
+        """Buffers get their values; weights, of which most will not stay, zeros that take no memory."""
+        initial = model.initial
+        if initial is None:
+            return
+        parameters = set(model.parameters())
+
+        def value(fake: Tensor) -> Tensor:
+            return _nothing_like(fake, self.device) if fake in parameters else initial(fake).to(self.device)
+
+        replace_fake(model, value)
 
     def _stages(self, blocks: int) -> int:
         """Processes that share a model."""
@@ -248,7 +271,11 @@ class Pipeline:
 def _let_go(parameter: nn.Parameter) -> None:
     """A parameter of another stage's: zeros that take no memory, for the model's code that asks for its shape."""
     parameter.requires_grad = False
-    parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    parameter.data = _nothing_like(parameter, parameter.device)
+
+
+def _nothing_like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> Pipeline:
