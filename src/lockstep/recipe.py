@@ -226,6 +226,8 @@ class Parts:
         """Why the weights depend on the number of processes, if they do."""
         if self.is_synchronised:
             return "batchnorm is sync: the weights depend on the number of processes"
+        if reason := getattr(self.recipe.parallel, "leaves_the_promise", None):
+            return str(reason)
         if self.recipe.run.reproducibility == "fast":
             return "reproducibility is fast: the last bits of the weights depend on the number of processes"
         return None

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
 from lockstep.config import PluginSection
-from lockstep.contracts import Batch, DataSpec, LossSum, Model
+from lockstep.contracts import Batch, DataSpec, LossSum, Model, TensorPlan
 from lockstep.errors import ModelError
 from lockstep.runtime.blocks import blocks_of
 from lockstep.runtime.hub import hub_answers
@@ -58,6 +58,18 @@ class TextClassifier(Model):
     def blocks(self) -> list[nn.Module]:
         """The embeddings, each layer, and each part of the head."""
         return blocks_of(self.network)
+
+    def tensor_plan(self) -> TensorPlan | None:
+        """The plan that transformers ships for it (base_model_tp_plan of its config), for few encoders but for most
+        decoders."""
+        network: Any = self.network
+        styles = {f"network.{name}": style for name, style in (getattr(network, "_tp_plan", None) or {}).items()}
+        if not styles:
+            return None
+        config = network.config.get_text_config()
+        heads = config.num_attention_heads
+        grouped = getattr(config, "num_key_value_heads", None) or heads
+        return TensorPlan(styles=styles, counts={"attention heads": heads, "key/value heads": grouped})
 
 
 def build(config: Config, spec: DataSpec) -> Model:

@@ -17,13 +17,12 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from lockstep.config import PluginSection
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.errors import LaunchError, LockstepError, ModelError
-from lockstep.runtime.accumulation import Accumulation
 from lockstep.runtime.collectives import add_disjoint, decided, gathered, together
 from lockstep.runtime.cut import Cuttable
 from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.gradient_norm import Rows, rows_of
 from lockstep.runtime.ownership import neighbouring
-from lockstep.runtime.parts import Held, kept_buffers, tied, views_of
+from lockstep.runtime.parts import Held, kept_buffers, tied
 from lockstep.runtime.passes import Passes, loss_table, summed, widened
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.relay import Relay
@@ -175,7 +174,8 @@ class Pipeline:
             stage.start_step(micro_batches, exchange)
         self._run(len(micro_batches))
         for stage in self.stages:
-            self._finish(stage.accumulation, exchange)
+            for parameter, total in stage.accumulation.totals(exchange):
+                parameter.grad = total
             stage.passes.statistics.end_step(exchange)
         return self._world_loss()
 
@@ -202,19 +202,6 @@ class Pipeline:
         loss = self.stages[-1].passes.loss(self.step[number], outputs)
         self.losses[number] = loss
         return self.precision.scaler.scale(loss.total)
-
-    def _finish(self, accumulation: Accumulation, exchange: Exchange) -> None:
-        """The sums of all replicas, into p.grad."""
-        parameters = accumulation.parameters
-        if exchange.size == 1:
-            for parameter in parameters:
-                total = accumulation.take(parameter, exchange.nodes[0][0])
-                parameter.grad = torch.zeros_like(parameter) if total is None else total
-            return
-        slots = [torch.empty(sum(p.numel() for p in parameters), device=self.device) for _ in range(exchange.slots)]
-        accumulation.fill(parameters, [views_of(slot, parameters) for slot in slots])
-        for parameter, gradient in zip(parameters, views_of(exchange.sum(slots), parameters), strict=True):
-            parameter.grad = gradient
 
     def _world_loss(self) -> LossSum:
         """The loss over all shards, on every rank, though only the last stages know any."""
