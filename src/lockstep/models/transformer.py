@@ -87,6 +87,7 @@ def build(config: Config, spec: DataSpec) -> Model:
         label2id={name: number for number, name in enumerate(spec.labels)},
         ignore_mismatched_sizes=True,
     )
+    network.config.get_text_config().use_cache = False  # of decoders: a recomputed layer would add its keys twice
     return TextClassifier(network.float())
 
 

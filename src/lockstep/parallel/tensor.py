@@ -5,7 +5,7 @@ PyTorch's `parallelize_module`, with the plan that transformers ships for a mode
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ class Config(PluginSection):
     """Every process holds a part of each large layer (some heads, some columns): layers larger than a GPU, for two
     all-reduces per layer and pass. Needs a model with a plan, such as Llama, Qwen2 or Mistral."""
 
-    size: int | Literal["all"] = Field("all", ge=1)
+    size: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
     """Processes that share a model; the others form replicas of it. A layer's sums are split between them, so the last
     bits of the weights depend on it."""
 
@@ -80,7 +80,9 @@ class TensorParallel:
         self.copies = tuple(dist.get_process_group_ranks(self.across))
         self.names, self.buffers, self.model = tied(model), kept_buffers(model), model
         split(model, mesh["tensor"], styles)
-        self._check_draws(drawn, self._draws(model, batch))
+        parts = self._draws(model, batch)
+        with together():
+            self._check_draws(drawn, parts)
         self._hold(summed_modules(model, styles))
         return Held(model, self.parts)
 
