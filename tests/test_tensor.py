@@ -55,8 +55,8 @@ def llama(tmp_path_factory):
 
 
 def micro_batches(number, owned):
-    """Texts of different lengths; a shard's samples depend on nothing but its number."""
-    present = frozenset(range(SHARDS))
+    """Texts of different lengths, by shard; the fourth step holds one shard only, so that a second replica has none."""
+    present = frozenset(range(1 if number == 3 else SHARDS))
     for mine in owned(SHARDS, present):
         shard = min(present) if mine is None else mine
         generator = np.random.default_rng([number, shard])
@@ -144,7 +144,7 @@ def check(ranks, folder, options, *, worlds, limits):
 
 
 def test_weights_are_those_of_one_process_to_the_last_bits(ranks, llama):
-    """Measured: gradients 9e-7 of a tensor's largest, loss and norm 2e-7, weights after four steps of AdamW 2.1e-5."""
+    """Measured: gradients 9e-7 of a tensor's largest, loss and norm 3e-7, weights after four steps of AdamW 2.1e-5."""
     check(ranks, llama, {}, worlds=(2, 4), limits=(3e-6, 1e-6, 6e-5))
 
 
@@ -266,14 +266,14 @@ class Tied(Model):
 
 def test_plans_that_do_not_fit_the_weights():
     with pytest.raises(ModelError, match=r"one\.weight and two\.weight are one tensor.*tie_word_embeddings"):
-        planned(Tied(), 2)
+        planned(Tied(), 2, 2)
     model = Tied()
     model.two.weight = nn.Parameter(model.one.weight.detach().clone())
-    assert planned(model, 2) == {"one": "colwise"}
+    assert planned(model, 2, 2) == {"one": "colwise"}
     with pytest.raises(
         ModelError, match=r"size=4 does not divide the 6 out_features of one.*set parallel.size to 1 or 2"
     ):
-        planned(model, 4)
+        planned(model, 4, 4)
 
 
 def test_settings_say_what_they_change():

@@ -32,8 +32,9 @@ from lockstep.runtime.turns import in_turn
 
 
 class Config(PluginSection):
-    """Every process holds a part of each large layer (some heads, some columns): layers larger than a GPU, for two
-    all-reduces per layer and pass. Needs a model with a plan, such as Llama, Qwen2 or Mistral."""
+    """Every process holds a part of each large layer (some heads, some columns), its gradient and its optimizer state,
+    for an exchange of activations after every attention and MLP, in both passes. Needs a model with a plan, such as
+    Llama, Qwen2 or Mistral."""
 
     size: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
     """Processes that share a model; the others form replicas of it. A layer's sums are split between them, so the last
@@ -69,7 +70,7 @@ class TensorParallel:
             raise RuntimeError("a model that is split already cannot be placed again: build it anew")
         with together():
             size = self._size()
-            styles = planned(model, size)
+            styles = planned(model, size, dist.get_world_size())
             batch = sample()
             drawn = self._draws(model, batch)
         self.device = next(model.parameters()).device
@@ -120,7 +121,7 @@ class TensorParallel:
             raise ModelError(
                 f"the model drops out inside of what is split{where}, where the processes would all draw the same "
                 "mask: set attention_dropout, and whatever else drops out inside of attention and MLP, to 0 in the "
-                "model's config.json, or use parallel.kind=fsdp or pipeline"
+                "model's config.json, or use parallel.kind=fsdp"
             )
 
     def _hold(self, summed: set[str]) -> None:

@@ -40,8 +40,9 @@ NAMED = 3
 """Of many modules so many are named."""
 
 
-def planned(model: Model, size: int) -> dict[str, str]:
-    """Name of each module of a plan -> its style. Raises ModelError where `size` processes cannot share the model."""
+def planned(model: Model, size: int, world: int) -> dict[str, str]:
+    """Name of each module of a plan -> its style. Raises ModelError where `size` of `world` processes cannot share the
+    model."""
     plan = model.tensor_plan()
     styles = {} if plan is None else _resolved(model, plan.styles)
     if plan is None or not set(styles.values()).difference(WHOLE):
@@ -54,11 +55,10 @@ def planned(model: Model, size: int) -> dict[str, str]:
     if unknown:
         ways = ", ".join(sorted(set(unknown.values())))
         raise ModelError(
-            f"this model's plan splits {_some(unknown)} in ways that are not supported ({ways}): use "
-            "parallel.kind=fsdp or pipeline"
+            f"this model's plan splits {_some(unknown)} in ways that are not supported ({ways}): use parallel.kind=fsdp"
         )
     _check_tied(model, styles)
-    _check_counts({**plan.counts, **_features(model, styles)}, size)
+    _check_counts({**plan.counts, **_features(model, styles)}, size, world)
     return styles
 
 
@@ -78,7 +78,7 @@ def _check_tied(model: nn.Module, styles: Mapping[str, str]) -> None:
         if split and len(several) > 1:
             raise ModelError(
                 f"{' and '.join(several)} are one tensor, and splitting {split[0]} would make them two: set "
-                "tie_word_embeddings to false in the model's config.json, or use parallel.kind=fsdp or pipeline"
+                "tie_word_embeddings to false in the model's config.json, or use parallel.kind=fsdp"
             )
 
 
@@ -93,10 +93,10 @@ def _features(model: nn.Module, styles: Mapping[str, str]) -> dict[str, int]:
     return found
 
 
-def _check_counts(counts: Mapping[str, int], size: int) -> None:
+def _check_counts(counts: Mapping[str, int], size: int, world: int) -> None:
     for what, count in counts.items():
         if count % size:
-            possible = [n for n in range(1, size) if all(each % n == 0 for each in counts.values())]
+            possible = [n for n in range(1, size) if all(each % n == 0 for each in (world, *counts.values()))]
             raise ModelError(
                 f"parallel.size={size} does not divide the {count} {what} of this model: set parallel.size to "
                 f"{' or '.join(map(str, possible))}"
