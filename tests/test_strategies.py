@@ -157,7 +157,7 @@ def test_recomputing_changes_no_bit(ranks):
 
 def test_gathering_in_bf16_is_told_and_does_not_depend_on_the_world(ranks):
     settings = {"gather": "bf16"}
-    assert plugins.find("parallel", "fsdp").Config(kind="fsdp", **settings).numeric == {"gather": "bf16"}
+    assert plugins.find("parallel", "fsdp").Config(kind="fsdp", **settings).numeric(2) == {"gather": "bf16"}
     (expected,) = ranks(1, trained, "texts", "single", {}, {})
     found = [ranks(world, trained, "texts", "fsdp", settings, {})[0] for world in (2, 3, 4)]
     assert found[0] == found[1] == found[2] != expected
@@ -195,11 +195,21 @@ class Skipping(Network):
         return self.head(torch.relu(self.third(x)))
 
 
-class Backwards(Network):
-    """Its blocks are named in another order than they run in."""
+class Repeating(Network):
+    """A block that is entered twice."""
 
-    def blocks(self):
-        return super().blocks()[::-1]
+    def forward(self, batch):
+        return super().forward(batch) + super().forward(batch)
+
+
+class Masked(Network):
+    """The first block also gives a mask, without a gradient, which the last one asks for."""
+
+    def forward(self, batch):
+        self.first.register_forward_hook(lambda _, __, out: (out, (out > 0.1).float().mean().detach()))
+        x, mask = self.first(batch["image"] / 255)
+        self.first._forward_hooks.popitem()
+        return self.head(torch.relu(self.third(self.second(x).flatten(1)))) * (1 + mask)
 
 
 class Scalar(Network):
@@ -232,7 +242,8 @@ def refused_on_rank(model, kind, config):
     [
         (Tied, "pipeline", {}, "first.0.weight is used in blocks 0 and 3 alike"),
         (Skipping, "pipeline", {"cut": [2]}, "block 2 uses what block 0 gives"),
-        (Backwards, "pipeline", {}, "in another order"),
+        (Repeating, "pipeline", {}, "leaves out 0 and enters 4 again"),
+        (Masked, "pipeline", {"cut": [2]}, "the model gives other outputs"),
         (Network, "pipeline", {"cut": [5]}, "parallel.cut=[5] does not cut 4 blocks into 2 stages"),
         (Network, "pipeline", {"stages": 3}, "parallel.stages=3 does not divide the 2 processes"),
         (Network, "fsdp", {"replicas": 3}, "parallel.replicas=3 does not divide the 2 processes"),

@@ -92,6 +92,17 @@ class Source(Protocol):
         """A whole micro-batch at once."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """How the layers of a model may be split over processes that run it together."""
+
+    styles: Mapping[str, str]
+    """Name of a module, "*" standing for any number in it -> how it is split, in the words of transformers' tp_plan:
+    colwise (by outputs), rowwise (by inputs), ..."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What else must be dealt out evenly: {"attention heads": 32}."""
+
+
 class Model(nn.Module, ABC):
     """A torch module whose forward takes a Batch and returns outputs such as logits [m, classes].
 
@@ -110,6 +121,10 @@ class Model(nn.Module, ABC):
     def blocks(self) -> list[nn.Module]:
         """The parts that run one after the other, each entered once per forward pass: where randomness is
         reseeded, FSDP wraps and the pipeline cuts."""
+
+    def tensor_plan(self) -> TensorPlan | None:
+        """How its layers may be split by parallel.kind=tensor; None where they may not."""
+        return None
 
 
 class Strategy(Protocol):

@@ -60,7 +60,7 @@ class Job:
         self.device = process_group.device_of(world)
         self.facts = fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
         self.facts["device_model"] = device_model(self.device)
-        self.numeric = recipes.numeric(recipe, self.facts)
+        self.numeric = recipes.numeric(recipe, self.facts, processes=world.size)
         self.last: Evaluation | None = None
         self.lock = FileLock(recipe.folder / ".lock", timeout=0)
         self.logs = recipe.folder / "logs"

@@ -142,7 +142,7 @@ def named(recipe: Recipe, path: Path) -> Recipe:
     return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
 
 
-def numeric(recipe: Recipe, facts: dict[str, Any]) -> dict[str, Any]:
+def numeric(recipe: Recipe, facts: dict[str, Any], *, processes: int = 1) -> dict[str, Any]:
     """The numeric recipe: every setting and fact that may change a bit of the weights, by dotted name.
 
     The world is not in it, nor how often is looked, saved or evaluated; of the strategy only what it names itself.
@@ -150,7 +150,9 @@ def numeric(recipe: Recipe, facts: dict[str, Any]) -> dict[str, Any]:
     is_open_ended = recipe.schedule.shape == "constant" and not 0 < recipe.schedule.warmup < 1
     total = {"train.epochs", "train.steps"} if is_open_ended else set()
     found: dict[str, Any] = {"run.seed": recipe.run.seed, "run.reproducibility": recipe.run.reproducibility}
-    found |= {f"parallel.{name}": value for name, value in getattr(recipe.parallel, "numeric", {}).items()}
+    of_strategy = getattr(recipe.parallel, "numeric", None)
+    if of_strategy is not None:
+        found |= {f"parallel.{name}": value for name, value in of_strategy(processes).items()}
     for name in ("data", "model", "optim", "schedule", "train"):
         section: Section = getattr(recipe, name)
         values = section.model_dump(mode="json", exclude=set(section.incidental))
@@ -229,6 +231,8 @@ class Parts:
         """Why the weights depend on the number of processes, if they do."""
         if self.is_synchronised:
             return "batchnorm is sync: the weights depend on the number of processes"
+        if reason := getattr(self.recipe.parallel, "leaves_the_promise", None):
+            return str(reason)
         if self.recipe.run.reproducibility == "fast":
             return "reproducibility is fast: the last bits of the weights depend on the number of processes"
         return None

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
 from lockstep.config import PluginSection
-from lockstep.contracts import Batch, DataSpec, LossSum, Model
+from lockstep.contracts import Batch, DataSpec, LossSum, Model, TensorPlan
 from lockstep.errors import ModelError
 from lockstep.runtime.blocks import blocks_of
 from lockstep.runtime.hub import hub_answers
@@ -63,6 +63,18 @@ class TextClassifier(Model):
         """The embeddings, each layer, and each part of the head."""
         return blocks_of(self.network)
 
+    def tensor_plan(self) -> TensorPlan | None:
+        """The plan that transformers ships for it (base_model_tp_plan of its config), for few encoders but for most
+        decoders."""
+        network: Any = self.network
+        styles = {f"network.{name}": style for name, style in (getattr(network, "_tp_plan", None) or {}).items()}
+        if not styles:
+            return None
+        config = network.config.get_text_config()
+        heads = config.num_attention_heads
+        grouped = getattr(config, "num_key_value_heads", None) or heads
+        return TensorPlan(styles=styles, counts={"attention heads": heads, "key/value heads": grouped})
+
 
 def build(config: Config, spec: DataSpec) -> Model:
     """The pretrained weights with a fresh head for the data's labels, whose names travel in the model's config.
@@ -79,6 +91,7 @@ def build(config: Config, spec: DataSpec) -> Model:
         label2id={name: number for number, name in enumerate(spec.labels)},
         ignore_mismatched_sizes=True,
     )
+    network.config.get_text_config().use_cache = False  # of decoders: a recomputed layer would add its keys twice
     return TextClassifier(network.float())
 
 

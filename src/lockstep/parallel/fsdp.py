@@ -6,7 +6,7 @@ Y. Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,8 @@ class Config(PluginSection):
     offload: bool = False
     """Keep weights and optimizer in the CPU's memory between their uses (GPUs only)."""
 
-    @property
-    def numeric(self) -> dict[str, str]:
-        """The settings that change bits."""
+    def numeric(self, _: int) -> dict[str, Any]:
+        """The settings that change bits, for so many processes."""
         return {} if self.gather == "fp32" else {"gather": self.gather}
 
 

@@ -5,7 +5,7 @@ Using Megatron-LM, SC 2021 (1F1B, interleaved).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from lockstep.config import PluginSection
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.errors import LaunchError, LockstepError, ModelError
-from lockstep.runtime.accumulation import Accumulation
 from lockstep.runtime.allocator import return_large_tensors
 from lockstep.runtime.collectives import add_disjoint, decided, gathered, together
 from lockstep.runtime.cut import Cuttable
@@ -25,7 +24,7 @@ from lockstep.runtime.deferred import replace_fake
 from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.gradient_norm import Rows, rows_of
 from lockstep.runtime.ownership import neighbouring
-from lockstep.runtime.parts import Held, kept_buffers, tied, views_of
+from lockstep.runtime.parts import Held, kept_buffers, tied
 from lockstep.runtime.passes import Passes, loss_table, summed, widened
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.relay import Relay
@@ -44,7 +43,7 @@ FILLS = True
 class Config(PluginSection):
     """Every process holds some of the model's blocks: weights never travel, only what one block gives the next."""
 
-    stages: int | Literal["auto"] = "auto"
+    stages: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Processes that share a model; the others form replicas of it. auto: as many of the processes as the model has
     blocks for."""
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
@@ -72,14 +71,17 @@ class Pipeline:
         self.model, self.device = model, self.precision.device
         return_large_tensors()
         unfilled = dict(model.named_parameters()) if model.initial is not None else {}
-        self._fill_with_zeros(model)
+        self._fill_with_nothing(model)
         self.schedules, self.loss_names = {}, None
         self.cut = Cuttable(model)
         with together():
             size = self._stages(len(self.cut.blocks))
-            found = survey(self.cut, sample(), self.precision.autocast)
+            batch = sample()
+            found = survey(self.cut, batch, self.precision.autocast)
             bounds = self._bounds(found, size)
         bounds = decided(bounds)
+        with together(), self.precision.autocast():
+            self.cut.check(bounds, batch)
         mesh = init_device_mesh(
             self.device.type, (dist.get_world_size() // size, size), mesh_dim_names=("replica", "stage")
         )
@@ -105,8 +107,8 @@ class Pipeline:
                 parameter.data = model.initial(unfilled[name]).to(self.device)
         return Held(model, self.parts)
 
-    def _fill_with_zeros(self, model: Model) -> None:
-        """Buffers get their values; weights, of which most will not stay, zeros that take no memory."""
+    def _fill_with_nothing(self, model: Model) -> None:
+        """Buffers get their values; weights, of which most will not stay, a number that takes no memory."""
         initial = model.initial
         if initial is None:
             return
@@ -198,7 +200,8 @@ class Pipeline:
             stage.start_step(micro_batches, exchange)
         self._run(len(micro_batches))
         for stage in self.stages:
-            self._finish(stage.accumulation, exchange)
+            for parameter, total in stage.accumulation.totals(exchange):
+                parameter.grad = total
             stage.passes.statistics.end_step(exchange)
         return self._world_loss()
 
@@ -225,19 +228,6 @@ class Pipeline:
         loss = self.stages[-1].passes.loss(self.step[number], outputs)
         self.losses[number] = loss
         return self.precision.scaled(loss.total)
-
-    def _finish(self, accumulation: Accumulation, exchange: Exchange) -> None:
-        """The sums of all replicas, into p.grad."""
-        parameters = accumulation.parameters
-        if exchange.size == 1:
-            for parameter in parameters:
-                total = accumulation.take(parameter, exchange.nodes[0][0])
-                parameter.grad = torch.zeros_like(parameter) if total is None else total
-            return
-        slots = [torch.empty(sum(p.numel() for p in parameters), device=self.device) for _ in range(exchange.slots)]
-        accumulation.fill(parameters, [views_of(slot, parameters) for slot in slots])
-        for parameter, gradient in zip(parameters, views_of(exchange.sum(slots), parameters), strict=True):
-            parameter.grad = gradient
 
     def _world_loss(self) -> LossSum:
         """The loss over all shards, on every rank, though only the last stages know any."""
@@ -269,13 +259,13 @@ class Pipeline:
 
 
 def _let_go(parameter: nn.Parameter) -> None:
-    """A parameter of another stage's: zeros that take no memory, for the model's code that asks for its shape."""
+    """A parameter of another stage's: a number that takes no memory, for the model's code that asks for its shape."""
     parameter.requires_grad = False
     parameter.data = _nothing_like(parameter, parameter.device)
 
 
 def _nothing_like(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    return torch.full((), 0.01, device=device).to(tensor.dtype).expand(tensor.shape)
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> Pipeline:

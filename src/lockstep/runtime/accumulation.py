@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.runtime.exchange import Exchange
+from lockstep.runtime.parts import gradient_of, part_of, views_of
 from lockstep.runtime.passes import Passes
 from lockstep.runtime.tree_reduce import Node, TreeSum
 
@@ -53,6 +54,19 @@ class Accumulation:
                 part = self.take(parameter, node)
                 target.zero_() if part is None else target.copy_(part)
 
+    def totals(self, exchange: Exchange) -> list[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with the sum of its gradients over all shards of all ranks, zeros where no shard used it; of a
+        parameter that is spread, the part that lies here."""
+        parts = [part_of(parameter) for parameter in self.parameters]
+        if exchange.size == 1:
+            found = [self.take(parameter, exchange.nodes[0][0]) for parameter in self.parameters]
+            totals = [torch.zeros_like(p) if t is None else t for p, t in zip(parts, found, strict=True)]
+        else:
+            slots = [parts[0].new_empty(sum(part.numel() for part in parts)) for _ in range(exchange.slots)]
+            self.fill(self.parameters, [views_of(slot, parts) for slot in slots])
+            totals = views_of(exchange.sum(slots), parts)
+        return list(zip(self.parameters, totals, strict=True))
+
     def remove(self) -> None:
         """Take the hooks off again."""
         while self.hooks:
@@ -66,8 +80,9 @@ class Accumulation:
             if not self.leaves_last:
                 parameter.grad = None
             return
-        assert parameter.grad is not None
-        self.trees[parameter].add((micro_batch.shard, 1), parameter.grad)
+        gradient = gradient_of(parameter)
+        assert gradient is not None
+        self.trees[parameter].add((micro_batch.shard, 1), gradient)
         parameter.grad = None
         if self.leaves_last and self.passes.is_last:
             parameter.grad = self.trees[parameter].take(self.nodes[0])

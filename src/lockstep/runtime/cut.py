@@ -1,17 +1,20 @@
 """Parts of a model's forward pass, from one of its blocks to another: the model's own code runs, unaware, with the
 blocks of other parts left out.
 
-B = blocks. Unit k is block k with the model's own code on the way to it; what follows the last block goes with it.
+B = blocks with weights, in the order in which they run; others, such as a position encoding that all layers use, count
+as the model's own code. Unit k is block k with the model's own code on the way to it; what follows the last block goes
+with it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lockstep.contracts import Batch, Model
@@ -99,16 +102,49 @@ class Cuttable:
     """A model whose blocks can be left out of a forward pass."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.blocks = model, model.blocks()
+        self.model = model
+        self.blocks = [block for block in model.blocks() if next(block.parameters(), None) is not None]
         self._visitor: Callable[[int, Run], Any] | None = None
         self._wires: dict[Any, tuple[Wire, ...]] = {}
         self._blanks: dict[Travelling, Tensor] = {}
-        for number, block in enumerate(self.blocks):
-            block.forward = partial(self._entered, number, block.forward)
+        self.unit_of = {block: number for number, block in enumerate(self.blocks)}
+        for block in self.blocks:
+            block.forward = partial(self._entered, block, block.forward)
 
-    def _entered(self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def arrange(self, batch: Batch) -> None:
+        """Find the order in which blocks run. Raises ModelError where they are not entered once each."""
+        order: list[int] = []
+
+        def look(number: int, run: Run) -> Any:
+            order.append(number)
+            return run()
+
+        with self._measured(look):
+            self.model(batch)
+        if sorted(order) != list(range(len(self.blocks))):
+            missing = len(self.blocks) - len(set(order))
+            raise ModelError(
+                f"of the {len(self.blocks)} blocks with weights that blocks() names, a forward pass leaves out "
+                f"{missing} and enters {len(order) - len(set(order))} again; a pipeline cuts between blocks that are "
+                "entered once each"
+            )
+        self.blocks = [self.blocks[number] for number in order]
+        self.unit_of = {block: number for number, block in enumerate(self.blocks)}
+
+    @contextmanager
+    def _measured(self, visitor: Callable[[int, Run], Any]) -> Iterator[None]:
+        """Inside, forward passes leave nothing behind: in evaluation mode, without gradients."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.visited(visitor):
+                yield
+        finally:
+            self.model.train(was_training)
+
+    def _entered(self, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         run = partial(forward, *args, **kwargs)
-        return run() if self._visitor is None else self._visitor(number, run)
+        return run() if self._visitor is None else self._visitor(self.unit_of[block], run)
 
     @contextmanager
     def visited(self, visitor: Callable[[int, Run], Any]) -> Iterator[None]:
@@ -130,11 +166,8 @@ class Cuttable:
                 found.append(Wire.of(number, outputs))
                 return outputs
 
-            was_training = self.model.training
-            self.model.eval()
-            with torch.no_grad(), self.visited(look):
+            with self._measured(look):
                 self.model(batch)
-            self.model.train(was_training)
             self._wires[key] = tuple(found)
         return self._wires[key]
 
@@ -164,6 +197,24 @@ class Cuttable:
             return wires[last - 1].packed(reached.outputs)
         finally:
             torch.set_grad_enabled(has_gradient)
+
+    def check(self, bounds: Sequence[int], batch: Batch) -> None:
+        """Raise ModelError where the parts, one after the other, do not give what the whole model gives."""
+        with self._measured(lambda _, run: run()):
+            expected = self.model(batch)
+        was_training = self.model.training
+        self.model.eval()
+        outputs: Any = ()
+        with torch.no_grad():
+            for first, last in pairwise(bounds):
+                outputs = self.run(first, last, batch=batch, received=outputs)
+        self.model.train(was_training)
+        if not torch.equal(outputs, expected):
+            raise ModelError(
+                f"cut before blocks {list(bounds[1:-1])}, the model gives other outputs: something that a block gives, "
+                "such as a mask or a position, is used by later blocks than the next one. Set parallel.cut to other "
+                "places, or use parallel.kind=fsdp"
+            )
 
     def _blank(self, way: Travelling, like: Tensor) -> Tensor:
         """Zeros in the place of what a left-out block would give."""

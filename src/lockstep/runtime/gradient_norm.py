@@ -1,6 +1,6 @@
 """The global gradient norm, from per-row sums of squares in a fixed order: the same bits however rows are held."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,32 @@ class Rows:
         norm = table.sum().sqrt()
         if max_norm is not None and grads:
             clip_(grads, norm, max_norm)
+        return norm
+
+
+class Pieces:
+    """Parameters of which the ranks of a group hold pieces, cut along any axis, or all of them the whole.
+
+    `split`: the names of those that are cut. A row may lie on several ranks, so the bits are not those of `Rows`; they
+    are the same on every rank, and every number counts once.
+    """
+
+    def __init__(self, split: Collection[str], *, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.split, self.group, self.device = frozenset(split), group, device
+
+    def clip(self, parts: Mapping[str, Tensor], max_norm: float | None) -> Tensor:
+        """The global norm, 0-dim, from the gradients of this rank's parts, which are scaled down to max_norm."""
+        held = {name: part.grad for name, part in parts.items() if part.grad is not None}
+        place, table = self.group.rank(), torch.zeros(self.group.size(), len(held), device=self.device)
+        for column, name in enumerate(held):
+            is_counted = name in self.split or place == 0
+            if is_counted and held[name].numel():
+                table[place, column] = row_squares([held[name]]).sum()
+        if self.group.size() > 1:
+            add_disjoint(table, self.group)
+        norm = table.sum().sqrt()
+        if max_norm is not None and held:
+            clip_(list(held.values()), norm, max_norm)
         return norm
 
 

@@ -13,6 +13,15 @@ def part_of(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """This rank's part of a parameter's gradient, spread as the parameter is: autograd may leave it whole, as it does
+    for an embedding whose rows are split."""
+    gradient = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        return part_of(gradient.redistribute(placements=parameter.placements))
+    return gradient
+
+
 def offset_of(tensor: DTensor) -> tuple[int, ...]:
     """Where this rank's part begins in the whole, along each axis."""
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

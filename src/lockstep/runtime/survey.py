@@ -15,7 +15,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from lockstep.contracts import Batch
-from lockstep.errors import ModelError
 from lockstep.runtime.cut import Cuttable, Run
 from lockstep.runtime.passes import widened
 
@@ -52,6 +51,8 @@ def survey(cut: Cuttable, batch: Batch, autocast: Callable[[], Any]) -> Survey:
     for parameter in frozen:
         parameter.requires_grad = True
     try:
+        with autocast():
+            cut.arrange(batch)
         _Passage(cut, batch, autocast)  # the first is slower
         return _Passage(cut, batch, autocast).survey()
     finally:
@@ -78,11 +79,6 @@ class _Passage:
         finally:
             handle.remove()
         self.marks.append(time.perf_counter())
-        if len(self.ends) != self.count:
-            raise ModelError(
-                f"blocks() names {self.count} blocks, but a forward pass enters {len(self.ends)} of them; a pipeline "
-                "cuts between blocks that are entered once each"
-            )
         self.ends.append(([loss], []))
         self.reached = [self._reached(tensors) for tensors, _ in self.ends]
         self.backward = [self._backward(unit) for unit in reversed(range(self.count + 1))][::-1]
@@ -90,12 +86,7 @@ class _Passage:
     def _enter(self, module: nn.Module, _: Any) -> None:
         self.entered.setdefault(module, len(self.ends))
 
-    def _visit(self, number: int, run: Run) -> Any:
-        if number != len(self.ends):
-            raise ModelError(
-                f"blocks() names its blocks in another order than a forward pass enters them: number {number} came "
-                f"where {len(self.ends)} was expected"
-            )
+    def _visit(self, _: int, run: Run) -> Any:
         leaves, spec = pytree.tree_flatten(run())
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         taken = {id(leaf): leaf.detach().requires_grad_() for leaf in given}

@@ -1,0 +1,187 @@
+"""Tensor parallel: every process holds a part of each large layer, and a micro-batch runs through all parts at once.
+
+M. Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism, 2019; here by
+PyTorch's `parallelize_module`, with the plan that transformers ships for a model.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lockstep.config import PluginSection
+from lockstep.contracts import Batch, LossSum, MicroBatch, Model
+from lockstep.errors import LaunchError, ModelError
+from lockstep.runtime.accumulation import Accumulation
+from lockstep.runtime.collectives import add_by_backend, add_disjoint, together
+from lockstep.runtime.draws import draws
+from lockstep.runtime.exchange import Exchange
+from lockstep.runtime.gradient_norm import Pieces
+from lockstep.runtime.ownership import neighbouring
+from lockstep.runtime.parts import Held, kept_buffers, like, part_of, tied
+from lockstep.runtime.passes import Passes, loss_table, summed, widened
+from lockstep.runtime.precision import Precision
+from lockstep.runtime.seeds import Randomness
+from lockstep.runtime.split import is_split, planned, split, summed_modules
+from lockstep.runtime.tree_reduce import Shards
+from lockstep.runtime.turns import in_turn
+
+
+class Config(PluginSection):
+    """Every process holds a part of each large layer (some heads, some columns), its gradient and its optimizer state,
+    for an exchange of activations after every attention and MLP, in both passes. Needs a model with a plan, such as
+    Llama, Qwen2 or Mistral."""
+
+    size: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
+    """Processes that share a model; the others form replicas of it. A layer's sums are split between them, so the last
+    bits of the weights depend on it."""
+
+    def numeric(self, processes: int) -> dict[str, Any]:
+        """The settings that change bits, for so many processes."""
+        return {"kind": "tensor", "size": processes if self.size == "all" else self.size}
+
+    @property
+    def leaves_the_promise(self) -> str:
+        """Why the weights are not those of other strategies."""
+        if self.size == "all":
+            return "parallel.kind is tensor: the last bits of the weights depend on the number of processes"
+        return f"parallel.kind is tensor: the last bits of the weights depend on parallel.size={self.size}"
+
+
+class TensorParallel:
+    """PyTorch's tensor parallelism, with gradients added in the shards' tree over the replicas.
+
+    Every rank of a group runs the same shards. What is not split is computed by all of them, from the same bits.
+    """
+
+    def __init__(self, config: Config, randomness: Randomness, precision: Precision) -> None:
+        self.config, self.randomness, self.precision = config, randomness, precision
+        self.copies: tuple[int, ...] = ()
+        self.model: Model | None = None
+
+    def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
+        """Split the model's layers; returns this rank's parts. Raises LaunchError and ModelError."""
+        if self.model is model:
+            raise RuntimeError("a model that is split already cannot be placed again: build it anew")
+        with together():
+            size = self._size()
+            styles = planned(model, size, dist.get_world_size())
+            batch = sample()
+            drawn = self._draws(model, batch)
+        self.device = next(model.parameters()).device
+        mesh = init_device_mesh(
+            self.device.type, (dist.get_world_size() // size, size), mesh_dim_names=("replicate", "tensor")
+        )
+        self.replica, self.across, self.within = mesh["replicate"].get_local_rank(), *mesh.get_all_groups()
+        self.copies = tuple(dist.get_process_group_ranks(self.across))
+        self.names, self.buffers, self.model = tied(model), kept_buffers(model), model
+        split(model, mesh["tensor"], styles)
+        parts = self._draws(model, batch)
+        with together():
+            self._check_draws(drawn, parts)
+        self._hold(summed_modules(model, styles))
+        return Held(model, self.parts)
+
+    def _size(self) -> int:
+        """Processes that share a model."""
+        world = dist.get_world_size()
+        size = world if self.config.size == "all" else self.config.size
+        if world % size:
+            raise LaunchError(
+                f"parallel.size={size} does not divide the {world} processes: set launch.processes to a multiple of "
+                f"{size}, or parallel.size to {' or '.join(str(n) for n in range(1, world + 1) if world % n == 0)}"
+            )
+        return size
+
+    def _draws(self, model: Model, batch: Batch) -> list[str]:
+        """What a forward pass in training draws at random."""
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        with self.precision.autocast():
+            found = draws(lambda: model(batch))
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return found
+
+    def _check_draws(self, whole: list[str], parts: list[str]) -> None:
+        """Ranks draw the same numbers: right where all hold the same, wrong where each has heads of its own."""
+        first = next((pair for pair in zip(whole, parts, strict=False) if pair[0] != pair[1]), None)
+        if first is not None or len(whole) != len(parts):
+            where = f" ({first[0]} of the whole model, {first[1]} of a part)" if first else ""
+            raise ModelError(
+                f"the model drops out inside of what is split{where}, where the processes would all draw the same "
+                "mask: set attention_dropout, and whatever else drops out inside of attention and MLP, to 0 in the "
+                "model's config.json, or use parallel.kind=fsdp"
+            )
+
+    def _hold(self, summed: set[str]) -> None:
+        """Take this rank's parts of the split model."""
+        assert self.model is not None
+        held = dict(self.model.named_parameters())
+        self.whole = {name: p if is_split(p) else part_of(p) for name, p in held.items()}
+        self.parts = {name: nn.Parameter(part_of(p), requires_grad=p.requires_grad) for name, p in held.items()}
+        self.part_of = {parameter: self.parts[name] for name, parameter in held.items()}
+        self.summed = [self.parts[name] for name in held if name in summed and held[name].requires_grad]
+        cut = [name for name, parameter in held.items() if is_split(parameter)]
+        self.pieces = Pieces(cut, group=self.within, device=self.device)
+        self.passes = Passes(self.model, self.randomness, self.precision)
+        self.accumulation = Accumulation(held.values(), self.passes, leaves_last=False)
+
+    def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
+        """This rank's replica's: the same on all of its processes."""
+        return neighbouring(self.replica, self.across.size(), shards=shards, present=present) or [None]
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
+        """Run the replica's shards, all of its ranks in step; then the replicas add up their sums."""
+        assert self.model is not None
+        present, shards, replicas = micro_batches[0].present, micro_batches[0].shards, self.across.size()
+        every = frozenset(range(shards))
+        owners = [frozenset(neighbouring(r, replicas, shards=shards, present=every)) for r in range(replicas)]
+        exchange = Exchange(owners, present, self.across)
+        self.accumulation.start_step(exchange)
+        self.passes.statistics.start_step(exchange)
+        losses = self.passes.run(micro_batches, self.model)
+        for parameter, total in self.accumulation.totals(exchange):
+            self.part_of[parameter].grad = total
+        if self.within.size() > 1:
+            add_by_backend([part.grad for part in self.summed if part.grad is not None], self.within)
+        self.passes.statistics.end_step(exchange)
+        return self._world_loss(micro_batches, losses)
+
+    def _world_loss(self, micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -> LossSum:
+        """The loss over all shards: every rank of a replica knows that of its own, and the first one tells it."""
+        names, first = sorted(losses[0].sums), micro_batches[0]
+        told = zip(micro_batches, losses, strict=True) if self.within.rank() == 0 else ()
+        table = loss_table(told, names, shards=first.shards, device=self.device)
+        if dist.get_world_size() > 1:
+            add_disjoint(table)
+        return summed(table, names, first)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Outputs, without gradients: the ranks of a replica run the batches of all of them."""
+        assert self.model is not None
+        with torch.no_grad(), self.precision.autocast():
+            return widened(in_turn(batch, self.model, group=self.within, device=self.device))
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """The global norm, 0-dim; gradients above max_norm are scaled down in place."""
+        return self.pieces.clip(self.parts, max_norm)
+
+    def state(self) -> dict[str, Tensor]:
+        """Split weights, whole weights and buffers by name."""
+        assert self.model is not None
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in self.buffers}
+        return {**{name: self.whole[first] for name, first in self.names.items()}, **buffers}
+
+    def sharded(self, name: str, part: Tensor) -> Tensor:
+        """Cut like the parameter."""
+        return like(self.whole[name], part)
+
+
+def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> TensorParallel:
+    """The strategy for a run; gradients are added in the tree whether `exact` or not."""
+    return TensorParallel(config, randomness, precision)

@@ -1,0 +1,21 @@
+"""Forward passes of a model that a group of ranks can only run together, though each brings a batch of its own."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.contracts import Batch
+from lockstep.runtime.collectives import decided
+
+
+def in_turn(batch: Batch, run: Callable[[Batch], Tensor], *, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """What `run` gives for this rank's batch. Every rank of the group has to call it, and runs the batches of all."""
+    sent, own = {name: column.cpu() for name, column in batch.items()}, None
+    for member in range(group.size()):
+        given = decided(sent, group, source=member)
+        outputs = run({name: column.to(device) for name, column in given.items()})
+        own = outputs if member == group.rank() else own
+    assert own is not None
+    return own
