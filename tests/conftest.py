@@ -10,6 +10,7 @@ import traceback
 import warnings
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 
 import psutil
 import pytest
@@ -134,8 +135,8 @@ def no_leaks(ranks):
     before = dict(os.environ)
     yield
     assert not dist.is_initialized()
-    tracker = multiprocessing.resource_tracker._resource_tracker._pid
-    left = psutil.wait_procs(ours(ranks.pids() | {tracker, os.getpid()}), timeout=3)[1]
+    standing = {multiprocessing.resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
+    left = psutil.wait_procs(ours(ranks.pids() | standing | {os.getpid()}), timeout=3)[1]
     for process in left:
         process.kill()
     assert not left

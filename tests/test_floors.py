@@ -14,7 +14,7 @@ FLOORS = [
     ["recipe"],
     ["job"],
     ["worker"],
-    ["prove"],
+    ["prove", "tune"],
     ["cli"],
 ]
 FAMILIES = ["models", "data/sources", "parallel", "launch", "observe/sinks"]

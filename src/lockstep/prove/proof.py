@@ -4,7 +4,6 @@ W = processes, V = shards of a step.
 """
 
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from lockstep.prove.runs import Run, Runs
 from lockstep.prove.table import Row, tell
 from lockstep.prove.task import Task, test_samples, train_samples
 from lockstep.recipe import Data, Recipe
+from lockstep.runtime.interruption import ended_by_sigterm
 from lockstep.runtime.trace import fingerprint
 
 PARTS = ("repeat", "worlds", "kill", "evaluate")
@@ -274,17 +274,3 @@ def folder_for(keep: Path | None) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"--keep {keep}: {error.strerror}; name a folder that is not there yet") from None
     yield keep.absolute()
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends a proof as Ctrl-C does: with its runs, and with its folder."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -75,3 +75,17 @@ class Interruption:
                 self._timer.start()
         elif now - self._first > ECHO_SECONDS:
             os._exit(Interrupted.exit_code)
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """For a command that trains in processes of its own: SIGTERM ends it as Ctrl-C does, with all that it started."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
