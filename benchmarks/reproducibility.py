@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep import plugins
+from lockstep import assembly, plugins
 from lockstep import recipe as recipes
 from lockstep.contracts import Batch, DataSpec, LossSum, MicroBatch, Model
 from lockstep.runtime import process_group
@@ -111,7 +111,7 @@ def placed(name: str, kind: str) -> tuple[TrainState, list[list[MicroBatch]]]:
     torch.manual_seed(0)
     sections, model, batches = MODELS[name]()
     recipe = recipes.Recipe.model_validate({**sections, "run": {"reproducibility": kind}})
-    state = recipes.place(recipe, model, lambda: batches[0], total_steps=10_000, device=torch.device("cpu"))
+    state = assembly.place(recipe, model, lambda: batches[0], total_steps=10_000, device=torch.device("cpu"))
     micro_batches = [
         MicroBatch(
             step=0,

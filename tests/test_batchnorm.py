@@ -8,7 +8,7 @@ import torch.distributed as dist
 from test_training import config_in, run_on_rank
 from torch import nn
 
-from lockstep import recipe as recipes
+from lockstep import assembly
 from lockstep.errors import LaunchError
 from lockstep.recipe import Recipe
 from lockstep.runtime.batchnorm import RunningStatistics, check_synchronised, has_batchnorm, synchronise
@@ -64,7 +64,7 @@ def test_two_ranks_evaluate_what_they_cannot_train(ranks, tmp_path):
 def evaluate_on_rank(config):
     """A model, evaluated, and asked whether it could be trained, here and on GPUs."""
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    parts = recipes.assemble(Recipe.model_validate(config), world, torch.device("cpu"))
+    parts = assembly.assemble(Recipe.model_validate(config), world, torch.device("cpu"))
     parts.model.eval()
     return {
         "values": parts.evaluate().values,

@@ -12,6 +12,7 @@ FLOORS = [
     ["data", "models", "parallel", "optim", "checkpoint", "observe", "diagnose"],
     ["training", "evaluation", "export", "compare"],
     ["recipe"],
+    ["assembly"],
     ["job"],
     ["worker"],
     ["prove", "tune"],

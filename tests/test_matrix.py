@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import recipe as recipes
+from lockstep import assembly
 from lockstep.recipe import Recipe
 from lockstep.runtime.digest import digest
 from lockstep.runtime.precision import fix_numerics
@@ -119,7 +119,7 @@ def train_on_rank(config):
     recipe = Recipe.model_validate(config)
     fix_numerics(threads=1, exact=True)
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    parts = recipes.assemble(recipe, world, torch.device("cpu"))
+    parts = assembly.assemble(recipe, world, torch.device("cpu"))
     first, told = digest(parts.strategy.state()), []
     for micro_batches in parts.steps(0):
         outcome = step(parts.state, micro_batches, clip=recipe.optim.clip)

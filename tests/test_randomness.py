@@ -10,6 +10,7 @@ from test_training import config_in, run_on_rank
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep import assembly
 from lockstep import recipe as recipes
 from lockstep.contracts import DataSpec
 from lockstep.data.augment import Augmented, augmented
@@ -129,7 +130,7 @@ def test_a_users_data_file_brings_its_own(tmp_path):
         "    return {**sample, 'image': sample['image'] + 1}\n"
     )
     recipe = recipes.Recipe.model_validate({"data": {"kind": "user", "file": str(tmp_path / "a.py"), "limit": 5}})
-    data = recipes.open_data(recipe)
+    data = assembly.open_data(recipe)
     assert isinstance(data.train, Augmented)
     assert not isinstance(data.test, Augmented)
     assert {tuple(np.unique(row["image"])) for row in epochs(data.train).values()} == {(2,)}

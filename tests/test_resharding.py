@@ -12,6 +12,7 @@ import torch.distributed as dist
 from test_strategies import CPU, prepared
 from torch import nn
 
+from lockstep import assembly
 from lockstep import recipe as recipes
 from lockstep.checkpoint.layout import Manifest, folder_of, read_manifest
 from lockstep.checkpoint.reader import load
@@ -116,7 +117,7 @@ def placed(kind, config, *, is_deferred=True):
     batch = {"x": torch.ones(2, 2048)}
     model = deferred(build) if is_deferred else build()
     recipe = recipes.Recipe.model_validate({"parallel": {"kind": kind, **config}})
-    state = recipes.place(recipe, model, lambda: batch, total_steps=9, device=CPU)
+    state = assembly.place(recipe, model, lambda: batch, total_steps=9, device=CPU)
     return state, batch
 
 

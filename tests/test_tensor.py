@@ -232,7 +232,6 @@ def test_what_cannot_be_split_says_how_to_mend_it(ranks, llama, minilm, tmp_path
     cases = [
         (minilm, {}, "such as Llama, Qwen2 or Mistral"),
         (llama, {"config": {"size": 3}}, "does not divide the 2 processes: set launch.processes to a multiple of 3"),
-        (llama, {"precision": "fp16"}, "Set train.precision=bf16"),
         (heads, {}, "does not divide the 3 attention heads of this model: set parallel.size to 1"),
         (dropping, {}, "set attention_dropout"),
         (experts, {}, "moe_tp_experts"),
@@ -278,5 +277,16 @@ def test_plans_that_do_not_fit_the_weights():
 
 def test_settings_say_what_they_change():
     module = plugins.find("parallel", "tensor")
-    assert module.Config(kind="tensor", size=2).numeric == {"kind": "tensor", "size": "2"}
+    assert module.Config(kind="tensor", size=2).numeric(4) == {"kind": "tensor", "size": 2}
+    assert module.Config(kind="tensor").numeric(4) == {"kind": "tensor", "size": 4}
     assert "number of processes" in module.Config(kind="tensor").leaves_the_promise
+
+
+def test_an_overflow_is_everybodys(ranks, llama):
+    """fp16: where scaled gradients overflow, on whichever rank, all leave the step out, as one process does."""
+    ((_, _, expected, weights),) = ranks(1, trained_on_rank, llama, "single", 4, {"precision": "fp16"})
+    left_out = [not np.isfinite(norm) for _, _, norm in expected]
+    assert any(left_out)
+    for _, _, losses, found in ranks(2, trained_on_rank, llama, "tensor", 4, {"precision": "fp16"}):
+        assert [not np.isfinite(norm) for _, _, norm in losses] == left_out
+        assert apart(found, weights) < 3e-2

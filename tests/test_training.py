@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 
+from lockstep import assembly
 from lockstep import recipe as recipes
 from lockstep.data.dataset import Subset
 from lockstep.errors import LockstepError
@@ -380,8 +381,8 @@ def test_evaluation_counts_every_sample_once(ranks, tmp_path):
 def evaluate_on_rank(folder):
     rank, size = dist.get_rank(), dist.get_world_size()
     recipe = Recipe.model_validate({"run": {"dir": folder, "name": f"e{size}"}})
-    parts = recipes.assemble(recipe, World(rank=rank, size=size), torch.device("cpu"))
-    parts.data = recipes.Data(parts.data.train, Subset(parts.data.train, torch.arange(1003).numpy()), None)
+    parts = assembly.assemble(recipe, World(rank=rank, size=size), torch.device("cpu"))
+    parts.data = assembly.Data(parts.data.train, Subset(parts.data.train, torch.arange(1003).numpy()), None)
     parts.model.eval()
     result = parts.evaluate()
     columns = parts.data.test.__getitems__(range(1003))

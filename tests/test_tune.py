@@ -16,7 +16,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from lockstep import cli
+from lockstep import assembly, cli
 from lockstep import recipe as recipes
 from lockstep.tune import trial
 from lockstep.tune.curve import Curve, rates_between
@@ -210,7 +210,7 @@ def test_the_longest_samples_are_what_a_trial_begins_with(lone, tune, tmp_path):
     """And its steps are the run's own afterwards."""
     data = ["data={kind: user, file: model.py}", "model.options={width: 1}"]
     recipe = recipes.load(tmp_path / "c.yaml", [*data, "parallel.kind=single", "launch.processes=1"])
-    parts = recipes.assemble(recipe, World(), torch.device("cpu"))
+    parts = assembly.assemble(recipe, World(), torch.device("cpu"))
     first, own = next(longest(replace(parts, total_steps=3)).steps(0)), next(parts.steps(0))
     assert min(m.batch["x"].shape[1] for m in first) > 1000 - len(first) == 940
     assert sorted(m.indices for m in own) == sorted((row,) for shard in parts.order.shards(0) for row in shard)

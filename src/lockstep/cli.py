@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
 
-from lockstep import config, files, plugins
+from lockstep import assembly, config, files, plugins
 from lockstep import export as exporting
 from lockstep import recipe as recipes
 from lockstep.checkpoint import inventory, keeper, layout, listing
@@ -194,19 +194,19 @@ def export(
 ) -> None:
     """Write a run's model for others to load, read it back and compare."""
     recipe, checkpoint = _run_of(run, overrides)
-    data = recipes.open_data(recipe)
+    data = assembly.open_data(recipe)
     spec = data.train.spec
-    model = recipes.build_model(recipe, spec)
+    model = assembly.build_model(recipe, spec)
     restore_model(model, checkpoint)
     plugin, manifest = plugins.find("models", recipe.model.kind), layout.read_manifest(checkpoint)
     written = exporting.export(
         model,
-        recipes.first_samples(data),
+        assembly.first_samples(data),
         (to or recipe.folder / "export").absolute(),
         section=recipe.export,
         writing=exporting.Writing(
             own=plugin if hasattr(plugin, "save") else None,
-            rebuild=lambda: recipes.build_model(recipe, spec),
+            rebuild=lambda: assembly.build_model(recipe, spec),
             extra=lambda folder: _write_beside(recipe, data, folder),
             facts=exporting.facts_of(
                 recipe.model, spec, step=manifest.step, metrics=manifest.metrics, digest=digest(model.state_dict())
@@ -216,7 +216,7 @@ def export(
     console.print(f"exported {checkpoint.name} to {written} (read back, equal on real samples)", soft_wrap=True)
 
 
-def _write_beside(recipe: Recipe, data: recipes.Data, folder: Path) -> None:
+def _write_beside(recipe: Recipe, data: assembly.Data, folder: Path) -> None:
     """Files that the model needs in its export: the tokenizer's, the user's own code."""
     if data.tokenizer is not None:
         data.tokenizer.save(folder)
@@ -252,8 +252,8 @@ def data(path: ConfigFile, overrides: Overrides = None) -> None:
     bus = Bus()
     bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
     try:
-        found = recipes.prepare(recipe, bus.publish)
-        model = recipes.build_model(recipe, found.train.spec)
+        found = assembly.prepare(recipe, bus.publish)
+        model = assembly.build_model(recipe, found.train.spec)
     finally:
         bus.close()
     parameters = sum(p.numel() for p in model.parameters())

@@ -9,8 +9,9 @@ import psutil
 import torch
 from filelock import FileLock, Timeout
 
-from lockstep import config, files, plugins
+from lockstep import assembly, config, files, plugins
 from lockstep import recipe as recipes
+from lockstep.assembly import Parts
 from lockstep.checkpoint import keeper, layout
 from lockstep.checkpoint.weights import restore
 from lockstep.checkpoint.writer import Writer
@@ -19,7 +20,7 @@ from lockstep.diagnose.watch import Limits, Watch
 from lockstep.errors import Desync, Interrupted, LaunchError
 from lockstep.evaluation import Evaluation
 from lockstep.events import Bus, Evaluated, RunEnded, RunStarted, StepDone, Warned
-from lockstep.recipe import Parts, Recipe
+from lockstep.recipe import Recipe
 from lockstep.runtime import process_group
 from lockstep.runtime.collectives import gathered, local_main_first, together
 from lockstep.runtime.digest import digest, digest_of, world_lines
@@ -74,9 +75,9 @@ class Job:
     def assemble(self) -> Parts:
         """Prepare the data, one process per machine first, then build every part."""
         local_main_first(
-            lambda: recipes.prepare(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0
+            lambda: assembly.prepare(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0
         )
-        return recipes.assemble(self.recipe, self.world, self.device)
+        return assembly.assemble(self.recipe, self.world, self.device)
 
     def warn(self, message: str) -> None:
         """Tell the user."""

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from lockstep import recipe as recipes
+from lockstep import assembly
+from lockstep.assembly import Parts
 from lockstep.contracts import MicroBatch
 from lockstep.prove.cause import REPEATED, Difference, Traced, explained, first_difference
 from lockstep.prove.table import Row
 from lockstep.prove.unsplit import unsplit
-from lockstep.recipe import Parts
 from lockstep.runtime.digest import digest
 from lockstep.runtime.trace import Line, Trace, fingerprint
 
@@ -29,7 +29,7 @@ def repeated(parts: Parts) -> Row:
     """Build the model again and run two shards of the first step several times, as training does."""
     what, found = "the same micro-batch gives the same bits", None
     initial = {name: tensor.clone() for name, tensor in parts.strategy.state().items()}
-    again = recipes.build_model(parts.recipe, parts.data.train.spec).state_dict()
+    again = assembly.build_model(parts.recipe, parts.data.train.spec).state_dict()
     if digest(again) != digest(initial):
         name = next(name for name in initial if fingerprint(initial[name]) != fingerprint(again[name]))
         found = Difference(kind="weights", step=0, name=name)

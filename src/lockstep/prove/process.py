@@ -16,12 +16,12 @@ import psutil
 from torch import nn
 
 from lockstep import files, worker
+from lockstep.assembly import Parts
 from lockstep.contracts import MicroBatch
 from lockstep.events import RunStarted, StepDone
 from lockstep.job import Job
 from lockstep.prove.inspection import inspected
 from lockstep.prove.task import Task, some
-from lockstep.recipe import Parts
 from lockstep.runtime.trace import Line, Trace
 from lockstep.training.loop import Training
 

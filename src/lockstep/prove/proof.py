@@ -16,8 +16,8 @@ import psutil
 import torch
 from rich.console import Console
 
-from lockstep import plugins
-from lockstep import recipe as recipes
+from lockstep import assembly, plugins
+from lockstep.assembly import Data
 from lockstep.data.sampler import EvaluationRequests
 from lockstep.errors import ConfigError, nearest
 from lockstep.events import Bus
@@ -25,7 +25,7 @@ from lockstep.prove.cause import SPREAD, explained, first_difference, read
 from lockstep.prove.runs import Run, Runs
 from lockstep.prove.table import Row, tell
 from lockstep.prove.task import Task, test_samples, train_samples
-from lockstep.recipe import Data, Recipe
+from lockstep.recipe import Recipe
 from lockstep.runtime.interruption import ended_by_sigterm
 from lockstep.runtime.trace import fingerprint
 
@@ -247,7 +247,7 @@ def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None
     bus = Bus()
     bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
     try:
-        data = recipes.prepare(recipe, bus.publish)
+        data = assembly.prepare(recipe, bus.publish)
     finally:
         bus.close()
     start = time.monotonic()

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep import plugins
-from lockstep import recipe as recipes
+from lockstep import assembly, plugins
+from lockstep.assembly import Parts
 from lockstep.contracts import Batch, MicroBatch, Model
 from lockstep.prove.table import Row
-from lockstep.recipe import Parts
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness
 from lockstep.runtime.trace import descriptions, fingerprint
@@ -68,7 +67,7 @@ class Comparison:
     def __init__(self, parts: Parts, micro_batches: list[MicroBatch], dtype: torch.dtype) -> None:
         self.parts, self.dtype = parts, dtype
         self.micro_batches = [replace(m, batch=cast(m.batch, dtype)) for m in micro_batches]
-        self.model = recipes.build_model(parts.recipe, parts.data.train.spec).to(parts.device, dtype)
+        self.model = assembly.build_model(parts.recipe, parts.data.train.spec).to(parts.device, dtype)
         self.start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.tolerance = ROUNDINGS * torch.finfo(dtype).eps
         self.model.train()

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep import recipe as recipes
+from lockstep import assembly
+from lockstep.assembly import Parts
 from lockstep.contracts import Source
 from lockstep.data.augment import Augmented
 from lockstep.data.dataset import Subset
 from lockstep.errors import LockstepError
-from lockstep.recipe import Parts
 from lockstep.runtime import process_group
 from lockstep.runtime.parent import end_with_parent
 from lockstep.runtime.precision import fix_numerics
@@ -65,7 +65,7 @@ def answer(task: Task, send: Callable[[dict[str, Any]], None]) -> None:
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, task.device_bytes / whole), device)
     with process_group.opened(world, device):
-        parts = recipes.assemble(recipe, world, device)
+        parts = assembly.assemble(recipe, world, device)
         send({"began": True})
         send({"losses": swept(parts, task.rates)} if task.rates else measured(parts, task))
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lockstep import plugins
-from lockstep import recipe as recipes
+from lockstep import assembly, plugins
 from lockstep.errors import ConfigError
 from lockstep.events import Bus
 from lockstep.recipe import Recipe
@@ -92,6 +91,6 @@ def prepared(recipe: Recipe) -> int:
     bus = Bus()
     bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
     try:
-        return len(recipes.prepare(recipe, bus.publish).train)
+        return len(assembly.prepare(recipe, bus.publish).train)
     finally:
         bus.close()
