@@ -30,7 +30,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Data-parallel PyTorch training; the weights are a function of the config and the data, not of the cluster.",
+    help="Distributed PyTorch training; the weights are a function of the config and the data, not of the cluster.",
 )
 console = Console(highlight=False, markup=False, emoji=False)  # a path may hold [x] or :100:
 

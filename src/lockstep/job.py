@@ -25,6 +25,7 @@ from lockstep.runtime import process_group
 from lockstep.runtime.collectives import gathered, local_main_first, together
 from lockstep.runtime.digest import digest, digest_of, world_lines
 from lockstep.runtime.interruption import Interruption
+from lockstep.runtime.parts import is_spread
 from lockstep.runtime.precision import fix_numerics
 from lockstep.training.deadline import Deadline
 from lockstep.training.loop import Training, train
@@ -275,11 +276,11 @@ class Job:
 
     def digest(self, parts: Parts, status: str) -> str | None:
         """Over all weights; where a run failed, other ranks may have gone, with whatever only they held: None then."""
-        if status == "failed" and len(parts.strategy.copies) < self.world.size:
-            return None
         state = parts.strategy.state()
-        whole = len(parts.strategy.copies) == self.world.size
-        return digest(state) if whole else digest_of(world_lines(state, process_group.world_group()))
+        if status != "failed" or self.world.size == 1:
+            return digest_of(world_lines(state, process_group.world_group()))
+        is_whole = len(parts.strategy.copies) == self.world.size and not any(map(is_spread, state.values()))
+        return digest(state) if is_whole else None
 
     def measure(self, checkpoint: Path) -> None:
         """Evaluate a checkpoint and write evaluation.json."""

@@ -13,6 +13,11 @@ def part_of(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def is_spread(tensor: Tensor) -> bool:
+    """Whether it is, or may be, a part of something larger."""
+    return isinstance(tensor, DTensor)
+
+
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """This rank's part of a parameter's gradient, spread as the parameter is: autograd may leave it whole, as it does
     for an embedding whose rows are split."""
