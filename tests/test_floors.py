@@ -14,10 +14,10 @@ FLOORS = [
     ["recipe"],
     ["job"],
     ["worker"],
-    ["prove"],
+    ["prove", "estimate"],
     ["cli"],
 ]
-FAMILIES = ["models", "data/sources", "parallel", "launch", "observe/sinks"]
+FAMILIES = ["models", "data/sources", "parallel", "launch", "observe/sinks", "estimate/strategies"]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py") if p.stem != "__init__"}
 
