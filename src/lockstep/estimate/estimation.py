@@ -98,6 +98,11 @@ def estimate(recipe: Recipe, wish: Wish, *, console: Console, to: Path | None) -
         raise ConfigError(f"--json {to}: there is no folder {to.parent}")
     prepared(recipe)
     measured = measure(recipe, wish, say=lambda text: console.print(text, soft_wrap=True))
+    return report(recipe, wish, measured, console=console, to=to)
+
+
+def report(recipe: Recipe, wish: Wish, measured: Measured, *, console: Console, to: Path | None) -> list[Row]:
+    """Compute from what was measured, print, write JSON if asked."""
     rows = [row for world in wish.worlds for row in told(recipe, wish, measured, world=world)]
     tell(rows, console)
     for line in wording(recipe, wish, measured):
@@ -242,6 +247,11 @@ def wording(recipe: Recipe, wish: Wish, measured: Measured) -> list[str]:
             gigabytes, source = f"{wish.bandwidth / 1e9:g} GB/s", "stated with --bandwidth"
         lines.append(
             f"Bandwidth: {gigabytes}, {source}; gradients in shared memory {links.exchange / 1e9:.2f} GB/s, measured."
+        )
+    if max(per_machine(world, wish, measured.slots) for world in wish.worlds) > measured.slots:
+        lines.append(
+            f"More than {measured.slots} processes share this machine's cores and memory in turns; with --per-machine "
+            "they are spread over machines like this one."
         )
     if not recipe.train.recompute:
         lines.append(f"train.recompute=true would keep about {less / mib:.1f} MiB instead of {saved / mib:.1f}.")

@@ -53,6 +53,12 @@ class Cluster:
             return sent / self.bandwidth + latency
         return (sent / getattr(self.links, path) + latency) * self.crowd
 
+    def together(self, times: int) -> float:
+        """Seconds for so many small collectives besides: the loss, the agreement whether to stop, a barrier."""
+        if self.world == 1 or self.links is None:
+            return 0.0
+        return times * self.links.together_seconds * self.crowd
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:

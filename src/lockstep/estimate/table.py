@@ -82,7 +82,11 @@ class Row:
 
 def tell(rows: list[Row], console: Console) -> None:
     """Print a table for each number of processes, and under it what is best and what cannot run."""
-    shown = console if console.is_terminal else Console(file=console.file, highlight=False, width=LOG_WIDTH)
+    shown = (
+        console
+        if console.is_terminal
+        else Console(file=console.file, highlight=False, width=LOG_WIDTH, quiet=console.quiet)
+    )
     for world in dict.fromkeys(row.world for row in rows):
         some = [row for row in rows if row.world == world]
         if known := [row for row in some if row.forecast]:

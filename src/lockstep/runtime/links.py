@@ -31,6 +31,8 @@ class Links:
     """From one process to the next: what a pipeline hands on."""
     latency_seconds: float
     """Of a message of one number."""
+    together_seconds: float
+    """Of the sum of one number over all: what it costs to wait for each other."""
 
 
 def links(device: torch.device) -> Links:
@@ -59,6 +61,7 @@ def links(device: torch.device) -> Links:
         exchange=whole_bytes / _seconds(lambda: wire.sum(0, slots, exchange)),
         pair=whole_bytes / _seconds(lambda: hand_on(whole, received)),
         latency_seconds=_seconds(lambda: hand_on(number, torch.empty_like(number))),
+        together_seconds=_seconds(lambda: dist.all_reduce(number)),
     )
 
 

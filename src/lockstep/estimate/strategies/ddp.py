@@ -31,6 +31,7 @@ def forecast(setting: Setting) -> Forecast:
         start=setting.start_bytes(),
     )
     exchange = cluster.seconds(sent, "pair", messages=2 * (world - 1)) + shared_seconds(setting, shared)
+    exchange += cluster.together(2 + 2 * num_buckets(setting))
     has_room = facts.device == "cuda" or cluster.per_machine < cluster.slots
     hidden = min(exchange, OVERLAP * seconds.passes) if has_room else 0.0
     times = Times(
@@ -42,6 +43,11 @@ def forecast(setting: Setting) -> Forecast:
     )
     notes = (f"{world - shards} of {world} processes have no micro-batch",) if world > shards else ()
     return Forecast(memory=memory, sent_bytes=sent, shared_bytes=shared, times=times, notes=notes)
+
+
+def num_buckets(setting: Setting) -> int:
+    """DDP fills buckets of about one size; in shared memory each of them waits for the others twice."""
+    return max(1, round(setting.facts.gradient_bytes / (setting.section.bucket_mb * 2**20)))
 
 
 def sums_of(own: Shards, setting: Setting) -> Held:

@@ -106,5 +106,6 @@ def traffic(setting: Setting, own: list[Weight], *, size: int, rounds: int, brin
         cluster.seconds(gather, "gather", messages=2 * modules)
         + cluster.seconds(scatter, "scatter", messages=modules)
         + cluster.seconds(across, "pair", messages=2)
+        + cluster.together(3)
     )
     return gather + scatter + across, seconds

@@ -148,7 +148,7 @@ def traffic(setting: Setting, plan: Plan) -> tuple[int, float]:
     size = max(facts.bytes_of(weights_of(facts, plan.blocks(rank)), is_trained=True) for rank in range(plan.size))
     across = round((brings + 1) * (plan.replicas - 1) / plan.replicas * size)
     seconds = cluster.seconds(handed, "pair", messages=2 * plan.rounds) + cluster.seconds(across, "pair", messages=2)
-    return handed + across, seconds
+    return handed + across, seconds + cluster.together(3)
 
 
 def times_of(setting: Setting, plan: Plan) -> tuple[float, float]:
