@@ -141,7 +141,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, help="folder in which ag_news lies")
     options = parser.parse_args()
     lines = [
-        f"`python benchmarks/estimate.py --steps {options.steps}`, measured {datetime.now():%Y-%m-%d} on "
+        f"`python benchmarks/estimate.py --models {' '.join(options.models)} --worlds "
+        f"{' '.join(map(str, options.worlds))} --steps {options.steps}`, measured {datetime.now():%Y-%m-%d} on "
         f"{os.cpu_count()} cores ({platform.machine()}) with torch {torch.__version__}.",
         "Predicted / measured: the peak resident set of the process that needs most, MiB, and a steady step, ms.",
         "",

@@ -20,7 +20,7 @@ from lockstep import recipe as recipes
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.estimate.facts import Facts, Seconds
 from lockstep.estimate.forecast import Cluster, Forecast, Setting
-from lockstep.estimate.memory import held, passes
+from lockstep.estimate.memory import Held, held, passes
 from lockstep.estimate.runs import Runs
 from lockstep.estimate.table import Row, tell
 from lockstep.events import Bus
@@ -154,10 +154,14 @@ def measure(recipe: Recipe, wish: Wish, *, say: Any) -> Measured:
 def calibrated(facts: Facts) -> Facts:
     """With what whole steps took more than the parts that can be counted, as working memory: kernels' own, and what the
     C library keeps of memory that was freed."""
-    shards = frozenset(range(facts.step_shards))
-    sums = held(tuple((shard,) for shard in sorted(shards)), shards, (root(shards),))
-    counted = passes(facts, facts.weights, range(len(facts.blocks)), sums=sums)
-    return replace(facts, working_bytes=max(0, facts.step_bytes - counted))
+    shards, blocks = frozenset(range(facts.step_shards)), range(len(facts.blocks))
+    whole = held(tuple((shard,) for shard in sorted(shards)), shards, (root(shards),))
+    alone = Held(before=(0,), after=(1,))
+    missing = [
+        measured - passes(facts, facts.weights, blocks, sums=sums)
+        for measured, sums in ((facts.step_bytes, whole), (facts.pass_bytes, alone))
+    ]
+    return replace(facts, working_bytes=max(0, *missing))
 
 
 def told(recipe: Recipe, wish: Wish, measured: Measured, *, world: int) -> list[Row]:

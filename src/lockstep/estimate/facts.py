@@ -67,7 +67,7 @@ class Facts:
     optimizer_bytes: int
     """The optimizer's state for all trained weights, as it lies there."""
     pass_bytes: int
-    """The most that a forward and backward pass takes, with all the gradients it leaves."""
+    """The most that a forward and backward pass of the largest micro-batch takes, with all the gradients it leaves."""
     step_bytes: int
     """The most that whole steps take, in one process that holds no copy for checkpoints, ..."""
     step_shards: int

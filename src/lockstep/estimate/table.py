@@ -92,8 +92,10 @@ def tell(rows: list[Row], console: Console) -> None:
         if known := [row for row in some if row.forecast]:
             shown.print(table(known))
         for row in some:
-            if row.is_best or row.forecast is None:
-                console.print(f"{row.strategy}: {row.why}", soft_wrap=True)
+            said = [row.why] if row.why else []
+            said += row.forecast.notes if row.forecast else ()
+            if said:
+                console.print(f"{row.strategy}: {'; '.join(said)}", soft_wrap=True)
         if not any(row.fits for row in some):
             console.print(f"none fits {some[0].room_bytes / MIB:.0f} MiB: try train.recompute=true", soft_wrap=True)
         console.print()
