@@ -15,10 +15,10 @@ FLOORS = [
     ["assembly"],
     ["job"],
     ["worker"],
-    ["prove", "tune"],
+    ["prove", "tune", "estimate"],
     ["cli"],
 ]
-FAMILIES = ["models", "data/sources", "parallel", "launch", "observe/sinks"]
+FAMILIES = ["models", "data/sources", "parallel", "launch", "observe/sinks", "estimate/strategies"]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py") if p.stem != "__init__"}
 

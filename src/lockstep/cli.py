@@ -20,6 +20,7 @@ from lockstep.checkpoint import inventory, keeper, layout, listing
 from lockstep.checkpoint.weights import restore_model
 from lockstep.compare import verdict
 from lockstep.errors import CheckpointError, ConfigError, Interrupted, LaunchError, LockstepError
+from lockstep.estimate import estimation
 from lockstep.events import Bus
 from lockstep.prove import proof
 from lockstep.recipe import Recipe
@@ -309,6 +310,29 @@ def tune(
         picture=out or Path(f"{path.stem}-lr.svg"),
     )
     return tuning.tune(recipes.load(path, overrides or []), wishes, console=console)
+
+
+@app.command()
+@honest
+def estimate(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    world: Annotated[str, typer.Option(help="Numbers of processes.")] = "1,2,4,8",
+    memory: Annotated[
+        float | None, typer.Option(help="GB of a device; default: this machine's share, the GPU's.")
+    ] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="GB/s of the network; default: measured on loopback.")] = None,
+    per_machine: Annotated[int | None, typer.Option(help="Processes of a machine; default: all on this one.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file as well.")] = None,
+) -> None:
+    """Tell memory, traffic and time of each strategy before the run, from a few steps measured on this machine."""
+    wish = estimation.Wish(
+        worlds=estimation.worlds_of(world),
+        per_machine=per_machine,
+        memory_bytes=None if memory is None else round(memory * 1e9),
+        bandwidth=None if bandwidth is None else bandwidth * 1e9,
+    )
+    estimation.estimate(recipes.load(path, overrides or []), wish, console=console, to=json)
 
 
 @app.command()

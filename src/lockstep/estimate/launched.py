@@ -1,0 +1,33 @@
+"""Starts the processes that measure through the launcher, as `lockstep train` does.
+
+python -m lockstep.estimate.launched FOLDER SECONDS CONFIG.yaml PROCESSES
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep import plugins
+from lockstep import recipe as recipes
+from lockstep.errors import Interrupted
+from lockstep.runtime.parent import end_with_parent
+
+
+def main(argv: list[str]) -> int:
+    """The launcher's plan with a measuring process in the worker's place."""
+    end_with_parent("SIGTERM")
+    folder, seconds, config, processes = argv
+    recipe = recipes.load(Path(config))
+    launcher = plugins.find("launch", recipe.launch.kind).build(
+        recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards
+    )
+    plan = launcher.plan(Path(config))
+    measuring = (plan.argv[0], "-m", "lockstep.estimate.process", folder, seconds, config)
+    try:
+        return launcher.run(replace(plan, argv=measuring, processes=int(processes)), Path(folder) / "logs")
+    except Interrupted as error:
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""Starts measurements in processes of their own, which end with the command, and reads what they found."""
+
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from lockstep import config, files, plugins
+from lockstep.errors import LockstepError
+from lockstep.estimate.facts import Facts, Seconds
+from lockstep.recipe import Recipe
+
+GRACE_SECONDS = 5
+TAIL_LINES = 40
+
+
+class MeasurementFailed(LockstepError):
+    """A measuring process ended with an error of its own, which is repeated; so is its exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code if code == 2 else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Measurements of one recipe, in a folder that goes away."""
+
+    recipe: Recipe
+    folder: Path
+    seconds: float
+    """How long each process times steps."""
+
+    def measured(self, processes: int) -> Facts:
+        """The facts of so many processes at once: memory is the first one's, times are medians over all.
+
+        Raises MeasurementFailed.
+        """
+        folder = self.folder / f"on-{processes}"
+        folder.mkdir()
+        path = folder / "config.yaml"
+        files.write(path, config.dump(varied(self.recipe, folder, processes)))
+        command = [sys.executable, "-m", "lockstep.estimate.launched"]
+        command += [str(folder), str(self.seconds), str(path), str(processes)]
+        with (folder / "output.log").open("w", encoding="utf-8") as log:
+            launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                launcher.wait()
+            finally:
+                end(launcher)
+        if launcher.returncode:
+            lines = (folder / "output.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            raise MeasurementFailed("\n".join(lines[-TAIL_LINES:]), launcher.returncode)
+        return together([Facts.read(folder / f"facts-{rank}.json") for rank in range(processes)])
+
+
+def together(found: list[Facts]) -> Facts:
+    """What several processes have measured at once, as one."""
+    times = [facts.seconds for facts in found]
+    seconds = Seconds(**{name: median(getattr(each, name) for each in times) for name in ("fetch", "passes", "update")})
+    return replace(found[0], seconds=seconds)
+
+
+def varied(recipe: Recipe, folder: Path, processes: int) -> Recipe:
+    """The user's recipe for processes of this machine that save and tell nothing."""
+    local = plugins.find("launch", "local").Config(
+        kind="local", processes=processes, grace_seconds=GRACE_SECONDS, max_restarts=0
+    )
+    alone = plugins.find("parallel", "ddp").Config(kind="ddp")
+    run = recipe.run.model_copy(update={"dir": folder, "name": "run"})
+    return recipe.model_copy(update={"run": run, "launch": local, "parallel": alone})
+
+
+def end(launcher: subprocess.Popen[bytes]) -> None:
+    """Ask a launcher to end its processes if they still go on, then kill what is left of them."""
+    if launcher.poll() is not None:
+        return
+    with suppress(psutil.Error):
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(GRACE_SECONDS + 2)
+        for process in family:
+            with suppress(psutil.Error):
+                process.kill()
+    launcher.kill()
+    launcher.wait()

@@ -1,0 +1,272 @@
+"""`lockstep estimate` on real runs: parts that can be counted are exact, the peak is that of a real training."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+
+from lockstep import recipe as recipes
+from lockstep.contracts import Batch, LossSum
+from lockstep.errors import ConfigError
+from lockstep.estimate import estimation
+from lockstep.estimate.estimation import Wish
+from lockstep.estimate.forecast import Cluster
+from lockstep.estimate.kept import kept_by_block
+from lockstep.estimate.memory import copied, held
+from lockstep.runtime.tree_reduce import cover, root
+
+MIB = 2**20
+WIDE = """
+import math
+from torch import nn
+
+
+class Wide(nn.Module):
+    def __init__(self, pixels, width, classes):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(pixels, width), *(nn.Linear(width, width) for _ in range(5))])
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, batch):
+        x = batch["image"].flatten(1) / 255
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x)
+
+
+def build(options, spec):
+    return Wide(math.prod(spec.image_shape), options["width"], len(spec.labels))
+"""
+CONFIG = """
+data: {kind: digits}
+model: {kind: user, file: my_model.py, options: {width: 1500}}
+train: {steps: 4, global_batch: 32, micro_batch: 8}
+evaluate: {every_epochs: null, micro_batch: 180}
+observe: {sinks: [jsonl]}
+"""
+WEIGHTS = 4 * (64 * 1500 + 1500 + 5 * (1500 * 1500 + 1500) + 1500 * 10 + 10)
+"""Bytes of the model's parameters."""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Of the wide model: its recipe, and what one process and two at once have measured."""
+    folder = tmp_path_factory.mktemp("estimate")
+    (folder / "my_model.py").write_text(WIDE)
+    (folder / "c.yaml").write_text(CONFIG)
+    recipe = recipes.load(folder / "c.yaml", [f"model.file={folder / 'my_model.py'}"])
+    return recipe, estimation.measure(recipe, Wish(worlds=(1, 2), seconds=0.1), say=lambda _: None)
+
+
+def told(measured, folder, **wish):
+    """Rows by (strategy, world), and the JSON."""
+    recipe, facts = measured
+    console = Console(quiet=True)
+    rows = estimation.report(recipe, Wish(**wish), facts, console=console, to=folder / "e.json")
+    return {(row.strategy, row.world): row for row in rows}, json.loads((folder / "e.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(measured, tmp_path_factory):
+    return told(measured, tmp_path_factory.mktemp("whole"), worlds=(1, 2, 4))
+
+
+def test_parts_that_can_be_counted_are_exact(whole):
+    rows, _ = whole
+    memory = rows["single", 1].forecast.memory
+    assert memory.parameters == WEIGHTS
+    assert memory.gradients == 2 * WEIGHTS  # of four shards: the sum of the first two, and the third
+    assert 2 * WEIGHTS <= memory.optimizer <= 2 * WEIGHTS + 4 * 14  # a count of steps for each of 14 parameters
+    assert 3 * WEIGHTS <= memory.checkpoint <= 3 * WEIGHTS + 4 * 14
+    assert rows["ddp", 4].forecast.memory.gradients == WEIGHTS  # one shard each, straight into the buckets
+    assert rows["ddp", 2].forecast.memory.communication == WEIGHTS // 2  # the half of the other's buckets that it adds
+    assert rows["fsdp", 2].forecast.memory.parameters == WEIGHTS // 2  # every number of rows is even
+    assert rows["fsdp", 4].forecast.memory.gradients == pytest.approx(WEIGHTS / 4, rel=1e-3)  # 10 rows: 3 + 3 + 3 + 1
+    halves = rows["pipeline", 2].forecast.memory
+    assert WEIGHTS / 2 <= halves.parameters < 0.8 * WEIGHTS
+
+
+def test_the_parts_add_up(whole):
+    rows, document = whole
+    for row in rows.values():
+        if row.forecast:
+            memory = row.forecast.memory
+            parts = [v for k, v in vars(memory).items() if k != "start"]
+            assert all(part >= 0 for part in parts)
+            assert memory.step == sum(parts) and memory.peak == max(memory.step, memory.start)
+    for row in document["rows"]:
+        if row["forecast"]:
+            times = dict(row["forecast"]["times"])
+            assert times.pop("total") == pytest.approx(sum(times.values()))
+
+
+def test_json_holds_every_strategy_and_world(whole):
+    _, document = whole
+    assert {(row["strategy"], row["world"]) for row in document["rows"]} >= {
+        (name, world) for name in ("single", "ddp", "fsdp", "pipeline") for world in (1, 2, 4)
+    }
+    for world in (1, 2, 4):
+        assert sum(row["is_best"] for row in document["rows"] if row["world"] == world) == 1
+    lone = next(row for row in document["rows"] if (row["strategy"], row["world"]) == ("single", 2))
+    assert lone["forecast"] is None and "one process" in lone["verdict"]
+    assert document["bandwidth"]["source"] == "measured"
+    assert document["measured"]["links"]["gather"] > 0
+
+
+def test_traffic(whole):
+    """Over sockets: nothing for DDP's shared memory; FSDP's weights twice, its gradients once, for each micro-batch."""
+    rows, _ = whole
+    assert rows["ddp", 2].forecast.sent_bytes == 0 and rows["ddp", 2].forecast.shared_bytes == WEIGHTS
+    assert rows["fsdp", 2].forecast.sent_bytes == 2 * 3 * WEIGHTS // 2
+    handed = {0: 0, 1: 4 * 8 * 4 * 1500}  # a cut or none: 4 micro-batches of 8 x 1500 numbers
+    assert rows["pipeline", 2].forecast.sent_bytes == handed[1]
+    assert rows["pipeline", 1].forecast.sent_bytes == handed[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_peak_is_that_of_a_real_training(whole, tmp_path, world):
+    """Within the 15 % that are promised, on DDP, where the model is most of the memory."""
+    rows, _ = whole
+    (tmp_path / "my_model.py").write_text(WIDE)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    command = [sys.executable, "-m", "lockstep.cli", "train", "c.yaml", f"launch.processes={world}", "run.name=r"]
+    launcher, peak = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE), 0
+    while launcher.poll() is None:
+        with suppress(psutil.Error, OSError):
+            for worker in psutil.Process(launcher.pid).children():
+                status = Path(f"/proc/{worker.pid}/status").read_text()
+                peak = max([peak, *(1024 * int(each) for each in re.findall(r"VmHWM:\s+(\d+)", status))])
+        time.sleep(0.02)
+    assert launcher.returncode == 0, launcher.stderr.read()
+    launcher.stderr.close()
+    assert rows["ddp", world].peak_bytes == pytest.approx(peak, rel=0.15), (rows["ddp", world].forecast, peak / MIB)
+    assert peak > 6 * WEIGHTS
+
+
+def test_a_device_that_is_too_small(measured, tmp_path):
+    rows, document = told(measured, tmp_path, worlds=(1,), memory_bytes=200 * MIB)
+    assert not any(row.fits or row.is_best for row in rows.values())
+    assert "more than 200" in document["rows"][0]["verdict"]
+
+
+def test_a_stated_bandwidth_is_used(measured, tmp_path):
+    """Ten times slower, ten times longer, but for what small messages cost."""
+    times = []
+    for bandwidth in (1e7, 1e6):
+        rows, document = told(measured, tmp_path, worlds=(4,), per_machine=1, bandwidth=bandwidth)
+        assert document["bandwidth"] == {"bytes_per_second": bandwidth, "source": "stated"}
+        assert rows["ddp", 4].forecast.sent_bytes == 2 * 3 * WEIGHTS // 4  # as in a ring
+        times.append(rows["fsdp", 4].forecast.times.exchange)
+    assert times[1] == pytest.approx(10 * times[0], rel=0.05)
+
+
+def test_activations_grow_with_the_micro_batch_and_shrink_with_recompute(measured, tmp_path):
+    recipe, facts = measured
+    alone = facts.alone
+    found = []
+    for factor, recomputes in ((1, False), (1000, False), (1000, True)):
+        blocks = tuple(replace(block, saved_bytes=factor * block.saved_bytes) for block in alone.blocks)
+        each = replace(facts, alone=replace(alone, blocks=blocks, recomputes=recomputes))
+        rows, _ = told((recipe, each), tmp_path, worlds=(1,))
+        found.append(rows["single", 1].forecast.memory.activations)
+    few, many, recomputed = found
+    assert many > few + 100 * sum(block.saved_bytes for block in alone.blocks)
+    assert few < recomputed < many
+
+
+def test_a_strategy_without_a_model_is_said_to_be_unknown(measured, tmp_path, monkeypatch):
+    names = estimation.plugins.names
+    monkeypatch.setattr(
+        estimation.plugins,
+        "names",
+        lambda family: [n for n in names(family) if family != estimation.FAMILY or n != "ddp"],
+    )
+    rows, _ = told(measured, tmp_path, worlds=(1,))
+    assert rows["ddp", 1].forecast is None and "nothing is known" in rows["ddp", 1].verdict
+    assert rows["single", 1].is_best or rows["fsdp", 1].is_best or rows["pipeline", 1].is_best
+
+
+def two_layers():
+    class Network(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(16, 32), torch.nn.Linear(32, 4)
+
+        def forward(self, batch: Batch):
+            return self.last(self.first(batch["x"]).relu())
+
+        def loss(self, outputs, batch: Batch):
+            return LossSum(outputs.square().sum(), len(outputs))
+
+        def blocks(self):
+            return [self.first, self.last]
+
+    return Network()
+
+
+@pytest.mark.parametrize("samples", [4, 8])
+def test_what_is_kept_of_a_micro_batch_grows_with_it(samples):
+    """The first layer keeps its inputs, which are the batch's own; ReLU its result, which is the last layer's input, on
+    the way to it; the last block's outputs are kept by the loss."""
+    kept = kept_by_block(two_layers(), {"x": torch.ones(samples, 16)}, lambda: torch.autocast("cpu", enabled=False))
+    assert kept == [(0, 4 * 32 * samples), (4 * (32 + 4) * samples, 4 * 4 * samples)]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 8, 16])
+def test_partial_sums_are_as_many_as_the_tree_says(shards):
+    every = frozenset(range(shards))
+    found = held(tuple((shard,) for shard in range(shards)), every, (root(every),))
+    assert found.most <= max(1, (shards - 1).bit_length())
+    assert found.after[-1] == 1
+    assert held((tuple(range(shards)),), every, cover(every, every)).after == (1,)
+
+
+def test_a_checkpoint_is_shared_out():
+    tensors = {"a": 100, "b": 60, "c": 40}
+    assert copied(tensors, 1) == 200
+    assert copied(tensors, 2) == 100
+    assert copied(tensors, 8) == 100
+
+
+def test_processes_beyond_the_cores_share_them():
+    cluster = Cluster(world=8, per_machine=4, slots=2, links=None, bandwidth=None)
+    assert cluster.machines == 2
+    assert cluster.crowd == 2.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--world", "1,two"], "--world 1,two: give numbers of processes"),
+        (["--world", "0"], "--world 0: give numbers of processes"),
+        (["--memory", "-3"], "--memory: -3e+09 is not more than 0"),
+        (["--bandwidth", "0"], "--bandwidth: 0 is not more than 0"),
+        (["--json", "nowhere/e.json"], "there is no folder nowhere"),
+        (["parallel.kind=dpp"], "did you mean 'ddp'"),
+    ],
+)
+def test_a_mistake_is_one_message(tmp_path, capsys, monkeypatch, arguments, words):
+    from lockstep.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("data: {kind: digits}\n")
+    with pytest.raises(SystemExit) as left:
+        app(["estimate", "c.yaml", *arguments])
+    said = capsys.readouterr().err
+    assert left.value.code == 2, said
+    assert words in said and "Traceback" not in said
+
+
+def test_worlds_are_numbers():
+    assert estimation.worlds_of("4,1,4") == (4, 1)
+    with pytest.raises(ConfigError):
+        estimation.worlds_of("")
