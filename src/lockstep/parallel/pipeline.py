@@ -4,7 +4,7 @@ Y. Huang et al., GPipe, NeurIPS 2019; D. Narayanan et al., Efficient Large-Scale
 Using Megatron-LM, SC 2021 (1F1B, interleaved).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -87,25 +87,27 @@ class Pipeline:
         )
         self.replica, self.across, self.along = mesh["replica"].get_local_rank(), *mesh.get_all_groups()
         self.copies = tuple(dist.get_process_group_ranks(self.across))
-        whole = {name: rows_of(p) for name, p in model.named_parameters() if p.requires_grad}
-        aliases, kept = tied(model), kept_buffers(model)
-        numbers = range(mesh["stage"].get_local_rank(), len(bounds) - 1, size)
         self.bounds, self.relay = bounds, Relay(self.cut, bounds, group=self.along, device=self.device)
+        self._hold(found, unfilled)
+        return Held(model, self.parts)
+
+    def _hold(self, found: Survey, unfilled: Mapping[str, Tensor]) -> None:
+        """Keep this rank's stages. `unfilled`: the weights that have to be made first, as they were before."""
+        whole = {name: rows_of(p) for name, p in self.model.named_parameters() if p.requires_grad}
+        aliases, kept, named = tied(self.model), kept_buffers(self.model), dict(self.model.named_parameters())
+        numbers = range(self.along.rank(), len(self.bounds) - 1, self.along.size())
         self.stages = [self._stage(number, found) for number in numbers]
         units = {unit for stage in self.stages for unit in range(stage.segment.first, stage.segment.last)}
-        named = dict(model.named_parameters())
         self.parts = {name: p for name, p in named.items() if found.holders[name][0] in units}
         self.names = {name: first for name, first in aliases.items() if first in self.parts}
         self.buffers = {name for name in kept if found.modules[name.rpartition(".")[0]] in units}
-        self.rows = Rows(
-            whole, dict.fromkeys(whole.keys() & self.parts.keys(), 0), group=self.along, device=self.device
-        )
+        first = dict.fromkeys(whole.keys() & self.parts.keys(), 0)
+        self.rows = Rows(whole, first, group=self.along, device=self.device)
         for name, parameter in named.items():
             if name not in self.parts:
                 _let_go(parameter)
-            elif model.initial is not None:
-                parameter.data = model.initial(unfilled[name]).to(self.device)
-        return Held(model, self.parts)
+            elif self.model.initial is not None:
+                parameter.data = self.model.initial(unfilled[name]).to(self.device)
 
     def _fill_with_nothing(self, model: Model) -> None:
         """Buffers get their values; weights, of which most will not stay, a number that takes no memory."""

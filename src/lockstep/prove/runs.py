@@ -179,7 +179,9 @@ def varied(recipe: Recipe, folder: Path, *, start: Start, steps: int) -> Recipe:
         name: getattr(recipe, name).model_copy(update={**values, **start.changes.get(name, {})})
         for name, values in sections.items()
     }
-    if recipe.parallel.kind == "single" and start.processes > 1:
+    if start.task.inspect:
+        updates["parallel"] = plugins.find("parallel", "single").Config(kind="single")
+    elif recipe.parallel.kind == "single" and start.processes > 1 or start.task.is_traced:  # a trace sees whole weights
         updates["parallel"] = plugins.find("parallel", "ddp").Config(kind="ddp", find_unused=True)
     return recipe.model_copy(update={**updates, "launch": local})
 

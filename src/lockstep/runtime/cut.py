@@ -119,7 +119,7 @@ class Cuttable:
             order.append(number)
             return run()
 
-        with self._measured(look):
+        with self._measured(), self.visited(look):
             self.model(batch)
         if sorted(order) != list(range(len(self.blocks))):
             missing = len(self.blocks) - len(set(order))
@@ -132,12 +132,14 @@ class Cuttable:
         self.unit_of = {block: number for number, block in enumerate(self.blocks)}
 
     @contextmanager
-    def _measured(self, visitor: Callable[[int, Run], Any]) -> Iterator[None]:
-        """Inside, forward passes leave nothing behind: in evaluation mode, without gradients."""
+    def _measured(self) -> Iterator[None]:
+        """Inside, forward passes leave nothing behind: in evaluation mode, without gradients, with random numbers of
+        their own, the same each time."""
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), self.visited(visitor):
+            with torch.no_grad(), torch.random.fork_rng():
+                torch.manual_seed(0)
                 yield
         finally:
             self.model.train(was_training)
@@ -166,7 +168,7 @@ class Cuttable:
                 found.append(Wire.of(number, outputs))
                 return outputs
 
-            with self._measured(look):
+            with self._measured(), self.visited(look):
                 self.model(batch)
             self._wires[key] = tuple(found)
         return self._wires[key]
@@ -200,16 +202,13 @@ class Cuttable:
 
     def check(self, bounds: Sequence[int], batch: Batch) -> None:
         """Raise ModelError where the parts, one after the other, do not give what the whole model gives."""
-        with self._measured(lambda _, run: run()):
-            expected = self.model(batch)
-        was_training = self.model.training
-        self.model.eval()
         outputs: Any = ()
-        with torch.no_grad():
+        with self._measured():
+            expected = self.model(batch)
+        with self._measured():
             for first, last in pairwise(bounds):
                 outputs = self.run(first, last, batch=batch, received=outputs)
-        self.model.train(was_training)
-        if not torch.equal(outputs, expected):
+        if not torch.equal(outputs.nan_to_num(), expected.nan_to_num()):
             raise ModelError(
                 f"cut before blocks {list(bounds[1:-1])}, the model gives other outputs: something that a block gives, "
                 "such as a mask or a position, is used by later blocks than the next one. Set parallel.cut to other "
