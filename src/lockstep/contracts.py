@@ -137,7 +137,7 @@ class Strategy(Protocol):
         """Take a model, on every rank with the same weights, and return a module whose parameters are those that this
         rank optimises, as plain tensors under their names in the model: all of them, some of them, or their rows that
         lie here. `sample` fetches a batch such as training will bring, to learn shapes and costs from. May be called
-        again, with another model or another process group."""
+        again with another model; where the model itself is not taken apart, also with another process group."""
 
     def owned(self, shards: int, present: frozenset[int]) -> Sequence[int | None]:
         """The shards that this rank runs in a step of which `present`, out of 0..shards-1, hold samples; None where it

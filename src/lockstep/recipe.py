@@ -86,6 +86,12 @@ def contradictions(recipe: Recipe) -> list[Complaint]:
     if recipe.parallel.kind == "single" and recipe.launch.processes not in ("auto", 1):
         what = f"{recipe.launch.processes} processes, but parallel.kind=single runs one"
         found.append((("launch", "processes"), f"{what}; set parallel.kind=ddp or launch.processes=1"))
+    if getattr(recipe.parallel, "gather", "fp32") == "bf16" and train.precision != "bf16":
+        what = f"weights gathered in bf16 are computed with in bf16, but train.precision={train.precision}"
+        found.append((("parallel", "gather"), f"{what}; set train.precision=bf16 or parallel.gather=fp32"))
+    if train.batchnorm == "sync" and getattr(recipe.parallel, "SHARES_SHARDS", False):
+        what = f"processes that share a model run the same samples, but parallel.kind={recipe.parallel.kind}"
+        found.append((("train", "batchnorm"), f"sync counts what all processes hold; {what}; set it to shard"))
     return found + _unknown_metrics(recipe)
 
 

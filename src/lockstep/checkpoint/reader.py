@@ -1,6 +1,7 @@
 """Reads checkpoints through DCP, whatever world they were written by."""
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
+from lockstep.runtime.collectives import together
 
 
 def contents(folder: Path) -> dict[str, Tensor]:
@@ -29,6 +31,14 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     """
     import torch.distributed.checkpoint as dcp
 
+    with together() if dist.is_initialized() else nullcontext():
+        _compare(folder, tensors)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process, as intended
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
+
+
+def _compare(folder: Path, tensors: dict[str, Tensor]) -> None:
     stored = contents(folder)
     missing = [name for name in tensors if name not in stored]
     other = [
@@ -40,6 +50,3 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
         wrong = [f"{name} is not in it" for name in missing] + other
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise CheckpointError(f"{folder} belongs to another model: {'; '.join(wrong[:3])}{more}")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process, as intended
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())

@@ -9,17 +9,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from lockstep.contracts import Batch, Model
+from lockstep.runtime.blocks import with_weights
 from lockstep.runtime.passes import widened
 
 
 def kept_by_block(model: Model, batch: Batch, autocast: Callable[[], Any]) -> list[tuple[int, int]]:
-    """Run a forward pass -> for each block the bytes kept from the end of the one before, and the bytes handed on.
+    """Run a forward pass -> for each block with weights the bytes kept from the end of the one before, and the bytes
+    handed on.
 
     Memory that several operations keep counts once, and weights do not count. With train.recompute, too, what the
     blocks would keep without it is counted: a block that is not in training itself keeps everything (its parts still
     are, so that their dropout runs).
     """
-    blocks = model.blocks()
+    blocks = with_weights(model.blocks())
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     known |= {column.untyped_storage().data_ptr() for column in batch.values()}
     kept, handed = [0] * len(blocks), [0] * len(blocks)

@@ -23,6 +23,7 @@ from lockstep.errors import ModelError
 from lockstep.estimate.facts import Block, Facts, Seconds, Weight
 from lockstep.estimate.kept import kept_by_block
 from lockstep.recipe import Recipe
+from lockstep.runtime.blocks import with_weights
 from lockstep.runtime.cut import Cuttable
 from lockstep.runtime.memory import Meter
 from lockstep.runtime.survey import Survey, survey
@@ -214,7 +215,7 @@ def weights_of(model: Model, found: Survey | None) -> tuple[Weight, ...]:
     """The model's weights with their blocks."""
     holders: dict[str, list[int]] = {name: [] for name, _ in model.named_parameters()}
     first = {parameter: name for name, parameter in model.named_parameters()}
-    for number, block in enumerate(model.blocks()):
+    for number, block in enumerate(with_weights(model.blocks())):
         for parameter in set(block.parameters()):
             holders[first[parameter]].append(number)
     return tuple(

@@ -87,7 +87,8 @@ class FullyShardedDataParallel:
         self.parts = {n: nn.Parameter(part_of(p), requires_grad=p.requires_grad) for n, p in self.whole.items()}
         first = {name: offset_of(self.whole[name])[0] for name in whole}
         self.rows = Rows(whole, first, group=self.within, device=device)
-        self.passes = Passes(model, self.randomness, self.precision)
+        self.passes = Passes(model, self.randomness, self.precision, is_whole=False)
+        model.initial = None  # and with it all that was written down
         return Held(model, self.parts)
 
     def _check(self, model: Model) -> None:
@@ -120,9 +121,9 @@ class FullyShardedDataParallel:
                 offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
             )
         scatters = []
-        for module in model.modules():
+        for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                scatters.append(TreeScatter() if self.exact else BackendScatter(self.place_in_it))
+                scatters.append(TreeScatter(name) if self.exact else BackendScatter(name, self.place_in_it))
                 module.set_custom_reduce_scatter(scatters[-1])
                 module.set_all_reduce_hook(scatters[-1].finish)
                 module.set_gradient_divide_factor(1.0)

@@ -5,7 +5,7 @@ Using Megatron-LM, SC 2021 (1F1B, interleaved).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,9 @@ FILLS = True
 class Config(PluginSection):
     """Every process holds some of the model's blocks: weights never travel, only what one block gives the next."""
 
+    SHARES_SHARDS: ClassVar[bool] = True
+    """Several processes run the same micro-batches together."""
+
     stages: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Processes that share a model; the others form replicas of it. auto: as many of the processes as the model has
     blocks for."""
@@ -61,6 +64,7 @@ class Pipeline:
     def __init__(self, config: Config, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         self.config, self.randomness, self.precision, self.exact = config, randomness, precision, exact
         self.copies: tuple[int, ...] = ()
+        self.placed: Model | None = None
         self.schedules: dict[int, Any] = {}
         self.losses: dict[int, LossSum] = {}
         """This step's, by micro-batch, where the last stage is this rank's."""
@@ -68,7 +72,9 @@ class Pipeline:
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Cut the model, keep this rank's stages, let go of the rest. Raises LaunchError, ModelError."""
-        self.model, self.device = model, self.precision.device
+        if self.placed is model:
+            raise RuntimeError("a model that is cut already cannot be placed again: build it anew")
+        self.model, self.placed, self.device = model, model, self.precision.device
         return_large_tensors()
         unfilled = dict(model.named_parameters()) if model.initial is not None else {}
         self._fill_with_nothing(model)
@@ -89,6 +95,7 @@ class Pipeline:
         self.copies = tuple(dist.get_process_group_ranks(self.across))
         self.bounds, self.relay = bounds, Relay(self.cut, bounds, group=self.along, device=self.device)
         self._hold(found, unfilled)
+        model.initial = None  # and with it all that was written down
         return Held(model, self.parts)
 
     def _hold(self, found: Survey, unfilled: Mapping[str, Tensor]) -> None:

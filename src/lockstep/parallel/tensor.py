@@ -5,7 +5,7 @@ PyTorch's `parallelize_module`, with the plan that transformers ships for a mode
 """
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ class Config(PluginSection):
     """Every process holds a part of each large layer (some heads, some columns), its gradient and its optimizer state,
     for an exchange of activations after every attention and MLP, in both passes. Needs a model with a plan, such as
     Llama, Qwen2 or Mistral."""
+
+    SHARES_SHARDS: ClassVar[bool] = True
+    """Several processes run the same micro-batches together."""
 
     size: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
     """Processes that share a model; the others form replicas of it. A layer's sums are split between them, so the last

@@ -1,6 +1,6 @@
 """The parts of a module that run one after the other, found by its structure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -11,6 +11,11 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     if any(isinstance(part, nn.ModuleList) for part in module.modules()):
         return list(_walk(module))
     return list(module.children()) or [module]
+
+
+def with_weights(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that hold parameters: the others, such as activations, go wherever they are needed."""
+    return [block for block in blocks if next(block.parameters(), None) is not None]
 
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:

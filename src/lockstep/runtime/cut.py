@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.contracts import Batch, Model
 from lockstep.errors import ModelError
+from lockstep.runtime.blocks import with_weights
 
 Run = Callable[[], Any]
 CONSTANTS = (type(None), bool, int, float, str)
@@ -103,7 +104,7 @@ class Cuttable:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.blocks = [block for block in model.blocks() if next(block.parameters(), None) is not None]
+        self.blocks = with_weights(model.blocks())
         self._visitor: Callable[[int, Run], Any] | None = None
         self._wires: dict[Any, tuple[Wire, ...]] = {}
         self._blanks: dict[Travelling, Tensor] = {}
@@ -186,7 +187,8 @@ class Cuttable:
                 return wires[number].unpacked([self._blank(way, received[0]) for way in wires[number].tensors])
             if number == first - 1:
                 torch.set_grad_enabled(has_gradient)
-                return wires[number].unpacked(received)
+                # The model's code may change it in place, which autograd forbids for what has been received.
+                return wires[number].unpacked([t.clone() for t in received] if has_gradient else received)
             outputs = run()
             if number == last - 1 and last < len(self.blocks):
                 raise _Reached(outputs)

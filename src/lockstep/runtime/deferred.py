@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,6 +70,8 @@ class Recorder(TorchDispatchMode, AbstractContextManager["Recorder"]):
         """Run an operation without memory, and write it down if it makes or changes a tensor."""
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs))
+        if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves((args, kwargs))):
+            raise NotImplementedError("a generator of the model's own goes on from wherever it has got to")
         is_factory = not inputs and any(argument.name == "device" for argument in func._schema.arguments)
         if not is_factory and not any(map(is_fake, inputs)):
             return func(*args, **kwargs)
@@ -90,7 +92,9 @@ class Recorder(TorchDispatchMode, AbstractContextManager["Recorder"]):
         return outputs
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What a tensor would be after all operations, on the CPU."""
+        """What a fake tensor would be after all operations, on the CPU; a real one as it is."""
+        if not is_fake(tensor):
+            return tensor
         needed, chosen = {_storage(tensor)}, []
         for operation in reversed(self.operations):
             if operation.writes & needed:
@@ -150,16 +154,27 @@ def _scratch(value: Any) -> Any:
 
 
 def deferred(build: Callable[[], Model]) -> Model | None:
-    """A model of fake tensors, which knows how to get the real ones; None where its construction looks at numbers."""
+    """A model of fake tensors, which knows how to get the real ones; None where its construction looks at numbers,
+    has a generator of its own, or keeps tensors where nobody would look for them."""
     recorder, before = Recorder(), torch.default_generator.get_state()
     try:
         with recorder:
             model = build()
-    except (NotImplementedError, RuntimeError, DataDependentOutputException):
+        is_open = not _hides_fakes(model)
+    except Exception:  # whatever a build makes of tensors without numbers; a mistake comes again in the plain one
+        is_open = False
+    if not is_open:
         torch.default_generator.set_state(before)
         return None
     model.initial = recorder.value
     return model
+
+
+def _hides_fakes(model: nn.Module) -> bool:
+    """Whether a module has a fake tensor that is neither a parameter nor a buffer."""
+    own = {"_parameters", "_buffers", "_modules"}
+    held = [value for m in model.modules() for name, value in vars(m).items() if name not in own]
+    return any(map(is_fake, pytree.tree_leaves(held)))
 
 
 def replace_fake(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:

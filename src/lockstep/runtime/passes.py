@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
+from lockstep.errors import ModelError
 from lockstep.runtime.batchnorm import RunningStatistics
 from lockstep.runtime.collectives import add_disjoint
 from lockstep.runtime.exchange import Exchange
@@ -24,13 +25,20 @@ def widened(outputs: Tensor) -> Tensor:
 class Passes:
     """A rank's share of a step, one micro-batch after the other.
 
-    `norms`: the modules among which BatchNorm layers are looked for, all of the model's if not given.
+    `norms`: the modules among which BatchNorm layers are looked for, all of the model's if not given. `is_whole`:
+    whether this rank holds all weights, so that the loss may have some of its own.
     """
 
     def __init__(
-        self, model: Model, randomness: Randomness, precision: Precision, *, norms: Sequence[nn.Module] | None = None
+        self,
+        model: Model,
+        randomness: Randomness,
+        precision: Precision,
+        *,
+        norms: Sequence[nn.Module] | None = None,
+        is_whole: bool = True,
     ) -> None:
-        self.model, self.randomness, self.precision = model, randomness, precision
+        self.model, self.randomness, self.precision, self.is_whole = model, randomness, precision, is_whole
         self.statistics = RunningStatistics(list(model.modules()) if norms is None else norms)
         self.current: MicroBatch | None = None
         """Whose gradients arrive just now."""
@@ -53,7 +61,10 @@ class Passes:
         return outputs
 
     def loss(self, micro_batch: MicroBatch, outputs: Tensor) -> LossSum:
-        """The loss of outputs."""
+        """The loss of outputs. Raises ModelError."""
+        if not self.is_whole:
+            refuse_weights_in_loss(self.model, outputs, micro_batch.batch)
+            self.is_whole = True  # asked and answered
         return self.model.loss(widened(outputs), micro_batch.batch)
 
     def run(
@@ -74,6 +85,16 @@ class Passes:
             losses.append(loss)
             progress()
         return losses
+
+
+def refuse_weights_in_loss(model: Model, outputs: Tensor, batch: Batch) -> None:
+    """Raise ModelError where a model's loss uses weights: where they are spread, evaluation does not have them."""
+    with torch.enable_grad():
+        if model.loss(widened(outputs.detach()), batch).total.requires_grad:
+            raise ModelError(
+                "the loss uses weights of its own, which a process that holds only a part of the model does not have: "
+                "use them in forward() instead, or use parallel.kind=ddp"
+            )
 
 
 def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum], exchange: Exchange) -> LossSum:

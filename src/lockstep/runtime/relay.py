@@ -24,9 +24,10 @@ class Relay:
 
     def outputs(self, batch: Batch) -> Tensor:
         """The model's outputs for this rank's batch. Every rank calls it, and runs its stages for all of them."""
-        own = None
+        sent, own = {name: column.cpu() for name, column in batch.items()}, None
         for member in range(self.group.size()):
-            outputs = self._through(decided(batch, self.group, source=member), member)
+            given = decided(sent, self.group, source=member)
+            outputs = self._through({name: column.to(self.device) for name, column in given.items()}, member)
             own = outputs if member == self.group.rank() else own
         assert own is not None
         return own
@@ -56,11 +57,11 @@ class Relay:
 
     def _handed(self, outputs: Any, last: int, member: int) -> Tensor | None:
         """The last stage's outputs to the rank whose batch it was."""
-        box = [outputs]
+        box = [outputs.cpu() if isinstance(outputs, Tensor) else outputs]
         if last == self.group.rank() != member:
             dist.send_object_list(box, group=self.group, group_dst=member)
         if last != self.group.rank() == member:
             with waiting_in("the last stage"):
                 dist.recv_object_list(box, group=self.group, group_src=last)
         (handed,) = box
-        return handed if isinstance(handed, Tensor) else None
+        return handed.to(self.device) if isinstance(handed, Tensor) else None

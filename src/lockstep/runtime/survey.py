@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.contracts import Batch
 from lockstep.runtime.cut import Cuttable, Run
-from lockstep.runtime.passes import widened
+from lockstep.runtime.passes import refuse_weights_in_loss, widened
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,31 @@ def survey(cut: Cuttable, batch: Batch, autocast: Callable[[], Any]) -> Survey:
             buffer.copy_(before)
 
 
+class Uses(TorchDispatchMode):
+    """Sees which units use what a block before the one before them has given: also masks and positions, through which
+    no gradient goes."""
+
+    def __init__(self, unit: Callable[[], int]) -> None:
+        super().__init__()
+        self.unit, self.given, self.skips = unit, dict[int, int](), set[tuple[int, int]]()
+        self.kept: list[Tensor] = []
+        """So that nothing else gets their memory."""
+
+    def watch(self, block: int, tensors: Sequence[Tensor]) -> None:
+        """A block has given these, each in memory of its own."""
+        self.kept += tensors
+        self.given |= {tensor.untyped_storage()._cdata: block for tensor in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
+        """Look at the tensors that an operation takes."""
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                block = self.given.get(leaf.untyped_storage()._cdata)
+                if block is not None and block < self.unit() - 1:
+                    self.skips.add((block, self.unit()))
+        return func(*args, **(kwargs or {}))
+
+
 class _Passage:
     """One forward and backward pass, taken apart at every block."""
 
@@ -72,9 +98,11 @@ class _Passage:
         self.entered: dict[nn.Module, int] = {}
         self.marks = [time.perf_counter()]
         handle = register_module_forward_pre_hook(self._enter)
+        self.uses = Uses(lambda: len(self.ends))
         try:
-            with cut.visited(self._visit), autocast():
+            with cut.visited(self._visit), autocast(), self.uses:
                 outputs = cut.model(batch)
+            refuse_weights_in_loss(cut.model, outputs, batch)
             loss = cut.model.loss(widened(outputs), batch).total
         finally:
             handle.remove()
@@ -90,9 +118,11 @@ class _Passage:
         leaves, spec = pytree.tree_flatten(run())
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         taken = {id(leaf): leaf.detach().requires_grad_() for leaf in given}
+        handed = [taken.get(id(leaf), leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.uses.watch(len(self.ends), [leaf for leaf in handed if isinstance(leaf, Tensor)])
         self.ends.append((given, list(taken.values())))
         self.marks.append(time.perf_counter())
-        return pytree.tree_unflatten([taken.get(id(leaf), leaf) for leaf in leaves], spec)
+        return pytree.tree_unflatten(handed, spec)
 
     def _reached(self, tensors: Sequence[Tensor]) -> set[Tensor]:
         """The parameters, and what was taken from other units, that tensors were made of."""
@@ -133,6 +163,7 @@ class _Passage:
             for leaf in leaves
             if leaf in block_of and block_of[leaf] < unit - 1
         ]
+        skips += [(block, min(unit, last)) for block, unit in sorted(self.uses.skips)]
         modules = {name: min(self.entered.get(m, last), last) for name, m in self.cut.model.named_modules()}
         holders = {}
         for name, parameter in self.cut.model.named_parameters():

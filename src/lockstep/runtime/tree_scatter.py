@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from lockstep.errors import ModelError
 from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.tree_reduce import TreeSum
 
@@ -46,9 +47,12 @@ class TreeScatter(ReduceScatter):
     rounds: Rounds
     """Set at the start of each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.tree: TreeSum | None = None
         self.rows: Tensor | None = None
+        self.finished: tuple[Rounds, int] | None = None
+        """The last round."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for FSDP to put gradients in."""
@@ -69,6 +73,9 @@ class TreeScatter(ReduceScatter):
         FSDP's hook after its reduce-scatter; it leaves that out where it is alone, and gives its gradient here.
         """
         rounds, rows = self.rounds, self.rows
+        self._enter_round()
+        if rows is not None and rows.is_cuda:  # FSDP made it on another stream, to which it goes back too early
+            rows.record_stream(torch.cuda.current_stream(rows.device))
         if self.tree is None:
             self.tree = TreeSum(rounds.exchange.present, rounds.exchange.nodes[rounds.exchange.rank])
         for shard, row in zip(rounds.now, output[None].clone() if rows is None else rows, strict=True):
@@ -86,12 +93,21 @@ class TreeScatter(ReduceScatter):
                 for node, part in self.tree.parts.items()
             }
 
+    def _enter_round(self) -> None:
+        """FSDP hands in a block's gradients whenever it has been left: once, or they could not be told apart."""
+        if self.finished == (self.rounds, self.rounds.number):
+            raise ModelError(
+                f"{self.name or 'the model itself'} runs more than once in a forward pass, and parallel.kind=fsdp "
+                "needs blocks that run once: let blocks() name what is around it instead, or use parallel.kind=ddp"
+            )
+        self.finished = self.rounds, self.rounds.number
+
 
 class BackendScatter(TreeScatter):
     """The backend's own reduce-scatter, in an order that depends on the world; sums over rounds are left to FSDP."""
 
-    def __init__(self, place: int) -> None:
-        super().__init__()
+    def __init__(self, name: str, place: int) -> None:
+        super().__init__(name)
         self.place = place
 
     def __call__(  # type: ignore[override]
@@ -105,6 +121,7 @@ class BackendScatter(TreeScatter):
 
     def finish(self, output: Tensor) -> None:
         """Nothing is left to do; where FSDP is alone, a ghost's gradient goes."""
+        self._enter_round()
         if self.rows is None and self.rounds.now[self.place] is None:
             output.zero_()
         self.rows = None

@@ -1,0 +1,189 @@
+"""Models that make trouble when they are spread: each gives the bits of one process, or says why it cannot."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_strategies import CPU
+from torch import nn
+
+from lockstep import assembly
+from lockstep import recipe as recipes
+from lockstep.contracts import LossSum, MicroBatch, Model
+from lockstep.errors import LockstepError
+from lockstep.runtime.deferred import deferred
+from lockstep.runtime.digest import digest_of, world_lines
+from lockstep.runtime.process_group import world_group
+from lockstep.runtime.seeds import seed_all
+from lockstep.training.step import step
+
+SHARDS = 4
+
+
+class Chain(Model):
+    """Linear layers of 8 numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, batch):
+        x = batch["x"]
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+    def loss(self, outputs, batch):
+        return LossSum(F.cross_entropy(outputs, batch["label"], reduction="sum"), len(outputs))
+
+    def blocks(self):
+        return [*self.layers, self.head]
+
+
+class InPlace(Chain):
+    """Changes what a block gives, and reads a constant that was made from numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0]))
+        self.register_buffer("shift", torch.tensor([0.1]))
+
+    def forward(self, batch):
+        x = batch["x"] * self.gain
+        for layer in self.layers:
+            x = layer(x)
+            x += self.shift
+            x = torch.relu_(x)
+        return self.head(x)
+
+
+class OwnGenerator(Chain):
+    """Draws its weights from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, generator=generator)
+
+
+class Hidden(Chain):
+    """Keeps a tensor as a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = torch.arange(1.0, 9.0)
+
+    def forward(self, batch):
+        return super().forward({"x": batch["x"] * self.scales})
+
+
+class Twice(Chain):
+    """Enters a block twice."""
+
+    def forward(self, batch):
+        return self.head(torch.tanh(self.layers[0](super().blocks()[0](batch["x"]))))
+
+    def blocks(self):
+        return [self.layers[0], self.head]
+
+
+class Splitting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y, (y > 0).float().detach()
+
+
+class Masked(Chain):
+    """The first block gives a mask, through which no gradient goes, and all later ones take it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = Splitting()
+
+    def forward(self, batch):
+        x, mask = self.layers[0](batch["x"])
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x)) * mask
+        return self.head(x)
+
+
+class WeighedLoss(Chain):
+    """Learns a temperature in its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs * self.temperature, batch)
+
+
+def trained(model, kind, config, is_deferred):
+    """Two steps -> the digest of the weights, or what was said."""
+
+    def build():
+        seed_all(3)
+        return model()
+
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        {"x": torch.randn(3, 8, generator=generator), "label": torch.randint(0, 3, (3,), generator=generator)}
+        for _ in range(SHARDS)
+    ]
+    recipe = recipes.Recipe.model_validate({"parallel": {"kind": kind, **config}, "optim": {"lr": 0.1}})
+    every = frozenset(range(SHARDS))
+    try:
+        built = (deferred(build) if is_deferred else None) or build()
+        state = assembly.place(recipe, built, lambda: batches[0], total_steps=9, device=CPU)
+        for number in range(2):
+            micro_batches = [
+                MicroBatch(
+                    step=number,
+                    shard=shard or 0,
+                    ghost=shard is None,
+                    indices=(0, 1, 2),
+                    batch=batches[shard or 0],
+                    shards=SHARDS,
+                    present=every,
+                )
+                for shard in state.strategy.owned(SHARDS, every)
+            ]
+            step(state, micro_batches, clip=1.0)
+    except LockstepError as error:
+        return str(error)
+    return digest_of(world_lines(state.strategy.state(), world_group()))
+
+
+@pytest.mark.parametrize("model", [Chain, InPlace, OwnGenerator, Hidden])
+def test_awkward_models_keep_their_bits(ranks, model):
+    (expected,) = ranks(1, trained, model, "single", {}, False)
+    assert len(expected) == 64
+    for kind in ("fsdp", "pipeline"):
+        assert set(ranks(2, trained, model, kind, {}, True)) == {expected}, kind
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+@pytest.mark.parametrize(
+    ("model", "kind", "word"),
+    [
+        (Twice, "fsdp", "layers.0 runs more than once in a forward pass"),
+        (Twice, "pipeline", "enters 1 again"),
+        (Masked, "pipeline", "uses what block 0 gives, past those between them"),
+        (WeighedLoss, "pipeline", "the loss uses weights of its own"),
+        (WeighedLoss, "fsdp", "the loss uses weights of its own"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(ranks, model, kind, word, is_deferred):
+    config = {"cut": [2]} if model is Masked else {}
+    for message in ranks(2, trained, model, kind, config, is_deferred):
+        assert word in message
+
+
+def test_a_mask_does_not_hinder_other_cuts(ranks):
+    (expected,) = ranks(1, trained, Masked, "single", {}, False)
+    assert set(ranks(2, trained, Masked, "pipeline", {"cut": [1]}, True)) == {expected}
