@@ -196,7 +196,7 @@ def build(options, spec):
 def exploding(tmp_path):
     """A model that fails on the brightest of the 200 samples, and that sample's number."""
     section = recipes.Recipe.model_validate({"data": {"limit": 200}}).data
-    source = recipes.open_source(section, "train")
+    source = assembly.open_source(section, "train")
     light = source.__getitems__(range(len(source)))["image"].reshape(200, -1).sum(1) / 255
     brightest = int(light.argmax())
     threshold = (sorted(light)[-1] + sorted(light)[-2]) / 2
@@ -214,7 +214,7 @@ def test_a_loss_that_is_not_finite_stops_and_says_where(ranks, tmp_path, world):
         (number,) = [int(w.rstrip(":")) for w in message.split("in step ")[1].split()[:1]]
         shard = int(message.split("shard ")[1].split(",")[0])
         assert f"rank {shard * world // 4}" in message
-        order = recipes.Order(seed=0, samples=200, global_batch=32, micro_batch=8)
+        order = assembly.Order(seed=0, samples=200, global_batch=32, micro_batch=8)
         assert brightest in order.shards(number - 1)[shard]
         assert str(order.shards(number - 1)[shard].tolist()) in message
     saved = [int(folder.name[5:]) for folder in (tmp_path / "a" / "checkpoints").glob("step-*")]
