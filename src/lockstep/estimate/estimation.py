@@ -20,8 +20,9 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.estimate.facts import Facts, Seconds
 from lockstep.estimate.forecast import Cluster, Forecast, Setting
 from lockstep.estimate.memory import Held, held, passes
-from lockstep.estimate.runs import Runs
+from lockstep.estimate.runs import Runs, Trials
 from lockstep.estimate.table import Row, tell
+from lockstep.estimate.trials import section_of, shortened
 from lockstep.events import Bus
 from lockstep.recipe import Recipe
 from lockstep.runtime.tree_reduce import root
@@ -76,6 +77,8 @@ class Measured:
     """Measured with as many processes at once as are asked for, or as can run at the same time."""
     together: int
     """How many that were."""
+    trials: dict[int, Trials]
+    """Number of processes -> what steps took with them: see trials.py."""
     slots: int
 
     def seconds(self, processes: int) -> Seconds:
@@ -85,6 +88,24 @@ class Measured:
         part = min(1.0, (processes - 1) / (self.together - 1))
         pairs = {name: (getattr(self.alone.seconds, name), getattr(self.crowded.seconds, name)) for name in SECONDS}
         return Seconds(**{name: one + part * (more - one) for name, (one, more) in pairs.items()})
+
+    def tried(self, cluster: Cluster) -> int:
+        """The number of processes of the trials that come closest: where several are asked for, several."""
+        local = min(cluster.per_machine, cluster.world)
+        several = [each for each in self.trials if each > 1]
+        if cluster.world == 1 or not several:
+            return 1
+        return max((each for each in several if each <= local), default=min(several))
+
+    def cluster(self, world: int, *, per_machine: int, bandwidth: float | None = None) -> Cluster:
+        """Processes on machines like this one."""
+        return Cluster(
+            world=world,
+            per_machine=per_machine,
+            slots=self.slots,
+            links=self.crowded.links if self.crowded else None,
+            bandwidth=bandwidth,
+        )
 
 
 SECONDS = ("fetch", "passes", "update")
@@ -135,19 +156,34 @@ def per_machine(world: int, wish: Wish, slots: int) -> int:
 
 
 def measure(recipe: Recipe, wish: Wish, *, say: Any) -> Measured:
-    """One process alone; then, if several are asked for, as many as they are or as this machine runs at once."""
+    """One process alone; then, if several are asked for, as many as they are or as this machine runs at once; of more
+    than that, which take turns, only trials."""
     slots = slots_of(recipe)
     most = min(max(per_machine(world, wish, slots) for world in wish.worlds), slots)
     with tempfile.TemporaryDirectory(prefix="lockstep-estimate-", ignore_cleanup_errors=True) as folder:
-        runs = Runs(recipe=recipe, folder=Path(folder), seconds=wish.seconds)
+        runs, known = Runs(recipe=recipe, folder=Path(folder), seconds=wish.seconds), plugins.names(FAMILY)
         say("measuring one process ...")
-        alone, crowded, together = calibrated(runs.measured(1)), None, 1
+        alone, lone = runs.measured(1, known if 1 in wish.worlds else [])
+        alone, trials, crowded, together = calibrated(alone), {1: lone}, None, 1
         if max(wish.worlds) > 1:
             together = max(2, most) if not torch.cuda.is_available() else most
             if together > 1:
                 say(f"measuring {together} processes at once, and what they send each other ...")
-                crowded = runs.measured(together)
-    return Measured(alone=alone, crowded=crowded, together=together, slots=slots)
+                crowded, trials[together] = runs.measured(together, known)
+        for processes in beyond(wish, slots, facts=alone):
+            say(f"trying {processes} processes, which take turns ...")
+            trials[processes] = runs.tried(processes, known)
+    return Measured(alone=alone, crowded=crowded, together=together, slots=slots, trials=trials)
+
+
+def beyond(wish: Wish, slots: int, *, facts: Facts) -> list[int]:
+    """Numbers of processes that are asked for on one machine and are more than its cores, as far as it is sensible to
+    try them: up to twice as many, and as memory allows."""
+    if torch.cuda.is_available():
+        return []
+    each = facts.fixed_bytes + 2 * facts.parameter_bytes + facts.optimizer_bytes + facts.step_bytes
+    most = min(2 * slots, psutil.virtual_memory().available // each)
+    return sorted({each for each in (per_machine(world, wish, slots) for world in wish.worlds) if slots < each <= most})
 
 
 def calibrated(facts: Facts) -> Facts:
@@ -167,13 +203,7 @@ def told(recipe: Recipe, wish: Wish, measured: Measured, *, world: int) -> list[
     """A row for each strategy, the fastest that fits marked."""
     local = min(per_machine(world, wish, measured.slots), world)
     room = wish.memory_bytes or device_bytes(local)
-    cluster = Cluster(
-        world=world,
-        per_machine=local,
-        slots=measured.slots,
-        links=measured.crowded.links if measured.crowded else None,
-        bandwidth=wish.bandwidth,
-    )
+    cluster = measured.cluster(world, per_machine=local, bandwidth=wish.bandwidth)
     rows = []
     for name in plugins.names("parallel"):
         try:
@@ -186,13 +216,29 @@ def told(recipe: Recipe, wish: Wish, measured: Measured, *, world: int) -> list[
 
 
 def forecast_of(name: str, recipe: Recipe, measured: Measured, *, cluster: Cluster) -> Forecast:
-    """Ask the strategy's file. Raises ConfigError where there is none, LaunchError, ModelError where it cannot run."""
+    """What the strategy's file computes, and what its trial took beyond that.
+
+    Raises ConfigError where there is no such file, LaunchError, ModelError where it cannot run.
+    """
+    computed = computation(name, recipe, measured, cluster=cluster)
+    world = measured.tried(cluster)
+    if name not in measured.trials[world]:
+        return computed
+    here, times = measured.cluster(world, per_machine=world), computed.times
+    trial = computation(name, shortened(recipe), measured, cluster=here)
+    rest = (
+        (measured.trials[world][name] - trial.times.total) / trial.turns / here.crowd * computed.turns * cluster.crowd
+    )
+    return replace(computed, times=replace(times, rest=max(rest, -times.total / 2)))
+
+
+def computation(name: str, recipe: Recipe, measured: Measured, *, cluster: Cluster) -> Forecast:
+    """What the strategy's file says."""
     if name not in plugins.names(FAMILY):
         raise ConfigError("nothing is known of its memory and time yet")
-    own = recipe.parallel.kind == name
     setting = Setting(
         recipe=recipe,
-        section=recipe.parallel if own else plugins.find("parallel", name).Config(kind=name),
+        section=section_of(recipe, name),
         facts=measured.alone,
         seconds=measured.seconds(min(cluster.per_machine, cluster.slots)),
         cluster=cluster,
@@ -272,8 +318,8 @@ def document(rows: Sequence[Row], recipe: Recipe, wish: Wish, *, measured: Measu
         "rows": [row.plain() for row in rows],
         "measured": {
             "alone": asdict(measured.alone),
-            "crowded": asdict(measured.crowded.seconds) if measured.crowded else None,
-            "links": asdict(measured.crowded.links) if measured.crowded and measured.crowded.links else None,
+            "crowded": asdict(measured.crowded) if measured.crowded else None,
+            "trials_seconds": measured.trials,
             "processes_at_once": measured.together,
             "slots": measured.slots,
         },

@@ -5,7 +5,7 @@ LaunchError or ModelError where the strategy cannot run like that.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lockstep.estimate.facts import Facts, Seconds, Weight
@@ -113,11 +113,13 @@ class Times:
     idle: float
     """A pipeline's bubble, as far as nobody else uses the core."""
     update: float
+    rest: float = 0.0
+    """What steps of the strategy's trial took beyond these parts; less than 0 where the parts were too much."""
 
     @property
     def total(self) -> float:
         """Of a step."""
-        return self.compute + self.fetch + self.exchange + self.idle + self.update
+        return sum(getattr(self, each.name) for each in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,8 @@ class Forecast:
     shared_bytes: int = 0
     """Per step, added up in memory that the processes of a machine share."""
     times: Times
+    turns: int = 1
+    """How often in a step there is what only a trial can tell: the strategy's own work."""
     bubble: float = 0.0
     """The part of a pipeline's steps that stages wait with a core for each, were they equally long."""
     notes: tuple[str, ...] = field(default=())

@@ -1,6 +1,6 @@
 """Starts the processes that measure through the launcher, as `lockstep train` does.
 
-python -m lockstep.estimate.launched FOLDER SECONDS CONFIG.yaml PROCESSES
+python -m lockstep.estimate.launched PROCESSES FOLDER SECONDS CONFIG.yaml measure|try STRATEGY,...
 """
 
 import sys
@@ -16,13 +16,13 @@ from lockstep.runtime.parent import end_with_parent
 def main(argv: list[str]) -> int:
     """The launcher's plan with a measuring process in the worker's place."""
     end_with_parent("SIGTERM")
-    folder, seconds, config, processes = argv
+    processes, folder, _, config, *_ = argv
     recipe = recipes.load(Path(config))
     launcher = plugins.find("launch", recipe.launch.kind).build(
         recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards
     )
     plan = launcher.plan(Path(config))
-    measuring = (plan.argv[0], "-m", "lockstep.estimate.process", folder, seconds, config)
+    measuring = (plan.argv[0], "-m", "lockstep.estimate.process", *argv[1:])
     try:
         return launcher.run(replace(plan, argv=measuring, processes=int(processes)), Path(folder) / "logs")
     except Interrupted as error:

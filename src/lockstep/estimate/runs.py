@@ -1,7 +1,9 @@
 """Starts measurements in processes of their own, which end with the command, and reads what they found."""
 
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,8 @@ from lockstep.recipe import Recipe
 
 GRACE_SECONDS = 5
 TAIL_LINES = 40
+Trials = dict[str, float]
+"""Strategy -> seconds of a step that it was seen to take."""
 
 
 class MeasurementFailed(LockstepError):
@@ -35,17 +39,26 @@ class Runs:
     seconds: float
     """How long each process times steps."""
 
-    def measured(self, processes: int) -> Facts:
-        """The facts of so many processes at once: memory is the first one's, times are medians over all.
+    def measured(self, processes: int, strategies: Sequence[str]) -> tuple[Facts, Trials]:
+        """The facts of so many processes at once, and trials: memory is the first one's, times are medians over all.
 
         Raises MeasurementFailed.
         """
+        folder = self._run(processes, "measure", strategies)
+        return together([Facts.read(folder / f"facts-{rank}.json") for rank in range(processes)]), trials_in(folder)
+
+    def tried(self, processes: int, strategies: Sequence[str]) -> Trials:
+        """Trials alone. Raises MeasurementFailed."""
+        return trials_in(self._run(processes, "try", strategies))
+
+    def _run(self, processes: int, task: str, strategies: Sequence[str]) -> Path:
+        """The folder in which the processes leave what they found."""
         folder = self.folder / f"on-{processes}"
         folder.mkdir()
         path = folder / "config.yaml"
         files.write(path, config.dump(varied(self.recipe, folder, processes)))
         command = [sys.executable, "-m", "lockstep.estimate.launched"]
-        command += [str(folder), str(self.seconds), str(path), str(processes)]
+        command += [str(processes), str(folder), str(self.seconds), str(path), task, ",".join(strategies)]
         with (folder / "output.log").open("w", encoding="utf-8") as log:
             launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
             try:
@@ -55,7 +68,7 @@ class Runs:
         if launcher.returncode:
             lines = (folder / "output.log").read_text(encoding="utf-8", errors="replace").splitlines()
             raise MeasurementFailed("\n".join(lines[-TAIL_LINES:]), launcher.returncode)
-        return together([Facts.read(folder / f"facts-{rank}.json") for rank in range(processes)])
+        return folder
 
 
 def together(found: list[Facts]) -> Facts:
@@ -63,6 +76,12 @@ def together(found: list[Facts]) -> Facts:
     times = [facts.seconds for facts in found]
     seconds = Seconds(**{name: median(getattr(each, name) for each in times) for name in ("fetch", "passes", "update")})
     return replace(found[0], seconds=seconds)
+
+
+def trials_in(folder: Path) -> Trials:
+    """The medians over all processes."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("trials-*.json"))]
+    return {name: median(each[name] for each in found) for name in found[0]}
 
 
 def varied(recipe: Recipe, folder: Path, processes: int) -> Recipe:

@@ -111,7 +111,7 @@ def table(rows: list[Row]) -> Table:
         "in MiB, a step in ms"
     )
     made.add_column("", no_wrap=True)
-    for heading in (*(HEADINGS[part] for part in parts), "PEAK", "sent", "STEP", "waiting", "bubble"):
+    for heading in (*(HEADINGS[part] for part in parts), "PEAK", "sent", "STEP", "waiting", "rest", "bubble"):
         made.add_column(heading, justify="right", no_wrap=True)
     made.add_column("", no_wrap=True)
     for row in rows:
@@ -133,6 +133,7 @@ def cells(row: Row, parts: list[str]) -> list[str | Text]:
         f"{row.forecast.sent_bytes / MIB:.1f}",
         f"{1e3 * times.total:.1f}",
         f"{1e3 * (times.exchange + times.idle):.1f}",
+        f"{1e3 * times.rest:.1f}",
         f"{row.forecast.bubble:.0%}" if row.forecast.bubble else "",
         verdict,
     ]

@@ -14,8 +14,6 @@ from lockstep.runtime.shared_memory import transport
 
 NUMBERS = 1 << 22
 """Of a message: 16 MiB, about a bucket."""
-LARGE_NUMBERS = 3 << 22
-"""48 MiB: more than the C library keeps of what is freed."""
 ROUNDS = 5
 
 
@@ -35,10 +33,6 @@ class Links:
     """Of a message of one number."""
     together_seconds: float
     """Of the sum of one number over all: what it costs to wait for each other."""
-    copy: float
-    """Within a process, to memory that it has used before."""
-    fresh: float
-    """To memory that it has just taken from the system, as it does on a CPU for each tensor of more than 32 MiB."""
 
 
 def links(device: torch.device) -> Links:
@@ -50,7 +44,7 @@ def links(device: torch.device) -> Links:
     wire = transport(device)
     exchange = Exchange([frozenset([each]) for each in range(size)], shards, wire.group)
     slots = wire.slots(0, whole.clone(), 1)
-    number, large = torch.ones(1, device=device), torch.ones(LARGE_NUMBERS, device=device)
+    number = torch.ones(1, device=device)
 
     def hand_on(tensor: torch.Tensor, room: torch.Tensor) -> None:
         work = dist.irecv(room, group_src=(rank - 1) % size, group=world_group())
@@ -68,8 +62,6 @@ def links(device: torch.device) -> Links:
         pair=whole_bytes / _seconds(lambda: hand_on(whole, received)),
         latency_seconds=_seconds(lambda: hand_on(number, torch.empty_like(number))),
         together_seconds=_seconds(lambda: dist.all_reduce(number)),
-        copy=whole_bytes / _seconds(lambda: received.copy_(whole)),
-        fresh=large.nbytes / _seconds(lambda: torch.empty_like(large).copy_(large)),
     )
 
 

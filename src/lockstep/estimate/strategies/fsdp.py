@@ -20,11 +20,6 @@ COPIES_ALONE = 4
 """... a lone process sends and receives nothing."""
 
 
-MOVES = 8
-"""Times that a block is written for a micro-batch, besides being sent: gathered by the backend, put in order, laid out
-as weights, forwards and again backwards; its gradients laid out to be sent, and received."""
-
-
 def forecast(setting: Setting) -> Forecast:
     """Of the first rank, whose rows are never fewer than another's. Raises LaunchError."""
     facts, cluster = setting.facts, setting.cluster
@@ -55,7 +50,7 @@ def forecast(setting: Setting) -> Forecast:
     )
     shards = setting.recipe.train.shards
     notes = (f"{world - shards} of {world} processes have no micro-batch",) if world > shards else ()
-    return Forecast(memory=memory, sent_bytes=sent, times=times, notes=notes)
+    return Forecast(memory=memory, sent_bytes=sent, times=times, turns=rounds, notes=notes)
 
 
 def part(weight: Weight, size: int) -> Weight:
@@ -96,16 +91,6 @@ def apart(sizes: Iterable[int], device: str) -> int:
     return max(large, default=0) + max(small, default=0)
 
 
-def moved(setting: Setting) -> float:
-    """Seconds of writing all blocks, for one micro-batch; large ones to memory that is fresh each time."""
-    facts, cluster = setting.facts, setting.cluster
-    assert cluster.links is not None
-    blocks = [facts.bytes_of(w for w in facts.weights if w.block == number) for number in range(len(facts.blocks))]
-    large = sum(size for size in blocks if size > LARGE_BYTES)
-    seconds = large / cluster.links.fresh + (sum(blocks) - large) / cluster.links.copy
-    return MOVES * seconds * cluster.crowd
-
-
 def traffic(setting: Setting, own: list[Weight], *, size: int, rounds: int, brings: int) -> tuple[int, float]:
     """Bytes sent per step, and the seconds that it takes: weights are gathered for each micro-batch forwards and, but
     for the model's own, backwards; gradients go to the owner of the rows."""
@@ -122,6 +107,5 @@ def traffic(setting: Setting, own: list[Weight], *, size: int, rounds: int, brin
         + cluster.seconds(scatter, "scatter", messages=modules)
         + cluster.seconds(across, "pair", messages=2)
         + cluster.together(3)
-        + (rounds * moved(setting) if size > 1 else 0.0)
     )
     return gather + scatter + across, seconds

@@ -55,6 +55,7 @@ def forecast(setting: Setting) -> Forecast:
         memory=max(memories, key=lambda memory: memory.peak),
         sent_bytes=sent,
         times=times,
+        turns=plan.rounds + plan.size - 1,
         bubble=(plan.size - 1) / (plan.rounds * chunks + plan.size - 1),
         notes=(f"{plan.size} stages, cut before block {cut}",) if cut else (),
     )
