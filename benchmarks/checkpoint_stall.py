@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-import reproducibility
-from networks import loopback
-from reproducibility import MODELS, RESULTS, SHARDS, WideMLP, measured, placed
+from networks import loopback, measured
+from reproducibility import MODELS, RESULTS, SHARDS, WideMLP, placed
 
 from lockstep.checkpoint.layout import Manifest
 from lockstep.checkpoint.writer import Writer
@@ -174,12 +173,11 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
-    reproducibility.__file__ = __file__  # whose ranks `measured` starts
     for name in options.models:
         for world in options.worlds:
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
                 os.environ.update({"PAIRS": str(options.pairs), "FOLDER": folder, **KEPT})
-                found = measured(name, loopback(world), 120.0)
+                found = measured(__file__, name, loopback(world), seconds=120.0)
             lines.append(row(name, world, found))
             sys.stdout.write(lines[-1] + "\n")
             sys.stdout.flush()

@@ -32,7 +32,8 @@ import torch
 from rich.console import Console
 
 from lockstep import recipe as recipes
-from lockstep.estimate.estimation import Wish, estimate
+from lockstep.estimate.estimation import estimate
+from lockstep.estimate.machine import Wish
 from lockstep.estimate.table import Row
 
 RESULTS = Path(__file__).parent / "results"

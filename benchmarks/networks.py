@@ -1,12 +1,15 @@
 """Where a benchmark's processes run: all on this machine, or each on a machine of its own, as network namespaces."""
 
 import contextlib
+import json
 import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 SUBNET = "10.213.7"
 
@@ -80,3 +83,26 @@ def _places(names: Sequence[str], ranks_each: int) -> list[Place]:
         for number, name in enumerate(names)
         for local in range(ranks_each)
     ]
+
+
+def measured(script: str, name: str, places: Sequence[Place], *, seconds: float) -> Any:
+    """Start `script --work NAME --seconds SECONDS` as a rank at each place; the JSON of rank 0's last line."""
+    command = [sys.executable, script, "--work", name, "--seconds", str(seconds)]
+    ranks = [
+        subprocess.Popen(
+            [*place.prefix, *command],
+            env=os.environ | place.environment | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE if number == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for number, place in enumerate(places)
+    ]
+    try:
+        output, _ = ranks[0].communicate(timeout=120 + 10 * seconds)
+        codes = [rank.wait(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(codes):
+        raise SystemExit(f"{name}: exit codes {codes}")
+    return json.loads(output.splitlines()[-1])

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -33,7 +32,7 @@ from lockstep.training.step import step
 from lockstep.world import World
 
 sys.path.insert(0, str(Path(__file__).parent))
-from networks import Place, can_make_namespaces, loopback, namespaces
+from networks import Place, can_make_namespaces, loopback, measured, namespaces
 
 RESULTS = Path(__file__).parent / "results"
 SHARDS = 4
@@ -157,29 +156,6 @@ def work(name: str, seconds: float) -> None:
             sys.stdout.flush()
 
 
-def measured(name: str, places: list[Place], seconds: float) -> dict[str, list[float]]:
-    """Start a rank at each place and read what rank 0 has timed."""
-    command = [sys.executable, __file__, "--work", name, "--seconds", str(seconds)]
-    ranks = [
-        subprocess.Popen(
-            [*place.prefix, *command],
-            env=os.environ | place.environment | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE if number == 0 else subprocess.DEVNULL,
-            text=True,
-        )
-        for number, place in enumerate(places)
-    ]
-    try:
-        output, _ = ranks[0].communicate(timeout=60 + 10 * seconds)
-        codes = [rank.wait(timeout=60) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(codes):
-        raise SystemExit(f"{name}: exit codes {codes}")
-    return json.loads(output.splitlines()[-1])
-
-
 NETWORKS = {
     "loopback": lambda world: nullcontext(loopback(world)),
     "namespaces": lambda world: namespaces(world, 1),
@@ -232,7 +208,7 @@ def main() -> None:
                 if where == "two machines" and world < 4:
                     continue  # one rank on each: that is `namespaces`
                 with network(where, world) as places:
-                    times = measured(name, places, options.seconds)
+                    times = measured(__file__, name, places, seconds=options.seconds)
                 lines.append(row(name, f"{world}, {where}", times))
                 sys.stdout.write(lines[-1] + "\n")
                 sys.stdout.flush()

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from datetime import datetime
@@ -34,7 +33,7 @@ from lockstep.training.step import step
 from lockstep.world import World
 
 sys.path.insert(0, str(Path(__file__).parent))
-from networks import loopback
+from networks import loopback, measured
 from reproducibility import RESULTS, SHARDS, encoder
 
 SAMPLES = 16 * SHARDS
@@ -96,29 +95,6 @@ def work(name: str, seconds: float) -> None:
         sys.stdout.write(json.dumps(facts) + "\n")
 
 
-def measured(name: str, seconds: float) -> dict[str, float]:
-    """Start the processes of a row and read what rank 0 has to say."""
-    command = [sys.executable, __file__, "--work", name, "--seconds", str(seconds)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=os.environ | place.environment | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE if number == 0 else subprocess.DEVNULL,
-            text=True,
-        )
-        for number, place in enumerate(loopback(ROWS[name][0]))
-    ]
-    try:
-        output, _ = ranks[0].communicate(timeout=120 + 10 * seconds)
-        codes = [rank.wait(timeout=60) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(codes):
-        raise SystemExit(f"{name}: exit codes {codes}")
-    return json.loads(output.splitlines()[-1])
-
-
 def row(name: str, rounds: list[dict[str, dict[str, float]]]) -> str:
     """A line of the table."""
     speed = statistics.median(SAMPLES / each[name]["seconds"] for each in rounds)
@@ -143,7 +119,9 @@ def main() -> None:
     rounds = []
     for number in range(options.rounds):
         names = list(ROWS) if number % 2 == 0 else list(reversed(ROWS))
-        rounds.append({name: measured(name, options.seconds) for name in names})
+        rounds.append(
+            {name: measured(__file__, name, loopback(ROWS[name][0]), seconds=options.seconds) for name in names}
+        )
     lines = [
         f"`python benchmarks/strategies.py --rounds {options.rounds} --seconds {options.seconds:g}`, measured "
         f"{datetime.now():%Y-%m-%d} on {os.cpu_count()} cores with torch {torch.__version__}.",

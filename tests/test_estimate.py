@@ -18,9 +18,9 @@ from lockstep import recipe as recipes
 from lockstep.contracts import Batch, LossSum
 from lockstep.errors import ConfigError
 from lockstep.estimate import estimation
-from lockstep.estimate.estimation import Wish
 from lockstep.estimate.forecast import Cluster
 from lockstep.estimate.kept import kept_by_block
+from lockstep.estimate.machine import FAMILY, Wish, measure
 from lockstep.estimate.memory import copied, held
 from lockstep.runtime.tree_reduce import cover, root
 
@@ -64,7 +64,7 @@ def measured(tmp_path_factory):
     (folder / "my_model.py").write_text(WIDE)
     (folder / "c.yaml").write_text(CONFIG)
     recipe = recipes.load(folder / "c.yaml", [f"model.file={folder / 'my_model.py'}"])
-    return recipe, estimation.measure(recipe, Wish(worlds=(1, 2), seconds=0.1), say=lambda _: None)
+    return recipe, measure(recipe, Wish(worlds=(1, 2), seconds=0.1), say=lambda _: None)
 
 
 def told(measured, folder, **wish):
@@ -188,7 +188,7 @@ def test_a_strategy_without_a_model_is_said_to_be_unknown(measured, tmp_path, mo
     monkeypatch.setattr(
         estimation.plugins,
         "names",
-        lambda family: [n for n in names(family) if family != estimation.FAMILY or n != "ddp"],
+        lambda family: [n for n in names(family) if family != FAMILY or n != "ddp"],
     )
     rows, _ = told(measured, tmp_path, worlds=(1,))
     assert rows["ddp", 1].forecast is None and "nothing is known" in rows["ddp", 1].verdict

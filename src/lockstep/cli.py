@@ -21,6 +21,7 @@ from lockstep.checkpoint.weights import restore_model
 from lockstep.compare import verdict
 from lockstep.errors import CheckpointError, ConfigError, Interrupted, LaunchError, LockstepError
 from lockstep.estimate import estimation
+from lockstep.estimate.machine import Wish
 from lockstep.events import Bus
 from lockstep.prove import proof
 from lockstep.recipe import Recipe
@@ -326,7 +327,7 @@ def estimate(
     json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file as well.")] = None,
 ) -> None:
     """Tell memory, traffic and time of each strategy before the run, from a few steps measured on this machine."""
-    wish = estimation.Wish(
+    wish = Wish(
         worlds=estimation.worlds_of(world),
         per_machine=per_machine,
         memory_bytes=None if memory is None else round(memory * 1e9),

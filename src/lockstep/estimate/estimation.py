@@ -4,10 +4,8 @@ W = processes.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +15,12 @@ from rich.console import Console
 
 from lockstep import assembly, files, plugins
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.estimate.facts import Facts, Seconds
 from lockstep.estimate.forecast import Cluster, Forecast, Setting
-from lockstep.estimate.memory import Held, held, passes
-from lockstep.estimate.runs import Runs, Trials
+from lockstep.estimate.machine import FAMILY, Measured, Wish, measure, per_machine
 from lockstep.estimate.table import Row, tell
 from lockstep.estimate.trials import section_of, shortened
 from lockstep.events import Bus
 from lockstep.recipe import Recipe
-from lockstep.runtime.tree_reduce import root
-
-FAMILY = "estimate.strategies"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What is to be told."""
-
-    worlds: tuple[int, ...] = (1, 2, 4, 8)
-    per_machine: int | None = None
-    """Processes of a machine; None: all of them are on this one, or as many as it has GPUs."""
-    memory_bytes: int | None = None
-    """Of a device; None: this machine's over the processes on it, or the GPU's."""
-    bandwidth: float | None = None
-    """Bytes per second of the network; None: as measured over the loopback."""
-    seconds: float = 5.0
-    """How long steps are timed, for each measurement."""
 
 
 def worlds_of(text: str) -> tuple[int, ...]:
@@ -66,49 +44,6 @@ def checked(wish: Wish) -> Wish:
         if value is not None and value <= 0:
             raise ConfigError(f"--{option}: {value:g} is not more than 0")
     return wish
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The facts of this machine."""
-
-    alone: Facts
-    crowded: Facts | None
-    """Measured with as many processes at once as are asked for, or as can run at the same time."""
-    together: int
-    """How many that were."""
-    trials: dict[int, Trials]
-    """Number of processes -> what steps took with them: see trials.py."""
-    slots: int
-
-    def seconds(self, processes: int) -> Seconds:
-        """Times with so many processes at once; between one and those that were measured, on a line."""
-        if self.crowded is None or self.together == 1:
-            return self.alone.seconds
-        part = min(1.0, (processes - 1) / (self.together - 1))
-        pairs = {name: (getattr(self.alone.seconds, name), getattr(self.crowded.seconds, name)) for name in SECONDS}
-        return Seconds(**{name: one + part * (more - one) for name, (one, more) in pairs.items()})
-
-    def tried(self, cluster: Cluster) -> int:
-        """The number of processes of the trials that come closest: where several are asked for, several."""
-        local = min(cluster.per_machine, cluster.world)
-        several = [each for each in self.trials if each > 1]
-        if cluster.world == 1 or not several:
-            return 1
-        return max((each for each in several if each <= local), default=min(several))
-
-    def cluster(self, world: int, *, per_machine: int, bandwidth: float | None = None) -> Cluster:
-        """Processes on machines like this one."""
-        return Cluster(
-            world=world,
-            per_machine=per_machine,
-            slots=self.slots,
-            links=self.crowded.links if self.crowded else None,
-            bandwidth=bandwidth,
-        )
-
-
-SECONDS = ("fetch", "passes", "update")
 
 
 def estimate(recipe: Recipe, wish: Wish, *, console: Console, to: Path | None) -> list[Row]:
@@ -142,63 +77,6 @@ def prepared(recipe: Recipe) -> None:
         bus.close()
 
 
-def slots_of(recipe: Recipe) -> int:
-    """Processes that this machine can run at the same time."""
-    if torch.cuda.is_available():
-        return torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // recipe.run.threads)
-
-
-def per_machine(world: int, wish: Wish, slots: int) -> int:
-    """Processes of a machine."""
-    return wish.per_machine or (min(world, slots) if torch.cuda.is_available() else world)
-
-
-def measure(recipe: Recipe, wish: Wish, *, say: Any) -> Measured:
-    """One process alone; then, if several are asked for, as many as they are or as this machine runs at once; of more
-    than that, which take turns, only trials."""
-    slots = slots_of(recipe)
-    most = min(max(per_machine(world, wish, slots) for world in wish.worlds), slots)
-    with tempfile.TemporaryDirectory(prefix="lockstep-estimate-", ignore_cleanup_errors=True) as folder:
-        runs, known = Runs(recipe=recipe, folder=Path(folder), seconds=wish.seconds), plugins.names(FAMILY)
-        say("measuring one process ...")
-        alone, lone = runs.measured(1, known if 1 in wish.worlds else [])
-        alone, trials, crowded, together = calibrated(alone), {1: lone}, None, 1
-        if max(wish.worlds) > 1:
-            together = max(2, most) if not torch.cuda.is_available() else most
-            if together > 1:
-                say(f"measuring {together} processes at once, and what they send each other ...")
-                crowded, trials[together] = runs.measured(together, known)
-        for processes in beyond(wish, slots, facts=alone):
-            say(f"trying {processes} processes, which take turns ...")
-            trials[processes] = runs.tried(processes, known)
-    return Measured(alone=alone, crowded=crowded, together=together, slots=slots, trials=trials)
-
-
-def beyond(wish: Wish, slots: int, *, facts: Facts) -> list[int]:
-    """Numbers of processes that are asked for on one machine and are more than its cores, as far as it is sensible to
-    try them: up to twice as many, and as memory allows."""
-    if torch.cuda.is_available():
-        return []
-    each = facts.fixed_bytes + 2 * facts.parameter_bytes + facts.optimizer_bytes + facts.step_bytes
-    most = min(2 * slots, psutil.virtual_memory().available // each)
-    return sorted({each for each in (per_machine(world, wish, slots) for world in wish.worlds) if slots < each <= most})
-
-
-def calibrated(facts: Facts) -> Facts:
-    """With what whole steps took more than the parts that can be counted, as working memory: kernels' own, and what the
-    C library keeps of memory that was freed."""
-    shards, blocks = frozenset(range(facts.step_shards)), range(len(facts.blocks))
-    whole = held(tuple((shard,) for shard in sorted(shards)), shards, (root(shards),))
-    alone = Held(before=(0,), after=(1,))
-    missing = [
-        measured - passes(facts, facts.weights, blocks, sums=sums)
-        for measured, sums in ((facts.step_bytes, whole), (facts.pass_bytes, alone))
-    ]
-    return replace(facts, working_bytes=max(0, *missing))
-
-
 def told(recipe: Recipe, wish: Wish, measured: Measured, *, world: int) -> list[Row]:
     """A row for each strategy, the fastest that fits marked."""
     local = min(per_machine(world, wish, measured.slots), world)
@@ -222,7 +100,7 @@ def forecast_of(name: str, recipe: Recipe, measured: Measured, *, cluster: Clust
     """
     computed = computation(name, recipe, measured, cluster=cluster)
     world = measured.tried(cluster)
-    if name not in measured.trials[world]:
+    if name not in measured.trials.get(world, {}):
         return computed
     here, times = measured.cluster(world, per_machine=world), computed.times
     trial = computation(name, shortened(recipe), measured, cluster=here)
@@ -287,6 +165,8 @@ def wording(recipe: Recipe, wish: Wish, measured: Measured) -> list[str]:
         lines.append(
             f"With {measured.together} processes at once: a micro-batch {1e3 * measured.crowded.seconds.passes:.1f} ms."
         )
+    if tried := ", ".join(str(processes) for processes, seen in measured.trials.items() if seen):
+        lines.append(f"Every strategy took some steps on {tried} processes: rest is what it needed beyond its parts.")
     if links is not None:
         source = "measured over the loopback between them"
         gigabytes = (

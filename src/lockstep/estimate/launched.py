@@ -1,6 +1,6 @@
 """Starts the processes that measure through the launcher, as `lockstep train` does.
 
-python -m lockstep.estimate.launched PROCESSES FOLDER SECONDS CONFIG.yaml measure|try STRATEGY,...
+python -m lockstep.estimate.launched PROCESSES FOLDER SECONDS CONFIG.yaml "STRATEGY ..."
 """
 
 import sys

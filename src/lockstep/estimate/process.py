@@ -1,6 +1,7 @@
-"""A process that measures, alone or at the same time as others, and tries strategies together with them.
+"""A process that measures, alone or at the same time as others; or one that tries strategies together with others,
+which it does in a fresh one, since what was done before changes how fast a process gets memory.
 
-python -m lockstep.estimate.process FOLDER SECONDS CONFIG.yaml measure|try STRATEGY,...
+python -m lockstep.estimate.process FOLDER SECONDS CONFIG.yaml "STRATEGY ..."
 """
 
 import json
@@ -24,34 +25,37 @@ from lockstep.world import World
 
 
 def main(argv: list[str]) -> int:
-    """Write facts-RANK.json (to measure) and trials-RANK.json into the folder; returns the exit code."""
-    folder, seconds, config, task, strategies, *_ = argv
+    """Write facts-RANK.json into the folder, or trials-RANK.json where strategies are named; returns the exit code."""
+    folder, seconds, config, strategies = Path(argv[0]), float(argv[1]), Path(argv[2]), argv[3].split()
     worker.append_to_logs()
     world = World.from_environment()
     device = process_group.device_of(world)
     try:
-        recipe = recipes.load(Path(config))
+        recipe = recipes.load(config)
         fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
-        facts = measured(recipe, device, seconds=float(seconds)) if task == "measure" else None
-        with process_group.opened(world, device):
-            if facts is not None:
-                found = links(device) if world.size > 1 else None
-                replace(facts, links=found).write(Path(folder) / f"facts-{world.rank}.json")
-            names = list(filter(None, strategies.split(",")))
-            trials = tried(recipe, names, world=world, device=device, seconds=float(seconds))
+        if strategies:
+            with process_group.opened(world, device):
+                trials = tried(recipe, strategies, world=world, device=device, seconds=seconds)
+            files.write(folder / f"trials-{world.rank}.json", json.dumps(trials))
+        else:
+            measured(recipe, world, device, seconds=seconds).write(folder / f"facts-{world.rank}.json")
     except LockstepError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    files.write(Path(folder) / f"trials-{world.rank}.json", json.dumps(trials))
     return 0
 
 
-def measured(recipe: Recipe, device: torch.device, *, seconds: float) -> Facts:
-    """Each process for itself."""
+def measured(recipe: Recipe, world: World, device: torch.device, *, seconds: float) -> Facts:
+    """Links first, all together; then each process for itself, at the same time."""
     for sink in recipe.observe.sinks:  # part of what a process holds
         plugins.find("observe.sinks", sink)
+    found = None
+    if world.size > 1:
+        with process_group.opened(world, device):
+            found = links(device)
     with process_group.opened(World(), device):
-        return Measurement(recipe=recipe, device=device, seconds=seconds).facts()
+        facts = Measurement(recipe=recipe, device=device, seconds=seconds).facts()
+    return replace(facts, links=found)
 
 
 if __name__ == "__main__":

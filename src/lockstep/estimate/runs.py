@@ -4,17 +4,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-
-import psutil
 
 from lockstep import config, files, plugins
 from lockstep.errors import LockstepError
 from lockstep.estimate.facts import Facts, Seconds
 from lockstep.recipe import Recipe
+from lockstep.runtime.parent import end_family
 
 GRACE_SECONDS = 5
 TAIL_LINES = 40
@@ -39,32 +37,34 @@ class Runs:
     seconds: float
     """How long each process times steps."""
 
-    def measured(self, processes: int, strategies: Sequence[str]) -> tuple[Facts, Trials]:
-        """The facts of so many processes at once, and trials: memory is the first one's, times are medians over all.
+    def measured(self, processes: int) -> Facts:
+        """The facts of so many processes at once: memory is the first one's, times are medians over all.
 
         Raises MeasurementFailed.
         """
-        folder = self._run(processes, "measure", strategies)
-        return together([Facts.read(folder / f"facts-{rank}.json") for rank in range(processes)]), trials_in(folder)
+        folder = self._run(f"measured-{processes}", processes)
+        return together([Facts.read(folder / f"facts-{rank}.json") for rank in range(processes)])
 
     def tried(self, processes: int, strategies: Sequence[str]) -> Trials:
-        """Trials alone. Raises MeasurementFailed."""
-        return trials_in(self._run(processes, "try", strategies))
+        """What steps take with each strategy, the median over all processes. Raises MeasurementFailed."""
+        folder = self._run(f"tried-{processes}", processes, strategies)
+        found = [json.loads((folder / f"trials-{rank}.json").read_text("utf-8")) for rank in range(processes)]
+        return {name: median(each[name] for each in found) for name in found[0]}
 
-    def _run(self, processes: int, task: str, strategies: Sequence[str]) -> Path:
+    def _run(self, name: str, processes: int, strategies: Sequence[str] = ()) -> Path:
         """The folder in which the processes leave what they found."""
-        folder = self.folder / f"on-{processes}"
+        folder = self.folder / name
         folder.mkdir()
         path = folder / "config.yaml"
         files.write(path, config.dump(varied(self.recipe, folder, processes)))
         command = [sys.executable, "-m", "lockstep.estimate.launched"]
-        command += [str(processes), str(folder), str(self.seconds), str(path), task, ",".join(strategies)]
+        command += [str(processes), str(folder), str(self.seconds), str(path), " ".join(strategies)]
         with (folder / "output.log").open("w", encoding="utf-8") as log:
             launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
             try:
                 launcher.wait()
             finally:
-                end(launcher)
+                end_family(launcher, grace_seconds=GRACE_SECONDS + 2)
         if launcher.returncode:
             lines = (folder / "output.log").read_text(encoding="utf-8", errors="replace").splitlines()
             raise MeasurementFailed("\n".join(lines[-TAIL_LINES:]), launcher.returncode)
@@ -78,12 +78,6 @@ def together(found: list[Facts]) -> Facts:
     return replace(found[0], seconds=seconds)
 
 
-def trials_in(folder: Path) -> Trials:
-    """The medians over all processes."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("trials-*.json"))]
-    return {name: median(each[name] for each in found) for name in found[0]}
-
-
 def varied(recipe: Recipe, folder: Path, processes: int) -> Recipe:
     """The user's recipe for processes of this machine that save and tell nothing."""
     local = plugins.find("launch", "local").Config(
@@ -92,19 +86,3 @@ def varied(recipe: Recipe, folder: Path, processes: int) -> Recipe:
     alone = plugins.find("parallel", "ddp").Config(kind="ddp")
     run = recipe.run.model_copy(update={"dir": folder, "name": "run"})
     return recipe.model_copy(update={"run": run, "launch": local, "parallel": alone})
-
-
-def end(launcher: subprocess.Popen[bytes]) -> None:
-    """Ask a launcher to end its processes if they still go on, then kill what is left of them."""
-    if launcher.poll() is not None:
-        return
-    with suppress(psutil.Error):
-        family = psutil.Process(launcher.pid).children(recursive=True)
-        launcher.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            launcher.wait(GRACE_SECONDS + 2)
-        for process in family:
-            with suppress(psutil.Error):
-                process.kill()
-    launcher.kill()
-    launcher.wait()

@@ -94,7 +94,7 @@ class DataParallel(Replica):
         for parameter, gradient in self.summed:
             if parameter.grad is None:  # DDP leaves out what the last micro-batch did not use; others may have
                 parameter.grad = gradient
-        return world_loss(micro_batches, losses, self.exchange)
+        return world_loss(micro_batches, losses)
 
     def _check_all_used(self) -> None:
         """DDP hands in no bucket from the first on that waits for an unused parameter, and says so a step too late."""

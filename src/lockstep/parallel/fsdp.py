@@ -14,7 +14,6 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from lockstep.config import PluginSection
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
@@ -25,11 +24,12 @@ from lockstep.runtime.deferred import replace_fake
 from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.gradient_norm import Rows, gradients, rows_of
 from lockstep.runtime.ownership import dealt, neighbouring
-from lockstep.runtime.parts import Held, kept_buffers, like, offset_of, part_of, tied
-from lockstep.runtime.passes import Passes, widened, world_loss
+from lockstep.runtime.parts import Held, offset_of, part_of
+from lockstep.runtime.passes import Passes, world_loss
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.process_group import world_group
 from lockstep.runtime.seeds import Randomness
+from lockstep.runtime.spread import Spread
 from lockstep.runtime.tree_reduce import Shards
 from lockstep.runtime.tree_scatter import BackendScatter, Rounds, TreeScatter
 
@@ -58,42 +58,37 @@ class Config(PluginSection):
         return {} if self.gather == "fp32" else {"gather": self.gather}
 
 
-class FullyShardedDataParallel:
+class FullyShardedDataParallel(Spread):
     """FSDP2 with gradients that are sums, added in the shards' tree, and kept in rows while they accumulate."""
 
     def __init__(self, config: Config, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
-        self.config, self.randomness, self.precision, self.exact = config, randomness, precision, exact
-        self.copies: tuple[int, ...] = ()
-        self.model: Model | None = None
+        super().__init__(randomness, precision)
+        self.config, self.exact = config, exact
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Shard the model; returns this rank's rows of every parameter. Raises LaunchError and ModelError."""
+        self.take(model)
         self._check(model)
         world, replicas = dist.get_world_size(), self.config.replicas
-        device = self.precision.device
         return_large_tensors()
-        mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(self.device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
         self.replica, self.place_in_it = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank()
         self.across, self.within = mesh["replicate"].get_group(), mesh["shard"].get_group()
         self.copies = tuple(dist.get_process_group_ranks(self.across))
-        self.names, self.buffers = tied(model), kept_buffers(model)
         whole = {name: rows_of(p) for name, p in model.named_parameters() if p.requires_grad}
         self.scatters = self._shard(model, mesh["shard"])
-        self.model = model
-        self.whole: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
+        self.whole = dict(model.named_parameters())
         for parameter in self.whole.values():
             if self.exact and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._drop)
         self.parts = {n: nn.Parameter(part_of(p), requires_grad=p.requires_grad) for n, p in self.whole.items()}
         first = {name: offset_of(self.whole[name])[0] for name in whole}
-        self.rows = Rows(whole, first, group=self.within, device=device)
+        self.norm = Rows(whole, first, group=self.within, device=self.device)
         self.passes = Passes(model, self.randomness, self.precision, is_whole=False)
         model.initial = None  # and with it all that was written down
         return Held(model, self.parts)
 
     def _check(self, model: Model) -> None:
-        if self.model is model:
-            raise RuntimeError("a model that is sharded already cannot be placed again: build it anew")
         world, replicas = dist.get_world_size(), self.config.replicas
         if world % replicas:
             raise LaunchError(f"parallel.replicas={replicas} does not divide the {world} processes")
@@ -109,7 +104,7 @@ class FullyShardedDataParallel:
     def _shard(self, model: Model, mesh: DeviceMesh) -> list[TreeScatter]:
         """Wrap each block, then what is left: also blocks with weights that are used elsewhere, too."""
         alone = [block for block in model.blocks() if block is not model and _is_alone(block, model)]
-        offload = self.config.offload and self.precision.device.type == "cuda"
+        offload = self.config.offload and self.device.type == "cuda"
         for module in (*alone, model):
             if model.initial is not None:  # what is not sharded yet is all that is ever whole
                 replace_fake(module, self._filled(model.initial))
@@ -132,7 +127,7 @@ class FullyShardedDataParallel:
         return scatters
 
     def _filled(self, initial: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda fake: initial(fake).to(self.precision.device)
+        return lambda fake: initial(fake).to(self.device)
 
     def _format(self) -> MixedPrecisionPolicy:
         if self.config.gather == "fp32":
@@ -153,7 +148,6 @@ class FullyShardedDataParallel:
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
         """Run this rank's shards, all ranks of a replica in step; a round's gradients are added after each."""
-        assert self.model is not None
         model: FSDPModule = self.model  # type: ignore[assignment]
         present, shards = micro_batches[0].present, micro_batches[0].shards
         shares = self._shares(shards, present)
@@ -175,7 +169,7 @@ class FullyShardedDataParallel:
             losses += self.passes.run([micro_batch], self.model)
         self._take_over()
         self.passes.statistics.end_step(everyone)
-        return world_loss(micro_batches, losses, everyone)
+        return world_loss(micro_batches, losses)
 
     def _drop(self, parameter: Tensor) -> None:
         """What FSDP makes of a round is nothing before the last one: the sums are with the scatters."""
@@ -194,29 +188,13 @@ class FullyShardedDataParallel:
         for parameter in self.whole.values():
             parameter.grad = None
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Outputs, without gradients; fp32 where autocast gave half precision."""
-        assert self.model is not None
-        with torch.no_grad(), self.precision.autocast():
-            outputs = widened(self.model(batch))
+    def outputs(self, batch: Batch) -> Tensor:
+        """The model's; its blocks are gathered one after the other."""
+        outputs: Tensor = self.model(batch)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):  # or it would go on with these weights when they have changed
                 module.reshard()
         return outputs
-
-    def clip(self, max_norm: float | None) -> Tensor:
-        """The global norm, 0-dim; gradients above max_norm are scaled down in place."""
-        return self.rows.clip(self.parts, max_norm)
-
-    def state(self) -> dict[str, Tensor]:
-        """Sharded weights and whole buffers by name."""
-        assert self.model is not None
-        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in self.buffers}
-        return {**{name: self.whole[first] for name, first in self.names.items()}, **buffers}
-
-    def sharded(self, name: str, part: Tensor) -> Tensor:
-        """Rows, like those of the parameter."""
-        return like(self.whole[name], part)
 
 
 def _is_alone(block: nn.Module, model: nn.Module) -> bool:

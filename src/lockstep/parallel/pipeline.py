@@ -18,17 +18,18 @@ from lockstep.config import PluginSection
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.errors import LaunchError, LockstepError, ModelError
 from lockstep.runtime.allocator import return_large_tensors
-from lockstep.runtime.collectives import add_disjoint, decided, gathered, together
+from lockstep.runtime.collectives import decided, gathered, together
 from lockstep.runtime.cut import Cuttable
 from lockstep.runtime.deferred import replace_fake
 from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.gradient_norm import Rows, rows_of
 from lockstep.runtime.ownership import neighbouring
-from lockstep.runtime.parts import Held, kept_buffers, tied
-from lockstep.runtime.passes import Passes, loss_table, summed, widened
+from lockstep.runtime.parts import Held
+from lockstep.runtime.passes import Passes, told_loss
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.relay import Relay
 from lockstep.runtime.seeds import Randomness
+from lockstep.runtime.spread import Spread
 from lockstep.runtime.stage import Segment, Stage
 from lockstep.runtime.survey import Survey, balanced, survey
 from lockstep.runtime.tree_reduce import Shards
@@ -58,13 +59,12 @@ class Config(PluginSection):
     """The numbers of the blocks, from 0, before which the model is cut. auto: by measured time."""
 
 
-class Pipeline:
+class Pipeline(Spread):
     """PyTorch's schedules over stages of any model, with gradients added in the shards' tree."""
 
     def __init__(self, config: Config, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
-        self.config, self.randomness, self.precision, self.exact = config, randomness, precision, exact
-        self.copies: tuple[int, ...] = ()
-        self.placed: Model | None = None
+        super().__init__(randomness, precision)
+        self.config = config
         self.schedules: dict[int, Any] = {}
         self.losses: dict[int, LossSum] = {}
         """This step's, by micro-batch, where the last stage is this rank's."""
@@ -72,9 +72,7 @@ class Pipeline:
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Cut the model, keep this rank's stages, let go of the rest. Raises LaunchError, ModelError."""
-        if self.placed is model:
-            raise RuntimeError("a model that is cut already cannot be placed again: build it anew")
-        self.model, self.placed, self.device = model, model, self.precision.device
+        self.take(model)
         return_large_tensors()
         unfilled = dict(model.named_parameters()) if model.initial is not None else {}
         self._fill_with_nothing(model)
@@ -101,15 +99,15 @@ class Pipeline:
     def _hold(self, found: Survey, unfilled: Mapping[str, Tensor]) -> None:
         """Keep this rank's stages. `unfilled`: the weights that have to be made first, as they were before."""
         whole = {name: rows_of(p) for name, p in self.model.named_parameters() if p.requires_grad}
-        aliases, kept, named = tied(self.model), kept_buffers(self.model), dict(self.model.named_parameters())
+        named = dict(self.model.named_parameters())
         numbers = range(self.along.rank(), len(self.bounds) - 1, self.along.size())
         self.stages = [self._stage(number, found) for number in numbers]
         units = {unit for stage in self.stages for unit in range(stage.segment.first, stage.segment.last)}
         self.parts = {name: p for name, p in named.items() if found.holders[name][0] in units}
-        self.names = {name: first for name, first in aliases.items() if first in self.parts}
-        self.buffers = {name for name in kept if found.modules[name.rpartition(".")[0]] in units}
+        self.whole = dict(self.parts)
+        self.buffers = {name for name in self.buffers if found.modules[name.rpartition(".")[0]] in units}
         first = dict.fromkeys(whole.keys() & self.parts.keys(), 0)
-        self.rows = Rows(whole, first, group=self.along, device=self.device)
+        self.norm = Rows(whole, first, group=self.along, device=self.device)
         for name, parameter in named.items():
             if name not in self.parts:
                 _let_go(parameter)
@@ -244,27 +242,11 @@ class Pipeline:
             own = sorted(self.losses[0].sums) if self.losses else None
             self.loss_names = next(names for names in gathered(own) if names is not None)
         pairs = [(self.step[number], loss) for number, loss in self.losses.items()]
-        table = loss_table(pairs, self.loss_names, shards=self.step[0].shards, device=self.device)
-        add_disjoint(table)
-        return summed(table, self.loss_names, self.step[0])
+        return told_loss(pairs, self.loss_names, step=self.step[0], device=self.device)
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Outputs, without gradients: the stages of a replica run the batches of all of its ranks."""
-        with torch.no_grad(), self.precision.autocast():
-            return widened(self.relay.outputs(batch))
-
-    def clip(self, max_norm: float | None) -> Tensor:
-        """The global norm, 0-dim; gradients above max_norm are scaled down in place."""
-        return self.rows.clip(self.parts, max_norm)
-
-    def state(self) -> dict[str, Tensor]:
-        """The weights and buffers of this rank's stages."""
-        weights = {name: self.parts[first].detach() for name, first in self.names.items()}
-        return {**weights, **{name: b for name, b in self.model.named_buffers() if name in self.buffers}}
-
-    def sharded(self, name: str, part: Tensor) -> Tensor:
-        """Nothing is: itself."""
-        return part
+    def outputs(self, batch: Batch) -> Tensor:
+        """The model's: the stages of a replica run the batches of all of its ranks."""
+        return self.relay.outputs(batch)
 
 
 def _let_go(parameter: nn.Parameter) -> None:

@@ -50,7 +50,7 @@ class Single(Replica):
         for parameter in unused:
             parameter.grad = torch.empty_like(parameter)
         self.accumulation.fill(unused, [gradients(unused)])
-        return world_loss(micro_batches, losses, exchange)
+        return world_loss(micro_batches, losses)
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> Single:

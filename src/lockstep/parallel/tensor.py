@@ -17,16 +17,17 @@ from lockstep.config import PluginSection
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.errors import LaunchError, ModelError
 from lockstep.runtime.accumulation import Accumulation
-from lockstep.runtime.collectives import add_by_backend, add_disjoint, together
+from lockstep.runtime.collectives import add_by_backend, together
 from lockstep.runtime.draws import draws
 from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.gradient_norm import Pieces
 from lockstep.runtime.ownership import neighbouring
-from lockstep.runtime.parts import Held, kept_buffers, like, part_of, tied
-from lockstep.runtime.passes import Passes, loss_table, summed, widened
+from lockstep.runtime.parts import Held, part_of
+from lockstep.runtime.passes import Passes, told_loss
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness
 from lockstep.runtime.split import is_split, planned, split, summed_modules
+from lockstep.runtime.spread import Spread
 from lockstep.runtime.tree_reduce import Shards
 from lockstep.runtime.turns import in_turn
 
@@ -55,33 +56,29 @@ class Config(PluginSection):
         return f"parallel.kind is tensor: the last bits of the weights depend on parallel.size={self.size}"
 
 
-class TensorParallel:
+class TensorParallel(Spread):
     """PyTorch's tensor parallelism, with gradients added in the shards' tree over the replicas.
 
     Every rank of a group runs the same shards. What is not split is computed by all of them, from the same bits.
     """
 
     def __init__(self, config: Config, randomness: Randomness, precision: Precision) -> None:
-        self.config, self.randomness, self.precision = config, randomness, precision
-        self.copies: tuple[int, ...] = ()
-        self.model: Model | None = None
+        super().__init__(randomness, precision)
+        self.config = config
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Split the model's layers; returns this rank's parts. Raises LaunchError and ModelError."""
-        if self.model is model:
-            raise RuntimeError("a model that is split already cannot be placed again: build it anew")
+        self.take(model)
         with together():
             size = self._size()
             styles = planned(model, size, dist.get_world_size())
             batch = sample()
             drawn = self._draws(model, batch)
-        self.device = next(model.parameters()).device
         mesh = init_device_mesh(
             self.device.type, (dist.get_world_size() // size, size), mesh_dim_names=("replicate", "tensor")
         )
         self.replica, self.across, self.within = mesh["replicate"].get_local_rank(), *mesh.get_all_groups()
         self.copies = tuple(dist.get_process_group_ranks(self.across))
-        self.names, self.buffers, self.model = tied(model), kept_buffers(model), model
         split(model, mesh["tensor"], styles)
         parts = self._draws(model, batch)
         with together():
@@ -123,14 +120,13 @@ class TensorParallel:
 
     def _hold(self, summed: set[str]) -> None:
         """Take this rank's parts of the split model."""
-        assert self.model is not None
         held = dict(self.model.named_parameters())
         self.whole = {name: p if is_split(p) else part_of(p) for name, p in held.items()}
         self.parts = {name: nn.Parameter(part_of(p), requires_grad=p.requires_grad) for name, p in held.items()}
         self.part_of = {parameter: self.parts[name] for name, parameter in held.items()}
         self.summed = [self.parts[name] for name in held if name in summed and held[name].requires_grad]
         cut = [name for name, parameter in held.items() if is_split(parameter)]
-        self.pieces = Pieces(cut, group=self.within, device=self.device)
+        self.norm = Pieces(cut, group=self.within, device=self.device)
         self.passes = Passes(self.model, self.randomness, self.precision)
         self.accumulation = Accumulation(held.values(), self.passes, leaves_last=False)
 
@@ -140,7 +136,6 @@ class TensorParallel:
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
         """Run the replica's shards, all of its ranks in step; then the replicas add up their sums."""
-        assert self.model is not None
         present, shards, replicas = micro_batches[0].present, micro_batches[0].shards, self.across.size()
         every = frozenset(range(shards))
         owners = [frozenset(neighbouring(r, replicas, shards=shards, present=every)) for r in range(replicas)]
@@ -153,36 +148,13 @@ class TensorParallel:
         if self.within.size() > 1:
             add_by_backend([part.grad for part in self.summed if part.grad is not None], self.within)
         self.passes.statistics.end_step(exchange)
-        return self._world_loss(micro_batches, losses)
+        # Every rank of a replica knows the losses of its shards, and the first one tells them.
+        own = zip(micro_batches, losses, strict=True) if self.within.rank() == 0 else ()
+        return told_loss(own, sorted(losses[0].sums), step=micro_batches[0], device=self.device)
 
-    def _world_loss(self, micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -> LossSum:
-        """The loss over all shards: every rank of a replica knows that of its own, and the first one tells it."""
-        names, first = sorted(losses[0].sums), micro_batches[0]
-        told = zip(micro_batches, losses, strict=True) if self.within.rank() == 0 else ()
-        table = loss_table(told, names, shards=first.shards, device=self.device)
-        if dist.get_world_size() > 1:
-            add_disjoint(table)
-        return summed(table, names, first)
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Outputs, without gradients: the ranks of a replica run the batches of all of them."""
-        assert self.model is not None
-        with torch.no_grad(), self.precision.autocast():
-            return widened(in_turn(batch, self.model, group=self.within, device=self.device))
-
-    def clip(self, max_norm: float | None) -> Tensor:
-        """The global norm, 0-dim; gradients above max_norm are scaled down in place."""
-        return self.pieces.clip(self.parts, max_norm)
-
-    def state(self) -> dict[str, Tensor]:
-        """Split weights, whole weights and buffers by name."""
-        assert self.model is not None
-        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in self.buffers}
-        return {**{name: self.whole[first] for name, first in self.names.items()}, **buffers}
-
-    def sharded(self, name: str, part: Tensor) -> Tensor:
-        """Cut like the parameter."""
-        return like(self.whole[name], part)
+    def outputs(self, batch: Batch) -> Tensor:
+        """The model's: the ranks of a replica run the batches of all of them."""
+        return in_turn(batch, lambda given, _: self.model(given), group=self.within, device=self.device)
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> TensorParallel:

@@ -17,6 +17,7 @@ from lockstep.checkpoint.layout import listed, step_of
 from lockstep.errors import LockstepError
 from lockstep.prove.task import Task
 from lockstep.recipe import Recipe
+from lockstep.runtime.parent import end_family
 
 GRACE_SECONDS = 5
 """How long the processes of a run get to end by themselves before they are killed."""
@@ -143,7 +144,7 @@ class Runs:
                         peak = max(peak, memory_of(launcher.pid))
                     time.sleep(LOOK_SECONDS)
             finally:
-                end(launcher)
+                end_family(launcher, grace_seconds=GRACE_SECONDS + 2)
         output = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
         return launcher.returncode, Run(folder=folder, output=output, peak_bytes=peak)
 
@@ -194,19 +195,3 @@ def memory_of(pid: int) -> int:
             with suppress(psutil.Error):
                 total += process.memory_info().rss
     return total
-
-
-def end(launcher: subprocess.Popen[bytes]) -> None:
-    """Ask a launcher to end its run if it still goes on, then kill what is left of it."""
-    if launcher.poll() is not None:
-        return
-    with suppress(psutil.Error):
-        family = psutil.Process(launcher.pid).children(recursive=True)
-        launcher.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            launcher.wait(GRACE_SECONDS + 2)
-        for process in family:
-            with suppress(psutil.Error):
-                process.kill()
-    launcher.kill()
-    launcher.wait()

@@ -6,6 +6,7 @@ as the model's own code. Unit k is block k with the model's own code on the way 
 with it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class Cuttable:
         self.blocks = with_weights(model.blocks())
         self._visitor: Callable[[int, Run], Any] | None = None
         self._wires: dict[Any, tuple[Wire, ...]] = {}
-        self._blanks: dict[Travelling, Tensor] = {}
+        self._zeros: dict[torch.dtype, Tensor] = {}
         self.unit_of = {block: number for number, block in enumerate(self.blocks)}
         for block in self.blocks:
             block.forward = partial(self._entered, block, block.forward)
@@ -219,6 +220,7 @@ class Cuttable:
 
     def _blank(self, way: Travelling, like: Tensor) -> Tensor:
         """Zeros in the place of what a left-out block would give."""
-        if way not in self._blanks:
-            self._blanks[way] = way.room(like.device).zero_()
-        return self._blanks[way]
+        size = math.prod(way.shape)
+        if size > (self._zeros[way.dtype].numel() if way.dtype in self._zeros else -1):
+            self._zeros[way.dtype] = torch.zeros(size, dtype=way.dtype, device=like.device)
+        return self._zeros[way.dtype][:size].view([way.shape[axis] for axis in way.order])

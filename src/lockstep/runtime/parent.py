@@ -1,8 +1,12 @@
-"""A process that is of no use without its parent ends with it, also when the parent is killed."""
+"""Processes that are of no use without their parent end with it: by themselves, or because it sees to it."""
 
 import ctypes
 import signal
+import subprocess
 import sys
+from contextlib import suppress
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>: the signal that a process gets when its parent ends."""
@@ -12,3 +16,19 @@ def end_with_parent(name: str) -> None:
     """Get this signal as soon as the thread that has started this process ends (on Linux; elsewhere nothing)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.Signals[name])
+
+
+def end_family(parent: "subprocess.Popen[bytes]", *, grace_seconds: float) -> None:
+    """Ask a process to end if it still goes on; after a while kill it and all that it has started."""
+    if parent.poll() is not None:
+        return
+    with suppress(psutil.Error):
+        family = psutil.Process(parent.pid).children(recursive=True)
+        parent.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            parent.wait(grace_seconds)
+        for process in family:
+            with suppress(psutil.Error):
+                process.kill()
+    parent.kill()
+    parent.wait()

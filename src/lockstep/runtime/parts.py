@@ -27,8 +27,9 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return gradient
 
 
-def offset_of(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's part begins in the whole, along each axis."""
+def offset_of(tensor: Tensor) -> tuple[int, ...]:
+    """Where this rank's part of a spread tensor begins in the whole, along each axis."""
+    assert isinstance(tensor, DTensor)
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset)
 
@@ -37,9 +38,7 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
     """A part, on any device, as a tensor that is spread like another one."""
     if not isinstance(tensor, DTensor):
         return part
-    return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return DTensor(part, tensor._spec, requires_grad=False)  # from_local would move it to the mesh's device
 
 
 class Held(nn.Module):

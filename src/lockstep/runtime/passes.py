@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.errors import ModelError
 from lockstep.runtime.batchnorm import RunningStatistics
 from lockstep.runtime.collectives import add_disjoint
-from lockstep.runtime.exchange import Exchange
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness
 from lockstep.runtime.tree_reduce import tree_sum
@@ -97,14 +97,23 @@ def refuse_weights_in_loss(model: Model, outputs: Tensor, batch: Batch) -> None:
             )
 
 
-def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum], exchange: Exchange) -> LossSum:
-    """Add the shards' losses over the world: totals and counts as float64, in the tree's order."""
-    names, device = sorted(losses[0].sums), losses[0].total.device
+def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -> LossSum:
+    """The loss over all shards, of which each rank tells those that it ran alone."""
     pairs = zip(micro_batches, losses, strict=True)
-    table = loss_table(pairs, names, shards=micro_batches[0].shards, device=device)
-    if exchange.size > 1:
+    return told_loss(pairs, sorted(losses[0].sums), step=micro_batches[0], device=losses[0].total.device)
+
+
+def told_loss(
+    losses: Iterable[tuple[MicroBatch, LossSum]], names: Sequence[str], *, step: MicroBatch, device: torch.device
+) -> LossSum:
+    """Add the shards' losses over the world, each told by one rank: totals and counts as float64, in the tree's order.
+
+    `names`: those of further sums; `step`: any micro-batch of the step. All ranks have to call it.
+    """
+    table = loss_table(losses, names, shards=step.shards, device=device)
+    if dist.get_world_size() > 1:
         add_disjoint(table)
-    return summed(table, names, micro_batches[0])
+    return summed(table, names, step)
 
 
 def loss_table(

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.contracts import Batch
-from lockstep.runtime.collectives import decided
 from lockstep.runtime.cut import Cuttable
+from lockstep.runtime.turns import in_turn
 from lockstep.runtime.whereabouts import waiting_in
 
 
@@ -24,13 +24,7 @@ class Relay:
 
     def outputs(self, batch: Batch) -> Tensor:
         """The model's outputs for this rank's batch. Every rank calls it, and runs its stages for all of them."""
-        sent, own = {name: column.cpu() for name, column in batch.items()}, None
-        for member in range(self.group.size()):
-            given = decided(sent, self.group, source=member)
-            outputs = self._through({name: column.to(self.device) for name, column in given.items()}, member)
-            own = outputs if member == self.group.rank() else own
-        assert own is not None
-        return own
+        return in_turn(batch, self._through, group=self.group, device=self.device)
 
     def _through(self, batch: Batch, member: int) -> Tensor | None:
         """One batch through all stages; its outputs on rank `member` of the group, to which it belongs."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-LANES = 16
-"""fp32 numbers in the widest register of a CPU (AVX-512); a multiple of those in narrower ones."""
+LANES = 32
+"""Numbers of two bytes in the widest register of a CPU (AVX-512): a multiple of what others hold."""
 
 
 class Tails:

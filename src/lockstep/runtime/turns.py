@@ -10,12 +10,15 @@ from lockstep.contracts import Batch
 from lockstep.runtime.collectives import decided
 
 
-def in_turn(batch: Batch, run: Callable[[Batch], Tensor], *, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """What `run` gives for this rank's batch. Every rank of the group has to call it, and runs the batches of all."""
+def in_turn(
+    batch: Batch, run: Callable[[Batch, int], Tensor | None], *, group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
+    """What `run(batch, member)` gives for this rank's batch. Every rank of the group has to call it, and runs the
+    batches of all members; it may give None for those of others."""
     sent, own = {name: column.cpu() for name, column in batch.items()}, None
     for member in range(group.size()):
         given = decided(sent, group, source=member)
-        outputs = run({name: column.to(device) for name, column in given.items()})
+        outputs = run({name: column.to(device) for name, column in given.items()}, member)
         own = outputs if member == group.rank() else own
     assert own is not None
     return own
