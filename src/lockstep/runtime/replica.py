@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.contracts import Batch, Model
 from lockstep.runtime.accumulation import Accumulation
+from lockstep.runtime.allocator import keep_freed_memory
 from lockstep.runtime.gradient_norm import clip_, gradients, row_squares
 from lockstep.runtime.passes import Passes, widened
 from lockstep.runtime.precision import Precision
@@ -26,6 +27,8 @@ class Replica:
         """Take the model; its own parameters are the ones to optimise. May be called again."""
         if self.placed is not None:
             self.accumulation.remove()
+        if self.precision.device.type == "cpu":
+            keep_freed_memory()
         self.model = model
         self.copies = tuple(range(dist.get_world_size()))
         self.parameters = list(model.parameters())
