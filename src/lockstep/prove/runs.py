@@ -97,23 +97,24 @@ class Runs:
         return run
 
     def kill(self, name: str, processes: int, *, every: int) -> Killed:
-        """Run with a checkpoint every so many steps, and kill the last rank in mid-step, two after the first.
+        """Run with a checkpoint every so many steps, and kill the last rank in mid-step, two after the first, once that
+        checkpoint is there: it is written beside the steps.
 
         Raises RunFailed, also when the run ends in any other way than by the kill.
         """
-        note = self.folder / name / "paused.json"
+        note, checkpoints = self.folder / name / "paused.json", self.folder / name / "checkpoints"
         task, changes = replace(self.task, pause_after=every + 1), {"checkpoint": {"every_steps": every}}
         start = Start(name=name, processes=processes, task=task, changes=changes)
         pids: list[int] = []
 
         def look() -> None:
-            if not pids and note.is_file():
+            if not pids and note.is_file() and listed(checkpoints):
                 pids.append(json.loads(note.read_text(encoding="utf-8"))["process"])
                 with suppress(psutil.Error):
                     psutil.Process(pids[0]).kill()
 
         code, run = self._ended(start, look)
-        left = listed(self.folder / name / "checkpoints")
+        left = listed(checkpoints)
         if not pids or not code or not left:
             raise self._failure(start, run, code)
         return Killed(process=pids[0], steps=every + 1, checkpoint=step_of(left[0]))
