@@ -166,8 +166,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, help="folder in which mnist and ag_news lie")
     options = parser.parse_args()
     found: dict[Key, list[tuple[Row, Real]]] = {}
-    for name in options.models:
-        for _ in range(options.rounds):
+    for _ in range(options.rounds):
+        for name in options.models:
             a_round(name, options, found)
             write(options, found)
 
