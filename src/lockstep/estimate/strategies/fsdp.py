@@ -13,11 +13,10 @@ from lockstep.estimate.memory import LARGE_BYTES, Held, Memory, held, timeline
 from lockstep.runtime.ownership import dealt, neighbouring
 from lockstep.runtime.tree_reduce import cover
 
-COPIES = 6
-"""Of a block, at the end of its backward pass: weights, the buffer that they were gathered in, gradients, autograd's
-copy of one, and what is sent and received of them; ..."""
-COPIES_ALONE = 4
-"""... a lone process sends and receives nothing."""
+COPIES = 4
+"""Of a block, at the end of its backward pass: weights, gradients, what is sent of them and what is received; ..."""
+COPIES_ALONE = 3
+"""... a lone process receives nothing."""
 
 
 def forecast(setting: Setting) -> Forecast:
