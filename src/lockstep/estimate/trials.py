@@ -26,10 +26,11 @@ LEAST_STEPS, MOST_STEPS = 3, 40
 def tried(recipe: Recipe, names: list[str], *, world: World, device: torch.device, seconds: float) -> dict[str, float]:
     """Name of a strategy -> seconds of a steady step of `shortened(recipe)`; those that cannot run here are left out.
 
-    All ranks have to call it, in the open process group. `seconds`: how long each trial goes on, at least.
+    All ranks have to call it, in the open process group. `seconds`: how long each trial goes on, at least. Those that
+    return memory to the system come first, since the others keep it.
     """
     found = {}
-    for name in names:
+    for name in sorted(names, key=lambda name: not getattr(plugins.find("parallel", name), "FILLS", False)):
         trial = shortened(recipe).model_copy(update={"parallel": section_of(recipe, name)})
         with suppress(LockstepError):  # its forecast will say why
             found[name] = step_seconds(trial, world, device, seconds=seconds)
