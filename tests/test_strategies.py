@@ -131,7 +131,9 @@ def trained(task, kind, config, train):
         with state.for_use():
             outputs = state.strategy.forward(sample())
         loss = outcome.loss
-        numbers = float(loss.total), int(loss.count), {k: float(v) for k, v in loss.sums.items()}, float(outcome.norm)
+        sums = {name: float(value) for name, value in loss.sums.items()}
+        norm = float(outcome.norm).hex()  # NaN, as fp16 gives it before the scaler has settled, equals itself so
+        numbers = float(loss.total), int(loss.count), sums, norm
         found.append((numbers, outputs.tolist(), digest_of(world_lines(state.tensors(), world_group()))))
     return found
 
