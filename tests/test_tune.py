@@ -334,10 +334,8 @@ def test_a_signal_ends_it_and_leaves_nothing(tune, tmp_path, monkeypatch):
     result = tune("digits.yaml", "--lr", "--steps", "100000", leaves=["tmp"])
     thread.join()
     assert (result[0], result[2]) == (130, "interrupted\n")
-    left = [
-        path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("pymp-")
-    ]  # Python's, till it ends
-    assert not left
+    # A folder of multiprocessing's own stays until this process ends.
+    assert not [path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("pymp-")]
 
 
 def test_a_trial_that_prints_and_crashes_is_quoted(tmp_path):

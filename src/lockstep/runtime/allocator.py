@@ -17,8 +17,8 @@ ALL = 2**31 - 1
 def keep_freed_memory() -> None:
     """Keep the memory of freed tensors for the next ones, of all up to 32 MiB.
 
-    A step frees what the next one needs again. glibc gives it back to the system meanwhile, and fresh pages cost more
-    than many a layer's arithmetic: the MNIST CNN's steps took 1.0 to 1.3 times as long, with 20,000 new pages each.
+    A step frees what the next one needs again. glibc gives it back to the system meanwhile, and fresh pages cost
+    time: the MNIST CNN's steps took 1.0 to 1.3 times as long, with 20,000 new pages each.
     """
     _tell(M_MMAP_THRESHOLD, LARGEST)
     _tell(M_TRIM_THRESHOLD, ALL)
