@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.agent.failure import LESS_MEMORY
 from lockstep.contracts import Plan
-from lockstep.launch._failure import LESS_MEMORY
 from lockstep.launch.local import Config, Local
 
 pytestmark = [  # the agent, in this process, leaves its children's logs open until they are collected

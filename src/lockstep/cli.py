@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
 
-from lockstep import assembly, config, files, plugins
+from lockstep import assembly, config, files, launching, plugins
 from lockstep import export as exporting
 from lockstep import recipe as recipes
 from lockstep.checkpoint import inventory, keeper, layout, listing
 from lockstep.checkpoint.weights import restore_model
 from lockstep.compare import verdict
-from lockstep.errors import CheckpointError, ConfigError, Interrupted, LaunchError, LockstepError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.estimate import estimation
 from lockstep.estimate.machine import Wish
 from lockstep.events import Bus
@@ -70,11 +69,27 @@ def train(
     resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's folder.")] = "auto",
     allow_drift: Annotated[bool, typer.Option(help="Resume although the numeric recipe has changed.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Show what would be run, and run nothing.")] = False,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(help="Where this and other machines meet: node 0's name or address.", metavar="HOST:PORT"),
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(help="Which of the machines this is; default: 0 where HOST is this one.", min=0)
+    ] = None,
 ) -> int:
-    """Train as the config says, and resume where an earlier run of the same name stopped."""
-    recipe = recipes.named(recipes.load(path, overrides or []), path)
-    extra = ("--resume", resume, *(["--allow-drift"] if allow_drift else []))
-    return _launch(recipe, extra, dry_run=dry_run)
+    """Train as the config says, and resume where an earlier run of the same name stopped.
+
+    On several machines: set launch.nodes, and give the same command on each, with --rendezvous and --node-rank.
+    """
+    recipe = recipes.load(path, overrides or [])
+    arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []))
+    place = launching.place_of(rendezvous, node_rank)
+    if place is not None and not dry_run:
+        return launching.take_part(recipe, path, arguments, place=place)
+    recipe = recipes.named(recipe, path)
+    if dry_run:
+        return launching.show(recipe, arguments, console, place=place)
+    return launching.launch(recipe, arguments)
 
 
 @app.command()
@@ -82,53 +97,10 @@ def train(
 def evaluate(run: RunArgument, overrides: Overrides = None) -> int:
     """Measure a run's best or newest checkpoint on the test split, every sample once."""
     recipe, checkpoint = _run_of(run, overrides)
-    once = recipe.launch.model_copy(update={"max_restarts": 0})
-    code = _launch(recipe.model_copy(update={"launch": once}), ("--evaluate", str(checkpoint)), name="evaluate")
+    code = launching.launch(launching.here(recipe), ("--evaluate", str(checkpoint)), name="evaluate")
     if code == 0:
         console.print(f"measured {checkpoint.name}; written to {recipe.folder / 'evaluation.json'}", soft_wrap=True)
     return code
-
-
-def _launch(recipe: Recipe, extra: tuple[str, ...], *, name: str = "launch", dry_run: bool = False) -> int:
-    """Start the processes of a run; `name` keeps what is started beside a training apart from it."""
-    launcher = plugins.find("launch", recipe.launch.kind).build(
-        recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards
-    )
-    written = recipe.folder / f"{name}.yaml"  # recipe.yaml is the worker's, once it knows that the run can go on
-    plan = launcher.plan(written, extra)
-    if dry_run:
-        for name, value in plan.environment.items():
-            console.print(f"{name}={value}", soft_wrap=True)
-        console.print(f"{plan.processes} x {' '.join(plan.argv)}", soft_wrap=True)
-        console.print(f"\n# {written}\n{config.dump(recipe)}", soft_wrap=True)
-        return 0
-    logs = recipe.folder / "logs"
-    try:
-        written.parent.mkdir(parents=True, exist_ok=True)
-        if name == "launch":
-            _refuse_second(recipe.folder)
-        files.write(written, config.dump(recipe))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to {written.parent}: {error.strerror}; choose another folder with run.dir"
-        ) from None
-    try:
-        code = launcher.run(plan, logs if name == "launch" else logs / name)
-    except Interrupted as error:
-        typer.echo(str(error), err=True)
-        code = error.exit_code
-    if code == Interrupted.exit_code and (recipe.folder / "recipe.yaml").exists():
-        typer.echo(f"go on with: lockstep train {recipe.folder / 'recipe.yaml'}", err=True)
-    return code
-
-
-def _refuse_second(folder: Path) -> None:
-    """A second training of a run must not even begin: it would write over the first one's logs. Raises LaunchError."""
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            return
-    except Timeout:
-        raise LaunchError(f"{folder} is being trained by another process; choose another run.name") from None
 
 
 def _place_of(path: Path, overrides: list[str] | None) -> tuple[Recipe, Path, Path | None]:

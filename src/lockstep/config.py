@@ -88,7 +88,7 @@ class Kind:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as people write it, and a date is text."""
+    """YAML in which 1e-3 is a number, as people write it, and a date or 1:30 (to YAML 1.1 the number 90) is text."""
 
 
 class Dumper(yaml.SafeDumper):
@@ -103,10 +103,14 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 BREAKS = "\x85\u2028\u2029"
 Dumper.add_representer(str, _text)
 EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+SIXTIETHS = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?$")
 for _class in (Loader, Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
 Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in known if tag != "tag:yaml.org,2002:timestamp"]
+    first: [
+        ("tag:yaml.org,2002:str", SIXTIETHS),  # before the others: the first that matches counts
+        *((tag, form) for tag, form in known if tag != "tag:yaml.org,2002:timestamp"),
+    ]
     for first, known in Loader.yaml_implicit_resolvers.items()
 }
 

@@ -162,25 +162,51 @@ class Strategy(Protocol):
         as the part of a whole that it is: a DTensor on the same memory, or the tensor itself where it is whole."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a launcher is asked to start."""
+
+    recipe: Path
+    """Where the config file of the run lies once it is started, in the run's folder."""
+    text: str = ""
+    """What is in it (YAML), for a launcher whose machines cannot read it there."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the worker."""
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return self.recipe.parent
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a launcher would do, in words that can be run by hand: shown by --dry-run."""
 
     argv: tuple[str, ...]
-    """The command each node runs."""
-    processes: int
-    """Processes on this node."""
+    """The command: of each process, or the one that hands the files in."""
+    processes: int = 1
+    """How often the command is run on this machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the launcher sets."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Scripts and manifests that it would hand in: name -> text."""
+    files: dict[Path, str] = field(default_factory=dict)
+    """Scripts and manifests that it would write and hand in: file -> text."""
 
 
 class Launcher(Protocol):
     """Starts the processes of a run; a module `launch/NAME.py` has `Config` and `build(config, *, threads, shards)`."""
 
-    def plan(self, recipe: Path, arguments: tuple[str, ...] = ()) -> Plan:
-        """What would be run for a recipe's file; changes nothing."""
+    def plan(self, request: Request) -> Plan:
+        """What would be run; changes nothing. Raises LaunchError where it cannot be run as asked."""
 
     def run(self, plan: Plan, logs: Path) -> int:
-        """Run it to its end and return the exit code."""
+        """Run it to its end, or hand it to a scheduler, and return the exit code."""
+
+    def note(self) -> dict[str, Any]:
+        """What identifies the job that this process is part of; kept in the run's job.json."""
+
+    def status(self, note: Mapping[str, Any]) -> str:
+        """The job that left this note: where it is, in which state, for how long; one line. Raises LaunchError."""
+
+    def cancel(self, note: Mapping[str, Any]) -> str:
+        """Have that job save and end, and not start again; one line on what was done. Raises LaunchError."""

@@ -7,8 +7,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep import plugins
+from lockstep import launching
 from lockstep import recipe as recipes
+from lockstep.contracts import Request
 from lockstep.errors import Interrupted
 from lockstep.runtime.parent import end_with_parent
 
@@ -18,10 +19,8 @@ def main(argv: list[str]) -> int:
     end_with_parent("SIGTERM")
     processes, folder, _, config, *_ = argv
     recipe = recipes.load(Path(config))
-    launcher = plugins.find("launch", recipe.launch.kind).build(
-        recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards
-    )
-    plan = launcher.plan(Path(config))
+    launcher = launching.launcher_of(recipe)
+    plan = launcher.plan(Request(recipe=Path(config)))
     measuring = (plan.argv[0], "-m", "lockstep.estimate.process", *argv[1:])
     try:
         return launcher.run(replace(plan, argv=measuring, processes=int(processes)), Path(folder) / "logs")

@@ -7,8 +7,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep import plugins
+from lockstep import launching
 from lockstep import recipe as recipes
+from lockstep.contracts import Request
 from lockstep.errors import Interrupted
 from lockstep.runtime.parent import end_with_parent
 
@@ -22,8 +23,8 @@ def main(argv: list[str]) -> int:
     task, config, processes, device = argv
     recipe = recipes.load(Path(config))
     alone = recipe.launch.model_copy(update={"processes": 1})  # as many as there are GPUs, else: but they may be hidden
-    launcher = plugins.find("launch", alone.kind).build(alone, threads=recipe.run.threads, shards=recipe.train.shards)
-    plan = launcher.plan(Path(config))
+    launcher = launching.launcher_of(recipe.model_copy(update={"launch": alone}))
+    plan = launcher.plan(Request(recipe=Path(config)))
     plan = replace(
         plan,
         argv=(plan.argv[0], "-m", "lockstep.prove.process", task, *plan.argv[3:]),

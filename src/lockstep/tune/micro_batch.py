@@ -5,11 +5,9 @@ G = global batch, m = micro-batch, V = ceil(G/m) shards of a step, W = processes
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 
-from lockstep import plugins
 from lockstep.errors import ConfigError
 from lockstep.recipe import Recipe
 from lockstep.tune import memory, trial
@@ -127,10 +125,7 @@ def _why(done: trial.Trial) -> str:
 
 def budget_of(recipe: Recipe, memory_gb: float | None, *, on_gpu: bool) -> Budget:
     """What one process may use: as asked, else the whole GPU, or its share of PART of what the machine has left."""
-    launcher = plugins.find("launch", recipe.launch.kind).build(
-        recipe.launch, threads=recipe.run.threads, shards=recipe.train.global_batch
-    )
-    processes = launcher.plan(Path("recipe.yaml")).processes
+    processes = recipe.launch.processes_here(recipe.run.threads, recipe.train.global_batch)
     if memory_gb is not None:
         return Budget(processes=processes, on_gpu=on_gpu, bytes=int(memory_gb * GB), told="--memory")
     if on_gpu:

@@ -38,6 +38,8 @@ class Failure:
     """Exit code; negative: the signal that ended it."""
     text: str
     """What happened, for people, with its last words where they are not on the terminal already."""
+    weight: int
+    """Of two failures the one with the smaller weight is the cause of the other."""
 
     @property
     def was_killed(self) -> bool:
@@ -62,14 +64,19 @@ def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Fa
     code = first.exitcode
     has_spoken = code in SAID and (rank == 0 or not Path(first.error_file).is_file())  # rank 0 has, on the terminal
     if has_spoken:
-        return Failure(code=code, text="")
+        return Failure(code=code, text="", weight=_weight(first))
     lines = _watched(logs) if code in (PeerLost.exit_code, Stuck.exit_code) or code == -SIGKILL else []
     lines.append(f"rank {rank} (process {first.pid}) {_fate(first, oom_kills_before)}")
     log = logs / f"rank-{rank}.log"
     if rank and log.is_file():
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
         lines += [f"last lines of {log}:", *(f"  | {line}" for line in tail)] if tail else []
-    return Failure(code=code, text="\n".join(lines))
+    return Failure(code=code, text="\n".join(lines), weight=_weight(first))
+
+
+def lost(text: str) -> Failure:
+    """A machine that is gone, and with it its processes."""
+    return Failure(code=PeerLost.exit_code, text=text, weight=0)
 
 
 def _weight(failure: ProcessFailure) -> int:
