@@ -17,7 +17,7 @@ FLOORS = [
     ["assembly"],
     ["job"],
     ["worker", "launching"],
-    ["prove", "tune", "estimate"],
+    ["prove", "tune", "estimate", "jobs"],
     ["cli"],
 ]
 FAMILIES = ["models", "data/sources", "parallel", "launch", "observe/sinks", "estimate/strategies"]

@@ -79,6 +79,8 @@ class Meeting:
         self._seen: dict[int, tuple[int, float]] = {}
         """Of each node, its last beat and when that was read."""
         self._failures: dict[tuple[int, int], float] = {}
+        self._sign: Path | None = None
+        """On node 0: a file that shows the others that they see the same folder."""
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._talk, name="meeting", daemon=True)
@@ -94,6 +96,8 @@ class Meeting:
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=2)
+        if self._sign is not None:
+            self._sign.unlink(missing_ok=True)
 
     @property
     def name(self) -> str:
@@ -123,7 +127,8 @@ class Meeting:
                 folder.mkdir(parents=True, exist_ok=True)
                 for sign in folder.glob(f"{NONCE}*"):
                     sign.unlink(missing_ok=True)
-                (folder / f"{NONCE}{nonce}").touch()
+                self._sign = folder / f"{NONCE}{nonce}"
+                self._sign.touch()
             facts = {**versions(), "run": folder.name, "host": platform.node(), "nonce": nonce}
             self.store.set("facts", json.dumps(facts))
         else:

@@ -66,6 +66,10 @@ class Local:
         os.kill(note["process"], signal.SIGTERM)
         return f"asked process {note['process']} to save and end"
 
+    def output(self, note: Mapping[str, Any], logs: Path) -> Path:
+        """What rank 0 has said: the terminal itself is not kept."""
+        return logs / "rank-0.log"
+
 
 def _alive(note: Mapping[str, Any]) -> bool:
     """Whether the process is still the one that was noted, and not another of the same number."""
