@@ -1,0 +1,146 @@
+"""The Slurm cluster of the tests: its hosts are hosts, nodes are lost and found, and nothing is left of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import Cluster, until, why_not
+
+pytestmark = pytest.mark.slurm
+MARK = "LOCKSTEP_TEST_SESSION"  # jobs have it, see conftest.py; the cluster itself does not
+
+
+def script(folder, body, *options):
+    """A batch script in a folder; its output goes to `out` beside it, also after a requeue."""
+    path = folder / "job.sh"
+    lines = [f"#SBATCH {option}" for option in (f"--output={folder}/out", "--open-mode=append", *options)]
+    path.write_text("\n".join(["#!/bin/bash", *lines, body]))
+    return path
+
+
+def processes_of(folder):
+    """Processes that name the folder in their command, and all in the process tables of hosts there."""
+    outside = os.readlink("/proc/self/ns/pid")
+    table_of, named = {}, set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            table_of[process.pid] = os.readlink(f"/proc/{process.pid}/ns/pid")
+            if str(folder) in process.cmdline():
+                named.add(process.pid)
+    tables = {table_of[pid] for pid in named} - {outside}
+    return named | {pid for pid, table in table_of.items() if table in tables}
+
+
+def alive(pids):
+    return [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def reaches(slurm, one, other):
+    """Whether the daemon on `other` can be connected to from `one`."""
+    connect = "import socket, sys; socket.create_connection((sys.argv[1], 6818), timeout=1)"
+    return slurm.run(one, sys.executable, "-IS", "-c", connect, other).returncode == 0
+
+
+def test_hosts_are_apart(slurm):
+    """Each has a name, an address, processes and shared memory of its own; files are shared."""
+    show = "hostname; hostname -I; ps -e -o comm= | grep -c ^slurmd; ls /dev/shm; pwd; touch /dev/shm/$(hostname)"
+    first = slurm.run("node1", "sh", "-c", show).stdout.split()
+    second = slurm.run("node2", "sh", "-c", show).stdout.split()
+    assert first == ["node1", slurm.address("node1"), "1", os.getcwd()]
+    assert second == ["node2", slurm.address("node2"), "1", os.getcwd()]
+
+
+def test_srun_on_two_nodes(slurm):
+    """Started as from a login node, by a program that has the client commands in PATH."""
+    command = ["srun", "-N2", "--label", "sh", "-c", "echo $(hostname) $(hostname -I)"]
+    done = subprocess.run(command, env=slurm.environment, capture_output=True, text=True, timeout=30)
+    wanted = [f"{task}: node{task + 1} {slurm.address(f'node{task + 1}')}" for task in range(2)]
+    assert sorted(done.stdout.splitlines()) == wanted, done.stderr
+
+
+def test_jobs_import_the_project(slurm, tmp_path):
+    job = slurm.submit(script(tmp_path, f"srun {sys.executable} -c 'import lockstep; print(lockstep.__name__)'"))
+    slurm.wait_for(job, "COMPLETED", 30)
+    assert (tmp_path / "out").read_text() == "lockstep\n"
+
+
+def test_a_signal_to_a_client_command_reaches_it(slurm):
+    """The commands in bin/ are the Slurm commands themselves, not something in between."""
+    process = subprocess.Popen(["srun", "sleep", "60"], env=slurm.environment, stderr=subprocess.PIPE, text=True)
+    until(lambda: "mixed" in (slurm.node_state("node1"), slurm.node_state("node2")), 10, "an allocation")
+    time.sleep(1)  # until then, srun ends without a word
+    process.terminate()
+    assert "forcing job termination" in process.communicate(timeout=20)[1]
+
+
+def test_a_killed_node_is_down_and_heals(slurm, tmp_path):
+    """Its job is requeued, and starts again when the node is back."""
+    job = slurm.submit(script(tmp_path, "echo start $SLURM_RESTART_COUNT; sleep 60", "--nodes=2"))
+    slurm.wait_for(job, "RUNNING", 10)
+    before = processes_of(slurm.folder)
+    slurm.kill("node2")
+    assert before - processes_of(slurm.folder)
+    with pytest.raises(ProcessLookupError):
+        slurm.run("node2", "true")
+    slurm.wait_for_node("node2", "down*", 40)
+    slurm.wait_for(job, "PENDING", 10)
+    slurm.heal("node2")
+    slurm.wait_for(job, "RUNNING", 30)
+    until(lambda: (tmp_path / "out").read_text().split() == ["start", "start", "1"], 10, "a second start")
+
+
+def test_a_cut_node_is_out_of_reach_and_heals(slurm):
+    """Its processes live on."""
+    assert reaches(slurm, "node1", "node2")
+    slurm.cut("node2")
+    assert not reaches(slurm, "node1", "node2")
+    assert not reaches(slurm, "head", "node2")
+    assert slurm.run("node2", "hostname").stdout == "node2\n"
+    slurm.heal("node2")
+    assert reaches(slurm, "node1", "node2")
+
+
+def test_a_preempted_job_is_requeued(slurm, tmp_path):
+    body = "trap 'echo asked' TERM; echo start $SLURM_RESTART_COUNT; srun -N2 sleep 60 & wait; wait"
+    job = slurm.submit(script(tmp_path, body, "--nodes=2", "--exclusive"))
+    slurm.wait_for(job, "RUNNING", 10)
+    urgent = slurm.submit("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    slurm.wait_for(urgent, "COMPLETED", 40)
+    slurm.wait_for(job, "RUNNING", 30)
+    until(lambda: (tmp_path / "out").read_text().endswith("start 1\n"), 10, "a second start")
+
+
+def test_nothing_remains_after_close(tmp_path):
+    """Also of a job that has let go of its children."""
+    if why_not():
+        pytest.skip(why_not())
+    with Cluster(tmp_path / "own", nodes=1, gpus=2) as cluster:
+        job = cluster.submit("--gres=gpu:2", "--output=/dev/null", "--wrap=setsid sleep 61 & sleep 62")
+        cluster.wait_for(job, "RUNNING", 10)
+        started = until(lambda: len(found := processes_of(tmp_path / "own")) >= 14 and found, 10, "a job's processes")
+    assert not alive(started)
+    assert not (tmp_path / "own").exists()
+    cluster.close()
+
+
+def test_nothing_remains_of_a_killed_process(slurm, tmp_path):
+    """Another cluster, at the same addresses, goes with the process that started it, and so do its client commands."""
+    code = "import sys; from cluster import Cluster; Cluster(sys.argv[1], nodes=1).open(); print(flush=True); input()"
+    command = [sys.executable, "-c", code, tmp_path / "own"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as owner:
+        owner.stdout.readline()
+        with subprocess.Popen([tmp_path / "own/bin/srun", "sleep", "60"], stderr=subprocess.DEVNULL) as client:
+            until(lambda: len(processes_of(tmp_path / "own")) >= 14, 10, "a step")
+            started = processes_of(tmp_path / "own")
+            owner.kill()
+            assert client.wait(timeout=10) == -signal.SIGKILL
+    until(lambda: not (tmp_path / "own").exists(), 10, "no folder")
+    until(lambda: not alive(started), 5, "no process")
+    assert slurm.run("head", "sinfo", "-h", "-o", "%D %T", "-p", "batch").stdout == "2 idle\n"
