@@ -99,8 +99,6 @@ class Cluster:
             self._boot("head")
             self._offer_clients()
             self._await("a controller", lambda: "UP" in self._client("scontrol", "ping").stdout)
-            for node in self.nodes:
-                self._boot(node)
             self.calm()
         except BaseException:
             self.close()
@@ -309,9 +307,7 @@ class Cluster:
         """Cancel every job, heal every node, and wait until all is idle: between two tests."""
         self._client("scancel", "--user=root")
         for node in self.nodes:
-            if self.node_state(node) != "idle":
-                self.heal(node)
-            self._switch("link", "set", node, "up")
+            self.heal(node)
         self._await("idle nodes", lambda: all(self.node_state(node) == "idle" for node in self.nodes))
 
     # diagnosis
