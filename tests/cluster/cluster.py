@@ -5,7 +5,7 @@
 A host is a set of namespaces (processes, network, hostname, mounts, IPC) with a first process of its own; when that
 one is killed, the kernel ends all the others. Hosts share the machine's files, except /proc, /sys, /dev/shm, /run,
 /var/log, /etc/slurm and /etc/hosts. Their network leads nowhere else, so that several clusters may use the same
-addresses. Needs root, Linux 5.3, Slurm 22.05 or newer and the programs in `NEEDED`; no systemd, no control groups.
+addresses. Needs root and the programs in `NEEDED` (tried: Slurm 22.05 of Debian 12); no systemd, no control groups.
 """
 
 import argparse
@@ -25,6 +25,7 @@ NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare",
 CLIENTS = ("sbatch", "squeue", "scontrol", "scancel", "srun", "sinfo", "salloc")
 HERE = Path(__file__).resolve().parent
 SUBNET = "10.66.0"
+_SILENT = {"stdin": subprocess.DEVNULL}
 PROGRAMS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STEP_MANAGER = """\
 #!{python} -IS
@@ -257,14 +258,14 @@ class Cluster:
 
     def _switch(self, *words, check=True):
         """An ip command among the ports of the head's bridge, which is what joins the hosts."""
-        enter = ["nsenter", "-t", str(self._leader("head")), "--net", "ip", *words]
+        enter = ["nsenter", "-t", str(self._leader("head")), "--net", _program("ip"), *words]
         done = subprocess.run(enter, capture_output=True, text=True)
         if check and done.returncode:
             raise RuntimeError(f"ip {' '.join(words)}: {done.stderr}")
 
     def _await(self, what, condition):
         try:
-            return until(condition, 30, what)
+            return until(condition, 60, what)
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.logs()}") from None
 
@@ -329,9 +330,6 @@ class Cluster:
         return "\n".join([*hosts, *listing])
 
 
-_SILENT = {"stdin": subprocess.DEVNULL}
-
-
 def _program(name):
     return shutil.which(name, path=PROGRAMS)
 
@@ -361,6 +359,22 @@ def keep(cluster):
     cluster.close()
 
 
+def obey(cluster, verb, words):
+    match verb:
+        case "up" if cluster.status():
+            raise ValueError(f"{cluster.folder} is up already")
+        case "up":
+            cluster.open(kept=False)
+            print(f"for sbatch and the like: export PATH={cluster.folder / 'bin'}:$PATH")  # noqa: T201
+        case "status":
+            print(cluster.status() or "down")  # noqa: T201
+        case "exec":
+            command = cluster.inside(*words)
+            os.execvp(command[0], command)
+        case _:
+            {"down": cluster.close, "cut": cluster.cut, "kill": cluster.kill, "heal": cluster.heal}[verb](*words)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default="/tmp/lockstep-cluster", help="state, logs, and commands in bin/")
@@ -371,21 +385,10 @@ def main():
     given = parser.parse_args()
     nodes = int(given.words[0]) if given.verb == "up" and given.words else 2
     cluster = Cluster(given.folder, nodes=nodes, cpus=given.cpus, gpus=given.gpus)
-    match given.verb:
-        case "up":
-            if cluster.status():
-                parser.error(f"{given.folder} is up already")
-            cluster.open(kept=False)
-            print(f"for sbatch and the like: export PATH={cluster.folder / 'bin'}:$PATH")  # noqa: T201
-        case "down":
-            cluster.close()
-        case "status":
-            print(cluster.status() or "down")  # noqa: T201
-        case "exec":
-            command = cluster.inside(*given.words)
-            os.execvp(command[0], command)
-        case verb:
-            getattr(cluster, verb)(*given.words)
+    try:
+        obey(cluster, given.verb, given.words)
+    except (RuntimeError, ValueError, ProcessLookupError, TimeoutError) as error:
+        parser.exit(1, f"cluster.py: {error}\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,14 @@ def run(*words):
     subprocess.run(words, check=True)
 
 
+def wait_for(path):
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        if time.monotonic() > deadline:
+            sys.exit(f"no {path}")  # and with the first process, the host: nobody may be there to end it
+        time.sleep(0.02)
+
+
 def hide_what_is_not_shared(folder, home):
     """Everything else is the machine's, as if from the file system of a real cluster."""
     run("mount", "-t", "proc", "proc", "/proc")
@@ -32,8 +40,7 @@ def join_network(name, address):
     run("ip", "link", "set", "lo", "up")
     if name == "head":
         run("ip", "link", "add", "eth0", "type", "bridge")
-    while not Path("/sys/class/net/eth0").exists():  # a node's is plugged in from outside
-        time.sleep(0.02)
+    wait_for(Path("/sys/class/net/eth0"))  # a node's is plugged in from outside
     run("ip", "address", "add", f"{address}/24", "dev", "eth0")
     run("ip", "link", "set", "eth0", "up")
 
@@ -43,8 +50,7 @@ def start_daemons(name, folder):
         Path("/run", own).mkdir(mode=0o755)
     key = folder / "etc/munge.key"
     subprocess.Popen(["munged", "--foreground", f"--key-file={key}", "--seed-file=/run/munge/seed"])
-    while not MUNGE_SOCKET.exists():
-        time.sleep(0.02)
+    wait_for(MUNGE_SOCKET)
     if name == "head":
         subprocess.Popen(["slurmctld", "-D"])
     else:  # -b: the controller is to know that this was a boot, though the machine's clock of boots does not say so
