@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lockstep.agent.failure import VERDICT, Failure, lost
 from lockstep.agent.meeting import Meeting, Word
+from lockstep.agent.rendezvous import served
 from lockstep.errors import LaunchError, PeerLost
 
 FAILED_SECONDS = 15.0
@@ -46,7 +47,8 @@ class Leading:
             )
         self._clear_logs()
         resumes = number > 1 and bool(self.before)  # a start from scratch, or elsewhere, was asked for once
-        plan = {"resumes": resumes, "at_most": self.at_most}
+        self.store = served(replace(self.meeting.endpoint, port=0))  # the last one holds addresses of the dead
+        plan = {"resumes": resumes, "at_most": self.at_most, "port": self.store.port}
         self.meeting.decide(Word(attempt=number, members=tuple(members), plan=plan))
         return self.meeting.word
 

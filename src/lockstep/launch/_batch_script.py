@@ -38,8 +38,8 @@ done
 wait "$run"
 code=$?
 
-# 75: interrupted; 138: the same, before Python was up; 5: a machine was lost, and too few are left. All of them go on from
-# the newest checkpoint in another start, unless the job was cancelled.
+# 75: interrupted; 138: the same, before Python was up; 5: a machine was lost, and too few are left. All of these go on
+# from the newest checkpoint in another start, unless the job was cancelled.
 job=$(scontrol show job "$SLURM_JOB_ID")
 if [[ $code =~ ^(75|138|5)$ && $job == *Requeue=1* && $job != *JobState=CANCELLED* ]] &&
     ((${SLURM_RESTART_COUNT:-0} < @REQUEUES@)); then
