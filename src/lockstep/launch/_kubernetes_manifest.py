@@ -40,7 +40,7 @@ class Job:
 
     name: str
     section: KubernetesSection
-    recipe: str
+    recipe: Part
     """The config, with paths as pods see them."""
     file: str
     """What its file is called."""
@@ -50,6 +50,11 @@ class Job:
     """The run's name."""
     threads: int
     """Of each process."""
+
+    @property
+    def folder(self) -> str:
+        """The run's folder as pods see it."""
+        return f"{self.recipe['run']['dir']}/{self.run}"
 
     @property
     def host(self) -> str:
@@ -110,7 +115,7 @@ Readable.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"[yYnN]$"),
 Readable.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?0[oO][0-7]+$"), list("-+0"))
 
 
-def relocated(text: str, here: Path, section: KubernetesSection, **launch: Any) -> str:
+def relocated(text: str, here: Path, section: KubernetesSection, **launch: Any) -> Part:
     """A recipe as pods see it: paths below `here` lie in the volume, as do the folder of runs and the cache."""
     recipe: Part = _moved(yaml.load(text, Loader=config.Loader) or {}, str(here), section.mount)  # noqa: S506 (a safe one)
     for part, key, place in (("run", "dir", "runs"), ("data", "cache", ".cache/lockstep")):
@@ -119,7 +124,7 @@ def relocated(text: str, here: Path, section: KubernetesSection, **launch: Any) 
             is_there = folder.startswith(f"{section.mount}/")
             recipe.setdefault(part, {})[key] = folder if is_there else f"{section.mount}/{place}"
     recipe["launch"] = {**recipe.get("launch", {}), **launch}
-    return yaml.dump(recipe, Dumper=config.Dumper, sort_keys=False, allow_unicode=True)
+    return recipe
 
 
 def _moved(value: Any, here: str, mount: str) -> Any:
@@ -137,7 +142,7 @@ def _config_map(job: Job) -> Part:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {**job.meta, "name": f"{job.name}-recipe"},
-        "data": {job.file: job.recipe},
+        "data": {job.file: yaml.dump(job.recipe, Dumper=config.Dumper, sort_keys=False, allow_unicode=True)},
     }
 
 
@@ -161,7 +166,7 @@ def _script(job: Job) -> str:
 def _environment(job: Job) -> Items:
     """Variables, with downloads of models kept in the volume."""
     mount = job.section.mount
-    found = environment(job.section, threads=job.threads, logs=Path(mount) / "runs" / job.run / "logs")
+    found = environment(job.section, threads=job.threads, logs=Path(job.folder) / "logs")
     return [
         {"name": name, "value": value} for name, value in ({"HF_HOME": f"{mount}/.cache/huggingface"} | found).items()
     ]

@@ -40,7 +40,7 @@ class Kubernetes:
 
     def __init__(self, config: Config, *, threads: int, shards: int) -> None:
         self.config, self.threads, self.shards = config, threads, shards
-        self.name = config.name
+        self.name, self.folder = config.name, ""
 
     def plan(self, request: Request) -> Plan:
         """The manifest and the command that hands it in. Raises LaunchError for more processes than GPUs, and for a
@@ -62,6 +62,7 @@ class Kubernetes:
             run=request.folder.name,
             threads=self.threads,
         )
+        self.folder = job.folder
         return Plan(argv=_kubectl(self.note(), "apply", "-f", str(file)), files={file: manifest(job)})
 
     def run(self, plan: Plan, logs: Path) -> int:
@@ -83,7 +84,7 @@ class Kubernetes:
             f"handed in {_called(note)}\n"
             f"  how it is:      lockstep status {logs.parent}\n"
             f"  what it says:   {' '.join(_kubectl(note, 'logs', '-f', '--tail=-1', '-l', pods))}\n"
-            f"  in the volume:  lockstep logs {self.config.mount}/runs/{logs.parent.name} -f\n"
+            f"  in the volume:  lockstep logs {self.folder} -f\n"
         )
         return 0
 
@@ -186,7 +187,7 @@ def _ask(argv: tuple[str, ...]) -> str:
     """Run kubectl -> what it prints. Raises LaunchError with all that it says, and what to do."""
     waits = () if "delete" in argv and "--wait=false" not in argv else (f"--request-timeout={REQUEST_SECONDS}s",)
     try:
-        done = subprocess.run([*argv, *waits], capture_output=True, text=True, check=False)
+        done = subprocess.run([*argv, *waits], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise LaunchError(
             "there is no kubectl on this machine's PATH: install it (https://kubernetes.io/docs/tasks/tools), or take "
