@@ -484,3 +484,17 @@ def test_state_of_a_job_in_words(case):
     state = State.of({**BEGAN, **found}, datetime(2026, 1, 4, 23, 3, 59, tzinfo=UTC))
     assert state.text.startswith(text)
     assert state.has_ended == has_ended
+
+
+def test_the_page_shows_configs_that_are_ones(tmp_path, monkeypatch):
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "kubernetes.md").read_text()
+    claim, recipe = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert yaml.safe_load(claim)["kind"] == "PersistentVolumeClaim"
+    (tmp_path / "big.yaml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"^lockstep (train .*--dry-run)", page, re.MULTILINE)
+    shown = CliRunner().invoke(cli.app, [*command.split(), "launch.extra.spec.priorityClassName=high"])
+    assert shown.exit_code == 0, shown.output
+    assert "priorityClassName: high" in shown.stdout and "jobset" in shown.stdout.lower()
+    settings = set(re.findall(r"`launch\.(\w+)", page))
+    assert settings <= set(Config.model_fields)

@@ -117,7 +117,7 @@ Readable.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?0[oO][
 
 def relocated(text: str, here: Path, section: KubernetesSection, **launch: Any) -> Part:
     """A recipe as pods see it: paths below `here` lie in the volume, as do the folder of runs and the cache."""
-    recipe: Part = _moved(yaml.load(text, Loader=config.Loader) or {}, str(here), section.mount)  # noqa: S506 (a safe one)
+    recipe: Part = _moved(yaml.load(text, Loader=config.Loader) or {}, str(here), section.mount)
     for part, key, place in (("run", "dir", "runs"), ("data", "cache", ".cache/lockstep")):
         folder = str(recipe.get(part, {}).get(key, ""))
         if key == "dir" or folder:

@@ -52,7 +52,7 @@ class KubernetesSection(LaunchSection):
     """Where pods see it. Paths of the config in the folder that the command is typed in count from there."""
     gpus: int = Field(0, ge=0)
     """GPUs of each pod."""
-    gpu_resource: str = "nvidia.com/gpu"
+    gpu_resource: Annotated[str, StringConstraints(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = "nvidia.com/gpu"
     """What the cluster calls a GPU."""
     cpus: int = Field(4, ge=1)
     """Processor cores of each pod; without GPUs, and with launch.processes=auto, as many processes as fit."""
