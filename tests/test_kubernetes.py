@@ -343,6 +343,7 @@ def started(resource, folder, index, port_host="127.0.0.1"):
     script = (
         container["args"][0]
         .replace(f"{name}-node-0-0.{name}", port_host)
+        .replace(f"{name}-node-0-0", port_host)
         .replace(manifests.RECIPES, str(folder / "etc"))
     )
     command = folder / "bin" / "lockstep"
@@ -498,3 +499,13 @@ def test_the_page_shows_configs_that_are_ones(tmp_path, monkeypatch):
     assert "priorityClassName: high" in shown.stdout and "jobset" in shown.stdout.lower()
     settings = set(re.findall(r"`launch\.(\w+)", page))
     assert settings <= set(Config.model_fields)
+
+
+def test_each_pod_calls_the_first_one_by_a_name_that_is_surely_right(tmp_path, monkeypatch):
+    """Pod 0 by its own /etc/hosts, which knows no stale address; the others by DNS, in which bare names are not."""
+    script = pod_of(documents(tmp_path, monkeypatch, **LEAST, nodes=3)[1])["containers"][0]["args"][0]
+    choice = next(line for line in script.splitlines() if line.startswith("if "))
+    for index, name in enumerate(["digits-node-0-0", "digits-node-0-0.digits", "digits-node-0-0.digits"]):
+        run = ["sh", "-euc", f'{choice}; echo "$first"']
+        done = subprocess.run(run, env={"JOB_COMPLETION_INDEX": str(index)}, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{name}\n"

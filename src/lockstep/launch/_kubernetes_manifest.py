@@ -152,14 +152,17 @@ def _config_map(job: Job) -> Part:
 def _script(job: Job) -> str:
     """What a pod's shell runs. The first pod's name is known only once it has a machine, which no time-out of ours can
     tell from a name that is wrong; so the shell waits for it, and ends at once when asked to. Then it hands over, so
-    that signals reach Lockstep itself."""
+    that signals reach Lockstep itself. The first pod calls itself by its bare name, which is in its /etc/hosts: of the
+    other one, DNS may still tell where the pod was whose place it has taken."""
     command = ["lockstep", "train", f"{RECIPES}/{job.file}", *job.arguments]
-    meeting = ["--rendezvous", f"{job.host}:{job.section.port}", "--node-rank"]
+    own = job.host.partition(".")[0]
     return (
         f"trap 'exit {Interrupted.exit_code}' TERM INT\n"
         f"cd {shlex.quote(job.section.mount)} || exit 1\n"
-        f"until getent hosts {job.host} > /dev/null; do sleep 1; done\n"
-        f'exec {shlex.join(command)} {shlex.join(meeting)} "$JOB_COMPLETION_INDEX"\n'
+        f'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then first={own}; else first={job.host}; fi\n'
+        'until getent hosts "$first" > /dev/null; do sleep 1; done\n'
+        f"exec {shlex.join(command)} "
+        f'--rendezvous "$first:{job.section.port}" --node-rank "$JOB_COMPLETION_INDEX"\n'
     )
 
 

@@ -80,11 +80,11 @@ class Kubernetes:
             _call(note, "delete", RESOURCES[note["resource"]], note["name"], "--cascade=foreground")
         _ask(plan.argv)
         pods = f"jobset.sigs.k8s.io/jobset-name={note['name']},batch.kubernetes.io/job-completion-index=0"
-        sys.stderr.write(
-            f"handed in {_called(note)}\n"
-            f"  how it is:      lockstep status {logs.parent}\n"
-            f"  what it says:   {' '.join(_kubectl(note, 'logs', '-f', '--tail=-1', '-l', pods))}\n"
-            f"  in the volume:  lockstep logs {self.folder} -f\n"
+        run = logs.parent
+        sys.stdout.write(
+            f"handed in {_called(note)}\n  lockstep status {run}\n  lockstep cancel {run}\n"
+            f"  {' '.join(_kubectl(note, 'logs', '-f', '--tail=-1', '-l', pods))}\n"
+            f"  where the volume is mounted: lockstep logs {self.folder} -f\n"
         )
         return 0
 
@@ -101,6 +101,10 @@ class Kubernetes:
         if found is None:
             return f"{_called(note)} is not in the cluster: it was deleted, or never handed in"
         return f"{_called(note)} {State.of(found).text}"
+
+    def output(self, note: Mapping[str, Any], logs: Path) -> Path:
+        """What rank 0 has said: what pods print is kept by the cluster."""
+        return logs / "rank-0.log"
 
     def cancel(self, note: Mapping[str, Any]) -> str:
         """Delete it. Its pods are asked to end, and have their grace period to save."""
