@@ -164,9 +164,8 @@ def test_the_example_is_handed_in_by_plain_sbatch(slurm, tmp_path, plain):
     """Edited and submitted, as in its own words; on one machine and on two."""
     (tmp_path / "c.yaml").write_text("data: {kind: digits}\n")
     text = EXAMPLE.read_text()
-    python = os.path.dirname(sys.executable)
-    assert "source .venv/bin/activate" in text
-    (tmp_path / "train.slurm").write_text(text.replace("source .venv/bin/activate", f"PATH={python}:$PATH"))
+    assert "PATH=$PWD/.venv/bin:$PATH" in text
+    (tmp_path / "train.slurm").write_text(text.replace("$PWD/.venv/bin", os.path.dirname(sys.executable)))
     for nodes in (1, 2):
         job = slurm.submit(
             f"--nodes={nodes}", f"--job-name=on-{nodes}", "train.slurm", "c.yaml", *SETTINGS, cwd=tmp_path

@@ -21,14 +21,10 @@ port=$((@FIRST_PORT@ + SLURM_JOB_ID % @PORTS@))
 
 # A warning (time limit, pre-emption) is passed on: all processes finish their step, save and end with exit code 75.
 run=
-warned() {
-    echo "job $SLURM_JOB_ID was warned: the run saves, and ends" >&2
-    kill -USR1 "$run"
-}
-trap warned USR1 TERM
+trap 'echo "job $SLURM_JOB_ID was warned: the run saves, and ends" >&2; kill -USR1 "$run"' USR1 TERM
 
 # shellcheck disable=SC2016 # each task reads its own SLURM_NODEID
-@SRUN@ \\
+srun @SRUN@ \\
     bash -c 'exec @COMMAND@ train "$@" --node-rank "$SLURM_NODEID"' lockstep \\
     @ARGUMENTS@ --rendezvous "$head:$port" &
 run=$!
@@ -60,8 +56,8 @@ class Script:
     """sbatch's options -> value; None: a switch."""
     setup: Sequence[str] = ()
     """Lines of shell before the run."""
-    srun: str = ""
-    """Further options of srun, as shell reads them."""
+    srun: Sequence[str] = ()
+    """Further options of srun, each as shell reads it."""
     command: str = "lockstep"
     """What runs Lockstep on the machines, as shell reads it (without single quotes)."""
     arguments: str
@@ -71,12 +67,12 @@ class Script:
 
     def text(self) -> str:
         """The whole script."""
-        srun = f'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 {self.srun}'.rstrip()
+        srun = ['--cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0', *self.srun]
         run = RUN
         for name, value in {
             "FIRST_PORT": str(FIRST_PORT),
             "PORTS": str(PORTS),
-            "SRUN": srun,
+            "SRUN": " \\\n    ".join(srun),
             "COMMAND": self.command,
             "ARGUMENTS": self.arguments,
             "REQUEUES": str(self.requeues),
@@ -89,5 +85,6 @@ class Script:
 
 def _option(option: tuple[str, str | None]) -> str:
     name, value = option
-    line = f"#SBATCH --{name}" + ("" if value is None else f"={value}")
+    quoted = f'"{value}"' if value and " " in value else value
+    line = f"#SBATCH --{name}" + ("" if value is None else f"={quoted}")
     return f"{line:<{REMARK_COLUMN}} # {REMARKS[name]}" if name in REMARKS else line

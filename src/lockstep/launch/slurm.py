@@ -137,18 +137,19 @@ class Slurm:
             requeues=config.requeues,
         )
 
-    def _inside(self, runs: Path) -> tuple[str, str]:
+    def _inside(self, runs: Path) -> tuple[list[str], str]:
         """Options of srun, and the command of a task, for what it runs in."""
         config = self.config
         srun = ["--no-kill"] if config.min_nodes < config.max_nodes else []
         if config.container is None:
-            return shlex.join(srun), f"{sys.executable} -m lockstep.cli"
+            return srun, f"{sys.executable} -m lockstep.cli"
         mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in (str(runs), *config.mounts)]
         if config.container_kind == "pyxis":
-            srun += [f"--container-image={config.container}", f"--container-mounts={','.join(mounts)}"]
-            return shlex.join(srun), "lockstep"
+            srun.append(shlex.quote(f"--container-image={config.container}"))
+            srun.append(shlex.quote(f"--container-mounts={','.join(mounts)}"))
+            return srun, "lockstep"
         gpus = " --nv" if config.gpus else ""
-        return shlex.join(srun), f'apptainer exec{gpus} --bind "{",".join(mounts)}" "{config.container}" lockstep'
+        return srun, f'apptainer exec{gpus} --bind "{",".join(mounts)}" "{config.container}" lockstep'
 
     def _options(self, folder: Path) -> dict[str, str | None]:
         config = self.config
