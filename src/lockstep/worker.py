@@ -5,10 +5,18 @@
 One process by itself, or one of many under torchrun or any launcher that sets torchrun's variables.
 """
 
+# ruff: noqa: E402 (the imports take seconds, in which nobody else looks whether the launcher is alive)
+import sys
+
+from lockstep.runtime.parent import end_with_parent
+
+LAUNCHER = "--launcher"
+if __name__ == "__main__" and LAUNCHER in sys.argv:
+    end_with_parent("SIGKILL", int(sys.argv[sys.argv.index(LAUNCHER) + 1]))
+
 import argparse
 import logging
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -41,6 +49,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--began", type=float, default=0.0, help="when the run was launched (seconds since 1970): for max_minutes"
     )
+    parser.add_argument(LAUNCHER, type=int, help="the process that has started this one, and with which it ends")
     parser.add_argument("--evaluate", type=Path, help="evaluate this checkpoint instead of training")
     return parser.parse_args(argv)
 

@@ -14,12 +14,12 @@ from cluster import until
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
 SETTINGS = [
-    "train.steps=1200",
+    "train.steps=800",
     "train.global_batch=32",
     "train.micro_batch=4",
     "data.limit=400",
     "evaluate.every_epochs=null",
-    "checkpoint.every_steps=100",
+    "checkpoint.every_steps=50",
     "checkpoint.keep=20",
 ]
 QUICK = "launch.failure_timeout_seconds=8"
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def step(self):
-        return max((int(p.name[5:]) for p in (self.folder / "checkpoints").glob("step-*[0-9]")), default=0)
+        return max((int(p.name[5:]) for p in (self.folder / "checkpoints").glob("step-?????????")), default=0)
 
     def reaches(self, step, seconds=120):
         self.until(lambda: self.step >= step, seconds, f"step {step}")
@@ -88,7 +88,7 @@ def plain(tmp_path_factory):
 def test_pre_empted_and_finished(slurm, tmp_path, plain):
     """Two machines of two processes each; an urgent job takes their place, and the run comes back."""
     run = Run(slurm, tmp_path, "launch.nodes=2")
-    run.reaches(100)
+    run.reaches(50)
     assert "running on node[1-2]" in lockstep(slurm, tmp_path, "status", "runs/a").stdout
     (tmp_path / "urgent.sh").write_text(URGENT)
     urgent = slurm.submit(str(tmp_path / "urgent.sh"))
@@ -107,7 +107,7 @@ def test_pre_empted_and_finished(slurm, tmp_path, plain):
 def test_a_lost_machine_is_done_without(slurm, tmp_path, plain):
     """launch.nodes=1:2: the other one goes on within the stated time."""
     run = Run(slurm, tmp_path, "launch.nodes=1:2", 'launch.options=["--nodes=2"]', QUICK)
-    run.reaches(100)
+    run.reaches(50)
     start = time.monotonic()
     slurm.kill("node2")
     run.says("Starting again on 2 processes of 1 machine from step-", BOUND_SECONDS)
@@ -120,7 +120,7 @@ def test_a_lost_machine_is_done_without(slurm, tmp_path, plain):
 def test_too_few_machines_go_back_to_the_queue(slurm, tmp_path, plain):
     """launch.nodes=2: one is lost, the job waits for its return."""
     run = Run(slurm, tmp_path, "launch.nodes=2", QUICK)
-    run.reaches(100)
+    run.reaches(50)
     slurm.kill("node2")
     run.until(lambda: slurm.state(run.job) == "PENDING", 60, "the queue")
     slurm.wait_for_node("node2", "down*", 40)
@@ -131,7 +131,7 @@ def test_too_few_machines_go_back_to_the_queue(slurm, tmp_path, plain):
 def test_a_machine_that_is_cut_off(slurm, tmp_path, plain):
     """Nobody sees a closed connection: silence is noticed on both sides, and both end what cannot go on."""
     run = Run(slurm, tmp_path, "launch.nodes=1:2", 'launch.options=["--nodes=2"]', QUICK)
-    run.reaches(100)
+    run.reaches(50)
     slurm.cut("node2")
     run.says("Starting again on 2 processes of 1 machine from step-", BOUND_SECONDS)
     alone = lambda: not slurm.run("node2", "pgrep", "-f", "lockstep.worker").stdout  # noqa: E731
@@ -145,7 +145,7 @@ def test_cancelled_jobs_stay_cancelled(slurm, tmp_path):
     for name, command in (("kind", ["cancel", "runs/a"]), ("rude", None)):
         (tmp_path / name).mkdir()
         run = Run(slurm, tmp_path / name, "launch.nodes=1")
-        run.reaches(100)
+        run.reaches(50)
         if command:
             assert "to save and end" in lockstep(slurm, run.top, *command).stdout
         else:

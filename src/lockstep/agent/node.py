@@ -31,7 +31,8 @@ class Node:
 
     def __init__(self, meeting: Meeting, plan: Plan, logs: Path) -> None:
         self.meeting, self.section, self.logs = meeting, meeting.section, logs
-        self.plan = replace(plan, argv=(*plan.argv, "--began", f"{time.time():.3f}"))
+        own = ("--began", f"{time.time():.3f}", "--launcher", str(os.getpid()))
+        self.plan = replace(plan, argv=(*plan.argv, *own))
 
     def run(self) -> int:
         """Run the plan to its end, over restarts -> the exit code: 0, or the one of the first process that failed.

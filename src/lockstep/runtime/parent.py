@@ -1,6 +1,7 @@
 """Processes that are of no use without their parent end with it: by themselves, or because it sees to it."""
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -8,14 +9,20 @@ from contextlib import suppress
 
 import psutil
 
+from lockstep.errors import PeerLost
+
+LOST = PeerLost.exit_code
 PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>: the signal that a process gets when its parent ends."""
 
 
-def end_with_parent(name: str) -> None:
-    """Get this signal as soon as the thread that has started this process ends (on Linux; elsewhere nothing)."""
+def end_with_parent(name: str, parent: int | None = None) -> None:
+    """Get this signal as soon as the thread that has started this process ends (on Linux; elsewhere nothing); end at
+    once where that was `parent`, and it has gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.Signals[name])
+        if parent is not None and os.getppid() != parent:
+            os._exit(LOST)
 
 
 def end_family(parent: "subprocess.Popen[bytes]", *, grace_seconds: float) -> None:
