@@ -149,7 +149,7 @@ class Meeting:
                 raise LaunchError(f"{self.endpoint} answers, but no run of Lockstep begins there: check --rendezvous")
 
     def _look_for(self, folder: Path, facts: Mapping[str, str]) -> None:
-        end = time.monotonic() + min(SHARED_SECONDS, self.section.join_timeout_seconds)
+        end = time.monotonic() + min(SHARED_SECONDS, self.section.join_timeout_seconds / 2)  # node 0 still waits
         while time.monotonic() < end:
             with suppress(OSError):
                 if f"{NONCE}{facts['nonce']}" in os.listdir(folder):  # listing it asks a file server anew
