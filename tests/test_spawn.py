@@ -232,7 +232,7 @@ def test_an_interrupt_in_python_leaves_a_resumable_run(tmp_path):
     with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         wait_for_steps(tmp_path / "runs" / "a", 3)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     assert f'ended by SIGINT; go on with lockstep.spawn("{tmp_path / "runs" / "a" / "recipe.yaml"}")' in output
     assert "resumed after step" in output
