@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import Cluster, why_not
 
 from lockstep.checkpoint.writer import Writer
 
@@ -29,6 +30,8 @@ SKIPS = (
     "network namespaces need root and iproute2",
     "only root can become another user",
     "a control group for memory cannot be made here",
+    "a Slurm cluster needs",
+    "kubectl is not installed",
 )
 """The only reasons for which CI accepts a skip: what they need cannot be had on that machine."""
 SHARED = pathlib.Path(__file__).parents[2] / "shared"
@@ -142,6 +145,22 @@ def no_leaks(ranks):
     assert not left
     changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
     assert not {k for k in changed if not k.startswith(("PYTEST_", "KMP_", "TORCHINDUCTOR_"))}, changed
+
+
+@pytest.fixture(scope="session")
+def standing_slurm(tmp_path_factory):
+    """A Slurm cluster for all tests that want one. Its hosts inherit nothing of ours, and so are nobody's leak."""
+    if why_not():
+        pytest.skip(why_not())
+    with Cluster(tmp_path_factory.mktemp("slurm"), nodes=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(standing_slurm):
+    """A real Slurm cluster of two nodes, idle and whole."""
+    yield standing_slurm
+    standing_slurm.calm()
 
 
 @pytest.fixture

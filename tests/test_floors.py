@@ -19,7 +19,7 @@ FLOORS = [
     ["assembly"],
     ["job"],
     ["worker", "launching"],
-    ["prove", "tune", "estimate", "notebook"],
+    ["prove", "tune", "estimate", "jobs", "notebook"],
     ["cli"],
 ]
 FAMILIES = ["models", "data/sources", "parallel", "launch", "observe/sinks", "estimate/strategies"]

@@ -177,7 +177,7 @@ def test_a_signal_to_the_command_saves(config, number):
     else:
         process.send_signal(number)
     output, _ = process.communicate(timeout=30)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 8  # CTRL_C_SECONDS, and the end of three interpreters
     assert process.returncode == 75, output
     assert "Traceback" not in output
     assert "lockstep train" in output

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lockstep import assembly, config, files, launching, plugins
+from lockstep import assembly, config, files, jobs, launching, plugins
 from lockstep import export as exporting
 from lockstep import recipe as recipes
 from lockstep.checkpoint import inventory, keeper, layout, listing
@@ -101,6 +101,33 @@ def evaluate(run: RunArgument, overrides: Overrides = None) -> int:
     if code == 0:
         console.print(f"measured {checkpoint.name}; written to {recipe.folder / 'evaluation.json'}", soft_wrap=True)
     return code
+
+
+@app.command()
+@honest
+def status(run: RunArgument) -> None:
+    """Tell where a run is: its job and the time that is left to it, its step, its newest checkpoint."""
+    for line in jobs.status(run.absolute()):
+        console.print(line, soft_wrap=True)
+
+
+@app.command()
+@honest
+def logs(
+    run: RunArgument,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="And go on as it is written, until Ctrl-C.")] = False,
+    rank: Annotated[int | None, typer.Option(help="That of one process.", min=0)] = None,
+) -> None:
+    """Show what a run has written."""
+    for line in jobs.lines(run.absolute(), rank, follows=follow):
+        typer.echo(line, nl=False)
+
+
+@app.command()
+@honest
+def cancel(run: RunArgument) -> None:
+    """Have a run save after its step and end; `lockstep train` goes on with it."""
+    console.print(jobs.cancel(run.absolute()), soft_wrap=True)
 
 
 def _place_of(path: Path, overrides: list[str] | None) -> tuple[Recipe, Path, Path | None]:

@@ -210,3 +210,6 @@ class Launcher(Protocol):
 
     def cancel(self, note: Mapping[str, Any]) -> str:
         """Have that job save and end, and not start again; one line on what was done. Raises LaunchError."""
+
+    def output(self, note: Mapping[str, Any], logs: Path) -> Path:
+        """The file in a run's folder of logs that holds what a terminal would have shown."""

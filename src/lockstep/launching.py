@@ -16,7 +16,7 @@ from lockstep.agent.node import Node, plan_of
 from lockstep.agent.rendezvous import Endpoint
 from lockstep.agent.section import LaunchSection
 from lockstep.contracts import Launcher, Plan, Request
-from lockstep.errors import ConfigError, Interrupted, LaunchError
+from lockstep.errors import ConfigError, Interrupted, LaunchError, PeerLost
 from lockstep.recipe import Recipe
 
 JOB = "job.json"
@@ -110,7 +110,13 @@ def take_part(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, place: 
             _write(recipe, request, plan, training=launcher_of(recipe))
         meeting.settle(recipe.folder)
         node = Node(meeting, plan, recipe.folder / "logs")
-        return _resumable(recipe, node.run)
+        try:
+            return _resumable(recipe, node.run)
+        except PeerLost as error:
+            if meeting.is_leader or recipe.launch.REJOINS:
+                raise
+            sys.stderr.write(f"{error}\n")
+            return 0  # a scheduler that counts the worst code of all machines would undo what node 0 has saved
 
 
 def _plan(recipe: Recipe, request: Request, place: Place | None) -> Plan:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import psutil
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from lockstep.agent.failure import Failure, failure_of, oom_kills
 from lockstep.agent.meeting import Meeting
+from lockstep.agent.rendezvous import STORE_TIMEOUT
 
 SIGNALS = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)]
 EXIT_BARRIER_SECONDS = 1
@@ -55,18 +56,18 @@ class Rendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The processes use the same store: it outlives rank 0."""
+        """The processes use the store that the agents use: it outlives rank 0."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Who takes part, as node 0 has said."""
-        store, word = self.meeting.store, self.meeting.word
-        own = store.clone()  # type: ignore[attr-defined]  # a connection of its own, for it may block
+        host, word = self.meeting.endpoint.host, self.meeting.word
+        store = TCPStore(host, word.plan["port"], timeout=STORE_TIMEOUT)
         return RendezvousInfo(
-            store=PrefixStore(f"agents-{word.attempt}", own),
+            store=PrefixStore("agents", store),
             rank=list(word.members).index(self.meeting.index),
             world_size=len(word.members),
-            bootstrap_store_info=RendezvousStoreInfo(master_addr=store.host, master_port=store.port),
+            bootstrap_store_info=RendezvousStoreInfo(master_addr=host, master_port=word.plan["port"]),
         )
 
     def num_nodes_waiting(self) -> int:
@@ -89,7 +90,7 @@ class Rendezvous(RendezvousHandler):
         return "lockstep"
 
     def shutdown(self) -> bool:
-        """The store stays for the next attempt."""
+        """Nothing to do: the next attempt has a store of its own."""
         return True
 
 
@@ -108,7 +109,7 @@ def attempt(start: Start, meeting: Meeting, is_over: Callable[[], Over | None]) 
     )
     agent = LocalElasticAgent(
         spec,
-        RankLogs(start.logs, meeting.word.attempt),
+        RankLogs(start.logs),
         exit_barrier_timeout=EXIT_BARRIER_SECONDS,
         shutdown_timeout=start.grace_seconds,
     )
@@ -122,9 +123,9 @@ def attempt(start: Start, meeting: Meeting, is_over: Callable[[], Over | None]) 
 class RankLogs(LogsSpecs):
     """logs/rank-N.log for every rank but 0, which keeps the terminal."""
 
-    def __init__(self, folder: Path, attempt: int) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
-        self.folder, self.attempt = folder, attempt
+        self.folder = folder
 
     @property
     def root_log_dir(self) -> str:
@@ -138,7 +139,6 @@ class RankLogs(LogsSpecs):
         errors = {local: str(self.folder / f".error-{rank}.json") for local, rank in ranks.items()}
         for local, file in errors.items():
             envs[local]["TORCHELASTIC_ERROR_FILE"] = file
-            envs[local]["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)  # the store is kept, and its keys begin so
         return LogsDest(paths, paths, {}, {}, errors)  # nothing to be followed: a thread that does so outlives a signal
 
 

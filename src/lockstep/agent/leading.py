@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lockstep.agent.failure import VERDICT, Failure, lost
 from lockstep.agent.meeting import Meeting, Word
+from lockstep.agent.rendezvous import served
 from lockstep.errors import LaunchError, PeerLost
 
 FAILED_SECONDS = 15.0
@@ -46,8 +47,10 @@ class Leading:
             )
         clear(self.logs)
         resumes = number > 1 and bool(self.before)  # a start from scratch, or elsewhere, was asked for once
-        plan = {"resumes": resumes, "at_most": self.at_most}
-        self.meeting.decide(Word(attempt=number, members=tuple(members), plan=plan))
+        self.store = served(replace(self.meeting.endpoint, port=0))  # the last one holds addresses of the dead
+        plan = {"resumes": resumes, "at_most": self.at_most, "port": self.store.port}
+        lost = self.meeting.word.lost
+        self.meeting.decide(Word(attempt=number, members=tuple(members), plan=plan, lost=lost))
         return self.meeting.word
 
     def _gathered(self) -> list[int]:
@@ -98,7 +101,8 @@ class Leading:
         failed = [i for i in word.members if meeting.failed_for(i, word.attempt) > FAILED_SECONDS]
         new = [i for i in meeting.present() if i not in word.members]
         if gone:
-            meeting.decide(replace(word, over=f"{meeting.called(gone[0])} is lost", kindly=False))
+            meeting.give_up(gone)
+            meeting.decide(replace(meeting.word, over=f"{meeting.called(gone[0])} is lost", kindly=False))
         elif failed:
             meeting.decide(replace(word, over=f"processes of {meeting.called(failed[0])} have failed", kindly=False))
         elif new and len(word.members) < meeting.section.max_nodes:
@@ -136,6 +140,7 @@ class Leading:
         if outcome is not None:
             return [Failure(**outcome["failure"])] if outcome["failure"] else []
         silence = self.meeting.silence(index)
+        self.meeting.give_up([index])
         return [lost(f"{self.meeting.called(index)} has given no sign of life for {silence:.0f} s")]
 
     def _after(self, failure: Failure, word: Word) -> int | None:

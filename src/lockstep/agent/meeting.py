@@ -11,9 +11,9 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -45,6 +45,8 @@ class Word:
     """Why all members end this attempt now, if so."""
     kindly: bool = False
     """Whether their processes may save first."""
+    lost: tuple[int, ...] = ()
+    """Who was given up, and has to leave: nobody can be lost and come back as if nothing had been."""
     verdict: Mapping[str, Any] | None = None
     """How the run ended, once it has: {"code", "text"}."""
 
@@ -79,6 +81,8 @@ class Meeting:
         self._seen: dict[int, tuple[int, float]] = {}
         """Of each node, its last beat and when that was read."""
         self._failures: dict[tuple[int, int], float] = {}
+        self._sign: Path | None = None
+        """On node 0: a file that shows the others that they see the same folder."""
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._talk, name="meeting", daemon=True)
@@ -94,6 +98,8 @@ class Meeting:
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=2)
+        if self._sign is not None:
+            self._sign.unlink(missing_ok=True)
 
     @property
     def name(self) -> str:
@@ -123,7 +129,8 @@ class Meeting:
                 folder.mkdir(parents=True, exist_ok=True)
                 for sign in folder.glob(f"{NONCE}*"):
                     sign.unlink(missing_ok=True)
-                (folder / f"{NONCE}{nonce}").touch()
+                self._sign = folder / f"{NONCE}{nonce}"
+                self._sign.touch()
             facts = {**versions(), "run": folder.name, "host": platform.node(), "nonce": nonce}
             self.store.set("facts", json.dumps(facts))
         else:
@@ -176,8 +183,14 @@ class Meeting:
             self._news.notify_all()
         self.store.set("word", json.dumps(asdict(word)))
 
+    def give_up(self, indices: Iterable[int]) -> None:
+        """On node 0: have these nodes leave."""
+        if more := [index for index in indices if index not in self.word.lost]:
+            self.decide(replace(self.word, lost=(*self.word.lost, *more)))
+
     def wait(self, until: Callable[[], bool], *, seconds: float | None = None) -> bool:
-        """Wait for something to be so, as news come in -> whether it is. Raises PeerLost when node 0 is lost."""
+        """Wait for something to be so, as news come in -> whether it is. Raises PeerLost when node 0 is lost, or has
+        given this one up."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._news:
             while not until():
@@ -189,11 +202,14 @@ class Meeting:
         return True
 
     def is_cut_off(self) -> bool:
-        """Whether the store, which another node serves, has been silent for too long."""
-        return not self.is_leader and time.monotonic() - self.heard > self.section.failure_timeout_seconds
+        """Whether the store, which another node serves, has been silent for too long, or this node was given up."""
+        silence = time.monotonic() - self.heard
+        return not self.is_leader and (silence > self.section.failure_timeout_seconds or self.index in self.word.lost)
 
     def cut_off_text(self) -> str:
         """What to say then."""
+        if self.index in self.word.lost:
+            return f"{self.name}: node 0 took this one for lost, and goes on without it"
         return f"{self.name}: no answer from {self.endpoint} (node 0) for {time.monotonic() - self.heard:.0f} s"
 
     def called(self, index: int) -> str:
@@ -219,7 +235,9 @@ class Meeting:
         return self.heard - self._seen[index][1]
 
     def is_lost(self, index: int) -> bool:
-        """On node 0: whether a node is to be given up, as it is silent or has been started once more."""
+        """On node 0: whether a node is to be given up, as it is silent or has been started once more, or was before."""
+        if index in self.word.lost:
+            return True
         entry = self.others.get(index, {})
         again = any(
             later > index and other["node_rank"] == entry.get("node_rank") is not None

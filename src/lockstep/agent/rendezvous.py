@@ -14,6 +14,8 @@ from lockstep.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
 RETRY_SECONDS = 0.5
+QUIET_SECONDS = 5.0
+"""Machines that are started together are not up at once: only then is waiting worth a word."""
 NAME_SECONDS = 60.0
 """A name that cannot be resolved may still become known: of a pod that was started just now."""
 STORE_TIMEOUT = timedelta(seconds=30)
@@ -115,7 +117,7 @@ def connected(endpoint: Endpoint, *, seconds: float) -> TCPStore:
                 f"{why} for {waited:.0f} s: check --rendezvous, the first machine (--node-rank 0) and the firewall "
                 "between (launch.join_timeout_seconds)"
             )
-        if why != said:
+        if why != said and (waited > QUIET_SECONDS or limit < seconds):
             sys.stderr.write(f"{why}; waiting up to {limit:.0f} s for it\n")
             said = why
         time.sleep(RETRY_SECONDS)

@@ -147,6 +147,8 @@ def _start_worker(number: int, stacks: StackFiles | None = None) -> None:
         stacks.answer(number)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave_at_the_next)
+    if hasattr(signal, "SIGUSR1"):  # Slurm sends a warning to every process of a job
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _leave_at_the_next(*_: Any) -> None:

@@ -44,8 +44,12 @@ def telling(stack: list[Place]) -> Place:
 
 def stack_of(thread: int) -> list[Place]:
     """Where a thread is, innermost first; empty when it has ended."""
-    frames = traceback.walk_stack(sys._current_frames().get(thread)) if thread in sys._current_frames() else ()
-    return [Place(f.f_code.co_filename, line, f.f_code.co_name) for f, line in frames]
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:
+        return []
+    with suppress(AttributeError):  # of a call that is just being made, a frame may lack its code
+        return [Place(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(innermost)]
+    return []
 
 
 def all_stacks() -> str:

@@ -1,0 +1,175 @@
+"""Runs on a real Slurm cluster: pre-empted, cut off, robbed of machines, and still with the bits of a lone process."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
+SETTINGS = [
+    "train.steps=1200",
+    "train.global_batch=32",
+    "train.micro_batch=4",
+    "data.limit=400",
+    "evaluate.every_epochs=null",
+    "checkpoint.every_steps=100",
+    "checkpoint.keep=20",
+]
+QUICK = "launch.failure_timeout_seconds=8"
+BOUND_SECONDS = 30
+"""From the loss of a machine to the next start: 8 s of silence, 10 s for latecomers, processes that end, and a margin."""
+URGENT = "#!/bin/bash\n#SBATCH --partition=urgent --nodes=2 --exclusive --time=1 --output=/dev/null\nsleep 1\n"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm" / "train.slurm"
+
+
+def lockstep(slurm, folder, *words):
+    """The command line, as on a login node."""
+    command = [*LOCKSTEP, *words]
+    return subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True, timeout=60)
+
+
+class Run:
+    """A run that was handed in."""
+
+    def __init__(self, slurm, folder, *settings):
+        self.slurm, self.folder, self.top = slurm, folder / "runs" / "a", folder
+        (folder / "c.yaml").write_text("data: {kind: digits}\n")
+        words = ["launch.kind=slurm", "launch.processes=2", "launch.cpus=2", "launch.time=10", "run.name=a"]
+        done = lockstep(slurm, folder, "train", "c.yaml", *SETTINGS, *words, *settings)
+        assert done.returncode == 0, done.stderr
+        self.job = re.search(r"handed in as job (\d+)", done.stdout)[1]
+
+    @property
+    def said(self):
+        files = sorted((self.folder / "logs").glob("slurm-*.out"))
+        return "\n".join(file.read_text() for file in files)
+
+    @property
+    def step(self):
+        return max((int(p.name[5:]) for p in (self.folder / "checkpoints").glob("step-*[0-9]")), default=0)
+
+    def reaches(self, step, seconds=120):
+        self.until(lambda: self.step >= step, seconds, f"step {step}")
+
+    def until(self, condition, seconds, hope):
+        try:
+            until(condition, seconds, hope)
+        except TimeoutError as error:
+            pytest.fail(f"{error}\n{self.said}\n{self.slurm.status()}")
+
+    def says(self, text, seconds):
+        self.until(lambda: text in self.said, seconds, f"the words {text!r}")
+
+    def finished(self, seconds=150):
+        """Wait for the end -> summary.json."""
+        path = self.folder / "summary.json"
+        self.until(lambda: path.exists() and '"finished"' in path.read_text(), seconds, "the end of the run")
+        self.until(lambda: self.slurm.state(self.job) == "COMPLETED", 30, "the end of the job")
+        return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The digest of the same settings on a lone process of this machine."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "c.yaml").write_text("data: {kind: digits}\n")
+    command = [sys.executable, "-m", "lockstep.worker", "c.yaml", *SETTINGS, "run.name=a"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=150)
+    return json.loads((folder / "runs" / "a" / "summary.json").read_text())["digest"]
+
+
+def test_pre_empted_and_finished(slurm, tmp_path, plain):
+    """Two machines of two processes each; an urgent job takes their place, and the run comes back."""
+    run = Run(slurm, tmp_path, "launch.nodes=2")
+    run.reaches(100)
+    assert "running on node[1-2]" in lockstep(slurm, tmp_path, "status", "runs/a").stdout
+    (tmp_path / "urgent.sh").write_text(URGENT)
+    urgent = slurm.submit(str(tmp_path / "urgent.sh"))
+    run.says("goes back to the queue", 60)
+    stopped = int(re.search(r"stopped by a signal after step (\d+)", run.said)[1])
+    assert slurm.wait_for(urgent, ("COMPLETED",), 60)
+    summary = run.finished()
+    assert summary["digest"] == plain
+    assert summary["world_size"] == 4
+    assert f"resumed after step {stopped}" in run.said
+    shown = lockstep(slurm, tmp_path, "logs", "runs/a").stdout
+    assert "was warned: the run saves, and ends" in shown
+    assert summary["digest"][:16] in lockstep(slurm, tmp_path, "status", "runs/a").stdout
+
+
+def test_a_lost_machine_is_done_without(slurm, tmp_path, plain):
+    """launch.nodes=1:2: the other one goes on within the stated time."""
+    run = Run(slurm, tmp_path, "launch.nodes=1:2", 'launch.options=["--nodes=2"]', QUICK)
+    run.reaches(100)
+    start = time.monotonic()
+    slurm.kill("node2")
+    run.says("Starting again on 2 processes of 1 machine from step-", BOUND_SECONDS)
+    assert time.monotonic() - start < BOUND_SECONDS
+    summary = run.finished()
+    assert (summary["digest"], summary["world_size"]) == (plain, 2)
+    assert "node 1 (node2) has given no sign of life" in run.said
+
+
+def test_too_few_machines_go_back_to_the_queue(slurm, tmp_path, plain):
+    """launch.nodes=2: one is lost, the job waits for its return."""
+    run = Run(slurm, tmp_path, "launch.nodes=2", QUICK)
+    run.reaches(100)
+    slurm.kill("node2")
+    run.until(lambda: slurm.state(run.job) == "PENDING", 60, "the queue")
+    slurm.wait_for_node("node2", "down*", 40)
+    slurm.heal("node2")
+    assert run.finished()["digest"] == plain
+
+
+def test_a_machine_that_is_cut_off(slurm, tmp_path, plain):
+    """Nobody sees a closed connection: silence is noticed on both sides, and both end what cannot go on."""
+    run = Run(slurm, tmp_path, "launch.nodes=1:2", 'launch.options=["--nodes=2"]', QUICK)
+    run.reaches(100)
+    slurm.cut("node2")
+    run.says("Starting again on 2 processes of 1 machine from step-", BOUND_SECONDS)
+    alone = lambda: not slurm.run("node2", "pgrep", "-f", "lockstep.worker").stdout  # noqa: E731
+    run.until(alone, BOUND_SECONDS, "the end of the processes that were cut off")
+    slurm.heal("node2")
+    assert run.finished()["digest"] == plain
+
+
+def test_cancelled_jobs_stay_cancelled(slurm, tmp_path):
+    """`lockstep cancel` saves first; scancel does not; neither goes back to the queue."""
+    for name, command in (("kind", ["cancel", "runs/a"]), ("rude", None)):
+        (tmp_path / name).mkdir()
+        run = Run(slurm, tmp_path / name, "launch.nodes=1")
+        run.reaches(100)
+        if command:
+            assert "to save and end" in lockstep(slurm, run.top, *command).stdout
+        else:
+            slurm.run("head", "scancel", run.job)
+        over = ("FAILED", "CANCELLED", "COMPLETED")
+        assert slurm.wait_for(run.job, over, 60)
+        time.sleep(3)
+        assert slurm.state(run.job) in over, run.said
+        assert "goes back to the queue" not in run.said
+        if command:
+            assert "stopped by a signal after step" in run.said
+            assert "already" in lockstep(slurm, run.top, *command).stderr or slurm.state(run.job)
+
+
+def test_the_example_is_handed_in_by_plain_sbatch(slurm, tmp_path, plain):
+    """Edited and submitted, as in its own words; on one machine and on two."""
+    (tmp_path / "c.yaml").write_text("data: {kind: digits}\n")
+    text = EXAMPLE.read_text()
+    assert "PATH=$PWD/.venv/bin:$PATH" in text
+    (tmp_path / "train.slurm").write_text(text.replace("$PWD/.venv/bin", os.path.dirname(sys.executable)))
+    for nodes in (1, 2):
+        job = slurm.submit(
+            f"--nodes={nodes}", f"--job-name=on-{nodes}", "train.slurm", "c.yaml", *SETTINGS, cwd=tmp_path
+        )
+        slurm.wait_for(job, ("COMPLETED",), 120)
+        summary = json.loads((tmp_path / "runs" / f"on-{nodes}-{job}" / "summary.json").read_text())
+        assert summary["digest"] == plain

@@ -1,0 +1,511 @@
+"""What a cluster is told: manifests as they were approved, read by two strict readers, and their command run by a shell.
+
+After a change that is meant, `LOCKSTEP_GOLDEN=write pytest tests/test_kubernetes.py` writes the approved manifests anew.
+"""
+
+import copy
+import functools
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+
+import jsonschema
+import pytest
+import yaml
+from golden import matches
+from hypothesis import given
+from hypothesis import strategies as st
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+from pydantic import ValidationError
+from referencing import Registry, Resource
+from typer.testing import CliRunner
+
+from lockstep import cli
+from lockstep.contracts import Request
+from lockstep.errors import LaunchError
+from lockstep.launch import _kubernetes_manifest as manifests
+from lockstep.launch.kubernetes import Config, State, build
+
+SCHEMAS = pathlib.Path(__file__).parent / "schemas"
+LEAST = {"image": "registry.example/lockstep:1", "volume": "shared"}
+EVERYTHING = {
+    **LEAST,
+    "name": "digits",
+    "nodes": "1:2",
+    "namespace": "research",
+    "context": "big",
+    "mount": "/data/run",
+    "gpus": 8,
+    "cpus": 64,
+    "memory": "512Gi",
+    "shared_memory": "64Gi",
+    "port": 29500,
+    "node_selector": {"pool": "h100", "spot": "y"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "service_account": "trainer",
+    "image_pull_secrets": ["registry"],
+    "user": 4000,
+    "pod_restarts": 10,
+    "grace_seconds": 600,
+    "interface": "eth0",
+    "debug": True,
+    "environment": {"NCCL_IB_DISABLE": "1", "AT": "1:30"},
+    "extra": {
+        "metadata": {"annotations": {"example.org/rdma": "on"}},
+        "spec": {
+            "volumes": [{"name": "shared-memory", "emptyDir": {"sizeLimit": "32Gi"}}, {"name": "raw", "emptyDir": {}}],
+            "containers": [{"name": "node", "volumeMounts": [{"name": "raw", "mountPath": "/raw"}]}],
+        },
+    },
+}
+GOLDEN = {
+    "jobset-one.yaml": LEAST,
+    "jobset-everything.yaml": {
+        **EVERYTHING,
+        "extra": {**EVERYTHING["extra"], "spec": {**EVERYTHING["extra"]["spec"], "priorityClassName": "high"}},
+    },
+    "trainjob.yaml": {**LEAST, "resource": "trainjob", "nodes": 2, "gpus": 1, "runtime": "torch-large"},
+    "trainjob-everything.yaml": {**EVERYTHING, "resource": "trainjob"},
+}
+
+
+def launcher(**settings):
+    return build(Config(kind="kubernetes", **settings), threads=2, shards=16)
+
+
+def request_in(folder, run="digits", text=None, arguments=("--resume", "auto")):
+    text = (
+        f"data: {{kind: mnist, root: {folder}/data, cache: /home/me/.cache}}\nrun: {{dir: {folder}/runs}}\n"
+        if text is None
+        else text
+    )
+    return Request(recipe=folder / "runs" / run / "launch.yaml", text=text, arguments=arguments)
+
+
+def manifest(folder, monkeypatch, run="digits", **settings):
+    """The text of a manifest, as written from a folder."""
+    monkeypatch.chdir(folder)
+    (text,) = launcher(**settings).plan(request_in(folder, run)).files.values()
+    return text
+
+
+def documents(folder, monkeypatch, **settings):
+    return list(yaml.safe_load_all(manifest(folder, monkeypatch, **settings)))
+
+
+def pod_of(resource):
+    return resource["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+# ---- what is written
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_manifest_is_the_approved_one(tmp_path, monkeypatch, name):
+    assert matches(manifest(tmp_path, monkeypatch, **GOLDEN[name]), f"kubernetes/{name}")
+
+
+@functools.cache
+def validator(kind):
+    found = {path.name: Resource.from_contents(json.loads(path.read_text())) for path in SCHEMAS.glob("*.json")}
+    registry = Registry().with_resources(found.items())
+    reference = {"ConfigMap": "core.json#/$defs/ConfigMap", "JobSet": "jobset.json", "TrainJob": "trainjob.json"}[kind]
+    return jsonschema.Draft202012Validator({"$ref": reference}, registry=registry)
+
+
+def complaints(document):
+    """What the schema has against a document."""
+    return [error.message for error in validator(document["kind"]).iter_errors(document)]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_manifest_follows_the_schema(tmp_path, monkeypatch, name):
+    config_map, resource = documents(tmp_path, monkeypatch, **GOLDEN[name])
+    assert complaints(config_map) == []
+    assert complaints(resource) == []
+
+
+def test_schemas_are_schemas_and_say_where_they_come_from():
+    for path in SCHEMAS.glob("*.json"):
+        schema = json.loads(path.read_text())
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert "https://" in schema["$comment"]
+
+
+def lacking(wanted, found, path=()):
+    """Where something that is wanted is not found."""
+    if isinstance(wanted, dict):
+        for key, value in wanted.items():
+            yield from lacking(value, found[key], (*path, key)) if key in found else [(*path, key)]
+    elif isinstance(wanted, list):
+        assert len(wanted) == len(found), path
+        for i, (one, other) in enumerate(zip(wanted, found, strict=True)):
+            yield from lacking(one, other, (*path, i))
+    elif wanted != found:
+        yield path
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_kubeflows_own_models_read_every_field(tmp_path, monkeypatch, name):
+    """Models made from the published OpenAPI: they drop what they do not know, so all that was written must come back."""
+    resource = documents(tmp_path, monkeypatch, **GOLDEN[name])[1]
+    model = {"JobSet": JobsetV1alpha2JobSet, "TrainJob": TrainerV1alpha1TrainJob}[resource["kind"]]
+    assert list(lacking(resource, model.from_dict(resource).to_dict())) == []
+
+
+def pod(document):
+    if document["kind"] == "JobSet":
+        return pod_of(document)
+    patch = document["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]
+    return patch["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+def job(document):
+    return document["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+
+MISTAKES = {
+    "misspelt in a JobSet": ("jobset-one.yaml", lambda d: d["spec"].update(failurePolicies={})),
+    "misspelt in a Job": ("jobset-one.yaml", lambda d: job(d).update(backOffLimit=1)),
+    "misspelt in a pod": ("jobset-one.yaml", lambda d: pod(d).update(nodeSelectors={})),
+    "misspelt in a container": ("jobset-one.yaml", lambda d: pod(d)["containers"][0].update(volumes=[])),
+    "misspelt in a TrainJob": ("trainjob.yaml", lambda d: d["spec"]["trainer"].update(nodes=2)),
+    "what a patch may not change": ("trainjob.yaml", lambda d: pod(d).update(restartPolicy="Never")),
+    "variables outside of the trainer": ("trainjob.yaml", lambda d: pod(d)["containers"][0].update(env=[])),
+    "a variable that is torchrun's": (
+        "trainjob.yaml",
+        lambda d: d["spec"]["trainer"]["env"].append({"name": "PET_NNODES"}),
+    ),
+    "no image": ("jobset-one.yaml", lambda d: pod(d)["containers"][0].pop("image")),
+    "no runtime": ("trainjob.yaml", lambda d: d["spec"].pop("runtimeRef")),
+    "no name": ("jobset-one.yaml", lambda d: d["metadata"].pop("name")),
+    "no status of a condition": (
+        "jobset-one.yaml",
+        lambda d: job(d)["podFailurePolicy"]["rules"][1]["onPodConditions"][0].pop("status"),
+    ),
+    "text for a number": ("jobset-one.yaml", lambda d: job(d).update(completions="2")),
+    "number for a text": ("jobset-one.yaml", lambda d: pod(d)["containers"][0]["env"][0].update(value=1)),
+    "one for a list": ("jobset-one.yaml", lambda d: pod(d)["containers"][0].update(command="sh")),
+    "an unknown word": ("jobset-one.yaml", lambda d: d["spec"]["failurePolicy"].update(restartStrategy="Gently")),
+    "an unknown reason": (
+        "jobset-one.yaml",
+        lambda d: d["spec"]["failurePolicy"]["rules"][0].update(onJobFailureReasons=["Tired"]),
+    ),
+    "capitals in a name": ("jobset-one.yaml", lambda d: d["metadata"].update(name="Digits")),
+    "a digit before a service": ("jobset-one.yaml", lambda d: d["spec"]["network"].update(subdomain="1st")),
+    "a size in words": ("jobset-one.yaml", lambda d: pod(d)["volumes"][2]["emptyDir"].update(sizeLimit="2 GB")),
+    "restarts in place": ("jobset-one.yaml", lambda d: pod(d).update(restartPolicy="OnFailure")),
+    "success of what is not indexed": ("jobset-one.yaml", lambda d: job(d).update(completionMode="NonIndexed")),
+    "a rule for two things": (
+        "jobset-one.yaml",
+        lambda d: job(d)["podFailurePolicy"]["rules"][0].update(onPodConditions=[]),
+    ),
+    "a volume of two kinds": ("jobset-one.yaml", lambda d: pod(d)["volumes"][0].update(emptyDir={})),
+    "another version": ("jobset-one.yaml", lambda d: d.update(apiVersion="jobset.x-k8s.io/v1")),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_schema_refuses(tmp_path, monkeypatch, case):
+    name, spoil = MISTAKES[case]
+    resource = documents(tmp_path, monkeypatch, **GOLDEN[name])[1]
+    assert complaints(resource) == []
+    spoilt = copy.deepcopy(resource)
+    spoil(spoilt)
+    assert complaints(spoilt) != []
+
+
+# ---- what is meant by it
+
+
+def test_grace_is_longer_than_that_of_lockstep(tmp_path, monkeypatch):
+    for resource in ("jobset", "trainjob"):
+        found = documents(tmp_path, monkeypatch, **LEAST, resource=resource, grace_seconds=77)[1]
+        assert pod(found)["terminationGracePeriodSeconds"] == 77 + manifests.MARGIN_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes"),
+    [
+        ({"cpus": 7}, 3),
+        ({"cpus": 1}, 1),
+        ({"cpus": 64, "nodes": 4}, 4),
+        ({"gpus": 8, "cpus": 2}, 8),
+        ({"gpus": 8, "processes": 2}, 2),
+        ({"processes": 5}, 5),
+    ],
+)
+def test_pods_are_told_how_many_processes_they_run(tmp_path, monkeypatch, settings, processes):
+    """2 threads each, 16 shards in a step."""
+    config_map, _ = documents(tmp_path, monkeypatch, **LEAST, **settings)
+    assert yaml.safe_load(config_map["data"]["launch.yaml"])["launch"]["processes"] == processes
+
+
+def test_paths_of_the_config_are_those_of_the_volume(tmp_path, monkeypatch):
+    text = (
+        f"run: {{dir: {tmp_path}/out/runs}}\n"
+        f"model: {{kind: user, file: {tmp_path}/my_model.py}}\n"
+        f"data: {{train: /elsewhere/train.csv, test: {tmp_path}-not/test.csv, cache: /root/.cache}}\n"
+        "train: {lr: 1e-05}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    section = Config(kind="kubernetes", **LEAST)
+    moved = manifests.relocated(text, tmp_path, section, name="x")
+    assert moved == {
+        "run": {"dir": "/workspace/out/runs"},
+        "model": {"kind": "user", "file": "/workspace/my_model.py"},
+        "data": {
+            "train": "/elsewhere/train.csv",
+            "test": f"{tmp_path}-not/test.csv",
+            "cache": "/workspace/.cache/lockstep",
+        },
+        "train": {"lr": 1e-05},
+        "launch": {"name": "x"},
+    }
+    there = manifests.relocated("run: {dir: /workspace/a}\n", tmp_path, section)
+    elsewhere = manifests.relocated("run: {dir: /scratch/a}\n", tmp_path, section)
+    assert (there["run"]["dir"], elsewhere["run"]["dir"]) == ("/workspace/a", "/workspace/runs")
+
+
+@given(st.from_regex(r"[\w-][\w.-]*", fullmatch=True), st.from_regex(r"[\w-][\w.-]*", fullmatch=True))
+def test_every_run_has_a_valid_name_of_its_own(one, other):
+    name = manifests.name_of(one)
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
+    assert len(f"{name}-node-0-9999-abcde") <= 63
+    assert one == other or name != manifests.name_of(other)
+    if manifests.is_label(one):
+        assert name == one
+    Config(kind="kubernetes", **LEAST, name=name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["y", "N", "on", "no", "1:30", "0o17", "017", "0x1F", "1e3", "1_000", "~", "null", "2026-01-01", ".5", "", "="],
+)
+def test_text_stays_text_for_every_reader(text):
+    """Go's readers of YAML and Python's take different words for switches and numbers."""
+    assert yaml.dump({"a": text}, Dumper=manifests.Readable) in (f"a: '{text}'\n", f'a: "{text}"\n')
+
+
+def test_text_of_several_lines_is_written_as_it_is():
+    text = "a: 1\n\n  b: [x]\n# c\n"
+    written = yaml.dump({"a": text}, Dumper=manifests.Readable)
+    assert written == "a: |\n  a: 1\n\n    b: [x]\n  # c\n"
+    for odd in (text, "a \nb", "a\u2028\nb", "\ta\n", "\n", "  a\nb\n\n"):
+        assert yaml.safe_load(yaml.dump([odd], Dumper=manifests.Readable)) == [odd]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"name": "My_Job"}, "pattern"),
+        ({"name": "x" * 46}, "at most 45"),
+        ({"memory": "16GB"}, "pattern"),
+        ({"memory": "1Gi", "shared_memory": "1Gi"}, "less than launch.memory"),
+        ({"mount": "data"}, "absolute folder"),
+        ({"mount": "/a/../b"}, "absolute folder"),
+        ({"tolerations": [{"efect": "NoSchedule"}]}, "did you mean 'effect'"),
+        ({"extra": {"containers": []}}, "put it under spec"),
+        ({"resource": "job"}, "'jobset' or 'trainjob'"),
+        ({"user": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_mistakes_in_the_section_are_told(settings, said):
+    with pytest.raises(ValidationError, match=said):
+        Config(kind="kubernetes", **{**LEAST, **settings})
+
+
+def test_what_cannot_be_started_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match="set launch.processes=2"):
+        launcher(**LEAST, gpus=2, processes=3).plan(request_in(tmp_path))
+    for resume in ("never", "runs/other"):
+        with pytest.raises(LaunchError, match="choose a new run.name"):
+            launcher(**LEAST).plan(request_in(tmp_path, arguments=("--resume", resume, "--allow-drift")))
+
+
+# ---- the command of a pod, in a real shell
+
+
+def started(resource, folder, index, port_host="127.0.0.1"):
+    """A pod's command on this machine: its name is an address, its recipe lies in a folder, `lockstep` is ours."""
+    container = pod_of(resource)["containers"][0]
+    name = resource["metadata"]["name"]
+    script = (
+        container["args"][0]
+        .replace(f"{name}-node-0-0.{name}", port_host)
+        .replace(f"{name}-node-0-0", port_host)
+        .replace(manifests.RECIPES, str(folder / "etc"))
+    )
+    command = folder / "bin" / "lockstep"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m lockstep.cli "$@"\n')
+    command.chmod(0o755)
+    own = {each["name"]: each["value"] for each in container["env"]}
+    path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.Popen(
+        [*container["command"], script],
+        env={**os.environ, **own, "PATH": path, "JOB_COMPLETION_INDEX": str(index)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_two_pods_train_by_the_command_of_the_manifest(tmp_path, monkeypatch, free_port):
+    """`--dry-run` from the command line; then what it printed, run twice beside each other."""
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    (tmp_path / "c.yaml").write_text(
+        "data: {kind: digits, limit: 100}\ntrain: {steps: 3, global_batch: 16, micro_batch: 4}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        **LEAST,
+        "kind": "kubernetes",
+        "nodes": 2,
+        "cpus": 1,
+        "port": free_port,
+        "mount": volume,
+        "join_timeout_seconds": 60,
+    }
+    overrides = [f"launch.{key}={value}" for key, value in settings.items()]
+    shown = CliRunner().invoke(cli.app, ["train", "c.yaml", "run.name=Two_pods", *overrides, "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    text = shown.stdout.partition("kubernetes.yaml\n\n# ")[2].partition(f"\n# {tmp_path}/runs/Two_pods/launch.yaml\n")[
+        0
+    ]
+    config_map, resource = yaml.safe_load_all(f"# {text}")
+    assert [complaints(config_map), complaints(resource)] == [[], []]
+    (tmp_path / "etc").mkdir()
+    for name, content in config_map["data"].items():
+        (tmp_path / "etc" / name).write_text(content)
+    pods = [started(resource, tmp_path, index) for index in (0, 1)]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in pods]
+    finally:
+        for process in pods:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in pods] == [0, 0], "\n".join(outputs)
+    summary = json.loads((volume / "runs" / "Two_pods" / "summary.json").read_text())
+    assert (summary["steps"], summary["world_size"]) == (3, 2)
+    noted = json.loads((volume / "runs" / "Two_pods" / "job.json").read_text())
+    assert (noted["kind"], noted["resource"], noted["name"]) == ("kubernetes", "jobset", resource["metadata"]["name"])
+
+
+def test_a_pod_that_waits_for_the_first_one_can_be_ended(tmp_path, monkeypatch):
+    resource = documents(tmp_path, monkeypatch, **LEAST, mount=str(tmp_path))[1]
+    process = started(resource, tmp_path, 1, "nobody.invalid")
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+
+
+# ---- kubectl
+
+
+def handed_in(folder, *overrides):
+    (folder / "c.yaml").write_text("data: {kind: digits}\n")
+    settings = [f"launch.{key}={value}" for key, value in LEAST.items()]
+    arguments = ["train", "c.yaml", "run.name=a", "launch.kind=kubernetes", *settings, *overrides]
+    return CliRunner().invoke(cli.app, arguments)
+
+
+def test_without_kubectl_the_manifest_is_written_and_the_message_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = handed_in(tmp_path)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "there is no kubectl" in done.stderr and "--dry-run" in done.stderr
+    written = list(yaml.safe_load_all((tmp_path / "runs" / "a" / "kubernetes.yaml").read_text()))
+    assert [complaints(document) for document in written] == [[], []]
+    note = json.loads((tmp_path / "runs" / "a" / "job.json").read_text())
+    for ask in (launcher(**LEAST).status, launcher(**LEAST).cancel):
+        with pytest.raises(LaunchError, match="there is no kubectl"):
+            ask(note)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_what_kubectl_says_is_repeated(tmp_path, monkeypatch, free_port):
+    """A cluster that does not answer, and one that kubectl has never heard of."""
+    monkeypatch.chdir(tmp_path)
+    cluster = {"clusters": [{"name": "c", "cluster": {"server": f"https://127.0.0.1:{free_port}"}}]}
+    contexts = {"contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}], "current-context": "c"}
+    users = {"users": [{"name": "u", "user": {"token": "t"}}]}
+    (tmp_path / "config").write_text(json.dumps({"apiVersion": "v1", "kind": "Config", **cluster, **contexts, **users}))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    done = handed_in(tmp_path)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "kubectl get jobsets.jobset.x-k8s.io a " in done.stderr
+    assert "refused" in done.stderr and "kubectl cluster-info" in done.stderr
+    done = handed_in(tmp_path, "launch.context=nowhere", "launch.namespace=there")
+    assert "kubectl --context nowhere --namespace there get" in done.stderr
+    assert '"nowhere" does not exist' in done.stderr and "get-contexts" in done.stderr
+
+
+BEGAN = {"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}}
+READY = {
+    "replicatedJobsStatus": [{"name": "node", "ready": 1, "active": 1, "failed": 0, "succeeded": 0, "suspended": 0}]
+}
+STATES = {
+    "new": ({}, "waits for pods (handed in 95 h 3 min ago)", False),
+    "runs": ({"status": {**READY, "restarts": 2}}, "runs (started again 2 times, handed in 95 h 3 min ago)", False),
+    "trainjob runs": ({"status": {"jobsStatus": [{"name": "node", "ready": 1}]}}, "runs (handed in", False),
+    "queued": ({"spec": {"suspend": True}, "status": {}}, "is suspended, or waits in a queue (", False),
+    "completed": ({"status": {"conditions": [{"type": "Completed", "status": "True"}]}}, "has completed (", True),
+    "trainjob complete": (
+        {"status": {"conditions": [{"type": "Complete", "status": "True"}]}},
+        "has completed (",
+        True,
+    ),
+    "not yet": ({"status": {**READY, "conditions": [{"type": "Completed", "status": "False"}]}}, "runs (", False),
+    "failed": (
+        {"status": {"conditions": [{"type": "Failed", "status": "True", "reason": "FailedJobs", "message": "pod 0"}]}},
+        "has failed (FailedJobs: pod 0; handed in",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_state_of_a_job_in_words(case):
+    found, text, has_ended = STATES[case]
+    state = State.of({**BEGAN, **found}, datetime(2026, 1, 4, 23, 3, 59, tzinfo=UTC))
+    assert state.text.startswith(text)
+    assert state.has_ended == has_ended
+
+
+def test_the_page_shows_configs_that_are_ones(tmp_path, monkeypatch):
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "kubernetes.md").read_text()
+    claim, recipe = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert yaml.safe_load(claim)["kind"] == "PersistentVolumeClaim"
+    (tmp_path / "big.yaml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"^lockstep (train .*--dry-run)", page, re.MULTILINE)
+    shown = CliRunner().invoke(cli.app, [*command.split(), "launch.extra.spec.priorityClassName=high"])
+    assert shown.exit_code == 0, shown.output
+    assert "priorityClassName: high" in shown.stdout and "jobset" in shown.stdout.lower()
+    settings = set(re.findall(r"`launch\.(\w+)", page))
+    assert settings <= set(Config.model_fields)
+
+
+def test_each_pod_calls_the_first_one_by_a_name_that_is_surely_right(tmp_path, monkeypatch):
+    """Pod 0 by its own /etc/hosts, which knows no stale address; the others by DNS, in which bare names are not."""
+    script = pod_of(documents(tmp_path, monkeypatch, **LEAST, nodes=3)[1])["containers"][0]["args"][0]
+    choice = next(line for line in script.splitlines() if line.startswith("if "))
+    for index, name in enumerate(["digits-node-0-0", "digits-node-0-0.digits", "digits-node-0-0.digits"]):
+        run = ["sh", "-euc", f'{choice}; echo "$first"']
+        done = subprocess.run(run, env={"JOB_COMPLETION_INDEX": str(index)}, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{name}\n"
