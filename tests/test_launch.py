@@ -1,4 +1,4 @@
-"""The real command line with real processes: the pulse of the whole path, Ctrl-C, kills, torchrun."""
+"""The real command line with real processes: the pulse of the whole path, Ctrl-C, kills."""
 
 import json
 import os
@@ -143,26 +143,6 @@ def test_ctrl_c_ends_a_run_that_cannot_reach_a_step(config):
     assert time.monotonic() - start < 7
     assert process.returncode == 75
     assert not [p for p in psutil.wait_procs(everyone, timeout=1)[1] if p.status() != psutil.STATUS_ZOMBIE]
-
-
-def test_torchrun_and_a_lone_process_give_the_same_digest(config):
-    """The ecosystem's own launcher, and no launcher at all."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for name, launcher in (("two", torchrun), ("one", [sys.executable])):
-        command = [*launcher, "-m", "lockstep.worker", "c.yaml", *SHORT, f"run.name={name}"]
-        done = subprocess.run(command, cwd=config, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
-    assert summary(config, "one")["digest"] == summary(config, "two")["digest"]
-    assert (summary(config, "one")["world_size"], summary(config, "two")["world_size"]) == (1, 2)
-
-
-def test_torchrun_agrees_on_a_name_and_a_time(config):
-    """Without run.name, rank 0's clock names the run for all."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "lockstep.worker", "c.yaml", *SHORT, "train.epochs=0.1"]
-    subprocess.run(command, cwd=config, capture_output=True, text=True, timeout=100, check=True)
-    (run,) = (config / "runs").iterdir()
-    assert run.name.startswith("c-2")
 
 
 def test_an_error_in_the_users_code_keeps_its_traceback(config):

@@ -12,6 +12,7 @@ LockstepError            the base: never raised itself
 ├── Desync               the ranks' weights are no longer the same (exit code 4)
 ├── PeerLost             another process of the run has gone (exit code 5)
 ├── Stuck                no process can go on; ended by the thread that watches (exit code 6)
+├── RunFailed            a process of a run that lockstep.spawn() started failed (any other exit code)
 └── Interrupted          a signal or a time limit ended the run early; it can be resumed (exit code 75)
 """
 
@@ -85,6 +86,14 @@ class Stuck(LockstepError):
     """A process is frozen or keeps all others waiting."""
 
     exit_code = 6
+
+
+class RunFailed(LockstepError):
+    """A process of a run that was started from Python failed; the message holds its last words."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Interrupted(LockstepError):

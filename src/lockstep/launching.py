@@ -55,10 +55,10 @@ def request_for(recipe: Recipe, arguments: tuple[str, ...], name: str = "launch"
     return Request(recipe=written, text=config.dump(recipe), arguments=arguments)
 
 
-def here(recipe: Recipe) -> Recipe:
+def here(recipe: Recipe, kind: str = "local") -> Recipe:
     """The same, to be started once on this machine, whatever it is that trains it."""
     known = {name: getattr(recipe.launch, name) for name in LaunchSection.model_fields}
-    local = plugins.find("launch", "local").Config(**{**known, "kind": "local", "nodes": 1, "max_restarts": 0})
+    local = plugins.find("launch", kind).Config(**{**known, "kind": kind, "nodes": 1, "max_restarts": 0})
     return recipe.model_copy(update={"launch": local})
 
 
@@ -78,14 +78,20 @@ def show(recipe: Recipe, arguments: tuple[str, ...], console: Console, *, place:
 def launch(recipe: Recipe, arguments: tuple[str, ...], *, name: str = "launch") -> int:
     """Start the processes of a run, or hand it to a scheduler -> exit code. Raises UserError."""
     request, launcher = request_for(recipe, arguments, name), launcher_of(recipe)
-    plan = launcher.plan(request)
     is_training = name == "launch"
-    _write(recipe, request, plan, training=launcher if is_training else None)
+    plan = ready(recipe, request, launcher, is_training=is_training)
     logs = request.folder / "logs" / ("" if is_training else name)
     code = _resumable(recipe, lambda: launcher.run(plan, logs))
     if is_training:
         _note(recipe, launcher)
     return code
+
+
+def ready(recipe: Recipe, request: Request, launcher: Launcher, *, is_training: bool = True) -> Plan:
+    """Write what is to be launched, and by whom, into the run's folder -> what to run. Raises UserError."""
+    plan = launcher.plan(request)
+    _write(recipe, request, plan, training=launcher if is_training else None)
+    return plan
 
 
 def take_part(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, place: Place) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from lockstep import config, files, plugins
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.config import Complaint, Kind, LocalPath, Section
-from lockstep.errors import nearest
+from lockstep.errors import ConfigError, nearest
 from lockstep.evaluation import METRICS
 from lockstep.export import ExportSection
 from lockstep.observe.section import ObserveSection
@@ -114,7 +114,23 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         run = path.absolute().parent
         here = {"run.dir": str(run.parent), "run.name": run.name}
         overrides = [*(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in here.items()), *overrides]
-    recipe = config.load(Recipe, path, overrides, check=contradictions)
+    return _completed(config.load(Recipe, path, overrides, check=contradictions))
+
+
+def of_sections(sections: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """The same for sections in memory, such as {"train": {"epochs": 3}}."""
+    try:
+        text = json.dumps(sections, default=str, ensure_ascii=False)  # YAML, too, in one line
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a config holds numbers, texts, lists and sections: {error}") from None
+    try:
+        return _completed(config.parse(Recipe, text, file="config", overrides=overrides, check=contradictions))
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"^config:1: ", "config: ", str(error), flags=re.MULTILINE)) from None
+
+
+def _completed(recipe: Recipe) -> Recipe:
+    """With what follows from the strategy."""
     if recipe.parallel.kind == "single" and recipe.launch.processes == "auto":
         launch = recipe.launch.model_copy(update={"processes": 1})
         recipe = recipe.model_copy(update={"launch": launch})

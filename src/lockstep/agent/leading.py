@@ -45,7 +45,7 @@ class Leading:
             sys.stderr.write(
                 f"Going on with {_count(self._processes(members), 'process')}{self._on_machines(members)}.\n"
             )
-        self._clear_logs()
+        clear(self.logs)
         resumes = number > 1 and bool(self.before)  # a start from scratch, or elsewhere, was asked for once
         self.store = served(replace(self.meeting.endpoint, port=0))  # the last one holds addresses of the dead
         plan = {"resumes": resumes, "at_most": self.at_most, "port": self.store.port}
@@ -190,13 +190,14 @@ class Leading:
     def _on_machines(self, members: list[int]) -> str:
         return "" if self.meeting.is_alone else f" of {_count(len(members), 'machine')}"
 
-    def _clear_logs(self) -> None:
-        """Before a start: keep the logs of the one before, and take away its last words."""
-        for log in self.logs.glob("rank-*.log"):
-            if log.name != "rank-0.log":  # which is continued
-                log.replace(log.with_suffix(".log.before"))
-        for last_word in [*self.logs.glob(".error-*.json"), *self.logs.glob(VERDICT)]:
-            last_word.unlink()
+
+def clear(logs: Path) -> None:
+    """Before a start: keep the logs of the one before, and take away its last words."""
+    for log in logs.glob("rank-*.log"):
+        if log.name != "rank-0.log":  # which is continued
+            log.replace(log.with_suffix(".log.before"))
+    for last_word in [*logs.glob(".error-*.json"), *logs.glob(VERDICT)]:
+        last_word.unlink()
 
 
 def saved(logs: Path) -> dict[str, float]:

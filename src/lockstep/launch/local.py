@@ -1,26 +1,21 @@
 """Processes on this machine, or on several that are started by hand, through PyTorch's elastic agent."""
 
-import os
 import platform
-import signal
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from lockstep.agent.meeting import Meeting
 from lockstep.agent.node import Node, plan_of
 from lockstep.agent.section import LaunchSection
 from lockstep.contracts import Plan, Request
 from lockstep.errors import LaunchError
+from lockstep.launch._own import OwnProcess
 
 
 class Config(LaunchSection):
     """Processes on this machine, or on several, each started by hand with --rendezvous and --node-rank."""
 
 
-class Local:
+class Local(OwnProcess):
     """This machine."""
 
     def __init__(self, config: Config, *, threads: int, shards: int) -> None:
@@ -44,39 +39,6 @@ class Local:
         with Meeting(None, 0, self.config) as meeting:
             meeting.settle(logs.parent)
             return Node(meeting, plan, logs).run()
-
-    def note(self) -> dict[str, Any]:
-        """This process, which looks after the others."""
-        own = psutil.Process()
-        return {"host": platform.node(), "process": own.pid, "began": own.create_time()}
-
-    def status(self, note: Mapping[str, Any]) -> str:
-        """Whether that process is alive, as far as can be seen from here."""
-        if note["host"] != platform.node():
-            return f"started on {note['host']} (process {note['process']}); ask there whether it still runs"
-        alive = _alive(note)
-        return f"runs here (process {note['process']})" if alive else "does not run"
-
-    def cancel(self, note: Mapping[str, Any]) -> str:
-        """Send it SIGTERM."""
-        if note["host"] != platform.node():
-            raise LaunchError(f"the run was started on {note['host']}: cancel it there")
-        if not _alive(note):
-            raise LaunchError("the run has ended already")
-        os.kill(note["process"], signal.SIGTERM)
-        return f"asked process {note['process']} to save and end"
-
-    def output(self, note: Mapping[str, Any], logs: Path) -> Path:
-        """What rank 0 has said: the terminal itself is not kept."""
-        return logs / "rank-0.log"
-
-
-def _alive(note: Mapping[str, Any]) -> bool:
-    """Whether the process is still the one that was noted, and not another of the same number."""
-    try:
-        return psutil.Process(note["process"]).create_time() == note["began"]
-    except psutil.Error:
-        return False
 
 
 def build(config: Config, *, threads: int, shards: int) -> Local:

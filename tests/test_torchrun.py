@@ -1,0 +1,102 @@
+"""The worker under the ecosystem's own launcher, and under none: always the digest of the lone process."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+SHORT = ["data.limit=400", "train.epochs=2", "train.global_batch=32", "train.micro_batch=8"]
+
+
+def worker(name):
+    return ["-m", "lockstep.worker", "c.yaml", *SHORT, f"run.name={name}"]
+
+
+def ran(folder, *commands, **variables):
+    """Run commands beside each other, all of them to their end."""
+    environment = {**os.environ, **variables}
+    started = [
+        subprocess.Popen(c, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        for c in commands
+    ]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * len(started), "\n".join(outputs)
+    return outputs
+
+
+def found(folder, name):
+    """Digest and number of processes of a run."""
+    summary = json.loads((folder / "runs" / name / "summary.json").read_text())
+    return summary["digest"], summary["world_size"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A config on the digits."""
+    made = tmp_path_factory.mktemp("torchrun")
+    (made / "c.yaml").write_text("data: {kind: digits}\n")
+    return made
+
+
+@pytest.fixture(scope="module")
+def digest(folder):
+    """Of a lone process, which nothing launches."""
+    ran(folder, [sys.executable, *worker("one")])
+    digest, world_size = found(folder, "one")
+    assert world_size == 1
+    return digest
+
+
+def test_one_machine_agrees_on_a_name_and_a_time(folder, digest):
+    """Without run.name, rank 0's clock names the run for all."""
+    ran(folder, [*TORCHRUN, "--standalone", "--nproc-per-node=2", *worker("")[:-1]])
+    (run,) = (folder / "runs").glob("c-2*")
+    assert found(folder, run.name) == (digest, 2)
+
+
+def test_two_agents_with_static_rendezvous(folder, digest, free_port):
+    where = ["--master-addr=127.0.0.1", f"--master-port={free_port}"]
+    agents = [[*TORCHRUN, "--nnodes=2", f"--node-rank={rank}", *where, "--nproc-per-node=1"] for rank in range(2)]
+    ran(folder, *([*agent, *worker("static")] for agent in agents))
+    assert found(folder, "static") == (digest, 2)
+
+
+def test_two_agents_with_c10d_rendezvous(folder, digest, free_port):
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--local-addr=127.0.0.1"]
+    agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=7", *where]
+    ran(folder, *[[*agent, *worker("c10d")]] * 2)
+    assert found(folder, "c10d") == (digest, 2)
+
+
+def test_the_script_runs_from_any_folder(folder, digest):
+    """On two processes where there is no GPU, on as many as are asked for otherwise."""
+    path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    script = str(SCRIPTS / "run_ddp.sh")
+    ran(folder, [script, "3", *SHORT, "run.name=three"], PATH=path, CONFIG="c.yaml", CUDA_VISIBLE_DEVICES="")
+    assert found(folder, "three") == (digest, 3)
+    own = ["data.kind=digits", "optim=null", "schedule=null", "checkpoint=null", "train.precision=fp32", *SHORT]
+    ran(folder, [script, *own, "run.name=mnist"], PATH=path, CUDA_VISIBLE_DEVICES="")
+    assert found(folder, "mnist") == (digest, 2)
+
+
+def test_the_scripts_are_scripts():
+    shell, batch = SCRIPTS / "run_ddp.sh", SCRIPTS / "run_ddp.bat"
+    subprocess.run(["bash", "-n", shell], check=True, timeout=10)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", shell], check=True, timeout=30)
+    assert os.access(shell, os.X_OK)
+    assert b"\r" not in shell.read_bytes()
+    lines = batch.read_bytes().splitlines(keepends=True)
+    assert all(line.endswith(b"\r\n") for line in lines)
+    assert "*.bat text eol=crlf" in (ROOT / ".gitattributes").read_text()
