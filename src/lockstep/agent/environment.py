@@ -20,7 +20,7 @@ def environment(section: LaunchSection, *, threads: int, logs: Path, interface: 
     if section.debug:
         variables |= {
             "NCCL_DEBUG": "INFO",
-            "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+            "TORCH_DISTRIBUTED_DEBUG": "INFO",  # torch 2.13.0 crashes in DDP on Gloo with DETAIL
             "TORCH_FR_BUFFER_SIZE": str(EVENTS),
             "TORCH_FR_DUMP_TEMP_FILE": str(logs / "flight-recorder-rank-"),
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",

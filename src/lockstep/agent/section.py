@@ -25,7 +25,7 @@ class LaunchSection(PluginSection):
     environment: dict[str, str] = {}
     """Further variables for every process, such as {NCCL_IB_DISABLE: "1"}."""
     debug: bool = False
-    """NCCL and torch.distributed tell what they do and check every collective; a time-out dumps a flight recorder."""
+    """NCCL and torch.distributed tell what they do, and a time-out dumps a flight recorder."""
     grace_seconds: int = Field(120, ge=1)
     """After SIGTERM, how long processes may take to finish their step and save before they are killed."""
     failure_timeout_seconds: float = Field(30.0, gt=0)
