@@ -192,6 +192,20 @@ def test_when_the_launcher_is_killed_its_processes_end(folder):
     assert ended_by_itself(everyone)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_launch_that_is_ended_at_once(folder, number):
+    """Its processes have just been made, and read what they import: nobody watches yet."""
+    process = started(folder, "train", "c.yaml", *SETTINGS, "data.options.fault=slow", "train.epochs=100")
+    end = time.monotonic() + 60
+    while len(everyone := family(process)) < 3 and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(number)
+    gone, left = psutil.wait_procs(everyone, timeout=10)
+    assert len(gone) >= 3
+    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+    process.communicate()
+
+
 def test_sigterm_is_graceful_with_loader_workers_too(folder):
     """The agent sends it to whole process groups."""
     process = started(

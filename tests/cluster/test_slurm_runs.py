@@ -14,7 +14,7 @@ from cluster import until
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
 SETTINGS = [
-    "train.steps=800",
+    "train.steps=600",
     "train.global_batch=32",
     "train.micro_batch=4",
     "data.limit=400",
@@ -41,7 +41,7 @@ class Run:
     def __init__(self, slurm, folder, *settings):
         self.slurm, self.folder, self.top = slurm, folder / "runs" / "a", folder
         (folder / "c.yaml").write_text("data: {kind: digits}\n")
-        words = ["launch.kind=slurm", "launch.processes=2", "launch.cpus=2", "launch.time=10", "run.name=a"]
+        words = ["launch.kind=slurm", "launch.processes=1", "launch.cpus=2", "launch.time=10", "run.name=a"]
         done = lockstep(slurm, folder, "train", "c.yaml", *SETTINGS, *words, *settings)
         assert done.returncode == 0, done.stderr
         self.job = re.search(r"handed in as job (\d+)", done.stdout)[1]
@@ -87,7 +87,7 @@ def plain(tmp_path_factory):
 
 def test_pre_empted_and_finished(slurm, tmp_path, plain):
     """Two machines of two processes each; an urgent job takes their place, and the run comes back."""
-    run = Run(slurm, tmp_path, "launch.nodes=2")
+    run = Run(slurm, tmp_path, "launch.nodes=2", "launch.processes=2")
     run.reaches(50)
     assert "running on node[1-2]" in lockstep(slurm, tmp_path, "status", "runs/a").stdout
     (tmp_path / "urgent.sh").write_text(URGENT)
@@ -110,10 +110,10 @@ def test_a_lost_machine_is_done_without(slurm, tmp_path, plain):
     run.reaches(50)
     start = time.monotonic()
     slurm.kill("node2")
-    run.says("Starting again on 2 processes of 1 machine from step-", BOUND_SECONDS)
+    run.says("Starting again on 1 process of 1 machine from step-", BOUND_SECONDS)
     assert time.monotonic() - start < BOUND_SECONDS
     summary = run.finished()
-    assert (summary["digest"], summary["world_size"]) == (plain, 2)
+    assert (summary["digest"], summary["world_size"]) == (plain, 1)
     assert "node 1 (node2) has given no sign of life" in run.said
 
 
@@ -133,7 +133,7 @@ def test_a_machine_that_is_cut_off(slurm, tmp_path, plain):
     run = Run(slurm, tmp_path, "launch.nodes=1:2", 'launch.options=["--nodes=2"]', QUICK)
     run.reaches(50)
     slurm.cut("node2")
-    run.says("Starting again on 2 processes of 1 machine from step-", BOUND_SECONDS)
+    run.says("Starting again on 1 process of 1 machine from step-", BOUND_SECONDS)
     alone = lambda: not slurm.run("node2", "pgrep", "-f", "lockstep.worker").stdout  # noqa: E731
     run.until(alone, BOUND_SECONDS, "the end of the processes that were cut off")
     slurm.heal("node2")
@@ -150,26 +150,23 @@ def test_cancelled_jobs_stay_cancelled(slurm, tmp_path):
             assert "to save and end" in lockstep(slurm, run.top, *command).stdout
         else:
             slurm.run("head", "scancel", run.job)
-        over = ("FAILED", "CANCELLED", "COMPLETED")
-        assert slurm.wait_for(run.job, over, 60)
+        assert slurm.wait_for(run.job, ("FAILED", "CANCELLED"), 60)
         time.sleep(3)
-        assert slurm.state(run.job) in over, run.said
+        assert slurm.state(run.job) in ("FAILED", "CANCELLED"), run.said
         assert "goes back to the queue" not in run.said
         if command:
             assert "stopped by a signal after step" in run.said
-            assert "already" in lockstep(slurm, run.top, *command).stderr or slurm.state(run.job)
 
 
 def test_the_example_is_handed_in_by_plain_sbatch(slurm, tmp_path, plain):
-    """Edited and submitted, as in its own words; on one machine and on two."""
+    """As its own words say."""
     (tmp_path / "c.yaml").write_text("data: {kind: digits}\n")
     text = EXAMPLE.read_text()
     assert "PATH=$PWD/.venv/bin:$PATH" in text
     (tmp_path / "train.slurm").write_text(text.replace("$PWD/.venv/bin", os.path.dirname(sys.executable)))
-    for nodes in (1, 2):
-        job = slurm.submit(
-            f"--nodes={nodes}", f"--job-name=on-{nodes}", "train.slurm", "c.yaml", *SETTINGS, cwd=tmp_path
-        )
-        slurm.wait_for(job, ("COMPLETED",), 120)
-        summary = json.loads((tmp_path / "runs" / f"on-{nodes}-{job}" / "summary.json").read_text())
-        assert summary["digest"] == plain
+    job = slurm.submit(
+        "--nodes=2", "--job-name=mine", "train.slurm", "c.yaml", *SETTINGS, "launch.processes=1", cwd=tmp_path
+    )
+    slurm.wait_for(job, ("COMPLETED",), 120)
+    summary = json.loads((tmp_path / "runs" / f"mine-{job}" / "summary.json").read_text())
+    assert (summary["digest"], summary["world_size"]) == (plain, 2)

@@ -35,9 +35,9 @@ wait "$run"
 code=$?
 
 # 75: interrupted; 138: the same, before Python was up; 5: a machine was lost, and too few are left. All of these go on
-# from the newest checkpoint in another start, unless the job was cancelled.
+# from the newest checkpoint in another start, unless the job is being ended: cancelled, or requeued by Slurm itself.
 job=$(scontrol show job "$SLURM_JOB_ID")
-if [[ $code =~ ^(75|138|5)$ && $job == *Requeue=1* && $job != *JobState=CANCELLED* ]] &&
+if [[ $code =~ ^(75|138|5)$ && $job == *Requeue=1* && $job == *JobState=RUNNING* ]] &&
     ((${SLURM_RESTART_COUNT:-0} < @REQUEUES@)); then
     echo "job $SLURM_JOB_ID ended with exit code $code and goes back to the queue" >&2
     scontrol requeue "$SLURM_JOB_ID"
