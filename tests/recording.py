@@ -11,8 +11,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep import plugins, worker
+from lockstep import launching, worker
 from lockstep import recipe as recipes
+from lockstep.contracts import Request
 from lockstep.errors import Interrupted
 from lockstep.job import Job
 
@@ -66,8 +67,8 @@ class RecordingJob(Job):
 def launch(config, processes, restarts):
     """As `lockstep train`, with this file in the worker's place."""
     recipe = recipes.load(Path(config), [f"launch.processes={processes}", f"launch.max_restarts={restarts}"])
-    launcher = plugins.find("launch", "local").build(recipe.launch, threads=1, shards=recipe.train.shards)
-    plan = launcher.plan(Path(config))
+    launcher = launching.launcher_of(recipe)
+    plan = launcher.plan(Request(recipe=Path(config)))
     plan = replace(plan, argv=(sys.executable, __file__, *plan.argv[3:]))
     try:
         return launcher.run(plan, recipe.folder / "logs")

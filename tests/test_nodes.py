@@ -138,6 +138,24 @@ def test_a_machine_leaves_and_another_comes(top, machines, started):
     assert 0 < steps[0] < steps[1] < last
 
 
+@NODES
+def test_node_0_is_lost(top, machines, started):
+    """The other one ends its processes, and says whom it misses; the same commands go on from the newest checkpoint."""
+    prefixes, endpoint = machines
+    words = [*LOCKSTEP, *LONG, "run.name=a", "launch.nodes=2", "launch.failure_timeout_seconds=5"]
+    words += ["--rendezvous", endpoint]
+    first, second = (started([*prefixes[i], *words, f"--node-rank={i}"], top, f"node-{i}") for i in (0, 1))
+    until(lambda: len(checkpoints(top / "runs" / "a")) > 0, 60, first, second)
+    for process in [*psutil.Process(first.pid).children(recursive=True), first]:
+        process.kill()
+    first.wait()
+    workers = psutil.Process(second.pid).children(recursive=True)
+    assert ended(second, seconds=20) == [5]
+    assert re.search(r"no answer from .* \(node 0\) for [5-9] s", second.said()), second.said()
+    assert "Traceback" not in second.said()
+    assert not [p for p in psutil.wait_procs(workers, timeout=5)[1] if p.status() != psutil.STATUS_ZOMBIE]
+
+
 REFUSED = {
     "--rendezvous nonsense": "should be HOST:PORT of the first machine",
     "--rendezvous 192.0.2.7:29400 --node-rank 0": "192.0.2.7 is not an address of this machine",

@@ -83,6 +83,9 @@ def contradictions(recipe: Recipe) -> list[Complaint]:
     if "any" not in (gives, takes) and gives != takes:
         what = f"{recipe.model.kind} takes {takes}s, but data.kind={recipe.data.kind} gives {gives}s"
         found.append((("model", "kind"), what))
+    if recipe.parallel.kind == "single" and recipe.launch.max_nodes > 1:
+        what = f"{recipe.launch.nodes} machines, but parallel.kind=single runs one process"
+        found.append((("launch", "nodes"), f"{what}; set parallel.kind=ddp or launch.nodes=1"))
     if recipe.parallel.kind == "single" and recipe.launch.processes not in ("auto", 1):
         what = f"{recipe.launch.processes} processes, but parallel.kind=single runs one"
         found.append((("launch", "processes"), f"{what}; set parallel.kind=ddp or launch.processes=1"))

@@ -124,6 +124,7 @@ class Meeting:
     def settle(self, folder: Path) -> None:
         """Enter the run in this folder, which has to be the same on all nodes. Raises LaunchError."""
         if self.is_leader:
+            self.index = self._arrived()  # the first: without the facts nobody else arrives
             nonce = secrets.token_hex(8)
             if not self.is_alone:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -135,10 +136,13 @@ class Meeting:
             self.store.set("facts", json.dumps(facts))
         else:
             self._look_for(folder, self._facts())
-        self.index = self.store.add("arrived", 1) - 1
+            self.index = self._arrived()
         self.heard = time.monotonic()
         if not self.is_alone:
             self._thread.start()
+
+    def _arrived(self) -> int:
+        return self.store.add("arrived", 1) - 1
 
     def _facts(self) -> dict[str, str]:
         end = time.monotonic() + self.section.join_timeout_seconds

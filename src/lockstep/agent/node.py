@@ -131,7 +131,8 @@ class Node:
         """On node 0: keep the store until everybody has left."""
         meeting = self.meeting
         if meeting.is_leader and not meeting.is_alone:
-            meeting.wait(lambda: meeting.present() == [], seconds=seconds)
+            with suppress(SignalException):  # one more signal: wait no longer
+                meeting.wait(lambda: meeting.present() == [], seconds=seconds)
 
 
 def _resuming(argv: tuple[str, ...]) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ class Config(LaunchSection):
     gpus: int | None = Field(None, ge=1)
     """GPUs of each machine; launch.processes=auto runs one process on each."""
     cpus: int | None = Field(None, ge=1)
-    """Cores of each machine; by default run.threads and those of data.workers for each process."""
+    """Cores of each machine; by default run.threads for each process. Ask for more where data.workers have to load."""
     memory: str | None = None
     """Of each machine, as Slurm writes it: 64G."""
     options: tuple[str, ...] = ()
