@@ -140,6 +140,17 @@ def test_a_machine_that_is_cut_off(slurm, tmp_path, plain):
     assert run.finished()["digest"] == plain
 
 
+def test_a_time_limit_is_only_the_end_of_a_start(slurm, tmp_path):
+    """Slurm warns a minute before, and up to a minute earlier than that; the next start has a limit of its own."""
+    words = ["launch.nodes=1", "launch.time=2", "launch.warning_seconds=60", "train.steps=1000000"]
+    run = Run(slurm, tmp_path, *words)
+    run.says("goes back to the queue", 120)
+    stopped = re.search(r"stopped by a signal after step (\d+)", run.said)
+    run.says(f"resumed after step {stopped[1]}" if stopped else "run a:", 60)
+    lockstep(slurm, tmp_path, "cancel", "runs/a")
+    assert slurm.wait_for(run.job, ("FAILED", "CANCELLED"), 60)
+
+
 def test_cancelled_jobs_stay_cancelled(slurm, tmp_path):
     """`lockstep cancel` saves first; scancel does not; neither goes back to the queue."""
     for name, command in (("kind", ["cancel", "runs/a"]), ("rude", None)):
