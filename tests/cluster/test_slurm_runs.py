@@ -146,7 +146,8 @@ def test_a_time_limit_is_only_the_end_of_a_start(slurm, tmp_path):
     run = Run(slurm, tmp_path, *words)
     run.says("goes back to the queue", 120)
     stopped = re.search(r"stopped by a signal after step (\d+)", run.said)
-    run.says(f"resumed after step {stopped[1]}" if stopped else "run a:", 60)
+    word = f"resumed after step {stopped[1]}" if stopped else "run a:"  # warned before there was anything to save
+    run.until(lambda: word in run.said.partition("goes back to the queue")[2], 60, "the next start")
     lockstep(slurm, tmp_path, "cancel", "runs/a")
     assert slurm.wait_for(run.job, ("FAILED", "CANCELLED"), 60)
 
