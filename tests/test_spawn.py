@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -48,6 +50,12 @@ def ranks(process):
     """The spawned processes, in order."""
     children = psutil.Process(process.pid).children()
     return sorted((p for p in children if "spawn_main" in str(p.cmdline())), key=lambda p: (p.create_time(), p.pid))
+
+
+def blocks(pid, number):
+    """Whether the process keeps this signal back for now."""
+    mask = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def ended(processes, seconds):
@@ -193,6 +201,7 @@ def test_ctrl_c_while_processes_start_is_answered_in_silence(config):
     end = time.monotonic() + 60
     while len(ranks(process)) < 2 and time.monotonic() < end:
         time.sleep(0.02)
+    assert [blocks(rank.pid, signal.SIGINT) for rank in ranks(process)] == [True, True]
     everyone = family(process)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=30)

@@ -1,6 +1,7 @@
 """Processes of this machine through torch.multiprocessing, started once: from a terminal, a script or a notebook."""
 
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -254,6 +255,7 @@ def ctrl_c_kept_back() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
+    multiprocessing.resource_tracker.ensure_running()  # started together with the first process, it would let SIGINT in
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
