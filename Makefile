@@ -1,5 +1,5 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` runs every test.
-.PHONY: setup demo test test-matrix test-slurm soak check format
+.PHONY: setup demo test test-matrix test-browser test-slurm soak check format
 
 BIN := .venv/bin
 
@@ -20,12 +20,16 @@ test: setup
 test-matrix: setup
 	$(BIN)/python -m pytest -m matrix
 
+test-browser: setup
+	@tests/browser/packages.sh
+	$(BIN)/python -m pytest -m browser
+
 test-slurm: setup
 	@tests/cluster/packages.sh
 	$(BIN)/python -m pytest -m slurm
 
 soak: setup
-	$(BIN)/python -m pytest -m soak -s tests/test_soak.py
+	$(BIN)/python -m pytest -m soak -s
 
 format: setup
 	$(BIN)/ruff check --fix .

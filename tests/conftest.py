@@ -31,6 +31,7 @@ SKIPS = (
     "only root can become another user",
     "a control group for memory cannot be made here",
     "a Slurm cluster needs",
+    "no chromium",
     "kubectl is not installed",
 )
 """The only reasons for which CI accepts a skip: what they need cannot be had on that machine."""

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from lockstep import cli, config, plugins
 from lockstep.checkpoint.layout import Manifest, folder_of
 from lockstep.recipe import load, starter
+from lockstep.runs import run_of
 
 SOURCES = plugins.names("data.sources")
 EXAMPLES = sorted((pathlib.Path(__file__).parents[1] / "examples").glob("*.yaml"))
@@ -178,11 +179,11 @@ def test_run_without_checkpoint(lockstep, tmp_path, command):
 def test_run_that_was_moved_is_found_where_it_lies(tmp_path):
     run = run_folder(tmp_path / "moved é" / "1e3", step=7)
     for named in (run, run / "checkpoints" / "step-000000007"):
-        recipe, checkpoint = cli._run_of(named, ["optim.lr=7"])
+        recipe, checkpoint = run_of(named, ["optim.lr=7"])
         assert recipe.folder == run
         assert checkpoint == run / "checkpoints" / "step-000000007"
         assert recipe.optim.lr == 7
-    assert cli._run_of(run, [f"run.dir={tmp_path}"])[0].folder == tmp_path / "1e3"
+    assert run_of(run, [f"run.dir={tmp_path}"])[0].folder == tmp_path / "1e3"
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

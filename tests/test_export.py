@@ -1,127 +1,53 @@
-"""How a model leaves: what others load gives the same outputs, and a failed export leaves the last one whole."""
+"""How a model leaves: an export appears, or changes, only when it is whole and right, and nothing else is touched."""
 
-import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 
+import exporting
 import numpy as np
 import pytest
 import torch
 import torch._dynamo  # transformers imports it, which sets a variable: better here than inside a test
+from filelock import FileLock
 from safetensors.torch import load_file
-from torch import nn
 
 from lockstep.contracts import DataSpec
-from lockstep.errors import ModelError
-from lockstep.export import ExportSection, Writing, export
-from lockstep.models import cnn, transformer
+from lockstep.errors import ConfigError, ModelError
+from lockstep.export import facts as telling
+from lockstep.export.reading import forward_of, is_export
+from lockstep.export.section import ExportSection, check
 
-PRETRAINED, STATE_DICT = ExportSection(), ExportSection(kind="state_dict", file="net.pt")
-SPEC = DataSpec(modality="image", labels=("cat", "dog", "owl"), image_shape=(1, 8, 8))
-
-
-class Plain(nn.Module):
-    """A small network with everything that a state dict can hold: weights, buffers, dropout beside them."""
-
-    def __init__(self, factor=1.0):
-        super().__init__()
-        self.factor = factor
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
-
-    def forward(self, batch):
-        return self.layers(batch["x"]) * self.factor
-
-
-class Wrapped(nn.Module):
-    """The same under another name, as a model of the user's own is wrapped."""
-
-    def __init__(self, factor=1.0):
-        super().__init__()
-        self.network = Plain(factor)
-
-    def forward(self, batch):
-        return self.network(batch)
-
-
-class Tied(nn.Module):
-    """Two layers that share one weight, as language models do."""
-
-    def __init__(self):
-        super().__init__()
-        self.there, self.back = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.back.weight = self.there.weight
-
-    def forward(self, batch):
-        return self.back(self.there(batch["x"]))
-
-
-BATCH = {"x": torch.randn(5, 4, generator=torch.Generator().manual_seed(0))}
-
-
-def trained(make, seed=1):
-    """A model with random weights and, where it has them, running statistics that are not the initial ones."""
-    torch.manual_seed(seed)
-    model = make().train()
-    for _ in range(3):
-        model({"x": torch.randn(8, 4)})
-    return model
-
-
-def write(model, target, section=PRETRAINED, make=Plain, **more):
-    facts = {"note": "caf\u00e9"}
-    return export(model, BATCH, target, section=section, writing=Writing(rebuild=make, facts=facts, **more))
-
-
-def read(target, make):
-    """The export's weights in a module of the same making."""
-    model = make()
-    getattr(model, "network", model).load_state_dict(load_file(target / "model.safetensors"))
-    return model
+WEIGHTS = ["pretrained", "safetensors", "state_dict"]
+"""Kinds that take no second to write."""
 
 
 def listing(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def outputs(model):
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def of(folder, case, seed=100):
+    """Whether an export predicts as a model does."""
+    batch = case.batch(4, seed=seed)
     with torch.no_grad():
-        return model.eval()(BATCH)
+        return torch.allclose(forward_of(folder)(batch), case.logits(batch), atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [Plain, Wrapped, Tied])
-def test_a_folder_gives_the_same_outputs(tmp_path, make):
-    model = trained(make)
-    target = write(model, tmp_path / "new" / "folders" / "export", make=make)
-    assert target == tmp_path / "new" / "folders" / "export"
-    assert {path.name for path in target.iterdir()} == {"config.json", "loader.py", "model.safetensors"}
-    assert json.loads((target / "config.json").read_text(encoding="utf-8")) == {"note": "caf\u00e9"}
-    assert torch.equal(outputs(model), outputs(read(target, make)))
-    names = load_file(target / "model.safetensors").keys()
-    assert not any(name.startswith("network.") for name in names)
-    assert [path.name for path in target.parent.iterdir()] == ["export"]
+@pytest.fixture
+def case():
+    return exporting.image_case()
 
 
-@pytest.mark.parametrize("make", [Plain, Wrapped, Tied])
-def test_a_state_dict_loads_into_the_unwrapped_module(tmp_path, make):
-    model = trained(make)
-    file = write(model, tmp_path / "out", STATE_DICT, make=make)
-    assert file == tmp_path / "out" / "net.pt"
-    plain = Plain() if make is Wrapped else make()
-    plain.load_state_dict(torch.load(file, weights_only=True), strict=True)
-    assert torch.equal(outputs(model), outputs(plain))
-
-
-def test_a_state_dict_leaves_its_neighbours_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    write(trained(Plain), tmp_path, STATE_DICT)
-    write(trained(Plain, seed=2), tmp_path, STATE_DICT)
-    assert set(listing(tmp_path)) == {"notes.txt", "net.pt"}
-
-
-def test_extra_files_travel_with_the_model(tmp_path):
-    target = write(trained(Plain), tmp_path / "e", extra=lambda folder: (folder / "tokens.txt").write_text("a b"))
-    assert (target / "tokens.txt").read_text() == "a b"
+@pytest.fixture
+def second():
+    """Another of the same shape."""
+    return exporting.image_case(seed=2)
 
 
 LOAD = """
@@ -133,130 +59,320 @@ numpy.save(sys.argv[3], logits.numpy())
 """
 
 
-@pytest.fixture
-def exported_cnn(tmp_path):
-    """A network on images, its export, a batch, and its own outputs."""
-    torch.manual_seed(3)
-    config = cnn.Config(kind="cnn", mean=0.5)
-    model = cnn.build(config, SPEC).eval()
-    images = np.random.default_rng(0).integers(0, 256, (6, 1, 8, 8), dtype=np.uint8)
-    shape = {"modality": "image", "labels": SPEC.labels, "image_shape": SPEC.image_shape}
-    facts = {"model": config.model_dump(mode="json"), "data": shape}
-    batch = {"image": torch.from_numpy(images)}
-    writing = Writing(rebuild=lambda: cnn.build(config, SPEC), facts=facts)
-    target = export(model, batch, tmp_path / "an export", section=PRETRAINED, writing=writing)
-    with torch.no_grad():
-        return target, images, model(batch).numpy()
-
-
 def run(*argv, cwd):
     done = subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, timeout=100, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_a_stranger_loads_the_export(exported_cnn, tmp_path):
-    """In a process of its own, elsewhere, with nothing but the folder."""
-    target, images, expected = exported_cnn
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    np.save(elsewhere / "images.npy", images)
-    printed = run("-c", LOAD, target, "images.npy", "logits.npy", cwd=elsewhere)
-    assert printed.startswith("CNN(") and "Conv2d(32, 64" in printed
-    assert np.allclose(np.load(elsewhere / "logits.npy"), expected, atol=1e-6)
-    assert len({tuple(row) for row in expected.tolist()}) == 6
+def test_a_stranger_loads_the_export(tmp_path):
+    """In a process of its own, elsewhere, with nothing but the folder and Lockstep: the user's own file is in it."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    case = exporting.user_case(tmp_path / "code")
+    case.export(tmp_path / "an export")
+    (tmp_path / "code" / "my_model.py").unlink()
+    batch = case.batch(6, seed=3)
+    np.save(tmp_path / "elsewhere" / "images.npy", batch["image"].numpy())
+    printed = run("-c", LOAD, tmp_path / "an export", "images.npy", "logits.npy", cwd=tmp_path / "elsewhere")
+    assert printed.startswith("UserModel(") and "in_features=64, out_features=16" in printed
+    logits = case.logits(batch).numpy()
+    assert np.allclose(np.load(tmp_path / "elsewhere" / "logits.npy"), logits, atol=1e-5)
+    assert len({tuple(row) for row in logits.tolist()}) == 6
 
 
-def test_a_transformer_is_written_in_its_own_format(tmp_path):
-    """What plain transformers reads back, with the tokenizer beside it."""
-    from transformers import AutoModelForSequenceClassification, DistilBertConfig, DistilBertForSequenceClassification
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [
+        ("pretrained", ["README.md", "loader.py", "lockstep.json", "model.safetensors"]),
+        ("safetensors", ["README.md", "lockstep.json", "model.safetensors"]),
+        ("state_dict", ["README.md", "lockstep.json", "net.pt"]),
+    ],
+)
+def test_a_folder_with_these_files(case, tmp_path, kind, files):
+    target = tmp_path / "new" / "folders" / "export"
+    settings = {"file": "net.pt"} if kind == "state_dict" else {}
+    case.export(target, kind, **settings)
+    assert names(target) == files
+    assert names(target.parent) == ["export"]
+    assert telling.read(target).file == files[-1]
+    assert of(target, case)
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1, "some could not be read by others"
 
-    small = DistilBertConfig(vocab_size=50, dim=8, hidden_dim=16, n_layers=2, n_heads=2, num_labels=3)
-    torch.manual_seed(0)
-    model = transformer.TextClassifier(DistilBertForSequenceClassification(small))
-    batch = {"input_ids": torch.arange(24).view(3, 8), "attention_mask": torch.ones(3, 8, dtype=torch.int64)}
-    writing = Writing(rebuild=lambda: pytest.fail("its own format needs no rebuilding"), facts={}, own=transformer)
-    for _ in range(2):  # and over itself
-        target = export(model, batch, tmp_path / "text", section=PRETRAINED, writing=writing)
-    plain = AutoModelForSequenceClassification.from_pretrained(target).eval()
-    with torch.no_grad():
-        assert torch.equal(plain(**batch).logits, model.eval()(batch))
+
+def test_names_in_the_files_are_those_of_the_unwrapped_network(tmp_path):
+    case = exporting.user_case(tmp_path)
+    case.export(tmp_path / "a", "safetensors")
+    case.export(tmp_path / "b", "state_dict")
+    expected = case.model.network.state_dict()
+    for state in (load_file(tmp_path / "a/model.safetensors"), torch.load(tmp_path / "b/model.pt", weights_only=True)):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("section", [PRETRAINED, STATE_DICT], ids=lambda section: section.kind)
+TIED = """
+from torch import nn
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.there, self.back, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 3)
+        self.back.weight = self.there.weight
+
+    def forward(self, batch):
+        return self.head(self.back(self.there(batch["image"].flatten(1).to(self.head.weight.dtype) / 255)))
+
+
+def build(options, spec):
+    return Tied()
+"""
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_tied_weights(tmp_path, kind, dtype):
+    case = exporting.user_case(tmp_path, TIED)
+    case.export(tmp_path / "e", kind, dtype=dtype)
+    network = forward_of(tmp_path / "e").network
+    assert network.back.weight is network.there.weight
+
+
+def test_a_users_file_that_is_called_like_one_of_ours(tmp_path):
+    case = exporting.user_case(tmp_path, name="loader.py")
+    case.export(tmp_path / "e")
+    assert (tmp_path / "e" / "loader.py").read_text() == exporting.MY_MODEL
+    assert of(tmp_path / "e", case)
+
+
+REGRESSION = """
+from torch import nn
+
+
+class Price(nn.Linear):
+    def forward(self, batch):
+        return 1e6 * super().forward(batch["room"]).squeeze(1)
+
+
+def build(options, spec):
+    return Price(4, 1)
+"""
+
+
+def rooms(size, seed=0, length=None):
+    generator = torch.Generator().manual_seed(seed)
+    return {"room": torch.randn(size, 4, generator=generator), "label": torch.randn(size, generator=generator)}
+
+
+@pytest.mark.parametrize("kind", ["pretrained", "onnx", "torch_export"])
+def test_a_model_that_tells_no_classes(tmp_path, kind):
+    """Its outputs may be large, and rounding is as much larger; nothing is said of labels."""
+    spec = DataSpec(modality="rooms", labels=())
+    case = exporting.user_case(tmp_path, REGRESSION, spec=spec, batch=rooms)
+    found = case.export(tmp_path / "e", kind).agreement
+    assert found.largest_output > 1e5
+    assert (found.accuracy_before, found.accuracy_after, found.labels_changed) == (None, None, 0)
+    assert '{"room": ...}' in (tmp_path / "e" / "README.md").read_text()
+
+
+RANDOM = exporting.MY_MODEL.replace(
+    "        self.head", '        self.register_buffer("noise", torch.rand(width), persistent=False)\n        self.head'
+).replace("from torch import nn", "import torch\nfrom torch import nn")
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("before", [True, False])
-def test_a_difference_keeps_the_old_export(tmp_path, section, before):
-    target = tmp_path / "export"
+def test_a_difference_keeps_the_old_export(tmp_path, kind, used, before):
+    """Something random that is in no state dict is another one when the model is read back."""
+    code = RANDOM.replace("self.head(self.body(", "self.head(self.noise + self.body(") if used else RANDOM
+    folder = tmp_path / "there"
+    folder.mkdir()
     if before:
-        write(trained(Plain), target, section)
+        exporting.image_case().export(folder / "export", kind)
+    old = listing(folder)
+    with pytest.raises(ModelError, match=r"read back and differs \((in network.noise|largest .*)\); nothing was kept"):
+        exporting.user_case(tmp_path, code).export(folder / "export", kind)
+    assert listing(folder) == old
+    assert names(folder) == (["export"] if before else [])
+
+
+def test_numbers_that_do_not_fit_keep_the_old_export(case, tmp_path):
+    case.export(tmp_path / "e")
     old = listing(tmp_path)
-    with pytest.raises(ModelError, match=r"read back and differs \(largest difference [0-9.e+-]+\)"):
-        write(trained(Plain, seed=2), target, section, make=lambda: Plain(factor=1.001))
+    with torch.no_grad():
+        case.model.head.fc1.bias.fill_(1e6)
+    with pytest.raises(ModelError, match=r"not finite; nothing was kept\n  As fp16, .*\n  its numbers have to fit"):
+        case.export(tmp_path / "e", dtype="fp16")
     assert listing(tmp_path) == old
-    assert [path.name for path in tmp_path.iterdir()] == (["export"] if before else [])
+    assert case.export(tmp_path / "e", dtype="bf16").agreement.largest_output > 1e5
 
 
-def test_a_failure_while_writing_keeps_the_old_export(tmp_path):
-    def full(folder):
-        raise OSError(28, "No space left on device")
+FULL = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+import pathlib, exporting
+from lockstep.errors import ModelError
 
-    write(trained(Plain), tmp_path / "export")
+case, root = exporting.image_case(), pathlib.Path(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+for kind in ("safetensors", "state_dict", "torch_export"):
+    try:
+        case.export(root / "e", kind)
+    except ModelError as error:
+        print(error)
+"""
+
+
+def test_a_full_disk_keeps_the_old_export(case, tmp_path):
+    pytest.importorskip("resource")
+    case.export(tmp_path / "e")
     old = listing(tmp_path)
-    with pytest.raises(ModelError, match=r"No space left on device.*--to"):
-        write(trained(Plain, seed=2), tmp_path / "export", extra=full)
+    told = run("-c", FULL, os.path.dirname(__file__), tmp_path, cwd=tmp_path).splitlines()
+    assert len(told) == 3
+    assert all("cannot write the export to" in line and line.endswith("with --to") for line in told), told
     assert listing(tmp_path) == old
+    assert names(tmp_path) == ["e"]
 
 
-def test_another_export_replaces(tmp_path):
-    first, second = trained(Plain, seed=1), trained(Plain, seed=2)
-    write(first, tmp_path / "e", extra=lambda folder: (folder / "old.txt").write_text("of the first"))
-    write(second, tmp_path / "e")
-    assert torch.equal(outputs(read(tmp_path / "e", Plain)), outputs(second))
-    assert not torch.equal(outputs(first), outputs(second))
-    assert not (tmp_path / "e" / "old.txt").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["e"]
+def test_another_export_replaces(case, second, tmp_path):
+    case.export(tmp_path / "e", "state_dict", file="one.pt")
+    second.export(tmp_path / "e", "state_dict", file="two.pt")
+    assert of(tmp_path / "e", second) and not of(tmp_path / "e", case)
+    assert names(tmp_path / "e") == ["README.md", "lockstep.json", "two.pt"]
+    assert names(tmp_path) == ["e"]
 
 
-def test_leftovers_of_a_killed_export_are_no_hindrance(tmp_path):
+def test_leftovers_of_a_killed_export_are_no_hindrance(case, tmp_path):
     for name in (".e.tmp", ".e.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text("torn")
-    write(trained(Plain), tmp_path / "e")
-    assert [path.name for path in tmp_path.iterdir()] == ["e"]
+    case.export(tmp_path / "e")
+    assert names(tmp_path) == ["e"]
+    assert of(tmp_path / "e", case)
 
 
-@pytest.mark.parametrize("names", [["thesis.txt"], ["config.json"], ["model.safetensors", "src/main.py"]])
-def test_other_folders_are_never_replaced(tmp_path, names):
-    target = tmp_path / "mine"
-    for name in names:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_text("mine")
+def test_an_export_that_was_killed_while_it_changed_places(case, tmp_path):
+    """Between two renames the old one has another name; the next export finds it, also one that fails."""
+    case.export(tmp_path / "e")
     old = listing(tmp_path)
-    with pytest.raises(ModelError, match="holds other files and will not be replaced; name another folder with --to"):
-        write(trained(Plain), target)
+    (tmp_path / "e").rename(tmp_path / ".e.old")
+    with pytest.raises(ModelError, match="not finite"):
+        with torch.no_grad():
+            case.model.head.fc2.bias.fill_(float("nan"))
+        case.export(tmp_path / "e")
     assert listing(tmp_path) == old
 
 
-def test_an_empty_folder_may_be_filled(tmp_path):
+KILLED = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import dataclasses, pathlib, exporting
+
+def beside(folder):
+    (folder / "tokens.txt").write_text("half of them")
+    print("here", flush=True)
+    time.sleep(100)
+
+dataclasses.replace(exporting.image_case(seed=2), beside=beside).export(pathlib.Path(sys.argv[2]))
+"""
+
+
+def test_kill_9_in_the_middle(case, second, tmp_path):
+    """While it writes, no other may; when it is killed, the old export is whole and the next one works."""
+    case.export(tmp_path / "e")
+    old = listing(tmp_path / "e")
+    argv = [sys.executable, "-c", KILLED, os.path.dirname(__file__), tmp_path / "e"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "here\n"
+        with pytest.raises(ModelError, match="another process is just writing the export"):
+            second.export(tmp_path / "e")
+        assert (tmp_path / ".e.tmp" / "tokens.txt").read_text() == "half of them"
+        process.kill()
+    assert listing(tmp_path / "e") == old
+    assert of(tmp_path / "e", case)
+    second.export(tmp_path / "e")
+    assert of(tmp_path / "e", second)
+    assert names(tmp_path) == ["e"]
+
+
+@pytest.mark.parametrize("files", [["thesis.txt"], ["config.json"], ["model.safetensors", "src/main.py"]])
+def test_other_folders_are_never_replaced(case, tmp_path, files):
+    target = tmp_path / "mine"
+    for name in files:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_text("mine")
+    old = listing(tmp_path)
+    for kind in WEIGHTS:
+        with pytest.raises(
+            ModelError, match="holds other files and will not be replaced; name another folder with --to"
+        ):
+            case.export(target, kind)
+    assert listing(tmp_path) == old
+
+
+def test_an_empty_folder_may_be_filled(case, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert "model.safetensors" in listing(write(trained(Plain), tmp_path / "empty"))
+    case.export(tmp_path / "empty")
+    assert is_export(tmp_path / "empty")
 
 
-@pytest.mark.parametrize("section", [PRETRAINED, STATE_DICT], ids=lambda section: section.kind)
 @pytest.mark.parametrize("below", ["", "deep/er"])
-def test_a_target_that_cannot_be_written(tmp_path, section, below):
+def test_a_target_that_cannot_be_written(case, tmp_path, below):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ModelError, match=r"cannot write the export to .*file.*name another folder with --to"):
-        write(trained(Plain), tmp_path / "file" / below, section)
+        case.export(tmp_path / "file" / below)
     assert listing(tmp_path) == {"file": b"not a folder"}
 
 
-def test_the_current_folder_is_a_folder_too(tmp_path, monkeypatch):
-    """Relative targets, also the shortest one, which has no name."""
+def test_the_folder_one_is_in(case, tmp_path, monkeypatch):
+    """It cannot be replaced under somebody's feet; relative paths count from it."""
     from pathlib import Path
 
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    file = write(trained(Plain), Path(), STATE_DICT)
-    assert file == tmp_path / "here" / "net.pt"
-    assert os.path.samefile(write(trained(Plain), Path("below")), tmp_path / "here" / "below")
+    with pytest.raises(ModelError, match="is the folder that you are in"):
+        case.export(Path())
+    case.export(Path("below"))
+    assert is_export(tmp_path / "here" / "below")
+    assert names(tmp_path) == ["here"]
+
+
+def test_folders_beside_the_weights(case, tmp_path):
+    """As a tokenizer with several chat templates writes one."""
+
+    def beside(folder):
+        (folder / "more").mkdir()
+        (folder / "more" / "a.txt").write_text("a")
+
+    replace(case, beside=beside).export(tmp_path / "e")
+    assert (tmp_path / "e" / "more" / "a.txt").read_text() == "a"
+    assert (tmp_path / "e" / "more").stat().st_mode & 0o700 == 0o700
+
+
+def test_a_link_to_a_folder_stays_one(case, second, tmp_path):
+    (tmp_path / "large").mkdir()
+    (tmp_path / "e").symlink_to(tmp_path / "large" / "e")
+    for each in (case, second):
+        each.export(tmp_path / "e")
+        assert (tmp_path / "e").is_symlink()
+        assert of(tmp_path / "large" / "e", each)
+    assert names(tmp_path / "large") == ["e"]
+
+
+def test_a_lock_that_nobody_holds_is_no_hindrance(case, tmp_path):
+    (tmp_path / ".e.lock").touch()
+    case.export(tmp_path / "e")
+    with FileLock(tmp_path / ".e.lock", timeout=0):
+        start = time.monotonic()
+        with pytest.raises(ModelError, match="another process"):
+            case.export(tmp_path / "e")
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("kind", ["pretrained", "safetensors", "onnx", "torch_export"])
+def test_only_one_format_lets_its_file_be_named(kind):
+    check(ExportSection(kind=kind))
+    check(ExportSection(kind="state_dict", file="net.pth"))
+    with pytest.raises(ConfigError, match=f"export.kind={kind} writes model.*"):
+        check(ExportSection(kind=kind, file="net.pt"))

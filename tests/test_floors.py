@@ -9,20 +9,24 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = [
     ["errors"],
-    ["events", "config", "plugins", "world", "files"],
+    ["events", "config", "plugins", "world", "files", "terminal"],
     ["contracts"],
     ["agent"],
     ["runtime", "launch"],
     ["data", "models", "parallel", "optim", "checkpoint", "observe", "diagnose"],
     ["training", "evaluation", "export", "compare"],
+    ["inference"],
+    ["serving"],
     ["recipe"],
-    ["assembly"],
+    ["assembly", "runs"],
+    ["using"],
     ["job"],
     ["worker", "launching"],
-    ["prove", "tune", "estimate", "jobs", "notebook"],
+    ["prove", "tune", "estimate", "evaluate", "predict", "jobs", "notebook"],
+    ["cli_trained"],
     ["cli"],
 ]
-FAMILIES = ["models", "data/sources", "parallel", "launch", "observe/sinks", "estimate/strategies"]
+FAMILIES = ["models", "export/formats", "data/sources", "parallel", "launch", "observe/sinks", "estimate/strategies"]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py") if p.stem != "__init__"}
 

@@ -1,8 +1,9 @@
 """The one place where a recipe's parts meet: data, model, strategy, optimizer, built for one process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
 from lockstep.errors import ConfigError, nearest
-from lockstep.evaluation import CONFUSION, Evaluation, evaluate, metrics_for
+from lockstep.evaluation import CONFUSION, Evaluation, Predictions, Subject, evaluate, metrics_for
 from lockstep.recipe import Recipe
 from lockstep.runtime.batchnorm import check_synchronised, has_batchnorm, synchronise
 from lockstep.runtime.collectives import gathered, together
@@ -71,20 +72,19 @@ class Parts:
         own = self.strategy.owned(self.order.shards_per_step, present)
         return [shard for shard in own if shard is not None], present
 
+    @property
+    def subject(self) -> Subject:
+        """The model, to be measured as it is."""
+        return Subject(
+            forward=self.strategy.forward,
+            loss=self.model.loss,
+            metrics=measured(self.recipe, self.data.test.spec),
+            device=self.device,
+        )
+
     def evaluate(self) -> Evaluation:
         """Measure the model as it is on the whole test split."""
-        requests = EvaluationRequests(
-            samples=len(self.data.test),
-            lengths=self.data.test.lengths,
-            micro_batch=self.recipe.evaluate.micro_batch or self.recipe.train.micro_batch,
-            rank=self.world.rank,
-            world_size=self.world.size,
-        )
-        metrics = measured(self.recipe, self.data.test.spec)
-        batches = loaded(self.recipe, self.data, requests, device=self.device, split="test")
-        result = evaluate(self.strategy, self.model, batches, total=requests.total, metrics=metrics)
-        assert result.samples == len(self.data.test), (result.samples, len(self.data.test))
-        return result
+        return evaluated(self.recipe, self.subject, self.data.test, world=self.world, pad_id=self.data.pad_id)
 
     @property
     def is_synchronised(self) -> bool:
@@ -144,9 +144,10 @@ def prepare(recipe: Recipe, publish: Callable[[object], None]) -> Data:
     return open_data(recipe, publish=publish, is_checked=True)
 
 
-def first_samples(data: Data, count: int = 16) -> Batch:
-    """The first test samples as a batch."""
-    return collate(data.test.__getitems__(range(min(count, len(data.test)))), data.pad_id)
+def first_samples(data: Data, sizes: Sequence[int]) -> list[Batch]:
+    """The first test samples, in batches of these sizes; where there are fewer, some of them come again."""
+    numbers = cycle(range(len(data.test)))
+    return [collate(data.test.__getitems__(list(islice(numbers, size))), data.pad_id) for size in sizes]
 
 
 def first_batch(recipe: Recipe, data: Data, *, order: Order, device: torch.device) -> Batch:
@@ -155,18 +156,49 @@ def first_batch(recipe: Recipe, data: Data, *, order: Order, device: torch.devic
     return next(iter(loaded(recipe, data, requests, device=device))).batch
 
 
-def loaded(recipe: Recipe, data: Data, requests: Any, *, device: torch.device, split: str = "training") -> Loader:
-    """The micro-batches that are requested of the training or the test split."""
-    is_training = split == "training"
+def loaded(recipe: Recipe, data: Data, requests: Any, *, device: torch.device) -> Loader:
+    """The micro-batches that are requested of the training split."""
     return Loader(
-        data.train if is_training else data.test,
+        data.train,
         requests,
-        name=f"the {split} split of data.kind={recipe.data.kind}",
+        name=f"the training split of data.kind={recipe.data.kind}",
         seed=recipe.run.seed,
         pad_id=data.pad_id,
-        workers=recipe.data.workers if is_training else 0,
+        workers=recipe.data.workers,
         device=device,
     )
+
+
+def evaluated(
+    recipe: Recipe,
+    subject: Subject,
+    source: Source,
+    *,
+    world: World,
+    pad_id: int,
+    name: str = "the test split",
+    predictions: Predictions | None = None,
+) -> Evaluation:
+    """Measure a model on each sample of a source once; `name` says in messages what the source is."""
+    requests = EvaluationRequests(
+        samples=len(source),
+        lengths=source.lengths,
+        micro_batch=recipe.evaluate.micro_batch or recipe.train.micro_batch,
+        rank=world.rank,
+        world_size=world.size,
+    )
+    batches = Loader(
+        source,
+        requests,
+        name=name,
+        seed=recipe.run.seed,
+        pad_id=pad_id,
+        workers=0,
+        device=subject.device,
+    )
+    result = evaluate(subject, batches, total=requests.total, predictions=predictions)
+    assert result.samples == len(source), (result.samples, len(source))
+    return result
 
 
 def measured(recipe: Recipe, spec: DataSpec) -> dict[str, Any]:

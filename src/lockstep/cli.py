@@ -1,30 +1,23 @@
 """What you type."""
 
-import os
-import shutil
 import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from lockstep import assembly, config, files, jobs, launching, plugins
-from lockstep import export as exporting
+from lockstep import assembly, cli_trained, config, files, jobs, launching, plugins
 from lockstep import recipe as recipes
-from lockstep.checkpoint import inventory, keeper, layout, listing
-from lockstep.checkpoint.weights import restore_model
+from lockstep.checkpoint import inventory, listing
 from lockstep.compare import verdict
-from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.errors import ConfigError
 from lockstep.estimate import estimation
 from lockstep.estimate.machine import Wish
 from lockstep.events import Bus
 from lockstep.prove import proof
-from lockstep.recipe import Recipe
-from lockstep.runtime.digest import digest
+from lockstep.runs import place_of
+from lockstep.terminal import ConfigFile, Overrides, RunArgument, console, honest
 from lockstep.tune import tuning
 
 app = typer.Typer(
@@ -33,32 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Distributed PyTorch training; the weights are a function of the config and the data, not of the cluster.",
 )
-console = Console(highlight=False, markup=False, emoji=False)  # a path may hold [x] or :100:
-
-ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or a run's recipe.yaml.", metavar="CONFIG")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Settings that replace the file's.", metavar="section.key=value"),
-]
-RunArgument = Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
-
-
-def honest(command: Callable[..., int | None]) -> Callable[..., None]:
-    """A user's mistake becomes one message and an exit code; a bug of ours keeps its traceback."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            code = command(*args, **kwargs)
-        except LockstepError as error:
-            typer.echo(str(error), err=True)
-            code = error.exit_code
-        except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
-            code = 130
-        raise typer.Exit(code or 0)
-
-    return run
 
 
 @app.command()
@@ -92,15 +59,8 @@ def train(
     return launching.launch(recipe, arguments)
 
 
-@app.command()
-@honest
-def evaluate(run: RunArgument, overrides: Overrides = None) -> int:
-    """Measure a run's best or newest checkpoint on the test split, every sample once."""
-    recipe, checkpoint = _run_of(run, overrides)
-    code = launching.launch(launching.here(recipe), ("--evaluate", str(checkpoint)), name="evaluate")
-    if code == 0:
-        console.print(f"measured {checkpoint.name}; written to {recipe.folder / 'evaluation.json'}", soft_wrap=True)
-    return code
+for command in cli_trained.COMMANDS:
+    app.command()(command)
 
 
 @app.command()
@@ -130,32 +90,6 @@ def cancel(run: RunArgument) -> None:
     console.print(jobs.cancel(run.absolute()), soft_wrap=True)
 
 
-def _place_of(path: Path, overrides: list[str] | None) -> tuple[Recipe, Path, Path | None]:
-    """What is meant by a run's folder, its folder of checkpoints, or one of these: the recipe, that folder, the one."""
-    folder = Path(os.path.abspath(path))  # without following links: checkpoints may lie on another disk
-    checkpoint = folder if (folder / layout.MANIFEST).is_file() else None
-    if checkpoint is not None:
-        root = folder.parent
-    elif folder.name == "checkpoints" and not (folder / "recipe.yaml").is_file():
-        root = folder
-    else:
-        root = folder / "checkpoints"
-    if not (root.parent / "recipe.yaml").is_file():
-        raise ConfigError(f"{path} is no run: there is no recipe.yaml in it (runs are folders such as runs/NAME)")
-    return recipes.load(root.parent / "recipe.yaml", overrides or []), root, checkpoint
-
-
-def _run_of(path: Path, overrides: list[str] | None) -> tuple[Recipe, Path]:
-    """The recipe of a run and the checkpoint that is meant: the named one, else the best, else the newest."""
-    recipe, root, checkpoint = _place_of(path, overrides)
-    checkpoint = checkpoint or keeper.chosen(root, recipe.checkpoint)
-    if checkpoint is None:
-        raise CheckpointError(
-            f"{path} has no finished checkpoint yet; train it further with: lockstep train {root.parent}/recipe.yaml"
-        )
-    return recipe, checkpoint
-
-
 @app.command()
 @honest
 def checkpoints(
@@ -170,7 +104,7 @@ def checkpoints(
 
     Ends with 0, or with 1 when one of those that are listed is damaged.
     """
-    recipe, root, checkpoint = _place_of(run, None)
+    recipe, root, checkpoint = place_of(run, None)
     with console.status("") as status:
         found = inventory.look(
             root,
@@ -184,45 +118,6 @@ def checkpoints(
         console.print(gone if checkpoint else f"{run} has no checkpoint yet", soft_wrap=True)
     listing.show(found, recipe.checkpoint, console)
     return 1 if any(entry.problem for entry in found.entries) else 0
-
-
-@app.command()
-@honest
-def export(
-    run: RunArgument,
-    overrides: Overrides = None,
-    to: Annotated[Path | None, typer.Option(help="Folder to write; default: export in the run's folder.")] = None,
-) -> None:
-    """Write a run's model for others to load, read it back and compare."""
-    recipe, checkpoint = _run_of(run, overrides)
-    data = assembly.open_data(recipe)
-    spec = data.train.spec
-    model = assembly.build_model(recipe, spec)
-    restore_model(model, checkpoint)
-    plugin, manifest = plugins.find("models", recipe.model.kind), layout.read_manifest(checkpoint)
-    written = exporting.export(
-        model,
-        assembly.first_samples(data),
-        (to or recipe.folder / "export").absolute(),
-        section=recipe.export,
-        writing=exporting.Writing(
-            own=plugin if hasattr(plugin, "save") else None,
-            rebuild=lambda: assembly.build_model(recipe, spec),
-            extra=lambda folder: _write_beside(recipe, data, folder),
-            facts=exporting.facts_of(
-                recipe.model, spec, step=manifest.step, metrics=manifest.metrics, digest=digest(model.state_dict())
-            ),
-        ),
-    )
-    console.print(f"exported {checkpoint.name} to {written} (read back, equal on real samples)", soft_wrap=True)
-
-
-def _write_beside(recipe: Recipe, data: assembly.Data, folder: Path) -> None:
-    """Files that the model needs in its export: the tokenizer's, the user's own code."""
-    if data.tokenizer is not None:
-        data.tokenizer.save(folder)
-    if hasattr(recipe.model, "file"):
-        shutil.copy(recipe.model.file, folder)
 
 
 @app.command()

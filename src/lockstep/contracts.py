@@ -15,6 +15,9 @@ from torch import Tensor, nn
 Batch = dict[str, Tensor]
 """Column name -> tensor [m, ...]; "label" is int64 [m], images are uint8 [m, C, H, W], tokens int64 [m, T]."""
 
+Forward = Callable[[Batch], Tensor]
+"""A model without its training side: a batch -> outputs, such as logits [m, classes]."""
+
 Columns = dict[str, Any]
 """A micro-batch before collation: column name -> array [m, ...], or a list of m arrays that differ in length."""
 
@@ -172,6 +175,8 @@ class Request:
     """What is in it (YAML), for a launcher whose machines cannot read it there."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the worker."""
+    module: str = "lockstep.worker"
+    """What every process runs."""
 
     @property
     def folder(self) -> Path:

@@ -17,7 +17,7 @@ def write(path: Path, text: str | bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def sha256(path: Path) -> str:
@@ -26,11 +26,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power cut, where the system can (not on Windows)."""
+def sync(path: Path) -> None:
+    """Make a file's bytes, or the renames in a folder, survive a power cut, where the system can (not on Windows)."""
     if os.name == "nt":
         return
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

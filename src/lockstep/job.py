@@ -13,13 +13,12 @@ from lockstep import assembly, config, files, plugins
 from lockstep import recipe as recipes
 from lockstep.assembly import Parts
 from lockstep.checkpoint import keeper, layout
-from lockstep.checkpoint.weights import restore
 from lockstep.checkpoint.writer import Writer
 from lockstep.diagnose.desync import Comparison
 from lockstep.diagnose.watch import Limits, Watch
 from lockstep.errors import Desync, Interrupted, LaunchError
 from lockstep.evaluation import Evaluation
-from lockstep.events import Bus, Evaluated, RunEnded, RunStarted, StepDone, Warned
+from lockstep.events import Bus, RunEnded, RunStarted, StepDone, Warned
 from lockstep.recipe import Recipe
 from lockstep.runtime import process_group
 from lockstep.runtime.collectives import gathered, local_main_first, together
@@ -281,24 +280,6 @@ class Job:
             return digest_of(world_lines(state, process_group.world_group()))
         is_whole = len(parts.strategy.copies) == self.world.size and not any(map(is_spread, state.values()))
         return digest(state) if is_whole else None
-
-    def measure(self, checkpoint: Path) -> None:
-        """Evaluate a checkpoint and write evaluation.json."""
-        if self.world.is_main:
-            self.bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
-        parts = self.assemble()
-        averaged = {name: parts.strategy.sharded(name, p) for name, p in parts.state.module.named_parameters()}
-        restore(parts.strategy.state(), averaged, checkpoint)
-        manifest = layout.read_manifest(checkpoint)
-        parts.model.eval()
-        result = parts.evaluate()
-        self.bus.publish(
-            Evaluated(step=manifest.step, epoch=manifest.epoch, samples=result.samples, values=result.values)
-        )
-        if self.world.is_main:
-            facts = {"checkpoint": str(checkpoint), "samples": result.samples, **result.values}
-            text = json.dumps({**facts, "confusion_matrix": result.confusion}, indent=1)
-            files.write(self.recipe.folder / "evaluation.json", text)
 
 
 def limits(recipe: Recipe) -> Limits:

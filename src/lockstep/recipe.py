@@ -14,7 +14,7 @@ from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.config import Complaint, Kind, LocalPath, Section
 from lockstep.errors import ConfigError, nearest
 from lockstep.evaluation import METRICS
-from lockstep.export import ExportSection
+from lockstep.export.section import ExportSection
 from lockstep.observe.section import ObserveSection
 from lockstep.optim import OptimSection, ScheduleSection
 from lockstep.training.settings import EvaluateSection, TrainSection

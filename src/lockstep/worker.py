@@ -1,6 +1,6 @@
 """What every process runs: world, recipe, job, leave with an honest exit code.
 
-    python -m lockstep.worker CONFIG.yaml [section.key=value ...] [--resume HOW] [--evaluate CHECKPOINT]
+    python -m lockstep.worker CONFIG.yaml [section.key=value ...] [--resume HOW]
 
 One process by itself, or one of many under torchrun or any launcher that sets torchrun's variables.
 """
@@ -50,12 +50,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "--began", type=float, default=0.0, help="when the run was launched (seconds since 1970): for max_minutes"
     )
     parser.add_argument(LAUNCHER, type=int, help="the process that has started this one, and with which it ends")
-    parser.add_argument("--evaluate", type=Path, help="evaluate this checkpoint instead of training")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str], make: Callable[..., Job] = Job) -> int:
-    """Run one process to its end; returns its exit code. `make` gives the job, for a run that is watched closely."""
+    """Run one process to its end; returns its exit code. `make` gives the job, for one that does something else."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     options, world, interruption = arguments(argv), World.from_environment(), Interruption()
     append_to_logs()
@@ -66,10 +65,7 @@ def main(argv: list[str], make: Callable[..., Job] = Job) -> int:
                 job = make(decided(recipe), world, interruption, began=options.began)
                 try:
                     with job.watch_thread.watching():
-                        if options.evaluate:
-                            job.measure(options.evaluate)
-                        else:
-                            job.train(options.resume, allow_drift=options.allow_drift)
+                        job.train(options.resume, allow_drift=options.allow_drift)
                 finally:
                     job.close()
         except LockstepError as error:

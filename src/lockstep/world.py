@@ -30,3 +30,8 @@ class World:
         )
         has_agent = "TORCHELASTIC_RUN_ID" in os.environ
         return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size, has_agent=has_agent)
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -141,10 +141,10 @@ def _resuming(argv: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def plan_of(section: LaunchSection, request: Request, *, threads: int, shards: int, endpoint: Endpoint | None) -> Plan:
-    """The worker command of a node, and how many of it; raises LaunchError for more processes than GPUs."""
+    """The command of a node's processes, and how many of it; raises LaunchError for more processes than GPUs."""
     interface = interface_to(endpoint) if endpoint else None
     return Plan(
-        argv=(sys.executable, "-m", "lockstep.worker", str(request.recipe), *request.arguments),
+        argv=(sys.executable, "-m", request.module, str(request.recipe), *request.arguments),
         processes=section.processes_here(threads, shards),
         environment=environment(section, threads=threads, logs=request.folder / "logs", interface=interface),
     )

@@ -1,6 +1,5 @@
 """What every launcher can be told about the processes of a run."""
 
-import os
 import re
 from typing import Annotated, ClassVar, Literal
 
@@ -9,6 +8,7 @@ from pydantic import Field, field_validator
 
 from lockstep.config import PluginSection
 from lockstep.errors import LaunchError
+from lockstep.world import cores
 
 
 class LaunchSection(PluginSection):
@@ -70,5 +70,4 @@ class LaunchSection(PluginSection):
             return self.processes
         if gpus:
             return gpus
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, min(cores // threads, -(-shards // self.max_nodes)))
+        return max(1, min(cores() // threads, -(-shards // self.max_nodes)))

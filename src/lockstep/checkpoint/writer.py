@@ -244,4 +244,4 @@ def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     else:
         final.replace(temporary.with_name(f"{temporary.name}-damaged"))
         temporary.replace(final)
-    files.sync_folder(final.parent)
+    files.sync(final.parent)

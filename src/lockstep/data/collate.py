@@ -9,15 +9,15 @@ MULTIPLE = 8
 """Lengths are rounded up to this, so that kernels meet few shapes (and tensor cores whole tiles)."""
 
 
-def collate(columns: Columns, pad_id: int = 0) -> Batch:
-    """Array [m, ...] -> tensor [m, ...]; list of m arrays [T_i] -> int64 [m, T] padded on the right.
+def collate(columns: Columns, pad_id: int = 0, *, multiple: int = MULTIPLE) -> Batch:
+    """Array [m, ...] -> tensor [m, ...]; list of m arrays [T_i] -> int64 [m, T] padded on the right, to a multiple.
 
     A padded "input_ids" comes with "attention_mask", int64 [m, T]: 1 where there is a token.
     """
     batch: Batch = {}
     for name, column in columns.items():
         if isinstance(column, list):
-            batch[name], mask = _pad(column, pad_id if name == "input_ids" else 0)
+            batch[name], mask = _pad(column, pad_id if name == "input_ids" else 0, multiple)
             if name == "input_ids":
                 batch["attention_mask"] = mask
         else:
@@ -25,8 +25,8 @@ def collate(columns: Columns, pad_id: int = 0) -> Batch:
     return batch
 
 
-def _pad(rows: list[np.ndarray], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
-    width = -(-max(len(row) for row in rows) // MULTIPLE) * MULTIPLE
+def _pad(rows: list[np.ndarray], fill: int, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = -(-max(len(row) for row in rows) // multiple) * multiple
     padded = np.full((len(rows), width), fill, dtype=np.int64)
     mask = np.zeros((len(rows), width), dtype=np.int64)
     for i, row in enumerate(rows):

@@ -13,6 +13,8 @@ from lockstep.data.section import DataSection
 from lockstep.data.tables import Place
 from lockstep.errors import DataError
 
+MOST_PIXELS = 64_000_000
+"""Of one image: a small file may unpack to gigabytes."""
 ImageFile = Path | bytes | None
 """An image file or its contents; None where a table has an empty cell."""
 
@@ -42,7 +44,7 @@ def decode(
     )
     images = np.empty((count, section.channels, height, width), dtype=np.uint8)
     for number, file in enumerate(files):
-        image = _open(file, place(number)).convert("L" if section.channels == 1 else "RGB")
+        image = _coloured(_open(file, place(number)), section.channels)
         if section.image_size is None and image.size != (width, height):
             raise DataError(
                 f"{place(number)} is {image.height} x {image.width} (height x width), but the first training "
@@ -50,17 +52,39 @@ def decode(
             )
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
-        pixels = np.asarray(image)
-        images[number] = pixels[None] if section.channels == 1 else pixels.transpose(2, 0, 1)
+        images[number] = _channels_first(image)
     return images
 
 
-def _open(file: ImageFile, where: str) -> Image.Image:
+def pixels_of(
+    file: ImageFile, where: str, shape: tuple[int, int, int], *, formats: tuple[str, ...] | None = None
+) -> np.ndarray:
+    """One image file, scaled to what a model takes, as uint8 [C, H, W]; `formats` are those that may be opened, by
+    default all that Pillow knows. Raises DataError."""
+    channels, height, width = shape
+    image = _coloured(_open(file, where, formats), channels)
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    return _channels_first(image)
+
+
+def _coloured(image: Image.Image, channels: int) -> Image.Image:
+    return image.convert("L" if channels == 1 else "RGB")
+
+
+def _channels_first(image: Image.Image) -> np.ndarray:
+    pixels = np.asarray(image)
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+def _open(file: ImageFile, where: str, formats: tuple[str, ...] | None = None) -> Image.Image:
     """An upright image in memory, of a mode that `convert` understands."""
     if file is None:
         raise DataError(f"{where} has no image: remove the row")
     try:
-        with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as opened:
+        with Image.open(BytesIO(file) if isinstance(file, bytes) else file, formats=formats) as opened:
+            if opened.width * opened.height > MOST_PIXELS:  # before a byte of it is unpacked
+                raise DataError(f"{where} has {opened.width} x {opened.height} pixels, more than {MOST_PIXELS:,}")
             image = ImageOps.exif_transpose(opened)
             image.load()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

@@ -11,7 +11,7 @@ from lockstep.errors import DataError
 class Images:
     """Images of one size, uint8 [N, C, H, W], and their labels, int64 [N] (positions in `names`)."""
 
-    lengths = None
+    lengths: np.ndarray | None = None
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> None:
         assert images.dtype == np.uint8, images.dtype
@@ -33,7 +33,7 @@ class Images:
 class Texts:
     """Texts as they are, N of them, and their labels, int64 [N]; they become tokens in cache.py."""
 
-    lengths = None
+    lengths: np.ndarray | None = None
 
     def __init__(self, texts: Sequence[str], labels: np.ndarray, names: Sequence[str]) -> None:
         self.texts = texts

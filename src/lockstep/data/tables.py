@@ -65,12 +65,16 @@ def names_of(labels: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (numbers[name], name)))
 
 
-def positions(labels: Sequence[str], names: Sequence[str], place: Place) -> np.ndarray:
-    """Position of each label in `names`, int64 [N]; raises DataError for the first that is not there."""
+def positions(labels: Sequence[str], names: Sequence[str], place: Place, *, known_to: str = "") -> np.ndarray:
+    """Position of each label in `names`, int64 [N]; raises DataError for the first that is not there. `known_to` says
+    whose the names are, by default the training samples'."""
     position = {name: number for number, name in enumerate(names)}
     for number, label in enumerate(labels):
         if label not in position:
             known = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+            if known_to:
+                what = f"has the label {label!r}, which {known_to} does not know ({known})"
+                raise DataError(f"{place(number)} {what}: correct it, or leave it out")
             raise DataError(
                 f"{place(number)} has the label {label!r}, which no training sample has ({known}): "
                 f"correct it, or add training samples of it"

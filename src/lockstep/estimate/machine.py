@@ -1,6 +1,5 @@
 """Everything that this machine can measure of a config, and what is asked about it."""
 
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from lockstep.estimate.memory import Held, held, passes
 from lockstep.estimate.runs import Runs, Trials
 from lockstep.recipe import Recipe
 from lockstep.runtime.tree_reduce import root
+from lockstep.world import cores
 
 FAMILY = "estimate.strategies"
 SECONDS = ("fetch", "passes", "update")
@@ -80,8 +80,7 @@ def slots_of(recipe: Recipe) -> int:
     """Processes that this machine can run at the same time."""
     if torch.cuda.is_available():
         return torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // recipe.run.threads)
+    return max(1, cores() // recipe.run.threads)
 
 
 def per_machine(world: int, wish: Wish, slots: int) -> int:

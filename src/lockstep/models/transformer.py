@@ -124,6 +124,7 @@ def tokenizer(config: Config) -> PretrainedTokenizer:
 
 def save(model: TextClassifier, folder: Path) -> None:
     """Write the model the way transformers reads it."""
+    _quiet()
     model.network.save_pretrained(folder)  # type: ignore[operator]
 
 
@@ -131,16 +132,27 @@ def read_back(folder: Path) -> Model:
     """Read what `save` has written, with plain transformers."""
     from transformers import AutoModelForSequenceClassification
 
+    _quiet()
     return TextClassifier(AutoModelForSequenceClassification.from_pretrained(folder))
 
 
-def _loaded(kind: Any, config: Config, **options: Any) -> Any:
-    from transformers.utils import logging
+def save_config(model: TextClassifier, folder: Path) -> None:
+    """Write the shape alone."""
+    network: Any = model.network
+    network.config.save_pretrained(folder)
 
+
+def from_config(folder: Path) -> Model:
+    """A model of the shape that `save_config` has written, with weights that mean nothing."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    return TextClassifier(AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder)))
+
+
+def _loaded(kind: Any, config: Config, **options: Any) -> Any:
     if config.name.startswith(("/", ".", "~")) and not Path(config.name).is_dir():
         raise ModelError(f"model.name={config.name}: there is no such folder")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    _quiet()
     cached_only = Path(config.name).is_dir() or not hub_answers()
     try:
         return kind.from_pretrained(config.name, revision=config.revision, local_files_only=cached_only, **options)
@@ -152,3 +164,11 @@ def _loaded(kind: Any, config: Config, **options: Any) -> Any:
             "  fetched from the hub right now. Give a folder with model.name=PATH, or go online once: `lockstep data`\n"
             "  fetches everything a config needs."
         ) from error
+
+
+def _quiet() -> None:
+    """No warnings and progress bars of transformers' own."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -3,7 +3,6 @@
 W = processes, V = shards of a step.
 """
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from lockstep.prove.task import Task, test_samples, train_samples
 from lockstep.recipe import Recipe
 from lockstep.runtime.interruption import ended_by_sigterm
 from lockstep.runtime.trace import fingerprint
+from lockstep.world import cores
 
 PARTS = ("repeat", "worlds", "kill", "evaluate")
 """What can be chosen; `repeat` looks into single micro-batches, alone and beside each other."""
@@ -89,14 +89,13 @@ class Proof:
         if self.differing is not None:
             return f"W = {self.differing} differs already"
         shards, threads = self.recipe.train.shards, self.recipe.run.threads
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         needed = processes * self.on(1).peak_bytes
         if processes > 2 and shards < processes:
             return f"a step has {shards} micro-batches only"
         if not self.runs.on_cpu and torch.cuda.device_count() < processes:
             return f"there are {torch.cuda.device_count()} GPUs"
-        if self.runs.on_cpu and processes > 2 and processes * threads > 2 * cores:
-            return f"{cores} cores would be shared by {processes} processes of {threads} threads"
+        if self.runs.on_cpu and processes > 2 and processes * threads > 2 * cores():
+            return f"{cores()} cores would be shared by {processes} processes of {threads} threads"
         if self.runs.on_cpu and needed > psutil.virtual_memory().available:
             return f"it needs about {needed / 2**30:.1f} GiB of memory"
         return None

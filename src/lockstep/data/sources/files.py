@@ -42,7 +42,7 @@ class Config(ImageSection):
     @property
     def modality(self) -> str:
         """A folder is images, a file is texts; what is not there yet is judged by its name's suffix."""
-        return "text" if _is_table(self.train) else "image"
+        return "text" if is_table(self.train) else "image"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,12 @@ def build(config: Config, split: str) -> Images | Texts:
 
     Raises DataError for missing or damaged files, columns, texts, images and labels.
     """
-    train = _read(config, config.train)
+    train = _part(config, config.train)
     names = names_of(train.labels)
     if config.test is None:
         part, rows = train, _share(len(train.samples), config.test_fraction, split)
     else:
-        part = train if split == "train" else _read(config, config.test)
+        part = train if split == "train" else _part(config, config.test)
         rows = np.arange(len(part.samples))
     labels = positions(part.labels, names, part.place)[rows]
     samples = [part.samples[row] for row in rows]
@@ -78,7 +78,8 @@ def build(config: Config, split: str) -> Images | Texts:
     return Images(images, labels, names)
 
 
-def _is_table(path: Path) -> bool:
+def is_table(path: Path) -> bool:
+    """Whether a path is, or by its name will be, a table."""
     return path.is_file() or (not path.is_dir() and path.suffix.lower() in READERS)
 
 
@@ -95,12 +96,20 @@ def _share(samples: int, test_fraction: float, split: str) -> np.ndarray:
     return rows
 
 
-def _read(config: Config, path: Path) -> Found:
+def _part(config: Config, path: Path) -> Found:
     if not path.exists():
         raise DataError(f"there is no file or folder {path}: correct data.train or data.test")
-    if _is_table(path) != (config.modality == "text"):
+    if is_table(path) != (config.modality == "text"):
         raise DataError(f"{config.train} and {path} are a table and a folder of images: give two of one kind")
-    found = _table(path, config.text_column, config.label_column) if path.is_file() else _folder(path)
+    return read(path, config.text_column, config.label_column)
+
+
+def read(path: Path, text_column: str, label_column: str) -> Found:
+    """What lies at a path that exists: the rows of a table, or the images of a folder of class folders.
+
+    Raises DataError.
+    """
+    found = _table(path, text_column, label_column) if path.is_file() else _folder(path)
     if not found.samples:
         raise DataError(f"{path} holds no sample: it has columns, but no row below them")
     return found

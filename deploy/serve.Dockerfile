@@ -1,0 +1,48 @@
+# An image that serves an export. From the repository's root:
+#   docker build --file deploy/serve.Dockerfile --tag lockstep-serve .
+#   docker run --rm --publish 8000:8000 --volume "$PWD/runs/NAME/export:/model:ro" lockstep-serve
+# With the export in it: FROM lockstep-serve, then COPY export /model
+# For processors, which is much smaller; for GPUs: --build-arg TORCH_INDEX=https://pypi.org/simple
+FROM python:3.11-slim
+
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG VERSION=0.1.0
+
+LABEL org.opencontainers.image.title="lockstep-serve" \
+      org.opencontainers.image.description="An HTTP server for a model that Lockstep has exported" \
+      org.opencontainers.image.version="${VERSION}"
+
+# all that a model needs lies in its export: nothing is asked of the hub
+ENV PYTHONUNBUFFERED=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    HF_HUB_OFFLINE=1
+
+RUN groupadd --gid 1000 lockstep \
+    && useradd --uid 1000 --gid 1000 --create-home --shell /usr/sbin/nologin lockstep
+
+WORKDIR /opt/lockstep
+
+# what changes seldom comes first: torch by itself and exact, so that nothing else chooses another build ...
+COPY constraints.txt ./
+RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" --extra-index-url https://pypi.org/simple \
+    --constraint constraints.txt torch
+
+# ... then all else that is needed, with what reads ONNX ...
+COPY pyproject.toml ./
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], 'onnxruntime', sep='\n')" \
+    > requirements.txt \
+    && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
+
+# ... and what changes often comes last
+COPY README.md ./
+COPY src ./src
+RUN pip install --no-cache-dir --no-deps . && rm --recursive --force build
+
+USER 1000:1000
+WORKDIR /home/lockstep
+EXPOSE 8000
+HEALTHCHECK --interval=30s --timeout=5s --start-period=60s \
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["lockstep"]
+CMD ["serve", "/model", "--host", "0.0.0.0", "--port", "8000"]

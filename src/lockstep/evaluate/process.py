@@ -1,0 +1,152 @@
+"""A process of an evaluation: runs its part of the samples; rank 0 writes what comes out.
+
+python -m lockstep.evaluate.process CONFIG.yaml --task TASK.json [the worker's own arguments]
+"""
+
+# ruff: noqa: E402 (as in the worker: the imports take seconds)
+import sys
+
+from lockstep.runtime.parent import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent("SIGKILL", int(sys.argv[sys.argv.index("--launcher") + 1]))
+
+import argparse
+import json
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lockstep import assembly, files, plugins, worker
+from lockstep.contracts import Batch
+from lockstep.errors import ModelError
+from lockstep.evaluate import drawing, page, report
+from lockstep.evaluate.calibration import fitted
+from lockstep.evaluate.subject import Opened, of_export, of_run
+from lockstep.evaluate.task import Task
+from lockstep.evaluation import Evaluation, Predictions, Subject
+from lockstep.events import Preparing
+from lockstep.export import facts as telling
+from lockstep.export.facts import Calibration
+from lockstep.job import Job
+from lockstep.runtime.collectives import together
+
+
+class EvaluationJob(Job):
+    """A process's part of an evaluation."""
+
+    def __init__(self, task: Task, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.task = task
+
+    def train(self, how: str, *, allow_drift: bool) -> None:
+        """Measure, and write down what comes out, in the place of training."""
+        task = self.task
+        if self.world.is_main:
+            self.bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
+        opened = of_export(self, task) if task.is_export else of_run(self, task)
+        classes = len(opened.spec.labels)
+        found = assembly.evaluated(
+            self.recipe,
+            self.watched(opened),
+            opened.source,
+            world=self.world,
+            pad_id=opened.pad_id,
+            name=task.data,
+            predictions=Predictions(len(opened.source), classes) if classes > 1 else None,
+        )
+        with together():
+            if self.world.is_main:
+                self.tell(opened, found)
+
+    def watched(self, opened: Opened) -> Subject:
+        """The same, with its progress on the terminal."""
+        size = self.recipe.evaluate.micro_batch or self.recipe.train.micro_batch
+        samples, at_once = len(opened.source), size * self.world.size
+        rounds = count(1)
+
+        def forward(batch: Batch) -> Tensor:
+            outputs = opened.subject.forward(batch)
+            done = min(next(rounds) * at_once, samples)
+            self.bus.publish(Preparing(what="measuring samples", done=done, total=samples))
+            return outputs
+
+        return replace(opened.subject, forward=forward)
+
+    def tell(self, opened: Opened, found: Evaluation) -> None:
+        """Write evaluation.json, evaluation.html, confusion.svg, and the temperature. Raises ModelError."""
+        facts: dict[str, Any] = {
+            **found.values,
+            "checkpoint": str(self.task.target),
+            "step": opened.step,
+            "digest": opened.digest,
+            "data": self.task.data,
+            "samples": found.samples,
+            "metrics": found.values,
+            "confusion_matrix": found.confusion,
+        }
+        wrong: list[report.Wrong] = []
+        if found.predictions is not None:
+            more, wrong = self.details(opened, found.predictions)
+            facts |= more
+        elif self.task.calibrates:
+            raise ModelError("--calibrate needs a classifier: one row of logits for each sample, and its label")
+        matrix = drawing.confusion(found.confusion, opened.spec.labels) if found.confusion else ""
+        try:
+            if matrix:
+                files.write(self.task.to / "confusion.svg", matrix)
+            else:
+                (self.task.to / "confusion.svg").unlink(missing_ok=True)  # an earlier evaluation's
+            files.write(self.task.to / "evaluation.html", page.html(facts, wrong, matrix=matrix))
+            files.write(self.task.to / "evaluation.json", json.dumps(facts, indent=1))
+        except OSError as error:
+            raise ModelError(f"cannot write to {self.task.to}: {error.strerror}; choose another with --to") from None
+
+    def details(self, opened: Opened, predictions: Predictions) -> tuple[dict[str, Any], list[report.Wrong]]:
+        """What can be told where it is known what was predicted of each sample."""
+        names, temperature, source = opened.spec.labels, opened.temperature, opened.source
+        report.check(predictions, source)
+        wrong = report.worst(predictions, source, names, count=self.task.worst, temperature=temperature)
+        facts = {
+            **report.confidences(predictions, temperature),
+            "classes": report.by_class(predictions, names),
+            "worst": [
+                {name: getattr(one, name) for name in ("index", "origin", "label", "predicted", "confidence", "loss")}
+                for one in wrong
+            ],
+        }
+        if self.task.calibrates:
+            found = fitted(predictions.logits, predictions.labels)
+            is_kept = found.ece_after < found.ece_before
+            if is_kept:
+                self.keep(found, opened)
+            facts["calibration"] = {**found.model_dump(mode="json"), "is_kept": is_kept}
+        return facts, wrong
+
+    def keep(self, found: Calibration, opened: Opened) -> None:
+        """Store a temperature where predictions will find it: in the export, or beside the run."""
+        folder = self.task.target if self.task.is_export else self.recipe.folder
+        try:
+            if self.task.is_export:
+                telling.write(telling.read(folder).model_copy(update={"calibration": found}), folder)
+            else:
+                telling.keep_calibration(found, folder, digest=opened.digest)
+        except OSError as error:
+            raise ModelError(f"cannot keep the calibration in {folder}: {error.strerror}") from None
+
+
+def main(argv: list[str]) -> int:
+    """Run one process to its end; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="lockstep.evaluate.process", allow_abbrev=False)
+    parser.add_argument("--task", type=Path, required=True)
+    options, rest = parser.parse_known_args(argv)
+    task = Task.model_validate_json(options.task.read_bytes())
+    return worker.main(rest, partial(EvaluationJob, task))
+
+
+if __name__ == "__main__":
+    worker.leave(main(sys.argv[1:]))

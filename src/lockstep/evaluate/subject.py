@@ -1,0 +1,135 @@
+"""The model that is measured, out of a run or out of an export, with the samples that it is measured on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.weights import restore
+from lockstep.contracts import DataSpec, Source, Tokenizer
+from lockstep.data.dataset import open_source, with_tokens
+from lockstep.errors import DataError
+from lockstep.evaluate.samples import of_file, unchanged
+from lockstep.evaluate.task import Task
+from lockstep.evaluation import Subject, metrics_for
+from lockstep.export import facts as telling
+from lockstep.export import reading
+from lockstep.export.checking import outputs
+from lockstep.export.facts import Calibration
+from lockstep.job import Job
+from lockstep.runtime.collectives import local_main_first, together
+from lockstep.runtime.digest import digest_of, world_lines
+from lockstep.runtime.process_group import world_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model with what belongs to it."""
+
+    subject: Subject
+    spec: DataSpec
+    source: Source
+    """What it is measured on."""
+    pad_id: int
+    step: int
+    digest: str
+    """Of its weights as they were trained."""
+    calibration: Calibration | None
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by before they become probabilities."""
+        return self.calibration.temperature if self.calibration else 1.0
+
+
+def of_run(job: Job, task: Task) -> Opened:
+    """The model of a checkpoint, spread as its strategy spreads it. Every rank calls it. Raises UserError."""
+    parts = job.assemble()
+    averaged = {name: parts.strategy.sharded(name, p.detach()) for name, p in parts.state.module.named_parameters()}
+    restore(parts.strategy.state(), averaged, task.target)
+    parts.model.eval()
+    digest = digest_of(world_lines(parts.strategy.state(), world_group()))
+    spec, tokenizer, source = parts.data.test.spec, parts.data.tokenizer, parts.data.test
+    if task.file is not None:
+        source = Samples(task=task, spec=spec, tokenizer=tokenizer, job=job).everywhere()
+    elif task.split == "train":
+        source = unchanged(parts.data.train)
+    return Opened(
+        subject=parts.subject,
+        spec=spec,
+        source=source,
+        pad_id=parts.data.pad_id,
+        step=layout.read_manifest(task.target).step,
+        digest=digest,
+        calibration=telling.kept_calibration(job.recipe.folder, digest=digest),
+    )
+
+
+def of_export(job: Job, task: Task) -> Opened:
+    """What an export computes; each process opens the whole of it. Every rank calls it. Raises UserError."""
+    folder = task.target
+    with together():
+        facts = telling.read(folder)
+        forward = reading.forward_of(folder, facts)
+        tokenizer = reading.tokenizer_of(folder, facts)
+        loss, own = reading.loss_of(folder, facts, forward), reading.metrics_of(folder, facts)
+    device = torch.device("cpu")
+    if isinstance(forward, nn.Module):
+        device = job.device
+        forward = forward.to(device)
+    return Opened(
+        subject=Subject(
+            forward=lambda batch: outputs(forward, batch),
+            loss=loss,
+            metrics=metrics_for(facts.spec, own),
+            device=device,
+        ),
+        spec=facts.spec,
+        source=Samples(task=task, spec=facts.spec, tokenizer=tokenizer, job=job).everywhere(),
+        pad_id=tokenizer.pad_id if tokenizer else 0,
+        step=facts.step,
+        digest=facts.digest,
+        calibration=facts.calibration,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Those of a file, or of a split, as the model takes them."""
+
+    task: Task
+    spec: DataSpec
+    tokenizer: Tokenizer | None
+    job: Job
+
+    def everywhere(self) -> Source:
+        """Open them on every rank: what has to be made for it is made by one process of each machine."""
+        local_main_first(self.opened, is_local_main=self.job.world.local_rank == 0)
+        with together():
+            return self.opened()
+
+    def opened(self) -> Source:
+        """With tokens in the place of texts, where the model takes these. Raises DataError."""
+        data, tokenizer = self.job.recipe.data, self.tokenizer
+        source = open_source(data, self.task.split) if self.task.file is None else self._of_file(self.task.file)
+        if source.spec.labels != self.spec.labels:
+            raise DataError(
+                f"data.kind={data.kind} has the labels {_short(source.spec.labels)}, but the model has "
+                f"{_short(self.spec.labels)}: give the data that it was trained on, or other samples with --file"
+            )
+        return with_tokens(source, data, tokenizer, publish=self.job.bus.publish) if tokenizer else source
+
+    def _of_file(self, file: Path) -> Source:
+        return of_file(
+            file,
+            self.spec,
+            text_column=self.task.text_column,
+            label_column=self.task.label_column,
+            takes_tokens=self.tokenizer is not None,
+        )
+
+
+def _short(labels: tuple[str, ...]) -> str:
+    return ", ".join(labels[:5]) + (", ..." if len(labels) > 5 else "")

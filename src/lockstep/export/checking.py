@@ -1,0 +1,94 @@
+"""Whether what was read back is what was written, on real samples."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.contracts import Batch, Forward
+from lockstep.errors import ModelError
+from lockstep.export.facts import Agreement
+
+TOLERANCE = 1e-3
+"""An output may differ by this much, and by as much of the largest output where that is more than 1. Seen: 1e-6
+(onnxruntime), 3e-7 (the very weights at other addresses: a product with a single row depends on their alignment)."""
+
+
+def compare(model: Forward, again: Forward, batches: Iterable[Batch]) -> Agreement:
+    """Both on the same samples. Raises ModelError where what was read back cannot predict, or not finitely."""
+    largest = highest = 0.0
+    counts: Counter[str] = Counter()
+    for batch in batches:
+        expected, found = outputs(model, batch), _outputs_again(again, batch)
+        if expected.shape != found.shape:
+            shapes = f"{list(found.shape)} instead of {list(expected.shape)}"
+            raise ModelError(f"the export was read back and gives outputs of shape {shapes}; nothing was kept")
+        largest = max(largest, _difference(expected, found))
+        highest = max(highest, float(expected.abs().nan_to_num(posinf=0).max()))
+        counts["samples"] += len(expected)
+        if expected.ndim == 2 and expected.shape[1] > 1:
+            counts.update(_labels(expected.argmax(1), found.argmax(1), batch.get("label")))
+    labelled = counts["labelled"]
+    return Agreement(
+        samples=counts["samples"],
+        largest_difference=largest,
+        largest_output=highest,
+        labels_changed=counts["changed"],
+        accuracy_before=counts["right before"] / labelled if labelled else None,
+        accuracy_after=counts["right after"] / labelled if labelled else None,
+    )
+
+
+def judge(agreement: Agreement) -> None:
+    """Raise ModelError for a difference that rounding cannot make."""
+    largest = agreement.largest_difference
+    if largest > TOLERANCE * max(1, agreement.largest_output):
+        raise ModelError(f"the export was read back and differs (largest difference {largest:g}); nothing was kept")
+
+
+def same_weights(model: nn.Module, again: Forward) -> bool:
+    """Whether weights were read back, and not a graph. Raises ModelError where they, or buffers, are other by a bit."""
+    if not isinstance(again, nn.Module):
+        return False
+    expected, found = (dict([*each.named_parameters(), *each.named_buffers()]) for each in (model, again))
+    for name, tensor in expected.items():
+        if name not in found or not torch.equal(tensor, found[name]):
+            raise ModelError(f"the export was read back and differs (in {name}); nothing was kept")
+    return True
+
+
+def outputs(forward: Forward, batch: Batch) -> Tensor:
+    """Logits as fp32, whatever they are computed in. Raises ModelError for a model of several outputs."""
+    if isinstance(forward, nn.Module):
+        forward.eval()
+    with torch.inference_mode():
+        found = forward(batch)
+    if not isinstance(found, Tensor):
+        raise ModelError(f"forward() returns a {type(found).__name__}: a model that returns a tensor can be exported")
+    return found.float()
+
+
+def _outputs_again(forward: Forward, batch: Batch) -> Tensor:
+    try:
+        return outputs(forward, batch)
+    except Exception as error:  # of torch, of onnxruntime, of somebody's code in another dtype than it was written for
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"the export was read back and cannot predict ({reason}); nothing was kept") from error
+
+
+def _difference(expected: Tensor, found: Tensor) -> float:
+    """The largest; equal infinities are equal."""
+    differs = expected != found
+    gaps = (expected - found)[differs].abs()
+    if not gaps.isfinite().all():
+        raise ModelError("the export was read back and gives outputs that are not finite; nothing was kept")
+    return float(gaps.max()) if len(gaps) else 0.0
+
+
+def _labels(before: Tensor, after: Tensor, label: Tensor | None) -> dict[str, int]:
+    found = {"changed": int((before != after).sum())}
+    if label is None or label.shape != before.shape:
+        return found
+    right = {"right before": int((before == label).sum()), "right after": int((after == label).sum())}
+    return {**found, **right, "labelled": len(label)}

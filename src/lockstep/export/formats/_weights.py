@@ -1,0 +1,64 @@
+"""Weights in a file, and a model of the right shape to be filled with them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lockstep import plugins
+from lockstep.config import PluginSection
+from lockstep.contracts import Model
+from lockstep.export.facts import Facts
+
+FILE = "model.safetensors"
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network that the model wraps, where it wraps one: its names are what others expect in a state dict."""
+    return getattr(model, "network", model)
+
+
+def section_of(facts: Facts, folder: Path) -> tuple[Any, PluginSection]:
+    """The model's plugin and section, as it lies in an export."""
+    plugin = plugins.find("models", facts.model["kind"])
+    section = dict(facts.model)
+    if "file" in section:
+        section["file"] = folder / section["file"]
+    if hasattr(plugin, "tokenizer"):
+        section["name"] = str(folder)
+    return plugin, plugin.Config.model_validate(section)
+
+
+def rebuilt(facts: Facts, folder: Path) -> Model:
+    """Untrained, of the export's dtype, in evaluation mode."""
+    plugin, section = section_of(facts, folder)
+    from_config = getattr(plugin, "from_config", None)
+    model: Model = from_config(folder) if from_config else plugin.build(section, facts.spec)
+    return model.to(TORCH_DTYPES[facts.dtype]).eval()
+
+
+def save_config(model: Model, facts: Facts, folder: Path) -> None:
+    """What `rebuilt` needs beside the facts, for models whose shape is not all in their section."""
+    save = getattr(plugins.find("models", facts.model["kind"]), "save_config", None)
+    if save:
+        save(model, folder)
+
+
+def write(model: Model, facts: Facts, folder: Path) -> None:
+    """As safetensors: copies, because it refuses tensors that share memory, as tied weights do."""
+    state = {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in unwrapped(model).state_dict().items()
+    }
+    save_file(state, folder / FILE)
+    save_config(model, facts, folder)
+
+
+def read(folder: Path, facts: Facts) -> Model:
+    """The model that safetensors hold."""
+    model = rebuilt(facts, folder)
+    unwrapped(model).load_state_dict(load_file(folder / FILE))
+    return model

@@ -1,0 +1,85 @@
+"""An ONNX graph, for onnxruntime and whatever else reads it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.contracts import Batch, Forward, Model
+from lockstep.errors import ModelError
+from lockstep.export.facts import Facts
+from lockstep.export.formats._graph import Traceable, cannot_be_traced, inputs_of, moving_dimensions, silence
+
+DTYPES = ("fp32", "fp16", "int8")
+FILE = "model.onnx"
+
+
+@contextmanager
+def _packages() -> Iterator[None]:
+    """Raises ModelError where one of them is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise ModelError(
+            f"export.kind=onnx needs onnx, onnxscript and onnxruntime: pip install 'lockstep-train[onnx]' ({error})"
+        ) from None
+
+
+@_packages()
+def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
+    """Batch and length may be of any size; beyond 2 GB the weights lie in model.onnx.data beside the graph.
+
+    Raises ModelError for a model that cannot be traced.
+    """
+    import onnxruntime  # noqa: F401  all that is needed, before the work and not after it
+    import onnxscript  # noqa: F401
+
+    inputs = inputs_of(batch)
+    traceable, shapes = Traceable(model, list(inputs)).eval(), tuple(moving_dimensions(name) for name in inputs)
+    try:
+        with silence():
+            program: Any = torch.onnx.export(
+                traceable,
+                tuple(inputs.values()),
+                input_names=list(inputs),
+                output_names=["logits"],
+                dynamic_shapes=(shapes,),
+                dynamo=True,
+                verbose=False,
+            )
+    except Exception as error:  # whatever the tracer raises about somebody's code
+        raise cannot_be_traced(error, facts.kind) from error
+    program.save(folder / FILE)
+    if facts.dtype == "int8":
+        _quantise(folder / FILE)
+
+
+def _quantise(file: Path) -> None:
+    """Weights of matrix products as int8, activations quantised as they come."""
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    graph = onnx.load(file)
+    del graph.graph.value_info[:]  # shapes of the traced sample, which quantisation would take for contradictions
+    file.with_name(f"{FILE}.data").unlink(missing_ok=True)
+    with silence():
+        quantize_dynamic(graph, file, weight_type=QuantType.QInt8)
+
+
+@_packages()
+def read(folder: Path, facts: Facts) -> Forward:
+    """A session of onnxruntime on the processor."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(folder / FILE, options, providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+
+    def forward(batch: Batch) -> Tensor:
+        return torch.from_numpy(session.run(None, {name: batch[name].numpy() for name in names})[0])
+
+    return forward

@@ -1,0 +1,28 @@
+"""The unwrapped weights as one file of torch.save."""
+
+from pathlib import Path
+
+import torch
+
+from lockstep.contracts import Batch, Forward, Model
+from lockstep.export.facts import Facts
+from lockstep.export.formats._weights import rebuilt, save_config, unwrapped
+
+FILE = None  # export.file names it
+DTYPES = ("fp32", "fp16", "bf16")
+
+
+def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
+    """One file."""
+    try:
+        torch.save(unwrapped(model).state_dict(), folder / facts.file)
+    except RuntimeError as error:  # what torch raises on a full disk
+        raise OSError(str(error).partition("\n")[0]) from error
+    save_config(model, facts, folder)
+
+
+def read(folder: Path, facts: Facts) -> Forward:
+    """The model itself."""
+    model = rebuilt(facts, folder)
+    unwrapped(model).load_state_dict(torch.load(folder / facts.file, weights_only=True, map_location="cpu"))
+    return model

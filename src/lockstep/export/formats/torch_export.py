@@ -1,0 +1,44 @@
+"""A torch.export program: the graph with its weights, which torch runs without the model's code."""
+
+import io
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lockstep import files
+from lockstep.contracts import Batch, Forward, Model
+from lockstep.export.facts import Facts
+from lockstep.export.formats._graph import Traceable, cannot_be_traced, inputs_of, moving_dimensions, silence
+
+DTYPES = ("fp32", "fp16", "bf16")
+FILE = "model.pt2"
+
+
+def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
+    """Batch and length may be of any size. Raises ModelError for a model that cannot be traced."""
+    inputs = inputs_of(batch)
+    shapes = tuple(dict.fromkeys(moving_dimensions(name), torch.export.Dim.DYNAMIC) for name in inputs)
+    traceable, samples = Traceable(model, list(inputs)).eval(), tuple(inputs.values())
+    try:
+        with silence():
+            program = torch.export.export(traceable, samples, dynamic_shapes=(shapes,), strict=False)
+    except Exception as error:  # whatever the tracer raises about somebody's code
+        raise cannot_be_traced(error, facts.kind) from error
+    buffer = io.BytesIO()  # on a full disk torch ends the whole process
+    with silence():
+        torch.export.save(program, buffer)
+    files.write(folder / FILE, buffer.getvalue())
+
+
+def read(folder: Path, facts: Facts) -> Forward:
+    """The program."""
+    with silence():
+        program = torch.export.load(folder / FILE).module()
+    names = list(facts.inputs)
+
+    def forward(batch: Batch) -> Tensor:
+        outputs: Tensor = program(*(batch[name] for name in names))
+        return outputs
+
+    return forward

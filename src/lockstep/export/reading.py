@@ -1,0 +1,79 @@
+"""An export, as others find it: its facts and the function that it holds."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lockstep import plugins
+from lockstep.contracts import Batch, Forward, LossSum, Model, Tokenizer
+from lockstep.errors import LockstepError, ModelError
+from lockstep.export import facts as telling
+from lockstep.export.facts import FILE, Facts
+from lockstep.export.formats import _weights
+from lockstep.export.section import FORMATS
+from lockstep.runtime.loss import classification_loss
+
+
+def is_export(folder: Path) -> bool:
+    """Whether an export lies there."""
+    return (folder / FILE).is_file()
+
+
+def forward_of(folder: Path, facts: Facts | None = None) -> Forward:
+    """What an export computes, on the processor: a module in evaluation mode where it holds one.
+
+    Raises ModelError where the folder is no export, or a damaged one.
+    """
+    folder = Path(folder).absolute()
+    facts = facts or telling.read(folder)
+    with _told(folder):
+        forward: Forward = plugins.find(FORMATS, facts.kind).read(folder, facts)
+    return forward
+
+
+def tokenizer_of(folder: Path, facts: Facts) -> Tokenizer | None:
+    """The tokenizer that lies beside the weights, for models that take tokens."""
+    if facts.modality != "text" or not hasattr(plugins.find("models", facts.model["kind"]), "tokenizer"):
+        return None
+    with _told(folder):
+        plugin, section = _weights.section_of(facts, folder)
+        found: Tokenizer = plugin.tokenizer(section)
+    return found
+
+
+def loss_of(folder: Path, facts: Facts, forward: Forward) -> Callable[[Tensor, Batch], LossSum]:
+    """The model's own loss. A graph has left its model behind: the user's file beside it tells, else cross-entropy."""
+    if isinstance(forward, Model):
+        return forward.loss
+    if "file" not in facts.model:
+        return classification_loss
+    with _told(folder):
+        plugin, section = _weights.section_of(facts, folder)
+        model: Model = plugin.build(section, facts.spec)
+    return model.loss
+
+
+def metrics_of(folder: Path, facts: Facts) -> dict[str, Any]:
+    """The user's own torchmetrics by name."""
+    with _told(folder):
+        plugin, section = _weights.section_of(facts, folder)
+        make = getattr(plugin, "metrics", None)
+        return make(section, facts.spec) if make else {}
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Whatever goes wrong while an export is read is told as its own fault, and not as one of the library that reads
+    it: there are as many exceptions as libraries. A user's own code is among them, and may want what is not there."""
+    try:
+        yield
+    except LockstepError as error:
+        raise ModelError(f"the export {folder} cannot be used: {error}") from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        raise ModelError(
+            f"the export {folder} cannot be read ({reason}): where it is damaged, export the run again"
+        ) from error

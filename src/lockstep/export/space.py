@@ -1,0 +1,116 @@
+"""A Hugging Face Space: an export in a folder that is a git repository's, with what is needed to build and serve it."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import yaml
+
+from lockstep import files
+from lockstep.errors import ModelError
+from lockstep.export.facts import Facts
+
+FOLDER, MODEL = "space", "model"
+"""In the run's folder; and in that one, the export."""
+PORT = 7860
+"""Where Spaces look for a server, if they are not told otherwise."""
+PACKAGE = "lockstep-train"
+LARGE = ("*.safetensors", "*.pt", "*.pt2", "*.onnx", "*.onnx.data", "tokenizer.json")
+"""Files that may have more than the 10 MB that the hub takes without LFS."""
+OURS = "# Written by `lockstep export --space`, each time anew."
+
+DOCKERFILE = """\
+{ours} It serves the export in model/.
+# As a Space builds it, so it can be tried here:
+#   docker build --tag space . && docker run --rm --publish {port}:{port} space
+FROM python:3.11-slim
+
+ENV PYTHONUNBUFFERED=1 \\
+    PIP_NO_CACHE_DIR=1 \\
+    PIP_DISABLE_PIP_VERSION_CHECK=1
+
+# the user that a Space runs as; and torch by itself, for processors only, which is much smaller
+RUN useradd --uid 1000 --create-home user \\
+    && pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu \\
+    --extra-index-url https://pypi.org/simple torch=={torch}
+
+ARG VERSION={version}
+RUN pip install --no-cache-dir "{package}==${{VERSION}}"
+
+USER 1000:1000
+ENV HOME=/home/user \\
+    HF_HUB_OFFLINE=1
+WORKDIR /app
+COPY --chown=1000:1000 model ./model
+
+EXPOSE {port}
+HEALTHCHECK --interval=30s --timeout=5s --start-period=120s \\
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:{port}/health', timeout=4)"]
+CMD ["lockstep", "serve", "/app/model", "--host", "0.0.0.0", "--port", "{port}"]
+"""
+
+README = """\
+---
+{front}---
+
+# {name}
+
+A model that sorts {modality}s into {classes} classes, with a page to try it on and an HTTP interface.
+`model/` is what `lockstep export` has written; `model/README.md` says how good it is and how it was made.
+"""
+
+
+def check(folder: Path) -> None:
+    """Raise ModelError where the folder holds what would have to be replaced and is not a Space's."""
+    reason = None
+    if folder.exists() and not folder.is_dir():
+        reason = "is no folder"
+    elif (folder / "Dockerfile").exists() and not (folder / "Dockerfile").read_text("utf-8").startswith(OURS):
+        reason = "has another Dockerfile"
+    elif (folder / "README.md").exists() and "\nsdk: docker\n" not in (folder / "README.md").read_text("utf-8"):
+        reason = "has a README.md that is no Docker Space's"
+    if reason is not None:
+        raise ModelError(f"{folder} {reason}: name another folder with --to, such as the clone of a Docker Space")
+
+
+def write(folder: Path, facts: Facts) -> None:
+    """What belongs beside the export; a README.md and .gitattributes that are there stay, as they may have been edited.
+
+    Raises ModelError where they cannot be written.
+    """
+    try:
+        for name, text in texts(facts).items():
+            if name == "Dockerfile" or not (folder / name).exists():
+                files.write(folder / name, text)
+    except OSError as error:
+        raise ModelError(f"cannot write to {folder}: {error.strerror}; name another folder with --to") from error
+
+
+def texts(facts: Facts) -> dict[str, str]:
+    """File -> contents."""
+    front = {
+        "title": facts.name,
+        "emoji": "\N{DIRECT HIT}",
+        "colorFrom": "blue",
+        "colorTo": "indigo",
+        "sdk": "docker",
+        "app_port": PORT,
+        "pinned": False,
+        "tags": ["lockstep"],
+    }
+    return {
+        "README.md": README.format(
+            front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
+            name=facts.name,
+            modality=facts.modality,
+            classes=len(facts.labels),
+        ),
+        "Dockerfile": DOCKERFILE.format(
+            ours=OURS,
+            port=PORT,
+            torch=torch.__version__.partition("+")[0],
+            package=f"{PACKAGE}[onnx]" if facts.kind == "onnx" else PACKAGE,
+            version=version(PACKAGE),
+        ),
+        ".gitattributes": "".join(f"{name} filter=lfs diff=lfs merge=lfs -text\n" for name in LARGE),
+    }

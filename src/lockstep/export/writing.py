@@ -1,0 +1,157 @@
+"""How a model leaves: written, read back by a fresh reader, compared on real samples, and only then put in place."""
+
+import copy
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+from lockstep import files, plugins
+from lockstep.contracts import Batch, Model
+from lockstep.errors import ModelError
+from lockstep.export import card
+from lockstep.export import facts as telling
+from lockstep.export.checking import compare, judge, same_weights
+from lockstep.export.facts import FILE, Facts
+from lockstep.export.formats import _graph, _weights
+from lockstep.export.reading import forward_of
+from lockstep.export.section import FORMATS, DType, ExportSection, check, file_of
+
+HINT = (
+    "As {dtype}, forward() has to turn its inputs into its weights' dtype, as x.to(self.layer.weight.dtype) does, and\n"
+    "  its numbers have to fit; export.dtype=fp32 takes any model."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Real ones, of the test split."""
+
+    few: Sequence[Batch]
+    """The first ones: a batch that a graph may be traced with, and others of other sizes."""
+    all: Callable[[], Iterable[Batch]]
+    """The whole split, in batches."""
+
+
+def export(
+    model: Model,
+    target: Path,
+    *,
+    section: ExportSection,
+    facts: Facts,
+    samples: Samples,
+    beside: Callable[[Path], None] = lambda _: None,
+) -> Facts:
+    """Write a model into the folder `target`, which appears, or changes, only when what was read back gives the same
+    outputs -> its facts. `beside` writes more files, such as a tokenizer's.
+
+    The same means: to rounding, with the same weights bit for bit where the model itself is read back; for reduced
+    weights, what is lost on the whole test split is in the facts. Raises ConfigError for a dtype that the format cannot
+    hold, ModelError when the outputs differ or the target cannot be written.
+    """
+    check(section)
+    target = Path(os.path.realpath(target))  # a link to a folder elsewhere stays one
+    facts = facts.model_copy(
+        update={
+            "kind": section.kind,
+            "dtype": section.dtype,
+            "file": file_of(section),
+            "inputs": tuple(_graph.inputs_of(samples.few[0])),
+        }
+    )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(target), _replacing(target) as temporary:
+            beside(temporary)
+            return _written(model, temporary, facts=facts, samples=samples)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot write the export to {target}: {error}; name another folder with --to") from error
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Two that write the same export at once could mix their files."""
+    lock = target.with_name(f".{target.name}.lock")
+    try:
+        with FileLock(lock, timeout=0):
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # Windows does not remove an open file
+                    lock.unlink()
+    except Timeout:
+        raise ModelError(f"another process is just writing the export {target}") from None
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A new folder that takes the target's place at the end; on any error the target stays what it was."""
+    temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
+    _restore(target, old)  # an export may have been killed between the two renames below
+    _check_place(target)
+    for left in (temporary, old):
+        shutil.rmtree(left, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in (path for path in temporary.rglob("*") if path.is_file()):
+            shutil.copymode(temporary / FILE, file)  # safetensors lets nobody else read its files
+            files.sync(file)
+        files.sync(temporary)
+        if target.exists():
+            target.rename(old)
+        temporary.rename(target)
+        files.sync(target.parent)
+    finally:
+        _restore(target, old)
+        for left in (temporary, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _restore(target: Path, old: Path) -> None:
+    if (old / FILE).is_file() and not target.exists():
+        old.rename(target)
+
+
+def _check_place(target: Path) -> None:
+    """Raise ModelError for a folder that is not to be replaced."""
+    if target.exists() and any(target.iterdir()) and not (target / FILE).is_file():
+        raise ModelError(f"{target} holds other files and will not be replaced; name another folder with --to")
+    if Path.cwd().is_relative_to(target):
+        raise ModelError(f"{target} is the folder that you are in, and would be replaced; name another with --to")
+
+
+def _written(model: Model, folder: Path, *, facts: Facts, samples: Samples) -> Facts:
+    """Write all files but those that came before, and compare -> the facts, complete."""
+    is_reduced = facts.dtype != "fp32"
+    style = plugins.find(FORMATS, facts.kind)
+    style.write(_reduced(model, facts.dtype), folder, batch=samples.few[0], facts=facts)
+    try:
+        again = forward_of(folder, facts)
+        found = compare(model, again, samples.all() if is_reduced else samples.few)
+    except ModelError as error:
+        if is_reduced:
+            raise ModelError(f"{error}\n  {HINT.format(dtype=facts.dtype)}") from error
+        raise
+    if not is_reduced:  # else what is lost is measured, written down and said
+        judge(found)
+        found = found.model_copy(update={"same_weights": same_weights(model, again)})
+    facts = facts.model_copy(update={"agreement": found})
+    telling.write(facts, folder)
+    files.write(folder / card.FILE, card.text(facts))
+    return facts
+
+
+def _reduced(model: Model, dtype: DType) -> Model:
+    """The model with the weights that are to be written."""
+    if dtype == "fp32" or dtype not in _weights.TORCH_DTYPES:  # a format quantises by itself
+        return model.eval()
+    try:
+        return copy.deepcopy(model).to(_weights.TORCH_DTYPES[dtype]).eval()
+    except (RuntimeError, TypeError) as error:  # something in a user's model that cannot be copied
+        raise ModelError(f"the model cannot be copied ({error}): export it with export.dtype=fp32") from error

@@ -1,0 +1,42 @@
+"""What a path means to a command: a run, one of its checkpoints, or an export."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep import recipe as recipes
+from lockstep.checkpoint import keeper, layout
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.recipe import Recipe
+
+
+def place_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path, Path | None]:
+    """What is meant by a run's folder, its folder of checkpoints, or one of these: the recipe, that folder, the one.
+
+    Raises ConfigError.
+    """
+    folder = Path(os.path.abspath(path))  # without following links: checkpoints may lie on another disk
+    checkpoint = folder if (folder / layout.MANIFEST).is_file() else None
+    if checkpoint is not None:
+        root = folder.parent
+    elif folder.name == "checkpoints" and not (folder / "recipe.yaml").is_file():
+        root = folder
+    else:
+        root = folder / "checkpoints"
+    if not (root.parent / "recipe.yaml").is_file():
+        raise ConfigError(f"{path} is no run: there is no recipe.yaml in it (runs are folders such as runs/NAME)")
+    return recipes.load(root.parent / "recipe.yaml", overrides or []), root, checkpoint
+
+
+def run_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path]:
+    """The recipe of a run and the checkpoint that is meant: the named one, else the best, else the newest.
+
+    Raises ConfigError, CheckpointError.
+    """
+    recipe, root, checkpoint = place_of(path, overrides)
+    checkpoint = checkpoint or keeper.chosen(root, recipe.checkpoint)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{path} has no finished checkpoint yet; train it further with: lockstep train {root.parent}/recipe.yaml"
+        )
+    return recipe, checkpoint

@@ -1,0 +1,116 @@
+"""What OpenAPI tells of the routes, with examples that are true."""
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from lockstep.serving.inputs import BODIES, FORM, IMAGE_TYPES, JSON
+
+ABOUT: dict[str, Any] = {
+    "summary": "Labels for texts or images, from a model trained with Lockstep.",
+    "version": "1",
+    "redoc_url": None,
+}
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; frame-ancestors *",
+    "cache-control": "no-cache",
+}
+"""The page may load nothing from elsewhere; Spaces show it in a frame."""
+
+
+class Prediction(BaseModel):
+    """What the model says of one input."""
+
+    label: str
+    confidence: float = Field(ge=0, le=1, description="The probability of that label.")
+    probabilities: dict[str, float] = Field(description="Of every label.")
+
+
+class Answer(Prediction):
+    """The same, and who says it."""
+
+    model: str = Field(description="Name and digest.")
+
+
+class Answers(BaseModel):
+    """What the model says of several inputs."""
+
+    predictions: list[Prediction]
+    model: str
+
+
+class Fault(BaseModel):
+    """A part of a request that is wrong."""
+
+    field: str
+    reason: str
+
+
+class Problem(BaseModel):
+    """Why there is no answer."""
+
+    error: str
+    detail: list[Fault] | None = None
+
+
+def _problem(description: str) -> dict[str, Any]:
+    return {"model": Problem, "description": description}
+
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    401: _problem("The key is missing or wrong, where the server wants one."),
+    408: _problem("The request did not come whole in time."),
+    413: _problem("The request is too large."),
+}
+FAILURES: dict[int | str, dict[str, Any]] = {
+    **REFUSALS,
+    415: _problem("The body is of a type that cannot be read."),
+    422: _problem("The input is wrong: which field, and why."),
+    503: {
+        **_problem("Too many requests wait."),
+        "headers": {"Retry-After": {"schema": {"type": "string"}, "description": "Seconds."}},
+    },
+    504: _problem("The answer took too long."),
+}
+HEALTH: dict[str, Any] = {"responses": REFUSALS}
+READY: dict[str, Any] = {"responses": {**REFUSALS, 503: _problem("The server is about to end.")}}
+METRICS: dict[str, Any] = {"responses": {**REFUSALS, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}}
+INFO: dict[str, Any] = {"responses": REFUSALS}
+RELOAD: dict[str, Any] = {
+    "responses": {
+        **REFUSALS,
+        403: _problem("Asked from elsewhere."),
+        409: _problem("It cannot be loaded; the old one is still served."),
+    }
+}
+
+
+def predict(takes: str, asked: dict[str, Any], answered: dict[str, Any]) -> dict[str, Any]:
+    """Of the route for one input."""
+    content = {JSON: _json(takes, several=False, example=asked)}
+    if takes == "image":
+        file = {"type": "string", "format": "binary"}
+        content |= {kind: {"schema": file} for kind in IMAGE_TYPES}
+        form = {"type": "object", "properties": {"file": file}, "required": ["file"]}
+        content[FORM] = {"schema": form}
+    return _route(Answer, content, answered)
+
+
+def predict_batch(takes: str, asked: dict[str, Any], answered: dict[str, Any]) -> dict[str, Any]:
+    """Of the route for several."""
+    (given,), prediction = asked.values(), {name: value for name, value in answered.items() if name != "model"}
+    content = {JSON: _json(takes, several=True, example={f"{takes}s": [given]})}
+    return _route(Answers, content, {"predictions": [prediction], "model": answered["model"]})
+
+
+def _json(takes: str, *, several: bool, example: dict[str, Any]) -> dict[str, Any]:
+    return {"schema": BODIES[takes, several].model_json_schema(), "example": example}
+
+
+def _route(model: type[BaseModel], content: dict[str, Any], answered: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "response_model": model,
+        "responses": {200: {"content": {JSON: {"example": answered}}}, **FAILURES},
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+    }

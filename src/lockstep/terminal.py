@@ -1,0 +1,38 @@
+"""How commands talk to a person: the console, arguments that several take, an honest end."""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lockstep.errors import LockstepError
+
+console = Console(highlight=False, markup=False, emoji=False)  # a path may hold [x] or :100:
+
+ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or a run's recipe.yaml.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Settings that replace the file's.", metavar="section.key=value"),
+]
+RunArgument = Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
+
+
+def honest(command: Callable[..., int | None]) -> Callable[..., None]:
+    """A user's mistake becomes one message and an exit code; a bug of ours keeps its traceback."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            code = command(*args, **kwargs)
+        except LockstepError as error:
+            typer.echo(str(error), err=True)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            code = 130
+        raise typer.Exit(code or 0)
+
+    return run

@@ -1,0 +1,122 @@
+"""From a trained run to something to use: its model, an export of it, a predictor."""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lockstep import assembly, plugins
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.weights import restore_model
+from lockstep.contracts import Batch, Model
+from lockstep.data.collate import collate
+from lockstep.data.dataset import open_source
+from lockstep.errors import ConfigError, LaunchError
+from lockstep.export import facts as telling
+from lockstep.export import reading, space, writing
+from lockstep.export.facts import Facts
+from lockstep.inference.predictor import DTypeName, Predictor, predictor
+from lockstep.recipe import Recipe
+from lockstep.runs import run_of
+from lockstep.runtime.digest import digest as digest_of
+
+FEW = (16, 1, 7)
+"""Sizes of the batches that an export is compared on: several, as a graph may have been made for one."""
+BATCH = 64
+"""Samples that are predicted at a time where the whole test split is compared."""
+
+
+def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[Facts, Path]:
+    """Write the model of a run or checkpoint for others to load -> its facts, and where. Raises UserError."""
+    recipe, checkpoint = run_of(path, overrides)
+    writing.check(recipe.export)
+    data = assembly.open_data(recipe)
+    model, facts = _model(recipe, checkpoint, data.train.spec)
+
+    def batches() -> Iterator[Batch]:
+        rows = range(len(data.test))
+        if data.test.lengths is not None:  # those of like length together: less to compute
+            rows = data.test.lengths.argsort(kind="stable").tolist()
+        for start in range(0, len(rows), BATCH):
+            yield collate(data.test.__getitems__(rows[start : start + BATCH]), data.pad_id)
+
+    def beside(folder: Path) -> None:
+        """The tokenizer's files, the user's own code."""
+        if data.tokenizer is not None:
+            data.tokenizer.save(folder)
+        if hasattr(recipe.model, "file"):
+            shutil.copy(recipe.model.file, folder)
+
+    target = (to or recipe.folder / recipe.export.folder).absolute()
+    samples = writing.Samples(few=assembly.first_samples(data, FEW), all=batches)
+    return writing.export(model, target, section=recipe.export, facts=facts, samples=samples, beside=beside), target
+
+
+def export_space(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[Facts, Path]:
+    """An export in the folder of a Hugging Face Space -> its facts, and that folder. Raises UserError."""
+    target = (to or run_of(path, overrides)[0].folder / space.FOLDER).absolute()
+    space.check(target)
+    facts, _ = export(path, overrides, target / space.MODEL)
+    space.write(target, facts)
+    return facts, target
+
+
+def open_predictor(path: Path, *, device: torch.device | None = None, dtype: DTypeName | None = None) -> Predictor:
+    """A predictor out of an export's folder, a run or a checkpoint. Raises UserError."""
+    folder = fixed(path)
+    if reading.is_export(folder):
+        facts = telling.read(folder)
+        forward, tokenizer = reading.forward_of(folder, facts), reading.tokenizer_of(folder, facts)
+        return predictor(facts, forward, tokenizer, device=device, dtype=dtype)
+    recipe, checkpoint = run_of(folder)
+    model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
+    make = getattr(plugins.find("models", recipe.model.kind), "tokenizer", None)
+    tokenizer = make(recipe.model) if make is not None and facts.modality == "text" else None
+    return predictor(facts, model, tokenizer, device=device, dtype=dtype)
+
+
+def fixed(path: Path) -> Path:
+    """The export or the checkpoint that a path means now: a run that goes on will have another. Raises UserError."""
+    if reading.is_export(path):
+        return path.absolute()
+    try:
+        return run_of(path)[1]
+    except ConfigError:
+        raise ConfigError(
+            f"{path} is neither an export (there is no {telling.FILE} in it) nor a run (no recipe.yaml, such as in "
+            "runs/NAME)"
+        ) from None
+
+
+def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -> Callable[[], Predictor]:
+    """What opens a predictor, now and whenever it is to be opened anew. Raises LaunchError for a device that there is
+    not."""
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise LaunchError(f"device {device} cannot be used ({reason}); there is cpu, and cuda on a GPU") from None
+    return partial(open_predictor, path, device=place, dtype=dtype)
+
+
+def _model(recipe: Recipe, checkpoint: Path, spec: assembly.DataSpec) -> tuple[Model, Facts]:
+    """The model as the checkpoint holds it, and what there is to tell of it."""
+    model = assembly.build_model(recipe, spec)
+    restore_model(model, checkpoint)
+    manifest = layout.read_manifest(checkpoint)
+    digest = digest_of(model.state_dict())
+    return model.eval(), telling.facts_of(
+        recipe.model,
+        spec,
+        name=recipe.folder.name,
+        kind="checkpoint",
+        step=manifest.step,
+        digest=digest,
+        calibration=telling.kept_calibration(recipe.folder, digest=digest),
+        metrics=manifest.metrics,
+        torch_version=str(manifest.numeric.get("torch_version", "")),
+        recipe=recipe.model_dump(mode="json"),
+    )

@@ -1,0 +1,158 @@
+"""Exports that are made in a second, and servers that serve them, as processes of their own."""
+
+import base64
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from io import BytesIO
+
+import httpx
+import numpy as np
+import torch
+from PIL import Image
+
+from lockstep.contracts import DataSpec
+from lockstep.export.facts import facts_of
+from lockstep.export.section import ExportSection
+from lockstep.export.writing import Samples, export
+from lockstep.models import cnn, transformer, user
+from lockstep.runtime.digest import digest
+
+LABELS = ("Business", "Sci/Tech", "Sports", "World")
+DIGITS = DataSpec(modality="image", labels=tuple("0123456789"), image_shape=(1, 8, 8))
+
+SLOW = """
+import time
+
+from torch import nn
+
+
+class Slow(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.layer = nn.Linear(64, classes)
+
+    def forward(self, batch):
+        assert batch["image"].amax() != 77, "this image is poison"
+        if batch["image"].amin() == 200:
+            time.sleep(1)
+        return self.layer(batch["image"].flatten(1).float())
+
+
+def build(options, spec):
+    return Slow(len(spec.labels))
+"""
+"""Takes a second for an image without a dark pixel, and fails on one whose brightest pixel is 77."""
+
+
+def _write(model, config, spec, folder, first, beside=lambda _: None):
+    facts = facts_of(
+        config,
+        spec,
+        name=folder.name,
+        kind="",
+        step=1,
+        digest=digest(model.state_dict()),
+        metrics={},
+        recipe={"data": {"kind": "digits"}},
+    )
+    samples = Samples(few=[first], all=lambda: [first])
+    export(model, folder, section=ExportSection(), facts=facts, samples=samples, beside=beside)
+    return folder
+
+
+def text_export(folder, minilm, seed=0):
+    """A MiniLM whose head is as it was born: its answers mean nothing, but they are its own."""
+    torch.manual_seed(seed)
+    config = transformer.Config(kind="transformer", name=str(minilm))
+    spec, tokenizer = DataSpec(modality="text", labels=LABELS), transformer.tokenizer(config)
+    model = transformer.build(config, spec)
+    with torch.no_grad():
+        model.network.classifier.weight *= 20  # else all texts would get the same label
+    ids = torch.arange(2000, 2032).view(2, 16)
+    return _write(
+        model, config, spec, folder, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, tokenizer.save
+    )
+
+
+def image_export(folder, seed=0):
+    """A CNN for pictures of 8 x 8."""
+    torch.manual_seed(seed)
+    config = cnn.Config(kind="cnn")
+    return _write(
+        cnn.build(config, DIGITS), config, DIGITS, folder, {"image": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)}
+    )
+
+
+def slow_export(folder):
+    """A user's model, which dawdles."""
+    file = folder.parent / "slow.py"
+    file.write_text(SLOW)
+    torch.manual_seed(0)
+    config = user.Config(kind="user", file=file)
+    images = {"image": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)}
+    return _write(
+        user.build(config, DIGITS), config, DIGITS, folder, images, lambda to: (to / "slow.py").write_text(SLOW)
+    )
+
+
+def png(pixels, form="PNG"):
+    """An image file's bytes."""
+    file = BytesIO()
+    Image.fromarray(np.asarray(pixels, dtype=np.uint8)).save(file, form)
+    return file.getvalue()
+
+
+def as_text(file):
+    """Base64, as JSON carries it."""
+    return base64.b64encode(file).decode()
+
+
+class Served:
+    """A running server."""
+
+    def __init__(self, process, url):
+        self.process, self.url = process, url
+        self.client = httpx.Client(base_url=url, timeout=60)
+
+    def post(self, path="/predict", **more):
+        return self.client.post(path, **more)
+
+    def get(self, path, **more):
+        return self.client.get(path, **more)
+
+    def end(self, number=signal.SIGTERM, seconds=30):
+        """Its exit code, and what it has said meanwhile."""
+        self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output
+
+
+@contextmanager
+def serving(target, *options, variables=None):
+    """`lockstep serve TARGET ...` on a port of its own; nobody's leak, as it may stand for many tests."""
+    environment = {k: v for k, v in os.environ.items() if k != "LOCKSTEP_TEST_SESSION"} | (variables or {})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep.cli", "serve", str(target), "--port", "0", *options],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        first = process.stdout.readline()
+        found = re.search(r"http://\S+", first)
+        assert found, first + process.communicate(timeout=20)[0]
+        server = Served(process, found[0])
+        with server.client:
+            yield server
+        if process.poll() is None:
+            process.terminate()
+            assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

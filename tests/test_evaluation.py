@@ -1,0 +1,390 @@
+"""`lockstep evaluate`: the same figures on any number of processes, of a run and of its exports, and what is told."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo  # transformers and the exporters import it, which sets a variable: better here than inside a test
+import torch.distributed as dist
+from PIL import Image
+from rich.console import Console
+from sklearn.metrics import classification_report, confusion_matrix, f1_score, log_loss
+
+from lockstep import using
+from lockstep.contracts import DataSpec
+from lockstep.data.memory import Texts
+from lockstep.data.sources import digits
+from lockstep.errors import ConfigError, DataError, ModelError
+from lockstep.evaluate import drawing, evaluating, page, report
+from lockstep.evaluate.calibration import ece, fitted, reliability
+from lockstep.evaluate.process import EvaluationJob
+from lockstep.evaluate.samples import of_file
+from lockstep.evaluate.task import Task
+from lockstep.evaluation import Predictions
+from lockstep.export import facts as telling
+from lockstep.job import Job
+from lockstep.models import transformer
+from lockstep.recipe import Recipe
+from lockstep.runtime.interruption import Interruption
+from lockstep.world import World
+
+KINDS = ["pretrained", "safetensors", "state_dict", "onnx", "torch_export"]
+MODEL = """
+import torch.nn.functional as F
+from torch import nn
+from torchmetrics.classification import MulticlassCalibrationError
+
+from lockstep.contracts import LossSum
+
+
+class Sure(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def forward(self, batch):
+        return 6 * self.layers(batch["image"] / 255)
+
+
+def build(options, spec):
+    return Sure()
+
+
+def loss(outputs, batch):
+    return LossSum(F.cross_entropy(outputs, batch["label"], reduction="sum", label_smoothing=0.1), len(outputs))
+
+
+def metrics(spec):
+    return {"own": MulticlassCalibrationError(len(spec.labels), n_bins=7)}
+"""
+
+
+def world():
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), local_rank=dist.get_rank())
+
+
+def train_there(recipe):
+    job = Job(recipe, world(), Interruption())
+    job.train("never", allow_drift=False)
+    job.close()
+
+
+def measure_there(recipe, task):
+    job = EvaluationJob(Task.model_validate_json(task), recipe, world(), Interruption())
+    job.train("never", allow_drift=False)
+    job.close()
+
+
+@pytest.fixture(scope="module")
+def run(ranks, tmp_path_factory):
+    """A run of a user's own model with its own loss and a metric that adds floats up."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    (folder / "sure.py").write_text(MODEL)
+    recipe = Recipe.model_validate(
+        {
+            "run": {"dir": folder, "name": "r"},
+            "data": {"kind": "digits", "limit": 320},
+            "model": {"kind": "user", "file": folder / "sure.py"},
+            "train": {"steps": 12},
+            "optim": {"lr": 0.004},
+            "observe": {"sinks": ["jsonl"]},
+        }
+    )
+    ranks(1, train_there, recipe)
+    return folder / "r"
+
+
+@pytest.fixture
+def evaluate(ranks, monkeypatch):
+    """The command, with warm processes in place of those that its launcher would start -> evaluation.json."""
+
+    def launched(recipe, task):
+        processes = 1 if recipe.launch.processes == "auto" else recipe.launch.processes
+        ranks(processes, measure_there, recipe, task.model_dump_json())
+        return 0
+
+    monkeypatch.setattr(evaluating, "_launched", launched)
+
+    def evaluate(target, *overrides, **wishes):
+        console = Console(file=io.StringIO(), width=200)
+        assert evaluating.evaluate(target, overrides, evaluating.Wishes(**wishes), console=console) == 0
+        to = wishes.get("to") or (
+            target if "export" in target.name else target.parents[1] if "step" in target.name else target
+        )
+        return json.loads((to / "evaluation.json").read_text()) | {"said": console.file.getvalue()}
+
+    return evaluate
+
+
+@pytest.fixture(scope="module")
+def exports(run, tmp_path_factory):
+    """One of each kind, in a place of their own."""
+    folder = tmp_path_factory.mktemp("exports")
+    for kind in KINDS:
+        using.export(run, [f"export.kind={kind}"], folder / f"export-{kind}")
+    return folder
+
+
+def digits_to_test():
+    return digits.build(digits.Config(kind="digits"), "test")
+
+
+@pytest.fixture(scope="module")
+def expected(run):
+    """Plain predictions of the test split -> logits, labels."""
+    split, predictor = digits_to_test(), using.open_predictor(run)
+    return predictor.logits(list(split.images)), torch.from_numpy(split.labels)
+
+
+def figures(found):
+    return [found[name] for name in ("loss", "accuracy", "f1", "own", "ece")]
+
+
+def test_any_number_of_processes_writes_the_same_bytes(run, evaluate, tmp_path):
+    for processes in (1, 2, 3):
+        evaluate(run, f"launch.processes={processes}", to=tmp_path / f"{processes}")
+    for name in ("evaluation.json", "evaluation.html", "confusion.svg"):
+        assert len({(tmp_path / f"{processes}" / name).read_bytes() for processes in (1, 2, 3)}) == 1, name
+
+
+def test_figures_are_scikit_learns(run, evaluate, expected):
+    found = evaluate(run)
+    logits, labels = expected
+    predicted, probabilities = logits.argmax(1), logits.softmax(1)
+    told = classification_report(labels, predicted, output_dict=True, zero_division=0)
+    assert found["samples"] == 355 and found["accuracy"] == pytest.approx(told["accuracy"])
+    assert found["f1"] == pytest.approx(f1_score(labels, predicted, average="macro"), abs=1e-6)
+    for one in found["classes"]:
+        like = told[one["label"]]
+        assert [one["precision"], one["recall"], one["f1"]] == [like["precision"], like["recall"], like["f1-score"]]
+        assert one["support"] == like["support"]
+    assert found["confusion_matrix"] == confusion_matrix(labels, predicted).tolist()
+    bins = np.minimum((probabilities.max(1).values.numpy() * 15).astype(int), 14)
+    gaps = [(probabilities.max(1).values - (predicted == labels).float())[bins == b].sum().abs() for b in range(15)]
+    assert found["ece"] == pytest.approx(float(sum(gaps)) / 355, abs=1e-5)
+    assert found["loss"] == json.loads((run / "summary.json").read_text())["evaluation"]["loss"]
+    assert found["loss"] != pytest.approx(log_loss(labels, logits.double().softmax(1), labels=range(10)), rel=1e-3)
+    assert found["checkpoint"].endswith("step-000000012") and "accuracy" in found["said"]
+
+
+def test_one_checkpoint_is_told_in_the_runs_folder(run, evaluate):
+    checkpoint = run / "checkpoints" / "step-000000012"
+    assert evaluate(checkpoint, split="train")["samples"] == 320
+    assert {"evaluation.json", "evaluation.html", "confusion.svg"} <= {path.name for path in run.iterdir()}
+    assert not (checkpoint / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_has_the_runs_figures(run, exports, evaluate, kind, tmp_path):
+    """With the user's own loss and metric, on another number of processes."""
+    whole, found = evaluate(run, to=tmp_path), evaluate(exports / f"export-{kind}", "launch.processes=2")
+    exact = 1e-6 if kind == "onnx" else 0
+    assert figures(found) == pytest.approx(figures(whole), rel=exact, abs=exact)
+    assert [one["index"] for one in found["worst"]] == [one["index"] for one in whole["worst"]]
+
+
+def test_worst_samples_are_the_worst(run, evaluate, expected, tmp_path):
+    found = evaluate(run, worst=5, to=tmp_path)["worst"]
+    losses = torch.nn.functional.cross_entropy(expected[0].double(), expected[1], reduction="none")
+    assert [one["index"] for one in found] == losses.argsort(descending=True)[:5].tolist()
+    assert [one["loss"] for one in found] == pytest.approx(losses.sort(descending=True).values[:5].tolist(), rel=1e-5)
+    html = (tmp_path / "evaluation.html").read_text()
+    assert html.count('src="data:image/png;base64,') == 5 and f"sample {found[0]['index']} " in html
+
+
+def folder_of_images(folder, size=(8, 8)):
+    split = digits_to_test()
+    for number, (image, label) in enumerate(zip(split.images, split.labels, strict=True)):
+        (folder / str(label)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[0]).resize(size, Image.Resampling.NEAREST).save(folder / str(label) / f"{number:04}.png")
+    return folder
+
+
+def test_a_folder_of_images(exports, evaluate, tmp_path):
+    export = exports / "export-safetensors"
+    whole = evaluate(export, to=tmp_path / "split")
+    found = evaluate(export, "launch.processes=2", file=folder_of_images(tmp_path / "images"), to=tmp_path / "file")
+    assert (found["samples"], found["confusion_matrix"]) == (355, whole["confusion_matrix"])
+    assert found["worst"][0]["origin"].startswith(str(tmp_path / "images"))
+    large = evaluate(export, file=folder_of_images(tmp_path / "large", (20, 16)), to=tmp_path / "scaled")
+    assert large["accuracy"] > 0.9 * whole["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "error"),
+    [
+        ({"file": Path("none.csv")}, "there is no file or folder none.csv"),
+        ({"file": Path("a.pdf")}, "a.pdf is of no known form: --file takes a table"),
+        ({"split": "tset"}, "there is no split 'tset' — did you mean 'test'?"),
+        ({"to": Path("a.pdf")}, "cannot write to .*a.pdf: .*--to"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_started(run, tmp_path, monkeypatch, wishes, error):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.pdf").write_text("")
+    with pytest.raises((ConfigError, DataError), match=error):
+        evaluating.evaluate(run, [], evaluating.Wishes(**wishes), console=Console())
+
+
+IMAGES = DataSpec(modality="image", labels=("cat", "dog"), image_shape=(1, 8, 8))
+TEXTS = DataSpec(modality="text", labels=("cat", "dog"))
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "error"),
+    [
+        ("text,label\nmeow,cat\nmoo,cow\n", TEXTS, r"row 2 of .* 'cow', which the model does not know \(cat, dog\)"),
+        ("body,label\nmeow,cat\n", TEXTS, "has no column 'text': set data.text_column"),
+        ("text,label\nmeow,cat\n", IMAGES, "is a table of texts, but the model takes images"),
+        (None, TEXTS, "is a folder of images, but the model takes texts"),
+    ],
+)
+def test_files_that_do_not_fit(tmp_path, text, spec, error):
+    file = tmp_path / "t.csv" if text else tmp_path
+    if text:
+        file.write_text(text)
+    with pytest.raises(DataError, match=error):
+        of_file(file, spec, text_column="text", label_column="label", takes_tokens=spec is TEXTS)
+
+
+EVIL = "<script>alert('x')</script> & \ud83d"
+
+
+@pytest.fixture
+def texts_export(tmp_path, minilm):
+    """A tiny encoder that knows nothing, with a real tokenizer."""
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    small = DistilBertConfig(vocab_size=30522, dim=8, hidden_dim=8, n_layers=1, n_heads=1, num_labels=2)
+    torch.manual_seed(0)
+    section = transformer.Config(kind="transformer", name=str(minilm))
+    model = transformer.TextClassifier(DistilBertForSequenceClassification(small))
+    transformer.save(model, tmp_path / "export")
+    transformer.tokenizer(section).save(tmp_path / "export")
+    recipe = Recipe.model_validate({"model": section, "data": {"kind": "files", "train": "gone.csv"}})
+    carried = recipe.model_dump(mode="json") | {"run": {"dir": "/gone", "name": "gone"}}
+    known = {"name": "t", "kind": "pretrained", "step": 3, "digest": "0" * 64, "metrics": {}, "recipe": carried}
+    telling.write(
+        telling.facts_of(section, TEXTS, inputs=("input_ids", "attention_mask"), **known), tmp_path / "export"
+    )
+    return tmp_path / "export"
+
+
+def test_a_table_of_texts(texts_export, evaluate, tmp_path):
+    """Of other columns, on a machine that has neither the run nor its data; with what a text may hold."""
+    texts = [EVIL.encode(errors="replace").decode(), *(f"the cat {'and the dog ' * n}" for n in range(20))]
+    rows = [{"body": text, "kind": "dog" if n % 3 else "cat"} for n, text in enumerate(texts)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = ["data.text_column=body", "data.label_column=kind", f"data.cache={tmp_path / 'cache'}"]
+    found = evaluate(texts_export, *columns, "launch.processes=2", file=tmp_path / "t.jsonl", worst=30)
+    predictor = using.open_predictor(texts_export)
+    probabilities = [predictor.logits(predictor.encode([text]))[0].double().softmax(0).numpy() for text in texts]
+    labels = [["cat", "dog"].index(row["kind"]) for row in rows]
+    assert found["samples"] == 21
+    assert found["loss"] == pytest.approx(log_loss(labels, np.array(probabilities), labels=[0, 1]), rel=1e-4)
+    html = (texts_export / "evaluation.html").read_text()
+    assert "<script" not in html and "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp;" in html
+    assert "row 1 of" in html and "http" not in html.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_names_and_texts_are_escaped():
+    predictions = Predictions(2, 2)
+    predictions.logits[:] = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    names = ["<b>&\"cat'", "dog</title>"]
+    wrong = report.worst(predictions, Texts([EVIL, "fine"], np.array([0, 0]), names), names, count=2, temperature=1.0)
+    found = {"data": "<i>d", "checkpoint": "<u>c", "step": 1, "digest": "0", "samples": 2, "metrics": {"<s>": 0.5}}
+    html = page.html(found | {"classes": report.by_class(predictions, names)}, wrong, matrix="")
+    assert not [evil for evil in ("<b>&", "<i>d", "<u>c", "<s>", "<script", "dog</title>") if evil in html]
+    assert "alert(&#39;x&#39;)" in html
+    html.encode()  # half a pair would not
+
+
+def test_pictures_are_whole_and_escaped():
+    names = [f'<&"{n}' for n in range(100)]
+    matrix = np.random.default_rng(0).integers(0, 9, (100, 100)).tolist()
+    assert len(ElementTree.fromstring(drawing.confusion(matrix, names)).findall(".//{*}rect")) > 5000
+    drawn = ElementTree.fromstring(drawing.confusion([[3, 1], [0, 0]], ["a", "b"]))
+    assert [text.text for text in drawn.findall(".//{*}g/{*}text") if text.text.isdigit()] == ["3", "1"]
+
+
+def overconfident(samples=4000, factor=4.0):
+    """Logits `factor` times too large for labels that are drawn from the right ones."""
+    generator = torch.Generator().manual_seed(0)
+    right = 2 * torch.randn(samples, 5, generator=generator)
+    return factor * right, torch.multinomial(right.softmax(1), 1, generator=generator).flatten()
+
+
+def test_temperature_lowers_the_calibration_error():
+    logits, labels = overconfident()
+    found = fitted(logits, labels)
+    assert found.temperature == pytest.approx(4.0, rel=0.1)
+    assert found.samples == 2000
+    assert found.ece_before == ece(logits[1::2], labels[1::2]) > 0.15
+    assert found.ece_after == ece(logits[1::2], labels[1::2], found.temperature) < 0.04
+    again = fitted(logits, torch.cat([labels[:1], labels[1:].where(torch.arange(3999) % 2 == 1, 0)]))
+    assert again.temperature == found.temperature  # the other half has no part in it
+    confidence, predicted = logits.softmax(1).max(1)
+    bins = reliability(confidence, predicted == labels)
+    total = sum(one["samples"] * abs(one["confidence"] - one["accuracy"]) for one in bins)
+    assert total / 4000 == pytest.approx(ece(logits, labels), abs=1e-3)
+    with pytest.raises(ModelError, match="two samples"):
+        fitted(logits[:1], labels[:1])
+
+
+def test_an_export_is_calibrated(exports, evaluate, tmp_path):
+    target = tmp_path / "export"
+    shutil.copytree(exports / "export-pretrained", target)
+    images = list(digits_to_test().images[:20])
+    before = using.open_predictor(target)
+    found = evaluate(target, calibrates=True, split="train")["calibration"]
+    assert found["is_kept"] and found["ece_after"] < found["ece_before"] and found["temperature"] != 1
+    after = using.open_predictor(target)
+    scaled = (before.logits(images) / found["temperature"]).softmax(1).numpy()
+    assert np.array_equal(after.probabilities(images), scaled)
+    assert not np.allclose(after.probabilities(images), before.probabilities(images), atol=1e-3)
+    again = evaluate(target, "launch.processes=2", split="train")
+    assert again["temperature"] == found["temperature"] and again["ece"] == pytest.approx(found["ece_after"], abs=0.1)
+
+
+def test_a_run_hands_its_calibration_to_its_exports(run, evaluate, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    found = evaluate(copy, calibrates=True, split="train", to=tmp_path / "out")["calibration"]
+    assert using.export(copy, [], tmp_path / "a")[0].calibration.temperature == found["temperature"]
+    kept = json.loads((copy / "calibration.json").read_text())
+    (copy / "calibration.json").write_text(json.dumps(kept | {"digest": "of other weights"}))
+    assert using.export(copy, [], tmp_path / "b")[0].calibration is None
+
+
+def test_outputs_that_are_not_finite():
+    predictions = Predictions(3, 2)
+    predictions.logits[1, 0] = torch.nan
+    with pytest.raises(ModelError, match="not finite for 1 of 3 samples, the first of them sample 1"):
+        report.check(predictions, Texts(["a", "b", "c"], np.zeros(3), ["x", "y"]))
+
+
+def test_the_command_itself(exports, tmp_path):
+    """Through the launcher, with nothing but the export's folder; and a mistake that only the processes can see."""
+    shutil.copytree(exports / "export-onnx", tmp_path / "alone")
+    (tmp_path / "pets" / "cat").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(tmp_path / "pets" / "cat" / "1.png")
+    command = [sys.executable, "-m", "lockstep.cli", "evaluate", "alone", "launch.processes=2"]
+    files = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    good, wrong = (subprocess.Popen([*command, *more], **files) for more in ((), ("--file", "pets", "--to", "pets")))
+    out, err = good.communicate(timeout=100)
+    assert (good.returncode, err) == (0, ""), err
+    assert "355 samples: the test split" in out and "F1 (macro)" in out
+    assert {"evaluation.json", "evaluation.html", "confusion.svg"} <= {
+        path.name for path in (tmp_path / "alone").iterdir()
+    }
+    out, err = wrong.communicate(timeout=100)
+    assert (wrong.returncode, out, err.count("\n")) == (2, "", 1), out + err
+    assert "'cat', which the model does not know (0, 1, 2" in err
+    assert [path.name for path in (tmp_path / "pets").iterdir()] == ["cat"]

@@ -1,0 +1,386 @@
+"""A model over HTTP: its answers are the model's own, and whatever is sent, the answer says what is wrong with it."""
+
+import concurrent.futures
+import json
+import signal
+import socket
+import struct
+import threading
+import time
+import zlib
+
+import httpx
+import numpy as np
+import pytest
+from served import LABELS, as_text, image_export, png, serving, slow_export, text_export
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+from lockstep.using import open_predictor
+
+HEADLINES = [
+    "Oil prices rise",
+    "Late goal wins the cup",
+    "A patch for the browser " * 30,
+    "\u5317\u4eac \U0001f680",
+    "a",
+]
+PICTURE = np.arange(64).reshape(8, 8) * 4
+SLOWLY = png(np.full((8, 8), 200))
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory, minilm):
+    return text_export(tmp_path_factory.mktemp("text") / "news", minilm)
+
+
+@pytest.fixture(scope="module")
+def texts(text_folder):
+    with serving(text_folder, "--max-body-mb", "2") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    with serving(image_export(tmp_path_factory.mktemp("image") / "digits")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def slow_folder(tmp_path_factory):
+    return slow_export(tmp_path_factory.mktemp("slow") / "slow")
+
+
+def near(found, expected):
+    return np.allclose(list(found.values()), expected, atol=1e-5)
+
+
+# ---- answers
+
+
+def test_answers_are_the_models_own(texts, text_folder):
+    predictor = open_predictor(text_folder)
+    expected = predictor.probabilities(predictor.encode(HEADLINES))
+    for text, row in zip(HEADLINES, expected, strict=True):
+        found = texts.post(json={"text": text}).json()
+        assert near(found["probabilities"], row)
+        assert found["label"] == LABELS[row.argmax()]
+        assert found["confidence"] == max(found["probabilities"].values())
+        assert found["model"] == predictor.facts.title
+    together = texts.post("/predict/batch", json={"texts": HEADLINES}).json()["predictions"]
+    assert all(near(one["probabilities"], row) for one, row in zip(together, expected, strict=True))
+    assert len({one["label"] for one in together}) > 1
+
+
+def test_many_at_once_are_not_mixed_up(texts, text_folder):
+    """Of all lengths, from many threads, so that they share batches."""
+    predictor = open_predictor(text_folder)
+    asked = [" ".join(f"word{(n * 7 + k) % 97}" for k in range(1 + n % 60)) for n in range(120)]
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        found = list(pool.map(lambda text: texts.post(json={"text": text}).json(), asked))
+    expected = predictor.probabilities(predictor.encode(asked))
+    assert all(near(one["probabilities"], row) for one, row in zip(found, expected, strict=True))
+    sizes = metric(texts, "lockstep_batch_size_sum") / metric(texts, "lockstep_batch_size_count")
+    assert sizes > 1.5
+
+
+@pytest.mark.parametrize("form", ["json", "url", "png", "jpeg", "upload"])
+def test_an_image_in_every_form(images, form):
+    file = png(PICTURE, "JPEG" if form == "jpeg" else "PNG")
+    sent = {
+        "json": {"json": {"image": as_text(file)}},
+        "url": {"json": {"image": "data:image/png;base64," + as_text(file)}},
+        "png": {"content": file, "headers": {"content-type": "image/png"}},
+        "jpeg": {"content": file, "headers": {"content-type": "image/jpeg; charset=binary"}},
+        "upload": {"files": {"file": ("x.png", file)}},
+    }
+    found = images.post(**sent[form])
+    assert found.status_code == 200, found.text
+    same = images.post("/predict/batch", json={"images": [as_text(png(255 - PICTURE)), as_text(file)]}).json()
+    assert near(found.json()["probabilities"], list(same["predictions"][1]["probabilities"].values()))
+    assert found.json()["probabilities"] != same["predictions"][0]["probabilities"]
+
+
+# ---- what is wrong
+
+DEEP = '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}"
+WRONG_TEXTS = {
+    "nothing": (b"", 422, "body"),
+    "no json": (b"{'text': 'a'}", 422, "body"),
+    "cut off": (b'{"text": "a', 422, "body"),
+    "a list": (b'["a"]', 422, "body"),
+    "another field": (b'{"txt": "a"}', 422, "text"),
+    "one more field": (b'{"text": "a", "lang": "en"}', 422, "lang"),
+    "a number": (b'{"text": 7}', 422, "text"),
+    "null": (b'{"text": null}', 422, "text"),
+    "empty": (b'{"text": ""}', 422, "text"),
+    "half of a character": (b'{"text": "a\\ud800b"}', 422, "body"),
+    "not utf-8": (b'{"text": "\xff\xfe"}', 422, "body"),
+    "deep": (DEEP.encode(), 422, "body"),
+    "not a number": (b'{"text": NaN}', 422, "text"),
+    "too large": (b'{"text": "' + b"a" * (2 << 20) + b'"}', 413, None),
+    "far too large": (b" " * (9 << 20), 413, None),
+}
+
+
+@pytest.mark.parametrize("body, status, field", WRONG_TEXTS.values(), ids=WRONG_TEXTS)
+def test_a_wrong_text_is_told(texts, body, status, field):
+    found = texts.post(content=body, headers={"content-type": "application/json"})
+    assert found.status_code == status, found.text
+    assert found.json()["error"]
+    if field:
+        assert field in [fault["field"] for fault in found.json()["detail"]]
+    assert texts.post(json={"text": "and on it goes"}).status_code == 200
+
+
+RIGHT_TEXTS = {
+    "a megabyte": "wo rd " * 170_000,
+    "zero": "a\0b",
+    "emoji": "\U0001f469\u200d\U0001f469\u200d\U0001f467",
+    "blank": " \n\t",
+    "controls": "".join(map(chr, range(1, 32))),
+}
+
+
+@pytest.mark.parametrize("text", RIGHT_TEXTS.values(), ids=RIGHT_TEXTS)
+def test_a_strange_text_is_a_text(texts, text):
+    assert texts.post(json={"text": text}).json()["label"] in LABELS
+
+
+@pytest.mark.parametrize("asked", [{"texts": []}, {"texts": ["a"] * 257}, {"texts": ["a", 3]}, {"text": "a"}], ids=str)
+def test_a_wrong_batch_is_told(texts, asked):
+    found = texts.post("/predict/batch", json=asked)
+    assert found.status_code == 422
+    assert found.json()["detail"][0]["field"] in ("texts", "texts.1", "text")
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def bomb(side):
+    """A few bytes that say they are a picture of side x side pixels."""
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+
+
+WRONG_IMAGES = {
+    "no image": (b"hello", "cannot be read as an image"),
+    "nothing": (b"", "cannot be read as an image"),
+    "cut off": (png(np.random.default_rng(0).integers(0, 255, (50, 50)))[:300], "cannot be read as an image"),
+    "a bomb": (bomb(9_000), "9000 x 9000 pixels, more than 64,000,000"),
+    "a larger bomb": (bomb(60_000), "3600000000 pixels"),
+    "a gif": (png(PICTURE, "GIF"), "cannot be read as an image"),
+}
+
+
+@pytest.mark.parametrize("file, reason", WRONG_IMAGES.values(), ids=WRONG_IMAGES)
+def test_a_wrong_image_is_told(images, file, reason):
+    for sent in (
+        {"json": {"image": as_text(file)}} if file else {"json": {"image": "===="}},
+        {"content": file, "headers": {"content-type": "image/png"}},
+        {"files": {"file": ("x.png", file)}},
+    ):
+        found = images.post(**sent)
+        assert found.status_code == 422, found.text
+        assert reason in found.json()["error"] or "base64" in found.json()["error"]
+
+
+@pytest.mark.parametrize("content, kind, status, words", [
+    (b"a,b", "text/csv", 415, "should be application/json or image/png"),
+    (b"--x\r\nbroken", "multipart/form-data; boundary=x", 422, "form"),
+    (b"x", "multipart/form-data", 422, "form"),
+    (b'--x\r\nContent-Disposition: form-data; name="other"\r\n\r\n1\r\n--x--\r\n', "multipart/form-data; boundary=x", 422, "field 'file'"),
+])  # fmt: skip
+def test_a_wrong_form_is_told(images, content, kind, status, words):
+    found = images.post(content=content, headers={"content-type": kind})
+    assert (found.status_code, words in found.json()["error"]) == (status, True), found.text
+
+
+def test_paths_that_are_not_there(texts):
+    assert (texts.get("/nowhere").status_code, texts.get("/predict").status_code) == (404, 405)
+    assert texts.get("/nowhere").json() == {"error": "Not Found"}
+
+
+# ---- what it tells of itself
+
+
+def metric(server, name):
+    lines = [line for line in server.get("/metrics").text.splitlines() if line.startswith(name)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def test_what_it_tells_of_itself(texts, text_folder):
+    assert texts.get("/health").json() == {"status": "alive"}
+    facts = json.loads((text_folder / "lockstep.json").read_text())
+    assert texts.get("/ready").json() == {"status": "ready", "model": f"news@{facts['digest'][:8]}"}
+    info = texts.get("/info").json()
+    assert info["digest"] == facts["digest"]
+    assert info["labels"] == list(LABELS)
+    assert info["limits"]["max_batch"] == 32
+    assert "api_key" not in json.dumps(info)
+    before = metric(texts, 'lockstep_requests_total{path="/predict",status="422"}')
+    texts.post(json={})
+    assert metric(texts, 'lockstep_requests_total{path="/predict",status="422"}') == before + 1
+
+
+def test_the_examples_are_true(texts, images):
+    for server in (texts, images):
+        for path in ("/predict", "/predict/batch"):
+            operation = server.get("/openapi.json").json()["paths"][path]["post"]
+            asked = operation["requestBody"]["content"]["application/json"]["example"]
+            told = operation["responses"]["200"]["content"]["application/json"]["example"]
+            found = server.post(path, json=asked).json()
+            assert found["model"] == told["model"]
+            pairs = zip(found.get("predictions", [found]), told.get("predictions", [told]), strict=True)
+            assert all(near(one["probabilities"], list(other["probabilities"].values())) for one, other in pairs)
+
+
+def test_its_page_and_its_documentation_load_nothing_from_elsewhere(texts):
+    for path in ("/", "/docs"):
+        page = texts.get(path)
+        assert page.headers["content-type"].startswith("text/html")
+        assert "https://" not in page.text
+    assert "default-src 'none'" in texts.get("/").headers["content-security-policy"]
+
+
+# ---- limits
+
+
+def test_a_key_is_wanted(tmp_path):
+    key = "s\u00e9cret"
+    with serving(image_export(tmp_path / "m"), variables={"LOCKSTEP_API_KEY": key}) as server:
+        asked = {"json": {"image": as_text(png(PICTURE))}}
+        for header in (
+            {},
+            {"authorization": "Bearer secret"},
+            {"authorization": key.encode()},
+            {"authorization": "Basic x"},
+        ):
+            found = server.post(headers=header, **asked)
+            assert found.status_code == 401
+            assert found.headers["www-authenticate"] == "Bearer"
+        assert server.post(headers={"authorization": b"Bearer " + key.encode()}, **asked).status_code == 200
+        assert [server.get(path).status_code for path in ("/", "/health", "/ready", "/info", "/metrics", "/docs")] == [
+            200,
+            200,
+            200,
+            401,
+            401,
+            401,
+        ]
+
+
+def asking(server, file=SLOWLY, **more):
+    return httpx.post(server.url + "/predict", content=file, headers={"content-type": "image/png"}, timeout=30, **more)
+
+
+@pytest.fixture(scope="module")
+def narrow(slow_folder):
+    """A server that takes little and waits briefly."""
+    with serving(slow_folder, "--queue", "2", "--max-batch", "1", "--timeout", "1.5") as server:
+        yield server
+
+
+def test_a_full_queue_and_a_late_answer(narrow):
+    began = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: asking(narrow), range(8)))
+    codes = sorted(each.status_code for each in found)
+    assert set(codes) == {200, 503, 504}, codes
+    assert codes.count(503) >= 4
+    assert all(each.headers["retry-after"] == "1" for each in found if each.status_code == 503)
+    assert time.monotonic() - began < 5
+    assert asking(narrow, png(PICTURE)).status_code == 200
+    assert asking(narrow, png(np.full((8, 8), 77))).status_code == 500  # the model's own fault, told as such
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:  # and one that fails takes nobody with it
+        poison = pool.submit(asking, narrow, png(np.full((8, 8), 77)))
+        others = [pool.submit(asking, narrow, png(PICTURE)) for _ in range(2)]
+        assert poison.result().status_code == 500
+        assert [each.result().status_code for each in others] == [200, 200]
+
+
+def test_a_request_that_comes_too_slowly(narrow):
+    host, port = narrow.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as slow:
+        slow.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 1000\r\n\r\nabc")
+        with socket.create_connection((host, int(port))) as gone:
+            gone.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc")
+        assert asking(narrow, png(PICTURE)).status_code == 200
+        answer = slow.recv(1000)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"did not come whole within 1.5 s" in answer
+
+
+# ---- its life
+
+
+def test_sigterm_answers_what_has_come(slow_folder):
+    with serving(slow_folder, "--max-batch", "1") as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(asking, server) for _ in range(2)]
+        time.sleep(0.4)
+        code, output = server.end()
+        assert [each.result().status_code for each in asked] == [200, 200]
+        assert code == 0
+        assert output == "ending: answering what has come, for at most 20 s\n"
+
+
+def test_a_drain_has_an_end(slow_folder):
+    with (
+        serving(slow_folder, "--max-batch", "1", "--drain", "1") as server,
+        concurrent.futures.ThreadPoolExecutor(9) as pool,
+    ):
+        asked = [pool.submit(asking, server) for _ in range(9)]
+        time.sleep(0.4)
+        began = time.monotonic()
+        code, output = server.end(signal.SIGINT)
+        assert (code, time.monotonic() - began < 6) == (0, True)
+        codes = [each.result().status_code for each in asked]
+        assert set(codes) == {200, 503}, codes
+        assert "Traceback" not in output
+
+
+def test_a_newer_export_takes_over_without_a_lost_request(tmp_path):
+    folder = image_export(tmp_path / "m", seed=0)
+    with serving(folder) as server:
+        before, codes, stop = server.get("/ready").json()["model"], [], threading.Event()
+
+        def load():
+            while not stop.is_set():
+                codes.append(asking(server, png(PICTURE)).status_code)
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            running = [pool.submit(load) for _ in range(4)]
+            image_export(folder, seed=1)
+            found = server.post("/-/reload").json()
+            image_export(folder, seed=2)
+            server.process.send_signal(signal.SIGHUP)
+            end = time.monotonic() + 10
+            while server.get("/ready").json()["model"] == found["model"] and time.monotonic() < end:
+                time.sleep(0.05)
+            stop.set()
+            [each.result() for each in running]
+        assert found["before"] == before
+        assert len({before, found["model"], server.get("/ready").json()["model"]}) == 3
+        assert set(codes) == {200}
+        assert server.post("/-/reload", headers={"x-forwarded-for": "127.0.0.1"}).status_code == 403
+        last = server.get("/ready").json()["model"]
+        (folder / "lockstep.json").write_text("{")
+        broken = server.post("/-/reload")
+        assert broken.status_code == 409
+        assert "is still served" in broken.json()["error"]
+        assert asking(server, png(PICTURE)).json()["model"] == last
+
+
+def test_mistakes_on_the_command_line(slow_folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, words in {
+            ("nowhere",): "nowhere is neither an export",
+            (slow_folder, "--port", port): "choose another --port",
+            (slow_folder, "--device", "cuda"): "device cuda cannot be used",
+            (slow_folder, "--dtype", "fp8"): "'fp8' is not one of 'fp32'",
+            (slow_folder, "--host", "192.0.2.1"): "cannot listen on 192.0.2.1",
+        }.items():
+            done = CliRunner().invoke(app, ["serve", *map(str, arguments)])
+            assert (done.exit_code, words in done.stderr, done.stdout) == (2, True, ""), done.output
