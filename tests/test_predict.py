@@ -71,7 +71,7 @@ def exported(model, section, spec, folder, **more):
         section, spec, name="small", kind="", step=1, digest=f"{1:064}", metrics={}, recipe={"data": {"kind": "files"}}
     )
     batch = more.pop("batch")
-    export(model, folder, section=ExportSection(), facts=facts, samples=Samples(first=batch, all=list), **more)
+    export(model, folder, section=ExportSection(), facts=facts, samples=Samples(few=[batch], all=list), **more)
     return folder
 
 
