@@ -4,9 +4,8 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import torch
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.inference.predictor import Predictor
@@ -58,41 +57,55 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _serve(service: Service, opened: socket.socket, *, say: Callable[[str], None]) -> None:
     import uvicorn
 
-    settings, model = service.settings, service.model
     config = uvicorn.Config(
         app.build(service),
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=round(settings.drain_seconds),
+        timeout_graceful_shutdown=round(service.settings.drain_seconds),
         server_header=False,
         ws="none",
     )
     server = uvicorn.Server(config)
-    server.capture_signals = _untouched  # type: ignore[method-assign]  # it would end this process by the signal again
-    loop, tasks = asyncio.get_running_loop(), set()
-
-    def end() -> None:
-        if service.is_draining:
-            server.force_exit = True
-        service.is_draining = server.should_exit = True
-        say(f"ending: answering what has come, for at most {settings.drain_seconds:g} s")
-
-    async def reload() -> None:
-        try:
-            before, after = await model.reload()
-            say(f"loaded {after} in place of {before}")
-        except LockstepError as error:
-            say(f"{model.current.facts.title} is still served: {error}")
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end)
-    loop.add_signal_handler(signal.SIGHUP, lambda: tasks.add(loop.create_task(reload())))
+    server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]  # or it ends this process by them
+    Signals(server, service, say).listen()
     host, port = opened.getsockname()[:2]
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    say(f"serving {model.current.facts.title} on http://{place} ({torch.get_num_threads()} threads; Ctrl-C ends it)")
+    say(f"serving {service.model.current.facts.title} on http://{place} (Ctrl-C ends it)")
     await server.serve([opened])
 
 
-@contextmanager
-def _untouched() -> Iterator[None]:
-    yield
+class Signals:
+    """What they make a running server do."""
+
+    def __init__(self, server: Any, service: Service, say: Callable[[str], None]) -> None:
+        self.server, self.service, self.say = server, service, say
+        self.loop = asyncio.get_running_loop()
+        self._reloads: set[asyncio.Task[None]] = set()
+
+    def listen(self) -> None:
+        """Answer them from now on, in the event loop; Windows has no SIGHUP, and its loops take no signals."""
+        answers = {"SIGINT": self.end, "SIGTERM": self.end, "SIGHUP": self.reload}
+        for name, answer in answers.items():
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), lambda *_, answer=answer: self.loop.call_soon_threadsafe(answer))
+
+    def end(self) -> None:
+        """Take nothing more, answer what has come; the second time, end at once."""
+        if self.service.is_draining:
+            self.server.force_exit = True
+            return
+        self.service.is_draining = self.server.should_exit = True
+        self.say(f"ending: answering what has come, for at most {self.service.settings.drain_seconds:g} s")
+
+    def reload(self) -> None:
+        """Load the model anew, beside the one that is served."""
+        task = self.loop.create_task(self._reload())
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+
+    async def _reload(self) -> None:
+        try:
+            before, after = await self.service.model.reload()
+            self.say(f"loaded {after} in place of {before}")
+        except LockstepError as error:
+            self.say(f"{self.service.model.current.facts.title} is still served: {error}")
