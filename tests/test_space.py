@@ -74,7 +74,7 @@ def lockstep(*arguments, code=0):
 
 
 def test_a_space_of_a_run(run, tmp_path):
-    assert f"to {run / 'space'}; read back, equal bit for bit" in lockstep("export", run, "--space")
+    assert f"to {run / 'space'}; read back: the same weights bit for bit" in lockstep("export", run, "--space")
     written = {path.name for path in (run / "space").iterdir()}
     assert written == {"README.md", "Dockerfile", ".gitattributes", "model"}
     assert "sorts images into 10 classes" in (run / "space" / "README.md").read_text()
