@@ -111,6 +111,11 @@ def as_text(file):
     return base64.b64encode(file).decode()
 
 
+PICTURE = np.arange(64).reshape(8, 8) * 4
+SLOWLY, POISON = png(np.full((8, 8), 200)), png(np.full((8, 8), 77))
+"""For the slow model."""
+
+
 class Served:
     """A running server."""
 
@@ -156,3 +161,8 @@ def serving(target, *options, variables=None):
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def asking(server, file=SLOWLY, **more):
+    """Ask for an image's label on a connection of its own."""
+    return httpx.post(server.url + "/predict", content=file, headers={"content-type": "image/png"}, timeout=30, **more)

@@ -83,9 +83,10 @@ def launch(recipe: Recipe, arguments: tuple[str, ...], *, name: str = "launch", 
     is_training = name == "launch"
     plan = ready(recipe, request, launcher, is_training=is_training)
     logs = request.folder / "logs" / ("" if is_training else name)
+    if not is_training:
+        return launcher.run(plan, logs)
     code = _resumable(recipe, lambda: launcher.run(plan, logs))
-    if is_training:
-        _note(recipe, launcher)
+    _note(recipe, launcher)
     return code
 
 

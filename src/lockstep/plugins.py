@@ -1,5 +1,6 @@
 """A plugin is a file: the folder listing is the registry, and the only place that imports by name."""
 
+import hashlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 
 from lockstep.errors import ConfigError, nearest
 
+CODE = "__lockstep_sha256__"
+"""Of a user's file, as it was when it was imported: an export may be replaced under a running server."""
 ROOT = Path(__file__).parent
 FAMILIES = {"models": "models", "sources": "data.sources", "strategies": "parallel", "launchers": "launch"}
 """What `lockstep plugins` calls a family -> its folder, dotted."""
@@ -35,11 +38,14 @@ def load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"there is no file {path}: name a Python file, relative to the folder you are in")
     name = f"lockstep_user_{path.stem}"
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
-        return sys.modules[name]
+    code = hashlib.sha256(path.read_bytes()).hexdigest()
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(path) and vars(known).get(CODE) == code:
+        return known
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
+    vars(module)[CODE] = code
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))

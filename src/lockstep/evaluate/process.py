@@ -132,7 +132,10 @@ class EvaluationJob(Job):
         folder = self.task.target if self.task.is_export else self.recipe.folder
         try:
             if self.task.is_export:
-                telling.write(telling.read(folder).model_copy(update={"calibration": found}), folder)
+                facts = telling.read(folder)
+                if facts.digest != opened.digest:
+                    raise ModelError(f"{folder} has been replaced meanwhile: evaluate it again")
+                telling.write(facts.model_copy(update={"calibration": found}), folder)
             else:
                 telling.keep_calibration(found, folder, digest=opened.digest)
         except OSError as error:

@@ -122,7 +122,7 @@ def facts_of(section: PluginSection, spec: DataSpec, *, recipe: Mapping[str, Any
         if Path(model.get(key, "")).is_absolute():
             model[key] = Path(model[key]).name
     told = {name: _homeless(part) for name, part in recipe.items() if name not in UNTOLD}
-    return Facts(model=model, **asdict(spec), recipe=told, **more)
+    return Facts(model=_homeless(model), **asdict(spec), recipe=told, **more)
 
 
 def _homeless(value: Any) -> Any:

@@ -38,6 +38,11 @@ class Predictor:
         """Names of the classes."""
         return self.facts.labels
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether several threads predict more than one."""
+        return self.device.type == "cpu" and self.facts.model["kind"] != "user"
+
     def encode(self, inputs: Sequence[Input]) -> list[Sample]:
         """What the model takes of each; raises DataError for an input that is none."""
         if self.tokenizer is not None:

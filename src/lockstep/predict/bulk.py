@@ -140,6 +140,8 @@ class Bulk:
         source = self.source
         if model.modality != source.modality:
             raise ConfigError(f"{model.title} takes {model.modality}s, but {source.path} holds {source.modality}s")
+        if not model.labels:
+            raise ConfigError(f"{model.title} has no labels: what can be predicted is which of its labels fits")
         added = self.crew.task.columns.added(model.labels)
         clash = next((field.name for field in added if field.name in found.schema.names), None)
         if clash is not None:

@@ -133,7 +133,11 @@ def _explaining(app: Any) -> None:
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
 
-    for kind, handler in {Wrong: wrong, Full: full, TimeoutError: late, HTTPException: refused}.items():
+    async def failed(_: Request, __: Exception) -> JSONResponse:  # and the traceback goes to the log
+        return JSONResponse({"error": "the model failed on this; the server's log says how"}, 500)
+
+    handlers = {Wrong: wrong, Full: full, TimeoutError: late, HTTPException: refused, Exception: failed}
+    for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
 
 

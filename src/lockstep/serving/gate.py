@@ -30,6 +30,10 @@ class Refused(Exception):
         self.status, self.reason, self.headers = status, reason, headers or {}
 
 
+class Gone(Exception):
+    """The client has closed its connection."""
+
+
 class Gate:
     """An ASGI application around another: reads a request's whole body, within its limits, and counts the answer."""
 
@@ -56,14 +60,19 @@ class Gate:
             await self.app(scope, _whole(body, receive), counted)
         except Refused as refused:
             await _refuse(refused, counted)
-        except ConnectionResetError:
+        except Gone:
             return  # nobody is there to be answered
         except asyncio.CancelledError:  # by the server, whose time to drain is over
             if not status:
                 await _refuse(Refused(503, "the server has ended", {"connection": "close"}), counted)
+        finally:
+            if status:
+                self._count(scope, status, time.monotonic() - began)
+
+    def _count(self, scope: MutableMapping[str, Any], status: int, seconds: float) -> None:
         route = scope.get("route")
         path = getattr(route, "path", "other")  # as it was declared: a path that is not there must not make a series
-        self.meters.answered(path, status, time.monotonic() - began)
+        self.meters.answered(path, status, seconds)
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._key is None or path in OPEN:
@@ -73,7 +82,7 @@ class Gate:
             raise Refused(401, "this needs the header Authorization: Bearer KEY", {"www-authenticate": "Bearer"})
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """All of it; raises Refused, or ConnectionResetError where the client has gone."""
+        """All of it; raises Refused, or Gone where the client has gone."""
         limit, seconds = self.settings.body_bytes, self.settings.timeout_seconds
         large = Refused(413, f"a request may have {limit:,} bytes", {"connection": "close"})
         told = headers.get(b"content-length", b"0")
@@ -85,7 +94,7 @@ class Gate:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ConnectionResetError
+                        raise Gone
                     part = message.get("body", b"")
                     size += len(part)
                     if size <= limit:

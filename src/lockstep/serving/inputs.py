@@ -16,6 +16,7 @@ from lockstep.serving.settings import MOST_INPUTS
 IMAGE_FORMS = ("PNG", "JPEG")
 IMAGE_TYPES = ("image/png", "image/jpeg")
 JSON, FORM = "application/json", "multipart/form-data"
+MOST_FAULTS = 100
 Filled = Annotated[str, Field(min_length=1)]
 
 
@@ -76,6 +77,8 @@ def json_inputs(body: bytes, takes: str, *, several: bool) -> list[str]:
     try:
         request = BODIES[takes, several].model_validate_json(body)
     except ValidationError as error:
+        if error.error_count() > MOST_FAULTS:  # to describe each would take longer than to find them
+            raise Wrong([("body", f"there are {error.error_count():,} faults in this")]) from None
         raise Wrong([(_path(fault["loc"]), _reason(fault)) for fault in error.errors()[:10]]) from None
     (found,) = dict(request).values()
     return list(found) if several else [found]

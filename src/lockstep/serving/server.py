@@ -21,11 +21,16 @@ def serve(load: Callable[[], Predictor], settings: Settings, say: Callable[[str]
 
     SIGHUP loads it anew. Raises LaunchError where the port cannot be had, and what `load` raises.
     """
+    if settings.api_key == "":
+        raise LaunchError("the API key is empty: give one, or leave --api-key out to let everybody ask")
     with listening(settings) as opened:
         model = Model(load)
         service = Service(model, settings)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(service, opened, say=say))
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(_serve(service, opened, say=say))
+        finally:
+            service.batcher.close()  # where the application had no time for it
 
 
 @contextmanager

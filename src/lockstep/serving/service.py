@@ -31,8 +31,14 @@ class Model:
     def _ready(self) -> Predictor:
         """A model that has predicted once: the first pass of any takes longest."""
         predictor = self.load()
-        for size in (1, 2):
-            predictor.probabilities(encoded(predictor, [example(predictor)] * size, "example"))
+        try:
+            for size in (1, 2):
+                found = predictor.probabilities(encoded(predictor, [example(predictor)] * size, "example"))
+        except Exception as error:  # of torch, of onnxruntime, of somebody's own code
+            reason = str(error).strip().partition("\n")[0]
+            raise ModelError(f"{predictor.facts.title} cannot predict ({type(error).__name__}: {reason})") from error
+        if found.shape != (2, len(predictor.labels)) or not np.isfinite(found).all():
+            raise ModelError(f"{predictor.facts.title} gives {found.tolist()}, not probabilities of its labels")
         return predictor
 
     async def reload(self) -> tuple[str, str]:
@@ -72,7 +78,7 @@ class Service:
             max_batch=settings.max_batch,
             max_wait_seconds=settings.max_wait_seconds,
             capacity=settings.queue,
-            workers=cores() if model.current.device.type == "cpu" else 1,
+            workers=cores() if model.current.is_parallel else 1,
             ran=self.meters.ran,
         )
         self.meters.watch_queue(lambda: self.batcher.depth)
@@ -86,7 +92,7 @@ class Service:
         """Probabilities [n, classes], and the model that they are of. Raises Wrong, Full, TimeoutError."""
         predictor = self.model.current
         async with asyncio.timeout(self.settings.timeout_seconds):
-            if sum(map(len, inputs)) > LARGE:
+            if predictor.tokenizer is None or sum(map(len, inputs)) > LARGE:  # a small file may be a large image
                 samples = await asyncio.to_thread(encoded, predictor, inputs, field)
             else:
                 samples = encoded(predictor, inputs, field)

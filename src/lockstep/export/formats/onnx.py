@@ -52,6 +52,9 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
             )
     except Exception as error:  # whatever the tracer raises about somebody's code
         raise cannot_be_traced(error, facts.kind) from error
+    for graph in (program.model.graph, *program.model.functions.values()):
+        for node in graph.all_nodes():
+            node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # the author's code, with his files' paths
     program.save(folder / FILE)
     if facts.dtype == "int8":
         _quantise(folder / FILE)

@@ -25,6 +25,9 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
             program = torch.export.export(traceable, samples, dynamic_shapes=(shapes,), strict=False)
     except Exception as error:  # whatever the tracer raises about somebody's code
         raise cannot_be_traced(error, facts.kind) from error
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # lines of the author's code, with the paths of his files
     buffer = io.BytesIO()  # on a full disk torch ends the whole process
     with silence():
         torch.export.save(program, buffer)
