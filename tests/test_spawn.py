@@ -185,7 +185,7 @@ def test_a_signal_to_the_command_saves(config, number):
     else:
         process.send_signal(number)
     output, _ = process.communicate(timeout=30)
-    assert time.monotonic() - start < 8  # CTRL_C_SECONDS, and the end of three interpreters
+    assert time.monotonic() - start < 20  # CTRL_C_SECONDS, and the end of three interpreters; grace_seconds is 120
     assert process.returncode == 75, output
     assert "Traceback" not in output
     assert "lockstep train" in output
