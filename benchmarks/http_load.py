@@ -14,8 +14,6 @@ class Seen:
 
     seconds: list[float] = field(default_factory=list)
     """Of each request."""
-    answers: list[tuple[str, int, bytes]] = field(default_factory=list)
-    """(text, status, body), where they are kept."""
     wall: float = 0.0
 
 
@@ -38,27 +36,25 @@ def request_of(text: str, path: str = "/predict") -> bytes:
     )
 
 
-async def _connection(port: int, texts: Sequence[str], end: float, *, seen: Seen, keeps: bool) -> None:
+async def _connection(port: int, texts: Sequence[str], end: float, *, seen: Seen) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     while (began := time.perf_counter()) < end:
         text = random.choice(texts)
         status, body = await ask(reader, writer, request_of(text))
         seen.seconds.append(time.perf_counter() - began)
         assert status == 200, (status, body)
-        if keeps:
-            seen.answers.append((text, status, body))
     writer.close()
     await writer.wait_closed()
 
 
-async def _all(port: int, texts: Sequence[str], *, connections: int, seconds: float, keeps: bool) -> Seen:
+async def _all(port: int, texts: Sequence[str], *, connections: int, seconds: float) -> Seen:
     seen, began = Seen(), time.perf_counter()
     end = began + seconds
-    await asyncio.gather(*(_connection(port, texts, end, seen=seen, keeps=keeps) for _ in range(connections)))
+    await asyncio.gather(*(_connection(port, texts, end, seen=seen) for _ in range(connections)))
     seen.wall = time.perf_counter() - began
     return seen
 
 
-def load(port: int, texts: Sequence[str], *, connections: int, seconds: float, keeps: bool = False) -> Seen:
+def load(port: int, texts: Sequence[str], *, connections: int, seconds: float) -> Seen:
     """Ask for so long, over so many connections at once; every answer has to be a 200."""
-    return asyncio.run(_all(port, texts, connections=connections, seconds=seconds, keeps=keeps))
+    return asyncio.run(_all(port, texts, connections=connections, seconds=seconds))

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import html
 import ipaddress
 import platform
 from collections.abc import AsyncIterator
@@ -34,7 +35,7 @@ def build(service: Service) -> Gate:
         yield
         await asyncio.to_thread(service.batcher.close)
 
-    title = f"Lockstep: {service.model.current.facts.name}"
+    title = f"Lockstep: {html.escape(service.model.current.facts.name)}"  # FastAPI puts it into a page as it is
     app = FastAPIOffline(title=title, lifespan=lifespan, **schema.ABOUT)
     _predicting(app, service)
     _telling(app, service)
