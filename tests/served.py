@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from io import BytesIO
 
@@ -128,6 +129,18 @@ class Served:
 
     def get(self, path, **more):
         return self.client.get(path, **more)
+
+    def metric(self, name, **more):
+        """The sum of the series whose names begin so."""
+        lines = [line for line in self.get("/metrics", **more).text.splitlines() if line.startswith(name)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def queued(self, count, seconds=20):
+        """Wait until so many inputs wait, or more."""
+        end = time.monotonic() + seconds
+        while self.metric("lockstep_queue_inputs") < count:
+            assert time.monotonic() < end, f"{count} inputs never waited"
+            time.sleep(0.01)
 
     def end(self, number=signal.SIGTERM, seconds=30):
         """Its exit code, and what it has said meanwhile."""

@@ -110,8 +110,7 @@ def test_a_crowd(tmp_path, minilm, seconds, growth):
         assert last < settled * growth, words
         with concurrent.futures.ThreadPoolExecutor(48) as pool:  # the end, in the middle of work
             asked = [pool.submit(server.post, json={"text": text}) for text in texts[:48]]
-            while server.get("/metrics").text.count("lockstep_queue_inputs 0.0"):
-                time.sleep(0.005)
+            server.queued(1)
             code, _ = server.end()
             assert code == 0
             late = [each for each in asked if each.exception() or each.result().status_code != 200]

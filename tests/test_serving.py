@@ -1,7 +1,9 @@
 """A model over HTTP: its answers are the model's own, and whatever is sent, the answer says what is wrong with it."""
 
 import concurrent.futures
+import contextlib
 import json
+import select
 import socket
 import struct
 import time
@@ -9,7 +11,19 @@ import zlib
 
 import numpy as np
 import pytest
-from served import LABELS, PICTURE, POISON, as_text, asking, image_export, png, serving, slow_export, text_export
+from served import (
+    LABELS,
+    PICTURE,
+    POISON,
+    SLOWLY,
+    as_text,
+    asking,
+    image_export,
+    png,
+    serving,
+    slow_export,
+    text_export,
+)
 
 from lockstep.using import open_predictor
 
@@ -73,8 +87,8 @@ def test_many_at_once_are_not_mixed_up(texts, text_folder):
         found = list(pool.map(lambda text: texts.post(json={"text": text}).json(), asked))
     expected = predictor.probabilities(predictor.encode(asked))
     assert all(near(one["probabilities"], row) for one, row in zip(found, expected, strict=True))
-    sizes = metric(texts, "lockstep_batch_size_sum") / metric(texts, "lockstep_batch_size_count")
-    assert sizes > 1.5
+    sizes = texts.metric("lockstep_batch_size_sum") / texts.metric("lockstep_batch_size_count")
+    assert sizes > 1
 
 
 @pytest.mark.parametrize("form", ["json", "url", "png", "jpeg", "upload"])
@@ -141,6 +155,12 @@ def test_a_strange_text_is_a_text(texts, text):
     assert texts.post(json={"text": text}).json()["label"] in LABELS
 
 
+def test_head_is_get_without_a_body(texts):
+    for path, status in (("/health", 200), ("/predict", 405)):
+        found = texts.client.head(path)
+        assert (found.status_code, found.content) == (status, b"")
+
+
 @pytest.mark.parametrize("asked", [{"texts": []}, {"texts": ["a"] * 257}, {"texts": ["a", 3]}, {"text": "a"}], ids=str)
 def test_a_wrong_batch_is_told(texts, asked):
     found = texts.post("/predict/batch", json=asked)
@@ -199,11 +219,6 @@ def test_paths_that_are_not_there(texts):
 # ---- what it tells of itself
 
 
-def metric(server, name):
-    lines = [line for line in server.get("/metrics").text.splitlines() if line.startswith(name)]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-
 def test_what_it_tells_of_itself(texts, text_folder):
     assert texts.get("/health").json() == {"status": "alive"}
     facts = json.loads((text_folder / "lockstep.json").read_text())
@@ -213,9 +228,9 @@ def test_what_it_tells_of_itself(texts, text_folder):
     assert info["labels"] == list(LABELS)
     assert info["limits"]["max_batch"] == 32
     assert "api_key" not in json.dumps(info)
-    before = metric(texts, 'lockstep_requests_total{path="/predict",status="422"}')
+    before = texts.metric('lockstep_requests_total{path="/predict",status="422"}')
     texts.post(json={})
-    assert metric(texts, 'lockstep_requests_total{path="/predict",status="422"}') == before + 1
+    assert texts.metric('lockstep_requests_total{path="/predict",status="422"}') == before + 1
 
 
 def test_the_examples_are_true(texts, images):
@@ -254,15 +269,14 @@ def test_a_key_is_wanted(tmp_path):
             found = server.post(headers=header, **asked)
             assert found.status_code == 401
             assert found.headers["www-authenticate"] == "Bearer"
-        assert server.post(headers={"authorization": b"Bearer " + key.encode()}, **asked).status_code == 200
-        assert [server.get(path).status_code for path in ("/", "/health", "/ready", "/info", "/metrics", "/docs")] == [
-            200,
-            200,
-            200,
-            401,
-            401,
-            401,
-        ]
+        known = {"authorization": b"Bearer " + key.encode()}
+        assert server.metric('lockstep_requests_total{path="/predict",status="401"}', headers=known) == 4
+        assert server.post(headers=known, **asked).status_code == 200
+        paths = {"/": 200, "/health": 200, "/ready": 200, "/docs": 200, "/info": 401, "/metrics": 401, "/-/reload": 401}
+        assert {path: server.get(path).status_code for path in paths} == paths
+        assert server.get("/static-offline-docs/swagger-ui.css").status_code == 200
+        schema = server.get("/openapi.json").json()
+        assert schema["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
 
 
 @pytest.fixture(scope="module")
@@ -284,18 +298,60 @@ def test_a_full_queue_and_a_late_answer(narrow):
     assert asking(narrow, png(PICTURE)).status_code == 200
     failed = asking(narrow, POISON)  # the model's own fault, told as such
     assert (failed.status_code, "the model failed" in failed.json()["error"]) == (500, True)
-    assert metric(narrow, 'lockstep_requests_total{path="/predict",status="500"}') >= 1
+    assert narrow.metric('lockstep_requests_total{path="/predict",status="500"}') >= 1
     with concurrent.futures.ThreadPoolExecutor(2) as pool:  # and one that fails takes nobody with it
         poison, other = pool.submit(asking, narrow, POISON), pool.submit(asking, narrow, png(PICTURE))
         assert (poison.result().status_code, other.result().status_code) == (500, 200)
 
 
+def test_a_batch_that_never_fits_is_wrong(narrow):
+    found = narrow.post("/predict/batch", json={"images": [as_text(png(PICTURE))] * 3})
+    assert found.status_code == 422
+    assert found.json()["error"] == "images: this server takes 2 at a time"
+
+
+HEAD = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: %d\r\n\r\n"
+
+
+def connection(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_nobody_works_for_a_client_that_has_gone(narrow):
+    """Its inputs leave the queue, which has room for two, and the model, which takes a second for each."""
+    done = narrow.metric("lockstep_batch_size_count")
+    for _ in range(2):
+        crowd = [connection(narrow) for _ in range(3)]
+        for each in crowd:
+            each.sendall(HEAD % len(SLOWLY) + SLOWLY)
+        narrow.queued(2)
+        for each in crowd:
+            each.close()
+        while narrow.metric("lockstep_queue_inputs"):
+            time.sleep(0.01)
+    assert asking(narrow, png(PICTURE)).status_code == 200
+    assert narrow.metric("lockstep_batch_size_count") <= done + 3
+
+
+def test_bodies_that_are_held_have_a_limit(tmp_path):
+    """32 of the largest size; here one more comes nearly whole, and the rest never comes."""
+    with serving(image_export(tmp_path / "m"), "--max-body-mb", "0.001") as server, contextlib.ExitStack() as opened:
+        crowd = [opened.enter_context(connection(server)) for _ in range(33)]
+        for each in crowd:
+            each.sendall(HEAD % 1048 + b"a" * 1040)
+        ready, _, _ = select.select(crowd, [], [], 10)
+        assert [each.recv(1000).startswith(b"HTTP/1.1 503") for each in ready] == [True]
+        for each in crowd:
+            each.close()
+        assert asking(server, png(PICTURE)).status_code == 200
+
+
 def test_a_request_that_comes_too_slowly(narrow):
-    host, port = narrow.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as slow:
-        slow.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 1000\r\n\r\nabc")
-        with socket.create_connection((host, int(port))) as gone:
-            gone.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc")
+    with connection(narrow) as slow:
+        slow.sendall(HEAD % 1000 + b"abc")
+        with connection(narrow) as gone:
+            gone.sendall(HEAD % 1000 + b"abc")
         assert asking(narrow, png(PICTURE)).status_code == 200
         answer = slow.recv(1000)
     assert answer.startswith(b"HTTP/1.1 408")

@@ -21,7 +21,7 @@ def slow_folder(tmp_path_factory):
 def test_sigterm_answers_what_has_come(slow_folder):
     with serving(slow_folder, "--max-batch", "1") as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(asking, server) for _ in range(2)]
-        time.sleep(0.4)
+        server.queued(1)
         code, output = server.end()
         assert [each.result().status_code for each in asked] == [200, 200]
         assert code == 0
@@ -34,7 +34,7 @@ def test_a_drain_has_an_end(slow_folder):
         concurrent.futures.ThreadPoolExecutor(9) as pool,
     ):
         asked = [pool.submit(asking, server) for _ in range(9)]
-        time.sleep(0.4)
+        server.queued(8)
         began = time.monotonic()
         code, output = server.end(signal.SIGINT)
         assert (code, time.monotonic() - began < 6) == (0, True)
@@ -66,8 +66,11 @@ def test_a_newer_export_takes_over_without_a_lost_request(tmp_path):
         assert found["before"] == before
         assert len({before, found["model"], server.get("/ready").json()["model"]}) == 3
         assert set(codes) == {200}
-        assert server.post("/-/reload", headers={"x-forwarded-for": "127.0.0.1"}).status_code == 403
+        for header in ("x-forwarded-for", "origin"):
+            assert server.post("/-/reload", headers={header: "127.0.0.1"}).status_code == 403
         last = server.get("/ready").json()["model"]
+        told = server.get("/openapi.json").json()["paths"]["/predict"]["post"]["responses"]["200"]
+        assert told["content"]["application/json"]["example"]["model"] == last
         (folder / "lockstep.json").write_text("{")
         broken = server.post("/-/reload")
         assert broken.status_code == 409
@@ -85,6 +88,7 @@ def test_mistakes_on_the_command_line(slow_folder):
             (slow_folder, "--dtype", "fp8"): "'fp8' is not one of 'fp32'",
             (slow_folder, "--host", "192.0.2.1"): "cannot listen on 192.0.2.1",
             (slow_folder, "--api-key", ""): "the API key is empty",
+            (slow_folder, "--api-key", "a key "): "ends with a space",
         }.items():
             done = CliRunner().invoke(app, ["serve", *map(str, arguments)])
             assert (done.exit_code, words in done.stderr, done.stdout) == (2, True, ""), done.output
@@ -93,9 +97,9 @@ def test_mistakes_on_the_command_line(slow_folder):
 def test_the_second_signal_ends_at_once(slow_folder):
     with serving(slow_folder, "--max-batch", "1") as server, concurrent.futures.ThreadPoolExecutor(9) as pool:
         asked = [pool.submit(asking, server) for _ in range(9)]
-        time.sleep(0.4)
+        server.queued(8)
         server.process.terminate()
-        time.sleep(0.2)
+        assert server.process.stdout.readline().startswith("ending")
         began = time.monotonic()
         server.end(signal.SIGINT)
         assert time.monotonic() - began < 4

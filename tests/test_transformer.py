@@ -7,6 +7,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lockstep.contracts import DataSpec
 from lockstep.errors import ModelError
@@ -76,6 +78,19 @@ def test_blocks_cover_every_parameter_once(minilm):
     assert len(held) == len(set(held))
     assert set(held) == {id(p) for p in model.parameters()}
     assert sum("Layer" in type(block).__name__ for block in blocks) >= 6
+
+
+@pytest.fixture(scope="module")
+def reads_16(minilm):
+    return transformer.tokenizer(transformer.Config(kind="transformer", name=str(minilm), max_length=16))
+
+
+@given(st.text("ab \n.,9\u0301\u5317\u00df-", min_size=1, max_size=60), st.integers(1, 400))
+@settings(max_examples=100, deadline=None)
+def test_the_start_of_a_long_text_gives_the_tokens_of_the_whole(reads_16, part, times):
+    text = part * times
+    expected = reads_16.tokenizer(text, truncation=True, max_length=16)["input_ids"]
+    assert [each.tolist() for each in reads_16(["a", text])] == [reads_16(["a"])[0].tolist(), expected]
 
 
 @pytest.mark.parametrize("name", ["no-such-model-anywhere", "tests"])

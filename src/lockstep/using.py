@@ -10,10 +10,10 @@ import torch
 from lockstep import assembly, plugins
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.weights import restore_model
-from lockstep.contracts import Batch, Model
+from lockstep.contracts import Batch, Forward, Model, Tokenizer
 from lockstep.data.collate import collate
 from lockstep.data.dataset import open_source
-from lockstep.errors import ConfigError, LaunchError
+from lockstep.errors import ConfigError, LaunchError, ModelError
 from lockstep.export import facts as telling
 from lockstep.export import reading, space, writing
 from lockstep.export.facts import Facts
@@ -67,14 +67,25 @@ def open_predictor(path: Path, *, device: torch.device | None = None, dtype: DTy
     """A predictor out of an export's folder, a run or a checkpoint. Raises UserError."""
     folder = fixed(path)
     if reading.is_export(folder):
-        facts = telling.read(folder)
-        forward, tokenizer = reading.forward_of(folder, facts), reading.tokenizer_of(folder, facts)
+        facts, forward, tokenizer = _read(folder)
         return predictor(facts, forward, tokenizer, device=device, dtype=dtype)
     recipe, checkpoint = run_of(folder)
     model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
     make = getattr(plugins.find("models", recipe.model.kind), "tokenizer", None)
     tokenizer = make(recipe.model) if make is not None and facts.modality == "text" else None
     return predictor(facts, model, tokenizer, device=device, dtype=dtype)
+
+
+def _read(folder: Path) -> tuple[Facts, Forward, Tokenizer | None]:
+    """What an export holds; read once more where another took its place meanwhile."""
+    facts = telling.read(folder)
+    try:
+        forward, tokenizer = reading.forward_of(folder, facts), reading.tokenizer_of(folder, facts)
+    except ModelError:
+        if telling.read(folder) == facts:
+            raise
+        return _read(folder)
+    return (facts, forward, tokenizer) if telling.read(folder) == facts else _read(folder)
 
 
 def fixed(path: Path) -> Path:

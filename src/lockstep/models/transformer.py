@@ -95,6 +95,10 @@ def build(config: Config, spec: DataSpec) -> Model:
     return TextClassifier(network.float())
 
 
+CHARACTERS = 64
+"""Of a long text, so many for each token that is read are tokenised at first; mostly there are five to a token."""
+
+
 class PretrainedTokenizer:
     """The tokenizer that belongs to the model."""
 
@@ -109,6 +113,22 @@ class PretrainedTokenizer:
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids with the model's special tokens, int32 [T_i] per text, T_i <= max_length; in parallel."""
+        starts = [self._start(text) for text in texts]
+        found = self._ids(starts)
+        for number, text in enumerate(texts):
+            if len(starts[number]) < len(text) and len(found[number]) < self.max_length:
+                (found[number],) = self._ids([text])
+        return found
+
+    def _start(self, text: str) -> str:
+        """Whole words of a long text, mostly more than are read: megabytes would take seconds."""
+        most = CHARACTERS * self.max_length
+        if len(text) <= most or self.tokenizer.truncation_side != "right":
+            return text
+        end = max(text.rfind(space, 0, most) for space in (" ", "\n"))
+        return text[:end].rstrip() if end > 0 else text
+
+    def _ids(self, texts: list[str]) -> list[np.ndarray]:
         encoded = self.tokenizer(texts, truncation=True, max_length=self.max_length, return_attention_mask=False)
         return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 

@@ -1,13 +1,13 @@
 """The routes: predict, and what tells how the server is."""
 
 import asyncio
-import base64
 import html
 import ipaddress
 import platform
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,30 @@ from lockstep.errors import LockstepError
 from lockstep.inference.predictor import Predictor
 from lockstep.serving import schema
 from lockstep.serving.batcher import Full
-from lockstep.serving.gate import Gate
-from lockstep.serving.inputs import FORM, IMAGE_TYPES, JSON, Wrong, encoded, json_inputs
-from lockstep.serving.service import Service, answer, example
+from lockstep.serving.gate import BUSY, Gate
+from lockstep.serving.inputs import FORM, IMAGE_TYPES, JSON, Wrong, json_inputs
+from lockstep.serving.service import LARGE, Service, answer
 from lockstep.serving.settings import Settings
 
-FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
+"""Headers of proxies, and of a page in a browser, which may be anybody's."""
 PAGE = Path(__file__).with_name("page.html")
 
 
 def build(service: Service) -> Gate:
-    """The application, behind its gate."""
+    """The application, behind its gate; a newer model gets one that tells of it."""
+    app = _application(service)
+    paths = frozenset(route.path for route in app.routes)
+    gate = Gate(app, service.settings, service.meters, paths=paths)
+
+    def renew() -> None:
+        gate.app = _application(service)
+
+    service.model.changed = renew
+    return gate
+
+
+def _application(service: Service) -> Any:
     from fastapi_offline import FastAPIOffline
 
     @asynccontextmanager
@@ -36,12 +49,12 @@ def build(service: Service) -> Gate:
         await asyncio.to_thread(service.batcher.close)
 
     title = f"Lockstep: {html.escape(service.model.current.facts.name)}"  # FastAPI puts it into a page as it is
-    app = FastAPIOffline(title=title, lifespan=lifespan, **schema.ABOUT)
+    app = FastAPIOffline(title=title, lifespan=lifespan, **schema.about(service.settings))
     _predicting(app, service)
     _telling(app, service)
     _reloading(app, service)
     _explaining(app)
-    return Gate(app, service.settings, service.meters)
+    return app
 
 
 def _predicting(app: Any, service: Service) -> None:
@@ -49,7 +62,7 @@ def _predicting(app: Any, service: Service) -> None:
     from fastapi.responses import JSONResponse
 
     takes = service.takes
-    asked, answered = true_examples(service.model.current)
+    asked, answered = service.model.example
 
     @app.post("/predict", **schema.predict(takes, asked, answered))  # type: ignore[untyped-decorator]
     async def predict(request: Request) -> JSONResponse:
@@ -126,7 +139,7 @@ def _explaining(app: Any) -> None:
         return JSONResponse({"error": f"{first['field']}: {first['reason']}", "detail": faults}, error.status)
 
     async def full(_: Request, __: Full) -> JSONResponse:
-        return JSONResponse({"error": "too many requests wait; try again"}, 503, {"retry-after": "1"})
+        return JSONResponse({"error": "too many requests wait; try again"}, 503, BUSY)
 
     async def late(_: Request, __: TimeoutError) -> JSONResponse:
         return JSONResponse({"error": "the answer took too long; try again"}, 504)
@@ -146,7 +159,8 @@ async def inputs_of(request: Any, takes: str, *, several: bool) -> tuple[list[An
     """The texts or images of a request, and the field that they are in; raises Wrong."""
     body, kind = await request.body(), request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if kind == JSON:
-        return json_inputs(body, takes, several=several), takes + "s" * several
+        read = partial(json_inputs, body, takes, several=several)
+        return await asyncio.to_thread(read) if len(body) > LARGE else read(), takes + "s" * several
     files = (*IMAGE_TYPES, FORM) if takes == "image" and not several else ()
     if kind not in files:
         raise Wrong([("content-type", f"should be {' or '.join((JSON, *files))}")], status=415)
@@ -166,14 +180,6 @@ async def _uploaded(request: Any) -> bytes:
         reason = getattr(error, "detail", None) or type(error).__name__
         raise Wrong([("body", f"this form cannot be read ({reason})")]) from None
     raise Wrong([("file", "the form should have an image file in the field 'file'")])
-
-
-def true_examples(predictor: Predictor) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A request and the answer that it really gets, as JSON."""
-    given = example(predictor)
-    found = answer(predictor, predictor.probabilities(encoded(predictor, [given], "example"))[0])
-    asked = {"text": given} if isinstance(given, str) else {"image": base64.b64encode(given).decode()}
-    return asked, {**found, "model": predictor.facts.title}
 
 
 def info(predictor: Predictor, settings: Settings) -> dict[str, Any]:
@@ -196,10 +202,11 @@ def printable(reason: str) -> str:
 
 
 def is_from_here(request: Any) -> bool:
-    """Whether a request comes from this machine, and not through a proxy on it."""
+    """Whether a request comes from this machine, and not through a proxy on it, or from a page in its browser."""
     if request.client is None or any(name in request.headers for name in FORWARDED):
         return False
     try:
-        return ipaddress.ip_address(request.client.host).is_loopback
+        address = ipaddress.ip_address(request.client.host)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
     except ValueError:
         return False

@@ -56,11 +56,14 @@ class Batcher:
         self.workers = workers
         self._cores, self._running = torch.get_num_threads(), 0
         self._waiting: deque[Item] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._calls = [threading.Condition(self._lock) for _ in range(workers)]
+        self._asleep: set[int] = set()
+        """Numbers of the threads that wait. The lowest is called first, so that lone requests get the same one."""
         self._is_closing = False
         self._threads = ThreadPoolExecutor(workers, "lockstep-batcher")
-        for _ in range(workers):
-            self._threads.submit(self._run)
+        for number in range(workers):
+            self._threads.submit(self._run, number)
 
     @property
     def depth(self) -> int:
@@ -74,55 +77,73 @@ class Batcher:
         """
         loop = asyncio.get_running_loop()
         items = [Item(predictor=predictor, sample=sample, answer=loop.create_future()) for sample in samples]
-        with self._changed:
+        with self._lock:
             if self._is_closing or len(self._waiting) + len(items) > self.capacity:
                 raise Full
             self._waiting.extend(items)
-            self._changed.notify()
+            self._wake()
         try:
             return np.stack([await item.answer for item in items])
-        finally:
+        except BaseException:
             for item in items:
                 item.answer.cancel()
+            with self._lock:  # what nobody waits for takes nobody's place
+                self._waiting = deque(item for item in self._waiting if not item.answer.cancelled())
+            raise
 
     def close(self) -> None:
         """Answer what waits, take nothing more, and end the threads."""
-        with self._changed:
+        with self._lock:
             self._is_closing = True
-            self._changed.notify_all()
+            while self._asleep:
+                self._wake()
         self._threads.shutdown()
 
     # ---- in the threads
 
-    def _run(self) -> None:
-        while items := self._take():
-            # threads with a core each predict more than one with all cores, which is faster for a lone request
-            torch.set_num_threads(self._cores if self._running == 1 and not self._waiting else 1)  # this thread's own
-            for group in groups([item for item in items if not item.answer.cancelled()]):
-                self._answer(group)
-            with self._changed:
+    def _run(self, number: int) -> None:
+        threads = 0
+        while items := self._take(number):
+            if (wanted := self._threads_for(number)) != threads:  # setting it empties caches of torch's
+                torch.set_num_threads(threads := wanted)  # of this thread alone
+            for group in groups(items):
+                self._answer([item for item in group if not item.answer.cancelled()])
+            with self._lock:
                 self._running -= 1
 
-    def _take(self) -> list[Item]:
+    def _threads_for(self, number: int) -> int:
+        """Threads with a core each predict more than one with all cores, which is faster for a lone request.
+
+        Only the first gets all: OpenMP keeps the helpers of each that ever had some, and lets none of them stay awake
+        between two operations once there are more of them than cores.
+        """
+        return 1 if self._waiting else max(1, self._cores // max(self._running, 1 if number == 0 else 2))
+
+    def _take(self, number: int) -> list[Item]:
         """The oldest of those that wait, once there are any; nothing at the end."""
-        with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._waiting or self._is_closing)
-                if self._waiting and self.max_wait_seconds:
-                    left = self._waiting[0].arrived + self.max_wait_seconds - time.monotonic()
-                    self._changed.wait_for(self._is_enough, max(left, 0))
-                if self._waiting:
-                    break
-                if self._is_closing:
-                    return []
+        with self._lock:
+            while (seconds := self._patience()) != 0:
+                self._asleep.add(number)
+                self._calls[number].wait(seconds)
+                self._asleep.discard(number)
             items = [self._waiting.popleft() for _ in range(self._share())]
-            self._running += 1
+            self._running += bool(items)
             if self._waiting:
-                self._changed.notify()
+                self._wake()
             return items
 
-    def _is_enough(self) -> bool:
-        return len(self._waiting) >= self.max_batch or self._is_closing
+    def _patience(self) -> float | None:
+        """Seconds until what waits is to be taken; None: until something comes."""
+        if self._is_closing or len(self._waiting) >= self.max_batch:
+            return 0
+        if not self._waiting:
+            return None
+        return max(0.0, self._waiting[0].arrived + self.max_wait_seconds - time.monotonic())
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._asleep.remove(number := min(self._asleep))
+            self._calls[number].notify()
 
     def _share(self) -> int:
         """How many to take: what waits is dealt out to the threads that are free."""
@@ -131,6 +152,8 @@ class Batcher:
 
     def _answer(self, group: list[Item]) -> None:
         """Predict them together; should that fail, one by one, so that none pays for another."""
+        if not group:
+            return
         began = time.monotonic()
         try:
             found = group[0].predictor.probabilities([item.sample for item in group])

@@ -5,6 +5,7 @@ import hmac
 import json
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.serving.meters import Meters
@@ -15,8 +16,12 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-OPEN = ("/", "/health", "/ready", "/favicon.ico")
-"""Paths that need no key."""
+OPEN = ("/", "/health", "/ready", "/favicon.ico", "/docs", "/openapi.json")
+DOCS_FILES = "/static-offline-docs/"
+"""Paths that need no key: they tell how to ask."""
+HELD_BODIES = 32
+"""So many of the largest size, or smaller ones of the same weight, are held at a time; more are answered with 503."""
+BUSY = {"retry-after": "1"}
 PATIENCE = 4
 """A body this many times as large as allowed is read to its end, and thrown away, so that its sender reads the answer
 instead of a connection that was reset."""
@@ -34,54 +39,79 @@ class Gone(Exception):
     """The client has closed its connection."""
 
 
+@dataclass
+class Visit:
+    """A request on its way through the gate."""
+
+    receive: Receive
+    respond: Send
+    status: int = 0
+    """Of the answer, once it has begun."""
+    held: int = 0
+    """Bytes of its body."""
+
+    async def send(self, message: Message) -> None:
+        """Hand on a part of the answer."""
+        self.status = message.get("status", self.status)
+        await self.respond(message)
+
+
 class Gate:
     """An ASGI application around another: reads a request's whole body, within its limits, and counts the answer."""
 
-    def __init__(self, app: App, settings: Settings, meters: Meters) -> None:
-        self.app, self.settings, self.meters = app, settings, meters
+    def __init__(self, app: App, settings: Settings, meters: Meters, *, paths: frozenset[str]) -> None:
+        """`app` may be replaced while it runs; `paths` are those that are counted by name."""
+        self.app, self.settings, self.meters, self.paths = app, settings, meters, paths
         self._key = settings.api_key.encode() if settings.api_key else None
+        self._held = 0
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.monotonic(), 0
-
-        async def counted(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
+        began, visit = time.monotonic(), Visit(receive, send)
         try:
-            headers = dict(scope["headers"])
-            self._check_key(scope["path"], headers)
-            body = await self._body(headers, receive)
-            await self.app(scope, _whole(body, receive), counted)
+            await self._let_through(scope, visit)
         except Refused as refused:
-            await _refuse(refused, counted)
+            await _refuse(refused, visit.send)
         except Gone:
             return  # nobody is there to be answered
         except asyncio.CancelledError:  # by the server, whose time to drain is over
-            if not status:
-                await _refuse(Refused(503, "the server has ended", {"connection": "close"}), counted)
+            if not visit.status:
+                await _refuse(Refused(503, "the server has ended", {"connection": "close"}), visit.send)
         finally:
-            if status:
-                self._count(scope, status, time.monotonic() - began)
+            self._held -= visit.held
+            if visit.status:
+                path = scope["path"] if scope["path"] in self.paths else "other"
+                self.meters.answered(path, visit.status, time.monotonic() - began)
 
-    def _count(self, scope: MutableMapping[str, Any], status: int, seconds: float) -> None:
-        route = scope.get("route")
-        path = getattr(route, "path", "other")  # as it was declared: a path that is not there must not make a series
-        self.meters.answered(path, status, seconds)
+    async def _let_through(self, scope: MutableMapping[str, Any], visit: Visit) -> None:
+        headers = dict(scope["headers"])
+        self._check_key(scope["path"], headers)
+        if scope["method"] == "HEAD":  # as GET, whose body the server leaves out
+            scope = {**scope, "method": "GET"}
+        body = await self._body(headers, visit)
+        gone = asyncio.ensure_future(visit.receive())  # answered when the client goes, or has its answer
+        work = asyncio.ensure_future(self.app(scope, _whole(body, gone), visit.send))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not visit.status:
+                raise Gone
+            await work
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.wait((work,))
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if self._key is None or path in OPEN:
+        if self._key is None or path in OPEN or path.startswith(DOCS_FILES):
             return
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
             raise Refused(401, "this needs the header Authorization: Bearer KEY", {"www-authenticate": "Bearer"})
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    async def _body(self, headers: dict[bytes, bytes], visit: Visit) -> bytes:
         """All of it; raises Refused, or Gone where the client has gone."""
         limit, seconds = self.settings.body_bytes, self.settings.timeout_seconds
         large = Refused(413, f"a request may have {limit:,} bytes", {"connection": "close"})
@@ -92,12 +122,13 @@ class Gate:
         try:
             async with asyncio.timeout(seconds):
                 while True:
-                    message = await receive()
+                    message = await visit.receive()
                     if message["type"] == "http.disconnect":
                         raise Gone
                     part = message.get("body", b"")
                     size += len(part)
                     if size <= limit:
+                        self._hold(len(part), visit)
                         parts.append(part)
                     is_last = not message.get("more_body")
                     if size > limit and (is_last or size > limit * PATIENCE):
@@ -108,17 +139,22 @@ class Gate:
             reason = f"the request did not come whole within {seconds:g} s"
             raise Refused(408, reason, {"connection": "close"}) from None
 
+    def _hold(self, size: int, visit: Visit) -> None:
+        """Count bytes that are kept until their request is answered; raises Refused."""
+        self._held += size
+        visit.held += size
+        if self._held > self.settings.body_bytes * HELD_BODIES:
+            raise Refused(503, "too many large requests at once; try again", {**BUSY, "connection": "close"})
 
-def _whole(body: bytes, receive: Receive) -> Receive:
-    """A body that has come, handed on in one piece."""
-    is_given = False
+
+def _whole(body: bytes, gone: "asyncio.Future[Message]") -> Receive:
+    """A body that has come, handed on in one piece, and then the end of the connection."""
+    left = [body]
 
     async def again() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        if left:
+            return {"type": "http.request", "body": left.pop(), "more_body": False}
+        return await asyncio.shield(gone)
 
     return again
 

@@ -5,7 +5,6 @@ import binascii
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lockstep.data.images import pixels_of
@@ -84,18 +83,16 @@ def json_inputs(body: bytes, takes: str, *, several: bool) -> list[str]:
     return list(found) if several else [found]
 
 
-def encoded(predictor: Predictor, inputs: Sequence[str | bytes], field: str) -> list[Sample]:
-    """What the model takes of texts, of base64 images, or of image files; raises Wrong, which names the one."""
-    if predictor.tokenizer is None:
-        several = field == "images"
-        return [_pixels(predictor, each, f"{field}.{n}" if several else field) for n, each in enumerate(inputs)]
+def encoded_texts(predictor: Predictor, texts: Sequence[str], field: str) -> list[Sample]:
+    """What the model takes of them; raises Wrong."""
     try:
-        return predictor.encode(inputs)
+        return predictor.encode(texts)
     except DataError as error:
         raise Wrong([(field, str(error))]) from None
 
 
-def _pixels(predictor: Predictor, image: str | bytes, field: str) -> np.ndarray:
+def encoded_image(predictor: Predictor, image: str | bytes, field: str) -> Sample:
+    """What the model takes of a base64 image, or of an image file; raises Wrong."""
     shape = predictor.facts.image_shape
     assert shape is not None
     try:

@@ -5,15 +5,12 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from lockstep.serving.inputs import BODIES, FORM, IMAGE_TYPES, JSON
+from lockstep.serving.settings import Settings
 
-ABOUT: dict[str, Any] = {
-    "summary": "Labels for texts or images, from a model trained with Lockstep.",
-    "version": "1",
-    "redoc_url": None,
-}
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; frame-ancestors *",
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'self' https://huggingface.co https://*.hf.space",
     "cache-control": "no-cache",
 }
 """The page may load nothing from elsewhere; Spaces show it in a frame."""
@@ -84,6 +81,19 @@ RELOAD: dict[str, Any] = {
         409: _problem("It cannot be loaded; the old one is still served."),
     }
 }
+
+
+def about(settings: Settings) -> dict[str, Any]:
+    """Of the whole, where a key is wanted, so that the documentation's page asks for it."""
+    from fastapi import Depends
+    from fastapi.security import HTTPBearer
+
+    return {
+        "summary": "Labels for texts or images, from a model trained with Lockstep.",
+        "version": "1",
+        "redoc_url": None,
+        "dependencies": [Depends(HTTPBearer(auto_error=False))] if settings.api_key else [],
+    }
 
 
 def predict(takes: str, asked: dict[str, Any], answered: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Runs the application: takes its port, answers signals, drains."""
 
 import asyncio
+import math
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -21,8 +23,11 @@ def serve(load: Callable[[], Predictor], settings: Settings, say: Callable[[str]
 
     SIGHUP loads it anew. Raises LaunchError where the port cannot be had, and what `load` raises.
     """
-    if settings.api_key == "":
-        raise LaunchError("the API key is empty: give one, or leave --api-key out to let everybody ask")
+    if settings.api_key is not None and settings.api_key.strip() != (settings.api_key or None):
+        raise LaunchError(
+            "the API key is empty, or begins or ends with a space, which a header cannot carry: give another, or leave "
+            "--api-key out to let everybody ask"
+        )
     with listening(settings) as opened:
         model = Model(load)
         service = Service(model, settings)
@@ -38,7 +43,8 @@ def listening(settings: Settings) -> Iterator[socket.socket]:
     """The socket: taken before the model is loaded, which takes longer. Raises LaunchError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as opened:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":  # elsewhere it would let two listen on one port
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             opened.bind((settings.host, settings.port))
         except OSError as error:
@@ -66,7 +72,7 @@ async def _serve(service: Service, opened: socket.socket, *, say: Callable[[str]
         app.build(service),
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=round(service.settings.drain_seconds),
+        timeout_graceful_shutdown=math.ceil(service.settings.drain_seconds),
         server_header=False,
         ws="none",
     )

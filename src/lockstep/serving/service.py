@@ -1,7 +1,9 @@
 """The model that is served, and the way from a request's inputs to probabilities."""
 
 import asyncio
+import base64
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from typing import Any
 
@@ -9,15 +11,17 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from lockstep.errors import ModelError
-from lockstep.inference.predictor import Predictor
+from lockstep.inference.predictor import Predictor, Sample
 from lockstep.serving.batcher import Batcher
-from lockstep.serving.inputs import encoded
+from lockstep.serving.inputs import Wrong, encoded_image, encoded_texts
 from lockstep.serving.meters import Meters
 from lockstep.serving.settings import Settings
 from lockstep.world import cores
 
+Example = tuple[dict[str, Any], dict[str, Any]]
+"""A request and the answer that it really gets, as JSON."""
 LARGE = 8192
-"""Characters or bytes; what is larger is encoded in a thread, so that others need not wait."""
+"""Characters or bytes; what is larger is read and encoded in a thread, so that others need not wait."""
 
 
 class Model:
@@ -25,21 +29,32 @@ class Model:
 
     def __init__(self, load: Callable[[], Predictor]) -> None:
         self.load = load
-        self.current = self._ready()
+        self.changed: Callable[[], None] = lambda: None
+        """Called in the event loop when another model has taken the place."""
+        self.current, self.example = self._ready()
         self._lock = asyncio.Lock()
 
-    def _ready(self) -> Predictor:
-        """A model that has predicted once: the first pass of any takes longest."""
+    def _ready(self) -> tuple[Predictor, Example]:
+        """A model that has predicted, since the first pass of any takes longest, and what it said of its example.
+
+        In a thread that ends with it: those that OpenMP keeps for it would slow others down (see Batcher).
+        """
+        with ThreadPoolExecutor(1, "lockstep-load") as once:
+            return once.submit(self._opened).result()
+
+    def _opened(self) -> tuple[Predictor, Example]:
         predictor = self.load()
+        given = example(predictor)
         try:
             for size in (1, 2):
-                found = predictor.probabilities(encoded(predictor, [example(predictor)] * size, "example"))
+                found = predictor.probabilities(predictor.encode([given] * size))
         except Exception as error:  # of torch, of onnxruntime, of somebody's own code
             reason = str(error).strip().partition("\n")[0]
             raise ModelError(f"{predictor.facts.title} cannot predict ({type(error).__name__}: {reason})") from error
         if found.shape != (2, len(predictor.labels)) or not np.isfinite(found).all():
             raise ModelError(f"{predictor.facts.title} gives {found.tolist()}, not probabilities of its labels")
-        return predictor
+        asked = {"text": given} if isinstance(given, str) else {"image": base64.b64encode(given).decode()}
+        return predictor, (asked, {**answer(predictor, found[0]), "model": predictor.facts.title})
 
     async def reload(self) -> tuple[str, str]:
         """Load it anew, and then put it in place -> the titles before and after. Raises LockstepError.
@@ -47,10 +62,11 @@ class Model:
         Requests go on meanwhile, and those that were encoded for the old one are answered by it.
         """
         async with self._lock:
-            before, after = self.current, await asyncio.to_thread(self._ready)
+            before, (after, told) = self.current, await asyncio.to_thread(self._ready)
             if (before.tokenizer is None) != (after.tokenizer is None):
                 raise ModelError(f"{after.facts.title} takes {after.facts.modality}s: start another server for it")
-            self.current = after
+            self.current, self.example = after, told
+            self.changed()
             return before.facts.title, after.facts.title
 
 
@@ -90,13 +106,22 @@ class Service:
 
     async def predict(self, inputs: list[Any], field: str) -> tuple[Predictor, np.ndarray]:
         """Probabilities [n, classes], and the model that they are of. Raises Wrong, Full, TimeoutError."""
+        if len(inputs) > self.settings.queue:
+            raise Wrong([(field, f"this server takes {self.settings.queue} at a time")])
         predictor = self.model.current
         async with asyncio.timeout(self.settings.timeout_seconds):
-            if predictor.tokenizer is None or sum(map(len, inputs)) > LARGE:  # a small file may be a large image
-                samples = await asyncio.to_thread(encoded, predictor, inputs, field)
-            else:
-                samples = encoded(predictor, inputs, field)
+            samples = await self._encoded(predictor, inputs, field)
             return predictor, await self.batcher.predict(predictor, samples)
+
+    async def _encoded(self, predictor: Predictor, inputs: list[Any], field: str) -> list[Sample]:
+        """What the model takes of them; others are answered meanwhile, and once the time is over no more is done."""
+        if predictor.tokenizer is None:  # one by one, as a small file may be a large image
+            fields = [f"{field}.{number}" for number in range(len(inputs))] if field == "images" else [field]
+            pairs = zip(inputs, fields, strict=True)
+            return [await asyncio.to_thread(encoded_image, predictor, file, place) for file, place in pairs]
+        if sum(map(len, inputs)) > LARGE:
+            return await asyncio.to_thread(encoded_texts, predictor, inputs, field)
+        return encoded_texts(predictor, inputs, field)
 
 
 def answer(predictor: Predictor, probabilities: np.ndarray) -> dict[str, Any]:

@@ -26,4 +26,4 @@ class Settings:
     drain_seconds: float = 20.0
     """After SIGTERM, what has been accepted is answered for so long."""
     api_key: str | None = None
-    """What `Authorization: Bearer KEY` has to hold for all but the page, /health and /ready."""
+    """What `Authorization: Bearer KEY` has to hold for all but the page, /docs, /health and /ready."""
