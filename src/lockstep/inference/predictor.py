@@ -40,8 +40,9 @@ class Predictor:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether several threads predict more than one."""
-        return self.device.type == "cpu" and self.facts.model["kind"] != "user"
+        """Whether several threads predict more than one: not where the model takes turns, or has threads of its own, as
+        a session of onnxruntime does."""
+        return self.device.type == "cpu" and isinstance(self.forward, nn.Module)
 
     def encode(self, inputs: Sequence[Input]) -> list[Sample]:
         """What the model takes of each; raises DataError for an input that is none."""
