@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo  # transformers and the exporters import it, which sets a variable: better here than inside a test
 import torch.distributed as dist
+from filelock import FileLock
 from PIL import Image
 from rich.console import Console
 from sklearn.metrics import classification_report, confusion_matrix, f1_score, log_loss
@@ -231,6 +232,12 @@ def test_mistakes_are_told_before_anything_is_started(run, tmp_path, monkeypatch
     (tmp_path / "a.pdf").write_text("")
     with pytest.raises((ConfigError, DataError), match=error):
         evaluating.evaluate(run, [], evaluating.Wishes(**wishes), console=Console())
+
+
+def test_two_evaluations_of_a_run_do_not_mix(run):
+    """Their logs and what they are asked lie in its folder."""
+    with FileLock(run / ".evaluate.lock"), pytest.raises(ConfigError, match="just being evaluated by another process"):
+        evaluating.evaluate(run, [], evaluating.Wishes(), console=Console())
 
 
 IMAGES = DataSpec(modality="image", labels=("cat", "dog"), image_shape=(1, 8, 8))

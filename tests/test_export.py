@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from lockstep.contracts import DataSpec
 from lockstep.errors import ConfigError, ModelError
 from lockstep.export import facts as telling
+from lockstep.export.facts import Calibration
 from lockstep.export.reading import forward_of, is_export
 from lockstep.export.section import ExportSection, check
 
@@ -241,6 +242,41 @@ def test_another_export_replaces(case, second, tmp_path):
     assert of(tmp_path / "e", second) and not of(tmp_path / "e", case)
     assert names(tmp_path / "e") == ["README.md", "lockstep.json", "two.pt"]
     assert names(tmp_path) == ["e"]
+
+
+def test_what_others_have_put_into_an_export_stays(case, tmp_path):
+    """Such as its git repository; but not what is no longer true of it."""
+    case.export(tmp_path / "e", "state_dict", file="one.pt")
+    (tmp_path / "e" / ".git" / "refs").mkdir(parents=True)
+    for name in (".git/HEAD", "notes.txt", "evaluation.html"):
+        (tmp_path / "e" / name).write_text("mine")
+    (tmp_path / "e" / "link").symlink_to("nowhere")
+    case.export(tmp_path / "e", "state_dict", file="two.pt")
+    assert names(tmp_path / "e") == [".git", "README.md", "link", "lockstep.json", "notes.txt", "two.pt"]
+    assert (tmp_path / "e" / ".git" / "HEAD").read_text() == "mine"
+    assert (tmp_path / "e" / ".git" / "refs").is_dir()
+    assert (tmp_path / "e" / "link").is_symlink()
+    case.export(tmp_path / "e", "state_dict", file="two.pt")
+    assert len(names(tmp_path / "e")) == 6
+
+
+def test_a_temperature_stays_with_the_same_weights(case, second, tmp_path):
+    found = Calibration(temperature=1.5, samples=9, ece_before=0.2, ece_after=0.1)
+    case.export(tmp_path / "e")
+    telling.write(telling.read(tmp_path / "e").model_copy(update={"calibration": found}), tmp_path / "e")
+    case.export(tmp_path / "e")
+    assert telling.read(tmp_path / "e").calibration == found
+    for other in (case.export(tmp_path / "e", dtype="bf16"), second.export(tmp_path / "e", dtype="bf16")):
+        assert other.calibration is None
+
+
+def test_an_export_that_nobody_can_read_is_not_replaced(case, tmp_path):
+    case.export(tmp_path / "e")
+    (tmp_path / "e" / "lockstep.json").write_text("{")
+    old = listing(tmp_path)
+    with pytest.raises(ModelError, match="is damaged.*remove the folder"):
+        case.export(tmp_path / "e")
+    assert listing(tmp_path) == old
 
 
 def test_leftovers_of_a_killed_export_are_no_hindrance(case, tmp_path):

@@ -128,8 +128,8 @@ def test_what_only_concerns_a_machine_stays_there(run, tmp_path, monkeypatch):
     assert "hunter2" in (run / "recipe.yaml").read_text()
     for file in (tmp_path / "e").iterdir():
         assert b"hunter2" not in file.read_bytes() and str(home).encode() not in file.read_bytes()
-    assert telling.read(tmp_path / "e").recipe["run"]["dir"] == "~/runs"
-    assert "  dir: runs\n" in (tmp_path / "e" / "README.md").read_text()
+    assert "dir" not in telling.read(tmp_path / "e").recipe["run"]
+    assert "  dir: " not in (tmp_path / "e" / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -261,3 +261,6 @@ def test_what_is_neither_export_nor_run(tmp_path):
         using.open_predictor(tmp_path)
     with pytest.raises(Exception, match="is neither an export .* nor a run"):
         using.open_predictor(Path("/dev/null"))
+    (tmp_path / "recipe.yaml").write_text("mdoel: {}\n")
+    with pytest.raises(Exception, match="mdoel"):
+        using.open_predictor(tmp_path)

@@ -165,7 +165,8 @@ def test_the_same_bytes_for_any_number_of_processes(predict, texts_model, words,
 
 def test_every_form_is_read_and_written(predict, texts_model, words, table):
     few = table.slice(0, 50).rename_columns(["id", "body", "rest"])
-    parquet.write_table(few, "in.parquet", row_group_size=7)
+    views = few.set_column(1, "body", few["body"].cast(pa.string_view()))  # as polars writes texts
+    parquet.write_table(views, "in.parquet", row_group_size=7)
     csv.write_csv(few, "in.tsv", csv.WriteOptions(delimiter="\t"))
     Path("in.jsonl").write_text("\n\n".join(map(json.dumps, few.to_pylist())))
     Path("in.txt").write_text("\n".join(words[:50]))

@@ -10,6 +10,12 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.recipe import Recipe
 
 
+def is_run(path: Path) -> bool:
+    """Whether a path is a run's folder, its folder of checkpoints, or one of these; its recipe may be wrong."""
+    folder = Path(os.path.abspath(path))
+    return any((each / "recipe.yaml").is_file() for each in (folder, folder.parent, folder.parent.parent))
+
+
 def place_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path, Path | None]:
     """What is meant by a run's folder, its folder of checkpoints, or one of these: the recipe, that folder, the one.
 

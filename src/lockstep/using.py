@@ -19,7 +19,7 @@ from lockstep.export import reading, space, writing
 from lockstep.export.facts import Facts
 from lockstep.inference.predictor import DTypeName, Predictor, predictor
 from lockstep.recipe import Recipe
-from lockstep.runs import run_of
+from lockstep.runs import is_run, run_of
 from lockstep.runtime.digest import digest as digest_of
 
 FEW = (16, 1, 7)
@@ -92,13 +92,12 @@ def fixed(path: Path) -> Path:
     """The export or the checkpoint that a path means now: a run that goes on will have another. Raises UserError."""
     if reading.is_export(path):
         return path.absolute()
-    try:
-        return run_of(path)[1]
-    except ConfigError:
+    if not is_run(path):
         raise ConfigError(
             f"{path} is neither an export (there is no {telling.FILE} in it) nor a run (no recipe.yaml, such as in "
             "runs/NAME)"
-        ) from None
+        )
+    return run_of(path)[1]
 
 
 def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -> Callable[[], Predictor]:

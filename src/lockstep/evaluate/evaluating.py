@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from rich.console import Console
 
 from lockstep import files, launching
@@ -19,7 +20,7 @@ from lockstep.evaluate.task import SPLITS, Task
 from lockstep.export import facts as telling
 from lockstep.export import reading
 from lockstep.recipe import Recipe
-from lockstep.runs import run_of
+from lockstep.runs import is_run, run_of
 
 TEXT, LABEL = "data.text_column", "data.label_column"
 """Settings that are the file's, where there is one, and not the recipe's, which may have no such setting."""
@@ -80,8 +81,7 @@ def _place(target: Path) -> AbstractContextManager[str | None]:
 
 def _of_run(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
     """A run's recipe, and the checkpoint that is meant."""
-    folder = path.absolute()
-    if not any((each / "recipe.yaml").is_file() for each in (folder, folder.parent, folder.parent.parent)):
+    if not is_run(path):
         raise ConfigError(
             f"{path} is no run, no checkpoint and no export: there is neither recipe.yaml (runs are folders such as "
             f"runs/NAME) nor {telling.FILE} in it"
@@ -112,10 +112,20 @@ def _writable(folder: Path) -> Path:
 def _launched(recipe: Recipe, task: Task) -> int:
     """Measure on processes of this machine, whatever it is that trains the run -> exit code."""
     asked = recipe.folder / f"{NAME}.json"
-    try:
-        recipe.folder.mkdir(parents=True, exist_ok=True)
-        files.write(asked, task.model_dump_json(indent=1))
-    except OSError as error:
-        raise ConfigError(f"cannot write to {recipe.folder}: {error.strerror}") from None
     arguments = ("--task", str(asked))
-    return launching.launch(launching.here(recipe), arguments, name=NAME, module="lockstep.evaluate.process")
+    with _written(asked, task.model_dump_json(indent=1)):
+        return launching.launch(launching.here(recipe), arguments, name=NAME, module="lockstep.evaluate.process")
+
+
+def _written(asked: Path, text: str) -> AbstractContextManager[object]:
+    """Write a task where no other evaluation does so until this is left: their logs would mix. Raises ConfigError."""
+    folder = asked.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / f".{NAME}.lock").acquire(timeout=0)
+        files.write(asked, text)
+    except Timeout:
+        raise ConfigError(f"{folder} is just being evaluated by another process: wait for its end") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
+    return lock

@@ -37,7 +37,7 @@ class Agreement(BaseModel):
     """None where there are no labels to be right about."""
     accuracy_after: float | None
     same_weights: bool = False
-    """Bit for bit; False where no weights can be read back, as from a graph, or where they were reduced."""
+    """Bit for bit those that were to be written; False where none can be read back, as from a graph."""
 
     def words(self, dtype: str) -> str:
         """For a person."""
@@ -80,6 +80,8 @@ class Facts(BaseModel):
     dtype: DType = "fp32"
     file: str = ""
     """Of the weights."""
+    files: tuple[str, ...] = ()
+    """All that the export consists of; what else lies in its folder is somebody else's."""
     model: dict[str, Any]
     """The section of the recipe."""
     modality: str
@@ -122,6 +124,7 @@ def facts_of(section: PluginSection, spec: DataSpec, *, recipe: Mapping[str, Any
         if Path(model.get(key, "")).is_absolute():
             model[key] = Path(model[key]).name
     told = {name: _homeless(part) for name, part in recipe.items() if name not in UNTOLD}
+    told.get("run", {}).pop("dir", None)
     return Facts(model=_homeless(model), **asdict(spec), recipe=told, **more)
 
 

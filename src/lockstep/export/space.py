@@ -15,7 +15,8 @@ FOLDER, MODEL = "space", "model"
 PORT = 7860
 """Where Spaces look for a server, if they are not told otherwise."""
 PACKAGE = "lockstep-train"
-LARGE = ("*.safetensors", "*.pt", "*.pt2", "*.onnx", "*.onnx.data", "tokenizer.json")
+ATTRIBUTES = ".gitattributes"
+LARGE = ("*.safetensors", "*.pt", "*.pt2", "*.pth", "*.bin", "*.ckpt", "*.onnx", "*.onnx.data", "tokenizer.json")
 """Files that may have more than the 10 MB that the hub takes without LFS."""
 OURS = "# Written by `lockstep export --space`, each time anew."
 
@@ -74,14 +75,20 @@ def check(folder: Path) -> None:
 
 
 def write(folder: Path, facts: Facts) -> None:
-    """What belongs beside the export; a README.md and .gitattributes that are there stay, as they may have been edited.
+    """What belongs beside the export; a README.md that is there stays, as it may have been edited, and .gitattributes
+    gets the lines that it lacks.
 
     Raises ModelError where they cannot be written.
     """
     try:
         for name, text in texts(facts).items():
-            if name == "Dockerfile" or not (folder / name).exists():
-                files.write(folder / name, text)
+            file = folder / name
+            if name == "Dockerfile" or not file.exists():
+                files.write(file, text)
+            elif name == ATTRIBUTES:
+                there = file.read_text(encoding="utf-8")
+                lacking = [line for line in text.splitlines() if line not in there.splitlines()]
+                files.write(file, "\n".join([*there.splitlines(), *lacking, ""]))
     except OSError as error:
         raise ModelError(f"cannot write to {folder}: {error.strerror}; name another folder with --to") from error
 
@@ -112,5 +119,5 @@ def texts(facts: Facts) -> dict[str, str]:
             package=f"{PACKAGE}[onnx]" if facts.kind == "onnx" else PACKAGE,
             version=version(PACKAGE),
         ),
-        ".gitattributes": "".join(f"{name} filter=lfs diff=lfs merge=lfs -text\n" for name in LARGE),
+        ATTRIBUTES: "".join(f"{name} filter=lfs diff=lfs merge=lfs -text\n" for name in LARGE),
     }

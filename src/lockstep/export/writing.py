@@ -28,6 +28,10 @@ HINT = (
 )
 
 
+EVALUATION = ("evaluation.json", "evaluation.html", "confusion.svg")
+"""What `lockstep evaluate` leaves in an export's folder, and is no longer true of another."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Samples:
     """Real ones, of the test split."""
@@ -67,8 +71,11 @@ def export(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _alone(target), _replacing(target) as temporary:
+            old = _old(target)
             beside(temporary)
-            return _written(model, temporary, facts=facts, samples=samples)
+            found = _written(model, temporary, facts=_calibrated(facts, old), samples=samples)
+            _carry_over(target, temporary, old)
+            return found
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write the export to {target}: {error}; name another folder with --to") from error
 
@@ -126,11 +133,42 @@ def _check_place(target: Path) -> None:
         raise ModelError(f"{target} is the folder that you are in, and would be replaced; name another with --to")
 
 
+def _old(target: Path) -> Facts | None:
+    """Those of the export that is there already; raises ModelError where nobody knows what belongs to it."""
+    try:
+        return telling.read(target) if (target / FILE).is_file() else None
+    except ModelError:
+        raise ModelError(
+            f"{target / FILE} is damaged, so that nothing tells what belongs to the export: remove the folder, or name "
+            "another with --to"
+        ) from None
+
+
+def _calibrated(facts: Facts, old: Facts | None) -> Facts:
+    """The temperature that was fitted for the very same export stays."""
+    if old is None or facts.calibration or (old.digest, old.kind, old.dtype) != (facts.digest, facts.kind, facts.dtype):
+        return facts
+    return facts.model_copy(update={"calibration": old.calibration})
+
+
+def _carry_over(target: Path, folder: Path, old: Facts | None) -> None:
+    """Copy what others have put into the export's folder, such as .git."""
+    ours = {Path(name).parts[0] for name in (*old.files, *EVALUATION)} if old else set()
+    for path in target.iterdir() if old else ():
+        if path.name in ours or (folder / path.name).exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, folder / path.name, symlinks=True)
+        else:
+            shutil.copy2(path, folder / path.name, follow_symlinks=False)
+
+
 def _written(model: Model, folder: Path, *, facts: Facts, samples: Samples) -> Facts:
     """Write all files but those that came before, and compare -> the facts, complete."""
     is_reduced = facts.dtype != "fp32"
     style = plugins.find(FORMATS, facts.kind)
-    style.write(_reduced(model, facts.dtype), folder, batch=samples.few[0], facts=facts)
+    written = _reduced(model, facts.dtype)
+    style.write(written, folder, batch=samples.few[0], facts=facts)
     try:
         again = forward_of(folder, facts)
         found = compare(model, again, samples.all() if is_reduced else samples.few)
@@ -140,8 +178,10 @@ def _written(model: Model, folder: Path, *, facts: Facts, samples: Samples) -> F
         raise
     if not is_reduced:  # else what is lost is measured, written down and said
         judge(found)
-        found = found.model_copy(update={"same_weights": same_weights(model, again)})
-    facts = facts.model_copy(update={"agreement": found})
+    if facts.dtype in _weights.TORCH_DTYPES:
+        found = found.model_copy(update={"same_weights": same_weights(written, again)})
+    there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    facts = facts.model_copy(update={"agreement": found, "files": (*there, FILE, card.FILE)})
     telling.write(facts, folder)
     files.write(folder / card.FILE, card.text(facts))
     return facts

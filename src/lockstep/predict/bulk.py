@@ -72,6 +72,8 @@ def predict(wish: Wish, console: Console) -> None:
             raise type(error)(f"{error}{_kept(parts)}") from error.__cause__
         except OSError as error:
             raise DataError(f"cannot write to {wish.out.parent}: {error.strerror}{_kept(parts)}") from error
+        except pa.ArrowException as error:
+            raise DataError(f"the rows of {wish.input} cannot be put together: {error}{_kept(parts)}") from error
 
 
 def _processes(wish: Wish) -> int:

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from lockstep import files
 from lockstep.data.images import pixels_of
-from lockstep.errors import LockstepError, ModelError, SampleError
+from lockstep.errors import DataError, LockstepError, ModelError, SampleError
 from lockstep.export.facts import Facts
 from lockstep.inference.predictor import DTypeName, Predictor, Sample
 from lockstep.predict.tables import unpacked
@@ -128,7 +128,8 @@ class Desk:
     tell: Callable[[Message], None]
 
     def do(self, order: Work) -> None:
-        """Predict a chunk and write it. Raises ModelError where an outcome is no number, DataError for a bad image."""
+        """Predict a chunk and write it. Raises ModelError where an outcome is no number, DataError for a bad image
+        and a full disk."""
         table, labels = unpacked(order.rows), self.predictor.labels
         probabilities = np.empty((table.num_rows, len(labels)), dtype=np.float32)
         for rows, samples in self._batches(table.column(self.task.columns.source).to_pylist()):
@@ -144,7 +145,10 @@ class Desk:
             table = table.append_column(field, column)
         buffer = pa.BufferOutputStream()
         parquet.write_table(table, buffer, compression="zstd")
-        files.write(self.task.parts / order.part, buffer.getvalue().to_pybytes())
+        try:
+            files.write(self.task.parts / order.part, buffer.getvalue().to_pybytes())
+        except OSError as error:
+            raise DataError(f"cannot write to {self.task.parts}: {error.strerror}") from None
         self.tell(Done(part=order.part))
 
     def _batches(self, values: list[str]) -> Iterator[tuple[np.ndarray, list[Sample]]]:

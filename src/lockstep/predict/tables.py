@@ -164,7 +164,13 @@ def _parquet(path: Path, column: str) -> Iterator[pa.Table]:
     with parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # else the whole file would be held
         _require(column, file.schema_arrow.names, path)
         for batch in file.iter_batches(batch_size=ROWS, use_threads=False):
-            yield pa.Table.from_batches([batch])
+            yield _without_views(pa.Table.from_batches([batch]))
+
+
+def _without_views(table: pa.Table) -> pa.Table:
+    """Texts in the form that every writer knows."""
+    kinds = [pa.large_string() if pa.types.is_string_view(field.type) else field.type for field in table.schema]
+    return table.cast(pa.schema([field.with_type(kind) for field, kind in zip(table.schema, kinds, strict=True)]))
 
 
 def _lines(path: Path, column: str) -> Iterator[pa.Table]:
