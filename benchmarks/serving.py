@@ -1,8 +1,10 @@
 """`lockstep serve` against the handler of the usual tutorial, at several concurrencies, in turns.
 
-python benchmarks/serving.py EXPORT [--texts FILE.csv] [--seconds 6] [--repetitions 3] [--out FILE.md]
+python benchmarks/serving.py EXPORT [--graphs FOLDER ...] [--texts FILE.csv] [--seconds 6] [--repetitions 3]
+                             [--out FILE.md]
 
-EXPORT: a folder that `lockstep export` wrote for a text model (export.kind=pretrained). The tutorial's handler loads
+EXPORT: a folder that `lockstep export` wrote for a text model (export.kind=pretrained); FOLDER: the same model as
+another kind (export.kind=onnx, export.dtype=int8), to be served besides. The tutorial's handler loads
 the same folder with plain transformers and runs the model once per request: as `def` (FastAPI's thread pool) and as
 `async def` (in the event loop); ratios are against the better of the two. A client in a process of its own keeps a
 number of connections busy; all share the machine.
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -24,6 +26,8 @@ from pathlib import Path
 import torch
 from http_load import load
 from networks import free_port
+
+from lockstep.export.facts import read
 
 CONCURRENCIES = (1, 8, 32, 128)
 TUTORIAL = """
@@ -71,14 +75,15 @@ uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
 TUTORIALS = ("tutorial, def", "tutorial, async def")
 
 
-def commands(export: Path) -> dict[str, list[str]]:
+def commands(export: Path, graphs: Sequence[Path] = ()) -> dict[str, list[str]]:
     """Name of a server -> its command, without the port."""
-    served = [sys.executable, "-m", "lockstep.cli", "serve", str(export)]
+    serve = [sys.executable, "-m", "lockstep.cli", "serve", "--port", "PORT"]
     return {
         TUTORIALS[0]: [sys.executable, "-c", TUTORIAL, str(export), "PORT", "def"],
         TUTORIALS[1]: [sys.executable, "-c", TUTORIAL, str(export), "PORT", "async"],
-        "lockstep, fp32": [*served, "--port", "PORT"],
-        "lockstep, bf16": [*served, "--port", "PORT", "--dtype", "bf16"],
+        "lockstep, fp32": [*serve, str(export)],
+        "lockstep, bf16": [*serve, str(export), "--dtype", "bf16"],
+        **{f"lockstep, {facts.kind} {facts.dtype}": [*serve, str(path)] for path in graphs for facts in [read(path)]},
     }
 
 
@@ -118,6 +123,12 @@ def texts_of(file: Path | None) -> list[str]:
         return [" ".join(row[1:]) for row in csv.reader(rows)][:2000]
 
 
+def features() -> str:
+    """What of the processor decides how fast few bits are."""
+    has = torch.cpu.get_capabilities()
+    return ", ".join(f"{'with' if has.get(name) else 'without'} {name}" for name in ("amx_bf16", "avx512_vnni"))
+
+
 def middle(repetitions: list[tuple[float, float, float]]) -> list[float]:
     """The median of each figure."""
     return [statistics.median(each) for each in zip(*repetitions, strict=True)]
@@ -146,14 +157,16 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("export", type=Path)
+    parser.add_argument("--graphs", type=Path, nargs="*", default=())
     parser.add_argument("--texts", type=Path)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     texts, results = texts_of(options.texts), {}
+    servers_of = commands(options.export, options.graphs)
     with ExitStack() as servers:
-        ports = {name: servers.enter_context(running(words)) for name, words in commands(options.export).items()}
+        ports = {name: servers.enter_context(running(words)) for name, words in servers_of.items()}
         for repetition in range(options.repetitions):
             for connections in CONCURRENCIES:
                 for name, port in ports.items():
@@ -162,7 +175,7 @@ def main() -> None:
                     sys.stderr.write(f"{repetition} {connections:4} {name:20} {found[0]:7.1f}/s {found[2]:8.1f} ms\n")
     said = table(results, list(ports))
     facts = (
-        f"{platform.machine()}, {torch.get_num_threads()} cores, torch {torch.__version__}, medians of "
+        f"{platform.machine()} {features()}, {torch.get_num_threads()} cores, torch {torch.__version__}, medians of "
         f"{options.repetitions} repetitions of {options.seconds:g} s"
     )
     text = f"# Serving\n\n{facts}.\n\n{said}\n"
