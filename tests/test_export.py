@@ -251,9 +251,11 @@ def test_what_others_have_put_into_an_export_stays(case, tmp_path):
     for name in (".git/HEAD", "notes.txt", "evaluation.html"):
         (tmp_path / "e" / name).write_text("mine")
     (tmp_path / "e" / "link").symlink_to("nowhere")
+    (tmp_path / "e" / ".git" / "HEAD").chmod(0o555)  # as a hook is
     case.export(tmp_path / "e", "state_dict", file="two.pt")
     assert names(tmp_path / "e") == [".git", "README.md", "link", "lockstep.json", "notes.txt", "two.pt"]
     assert (tmp_path / "e" / ".git" / "HEAD").read_text() == "mine"
+    assert (tmp_path / "e" / ".git" / "HEAD").stat().st_mode & 0o777 == 0o555
     assert (tmp_path / "e" / ".git" / "refs").is_dir()
     assert (tmp_path / "e" / "link").is_symlink()
     case.export(tmp_path / "e", "state_dict", file="two.pt")

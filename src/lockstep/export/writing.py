@@ -3,7 +3,7 @@
 import copy
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,12 +70,9 @@ def export(
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(target), _replacing(target) as temporary:
-            old = _old(target)
+        with _alone(target), _replacing(target) as (temporary, old):
             beside(temporary)
-            found = _written(model, temporary, facts=_calibrated(facts, old), samples=samples)
-            _carry_over(target, temporary, old)
-            return found
+            return _written(model, temporary, facts=_calibrated(facts, old), samples=samples)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write the export to {target}: {error}; name another folder with --to") from error
 
@@ -96,19 +93,23 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A new folder that takes the target's place at the end; on any error the target stays what it was."""
+def _replacing(target: Path) -> Iterator[tuple[Path, Facts | None]]:
+    """A new folder that takes the target's place at the end, and the facts of the export that is there; on any error
+    the target stays what it was."""
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
     _restore(target, old)  # an export may have been killed between the two renames below
     _check_place(target)
+    facts = _facts(target)
     for left in (temporary, old):
         shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir()
     try:
-        yield temporary
+        yield temporary, facts
         for file in (path for path in temporary.rglob("*") if path.is_file()):
             shutil.copymode(temporary / FILE, file)  # safetensors lets nobody else read its files
             files.sync(file)
+        if facts is not None:
+            _carry_over(target, temporary, {*facts.files, *EVALUATION})
         files.sync(temporary)
         if target.exists():
             target.rename(old)
@@ -133,7 +134,7 @@ def _check_place(target: Path) -> None:
         raise ModelError(f"{target} is the folder that you are in, and would be replaced; name another with --to")
 
 
-def _old(target: Path) -> Facts | None:
+def _facts(target: Path) -> Facts | None:
     """Those of the export that is there already; raises ModelError where nobody knows what belongs to it."""
     try:
         return telling.read(target) if (target / FILE).is_file() else None
@@ -151,11 +152,11 @@ def _calibrated(facts: Facts, old: Facts | None) -> Facts:
     return facts.model_copy(update={"calibration": old.calibration})
 
 
-def _carry_over(target: Path, folder: Path, old: Facts | None) -> None:
+def _carry_over(target: Path, folder: Path, ours: Collection[str]) -> None:
     """Copy what others have put into the export's folder, such as .git."""
-    ours = {Path(name).parts[0] for name in (*old.files, *EVALUATION)} if old else set()
-    for path in target.iterdir() if old else ():
-        if path.name in ours or (folder / path.name).exists():
+    known = {Path(name).parts[0] for name in ours} | {path.name for path in folder.iterdir()}
+    for path in target.iterdir():
+        if path.name in known:
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, folder / path.name, symlinks=True)

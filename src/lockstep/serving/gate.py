@@ -101,8 +101,9 @@ class Gate:
             await work
         finally:
             gone.cancel()
-            work.cancel()
-            await asyncio.wait((work,))
+            if not work.done():
+                work.cancel()
+                await asyncio.wait((work,))
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._key is None or path in OPEN or path.startswith(DOCS_FILES):
