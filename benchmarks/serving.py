@@ -83,7 +83,7 @@ def commands(export: Path, graphs: Sequence[Path] = ()) -> dict[str, list[str]]:
         TUTORIALS[1]: [sys.executable, "-c", TUTORIAL, str(export), "PORT", "async"],
         "lockstep, fp32": [*serve, str(export)],
         "lockstep, bf16": [*serve, str(export), "--dtype", "bf16"],
-        **{f"lockstep, {facts.kind} {facts.dtype}": [*serve, str(path)] for path in graphs for facts in [read(path)]},
+        **{f"lockstep, {read(path).kind} {read(path).dtype} ({path.name})": [*serve, str(path)] for path in graphs},
     }
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from lockstep.contracts import DataSpec
 from lockstep.errors import ConfigError, ModelError
 from lockstep.export import facts as telling
+from lockstep.export.checking import same_weights
 from lockstep.export.facts import Calibration
 from lockstep.export.reading import forward_of, is_export
 from lockstep.export.section import ExportSection, check
@@ -252,14 +253,19 @@ def test_what_others_have_put_into_an_export_stays(case, tmp_path):
         (tmp_path / "e" / name).write_text("mine")
     (tmp_path / "e" / "link").symlink_to("nowhere")
     (tmp_path / "e" / ".git" / "HEAD").chmod(0o555)  # as a hook is
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "secret").chmod(0o600)
+    (tmp_path / "e" / "elsewhere").symlink_to(tmp_path / "secret")
     case.export(tmp_path / "e", "state_dict", file="two.pt")
-    assert names(tmp_path / "e") == [".git", "README.md", "link", "lockstep.json", "notes.txt", "two.pt"]
+    there = [".git", "README.md", "elsewhere", "link", "lockstep.json", "notes.txt", "two.pt"]
+    assert names(tmp_path / "e") == there
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "e" / ".git" / "HEAD").read_text() == "mine"
     assert (tmp_path / "e" / ".git" / "HEAD").stat().st_mode & 0o777 == 0o555
     assert (tmp_path / "e" / ".git" / "refs").is_dir()
     assert (tmp_path / "e" / "link").is_symlink()
     case.export(tmp_path / "e", "state_dict", file="two.pt")
-    assert len(names(tmp_path / "e")) == 6
+    assert names(tmp_path / "e") == there
 
 
 def test_a_temperature_stays_with_the_same_weights(case, second, tmp_path):
@@ -272,11 +278,32 @@ def test_a_temperature_stays_with_the_same_weights(case, second, tmp_path):
         assert other.calibration is None
 
 
+def test_buffers_that_no_file_holds_may_be_computed_anew():
+    """As rotary embeddings are, in fp32, whatever the weights have become."""
+
+    class Rotary(torch.nn.Module):
+        def __init__(self, dtype):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2, dtype=dtype)
+            self.register_buffer("inverse", torch.tensor([1 / 3]), persistent=False)
+
+    one, two = Rotary(torch.bfloat16), Rotary(torch.bfloat16)
+    two.load_state_dict(one.state_dict())
+    one = one.to(torch.bfloat16)
+    assert same_weights(one, two, is_reduced=True)
+    with pytest.raises(ModelError, match="differs \\(in inverse\\)"):
+        same_weights(one, two)
+    with torch.no_grad():
+        two.layer.bias[0] += 1
+    with pytest.raises(ModelError, match="differs \\(in layer.bias\\)"):
+        same_weights(one, two, is_reduced=True)
+
+
 def test_an_export_that_nobody_can_read_is_not_replaced(case, tmp_path):
     case.export(tmp_path / "e")
     (tmp_path / "e" / "lockstep.json").write_text("{")
     old = listing(tmp_path)
-    with pytest.raises(ModelError, match="is damaged.*remove the folder"):
+    with pytest.raises(ModelError, match=r"is damaged(.|\n)*name another folder with --to"):
         case.export(tmp_path / "e")
     assert listing(tmp_path) == old
 

@@ -34,7 +34,7 @@ def test_a_drain_has_an_end(slow_folder):
         concurrent.futures.ThreadPoolExecutor(9) as pool,
     ):
         asked = [pool.submit(asking, server) for _ in range(9)]
-        server.queued(8)
+        server.queued(4)
         began = time.monotonic()
         code, output = server.end(signal.SIGINT)
         assert (code, time.monotonic() - began < 6) == (0, True)
@@ -97,13 +97,27 @@ def test_mistakes_on_the_command_line(slow_folder):
 def test_the_second_signal_ends_at_once(slow_folder):
     with serving(slow_folder, "--max-batch", "1") as server, concurrent.futures.ThreadPoolExecutor(9) as pool:
         asked = [pool.submit(asking, server) for _ in range(9)]
-        server.queued(8)
+        server.queued(4)
         server.process.terminate()
         assert server.process.stdout.readline().startswith("ending")
         began = time.monotonic()
         server.end(signal.SIGINT)
         assert time.monotonic() - began < 4
         [each.exception() for each in asked]
+
+
+def test_a_reload_comes_to_its_end_without_its_client(tmp_path):
+    folder = image_export(tmp_path / "m", seed=0)
+    with serving(folder) as server:
+        before = server.get("/ready").json()["model"]
+        image_export(folder, seed=1)
+        port = int(server.url.rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"POST /-/reload HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+        end = time.monotonic() + 20
+        while server.get("/ready").json()["model"] == before:
+            assert time.monotonic() < end
+            time.sleep(0.02)
 
 
 def test_a_newer_export_brings_its_own_code(tmp_path):

@@ -78,14 +78,25 @@ def open_predictor(path: Path, *, device: torch.device | None = None, dtype: DTy
 
 def _read(folder: Path) -> tuple[Facts, Forward, Tokenizer | None]:
     """What an export holds; read once more where another took its place meanwhile."""
-    facts = telling.read(folder)
+    while True:
+        before = _stamp(folder)
+        try:
+            facts = telling.read(folder)
+            forward, tokenizer = reading.forward_of(folder, facts), reading.tokenizer_of(folder, facts)
+        except ModelError:
+            if _stamp(folder) == before:
+                raise
+        else:
+            if _stamp(folder) == before:
+                return facts, forward, tokenizer
+
+
+def _stamp(folder: Path) -> bytes | None:
+    """What changes when another export takes the place; None in the moment between the two."""
     try:
-        forward, tokenizer = reading.forward_of(folder, facts), reading.tokenizer_of(folder, facts)
-    except ModelError:
-        if telling.read(folder) == facts:
-            raise
-        return _read(folder)
-    return (facts, forward, tokenizer) if telling.read(folder) == facts else _read(folder)
+        return (folder / telling.FILE).read_bytes()
+    except OSError:
+        return None
 
 
 def fixed(path: Path) -> Path:

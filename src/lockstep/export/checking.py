@@ -47,11 +47,15 @@ def judge(agreement: Agreement) -> None:
         raise ModelError(f"the export was read back and differs (largest difference {largest:g}); nothing was kept")
 
 
-def same_weights(model: nn.Module, again: Forward) -> bool:
-    """Whether weights were read back, and not a graph. Raises ModelError where they, or buffers, are other by a bit."""
+def same_weights(model: nn.Module, again: Forward, *, is_reduced: bool = False) -> bool:
+    """Whether weights were read back, and not a graph. Raises ModelError where they, or buffers, are other by a bit;
+    of a model whose weights were reduced, buffers that no file holds may be computed anew, in fp32."""
     if not isinstance(again, nn.Module):
         return False
-    expected, found = (dict([*each.named_parameters(), *each.named_buffers()]) for each in (model, again))
+    if is_reduced:
+        expected, found = model.state_dict(), again.state_dict()
+    else:
+        expected, found = (dict([*each.named_parameters(), *each.named_buffers()]) for each in (model, again))
     for name, tensor in expected.items():
         if name not in found or not torch.equal(tensor, found[name]):
             raise ModelError(f"the export was read back and differs (in {name}); nothing was kept")

@@ -173,5 +173,5 @@ def read(folder: Path) -> Facts:
         reason = ": ".join([*(str(part) for part in first["loc"]), first["msg"]])
         raise ModelError(
             f"{folder / FILE} cannot be used ({reason}): it is damaged, or written by a newer version of Lockstep; "
-            "export the run again, or update"
+            "export the run again, into another folder, or update"
         ) from None

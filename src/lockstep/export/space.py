@@ -76,7 +76,7 @@ def check(folder: Path) -> None:
 
 def write(folder: Path, facts: Facts) -> None:
     """What belongs beside the export; a README.md that is there stays, as it may have been edited, and .gitattributes
-    gets the lines that it lacks.
+    gets the patterns that it lacks.
 
     Raises ModelError where they cannot be written.
     """
@@ -86,11 +86,13 @@ def write(folder: Path, facts: Facts) -> None:
             if name == "Dockerfile" or not file.exists():
                 files.write(file, text)
             elif name == ATTRIBUTES:
-                there = file.read_text(encoding="utf-8")
-                lacking = [line for line in text.splitlines() if line not in there.splitlines()]
-                files.write(file, "\n".join([*there.splitlines(), *lacking, ""]))
-    except OSError as error:
-        raise ModelError(f"cannot write to {folder}: {error.strerror}; name another folder with --to") from error
+                there = file.read_text(encoding="utf-8").splitlines()
+                told = {line.split()[0] for line in there if line.strip()}
+                lacking = [line for line in text.splitlines() if line.split()[0] not in told]
+                files.write(file, "\n".join([*there, *lacking, ""]))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or f"{ATTRIBUTES} is not UTF-8"
+        raise ModelError(f"cannot write to {folder}: {reason}; name another folder with --to") from error
 
 
 def texts(facts: Facts) -> dict[str, str]:

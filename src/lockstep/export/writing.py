@@ -138,10 +138,9 @@ def _facts(target: Path) -> Facts | None:
     """Those of the export that is there already; raises ModelError where nobody knows what belongs to it."""
     try:
         return telling.read(target) if (target / FILE).is_file() else None
-    except ModelError:
+    except ModelError as error:
         raise ModelError(
-            f"{target / FILE} is damaged, so that nothing tells what belongs to the export: remove the folder, or name "
-            "another with --to"
+            f"{error}\n  Until then nothing tells what in {target} belongs to the export: name another folder with --to"
         ) from None
 
 
@@ -159,9 +158,16 @@ def _carry_over(target: Path, folder: Path, ours: Collection[str]) -> None:
         if path.name in known:
             continue
         if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, folder / path.name, symlinks=True)
+            shutil.copytree(path, folder / path.name, symlinks=True, copy_function=_copy)
         else:
-            shutil.copy2(path, folder / path.name, follow_symlinks=False)
+            _copy(path, folder / path.name, follow_symlinks=False)
+
+
+def _copy(source: Path | str, to: Path | str, *, follow_symlinks: bool = True) -> None:
+    """With its permissions, and to stay: the original is about to be removed."""
+    shutil.copy2(source, to, follow_symlinks=follow_symlinks)
+    if not Path(to).is_symlink():
+        files.sync(Path(to))
 
 
 def _written(model: Model, folder: Path, *, facts: Facts, samples: Samples) -> Facts:
@@ -180,7 +186,7 @@ def _written(model: Model, folder: Path, *, facts: Facts, samples: Samples) -> F
     if not is_reduced:  # else what is lost is measured, written down and said
         judge(found)
     if facts.dtype in _weights.TORCH_DTYPES:
-        found = found.model_copy(update={"same_weights": same_weights(written, again)})
+        found = found.model_copy(update={"same_weights": same_weights(written, again, is_reduced=is_reduced)})
     there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     facts = facts.model_copy(update={"agreement": found, "files": (*there, FILE, card.FILE)})
     telling.write(facts, folder)

@@ -189,7 +189,7 @@ def info(predictor: Predictor, settings: Settings) -> dict[str, Any]:
         del limits[name]
     return {
         "title": predictor.facts.title,
-        **predictor.facts.model_dump(mode="json", exclude={"file", "inputs"}),
+        **predictor.facts.model_dump(mode="json", exclude={"file", "files", "inputs"}),
         "device": str(predictor.device),
         "limits": limits,
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},

@@ -106,10 +106,14 @@ class Batcher:
         while items := self._take(number):
             if (wanted := self._threads_for(number)) != threads:  # setting it empties caches of torch's
                 torch.set_num_threads(threads := wanted)  # of this thread alone
-            for group in groups(items):
-                self._answer([item for item in group if not item.answer.cancelled()])
+            self._answer_all(items)
+            del items  # a thread that sleeps would keep a model alive that has been replaced
             with self._lock:
                 self._running -= 1
+
+    def _answer_all(self, items: list[Item]) -> None:
+        for group in groups(items):
+            self._answer([item for item in group if not item.answer.cancelled()])
 
     def _threads_for(self, number: int) -> int:
         """Threads with a core each predict more than one with all cores, which is faster for a lone request.
@@ -117,6 +121,8 @@ class Batcher:
         Only the first gets all: OpenMP keeps the helpers of each that ever had some, and lets none of them stay awake
         between two operations once there are more of them than cores.
         """
+        if self.workers == 1:
+            return self._cores
         return 1 if self._waiting else max(1, self._cores // max(self._running, 1 if number == 0 else 2))
 
     def _take(self, number: int) -> list[Item]:

@@ -81,7 +81,7 @@ class Gate:
             if not visit.status:
                 await _refuse(Refused(503, "the server has ended", {"connection": "close"}), visit.send)
         finally:
-            self._held -= visit.held
+            self._hold(-visit.held, visit)
             if visit.status:
                 path = scope["path"] if scope["path"] in self.paths else "other"
                 self.meters.answered(path, visit.status, time.monotonic() - began)
@@ -114,38 +114,45 @@ class Gate:
 
     async def _body(self, headers: dict[bytes, bytes], visit: Visit) -> bytes:
         """All of it; raises Refused, or Gone where the client has gone."""
-        limit, seconds = self.settings.body_bytes, self.settings.timeout_seconds
-        large = Refused(413, f"a request may have {limit:,} bytes", {"connection": "close"})
-        told = headers.get(b"content-length", b"0")
-        if told.isdigit() and int(told) > limit * PATIENCE:
-            raise large
-        parts, size = [], 0
+        told, seconds = headers.get(b"content-length", b"0"), self.settings.timeout_seconds
+        if told.isdigit() and int(told) > self.settings.body_bytes * PATIENCE:
+            raise self._too_large()
         try:
             async with asyncio.timeout(seconds):
-                while True:
-                    message = await visit.receive()
-                    if message["type"] == "http.disconnect":
-                        raise Gone
-                    part = message.get("body", b"")
-                    size += len(part)
-                    if size <= limit:
-                        self._hold(len(part), visit)
-                        parts.append(part)
-                    is_last = not message.get("more_body")
-                    if size > limit and (is_last or size > limit * PATIENCE):
-                        raise large
-                    if is_last:
-                        return b"".join(parts)
+                return await self._read(visit)
         except TimeoutError:
             reason = f"the request did not come whole within {seconds:g} s"
             raise Refused(408, reason, {"connection": "close"}) from None
 
+    async def _read(self, visit: Visit) -> bytes:
+        limit, parts, size = self.settings.body_bytes, list[bytes](), 0
+        is_busy = is_last = False
+        while not is_last and size <= limit * PATIENCE:
+            message = await visit.receive()
+            if message["type"] == "http.disconnect":
+                raise Gone
+            part, is_last = message.get("body", b""), not message.get("more_body")
+            size += len(part)
+            is_busy = is_busy or self._held + len(part) > limit * HELD_BODIES
+            if size > limit or is_busy:
+                parts.clear()
+                self._hold(-visit.held, visit)
+            else:
+                self._hold(len(part), visit)
+                parts.append(part)
+        if size > limit:
+            raise self._too_large()
+        if is_busy:
+            raise Refused(503, "too many large requests at once; try again", BUSY)
+        return b"".join(parts)
+
+    def _too_large(self) -> Refused:
+        return Refused(413, f"a request may have {self.settings.body_bytes:,} bytes", {"connection": "close"})
+
     def _hold(self, size: int, visit: Visit) -> None:
-        """Count bytes that are kept until their request is answered; raises Refused."""
+        """Count bytes that are kept until their request is answered."""
         self._held += size
         visit.held += size
-        if self._held > self.settings.body_bytes * HELD_BODIES:
-            raise Refused(503, "too many large requests at once; try again", {**BUSY, "connection": "close"})
 
 
 def _whole(body: bytes, gone: "asyncio.Future[Message]") -> Receive:

@@ -29,13 +29,21 @@ def serve(load: Callable[[], Predictor], settings: Settings, say: Callable[[str]
             "--api-key out to let everybody ask"
         )
     with listening(settings) as opened:
-        model = Model(load)
+        model = _loaded(load, say)
         service = Service(model, settings)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(_serve(service, opened, say=say))
         finally:
             service.batcher.close()  # where the application had no time for it
+
+
+def _loaded(load: Callable[[], Predictor], say: Callable[[str], None]) -> Model:
+    try:
+        return Model(load)
+    except KeyboardInterrupt:
+        say("interrupted")
+        os._exit(130)  # else the interpreter would wait for the thread that loads
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw
 
 from lockstep.errors import ModelError
@@ -31,18 +32,24 @@ class Model:
         self.load = load
         self.changed: Callable[[], None] = lambda: None
         """Called in the event loop when another model has taken the place."""
+        self._threads = torch.get_num_threads()
         self.current, self.example = self._ready()
         self._lock = asyncio.Lock()
+        self._reloads: set[asyncio.Task[tuple[str, str]]] = set()
 
     def _ready(self) -> tuple[Predictor, Example]:
         """A model that has predicted, since the first pass of any takes longest, and what it said of its example.
 
         In a thread that ends with it: those that OpenMP keeps for it would slow others down (see Batcher).
         """
-        with ThreadPoolExecutor(1, "lockstep-load") as once:
+        once = ThreadPoolExecutor(1, "lockstep-load")
+        try:
             return once.submit(self._opened).result()
+        finally:
+            once.shutdown(wait=False)
 
     def _opened(self) -> tuple[Predictor, Example]:
+        torch.set_num_threads(self._threads)  # else as many as whoever set it last
         predictor = self.load()
         given = example(predictor)
         try:
@@ -59,8 +66,16 @@ class Model:
     async def reload(self) -> tuple[str, str]:
         """Load it anew, and then put it in place -> the titles before and after. Raises LockstepError.
 
-        Requests go on meanwhile, and those that were encoded for the old one are answered by it.
+        Requests go on meanwhile, and those that were encoded for the old one are answered by it. It comes to its end
+        also where nobody waits for that any more.
         """
+        task = asyncio.ensure_future(self._reload())
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(task)
+
+    async def _reload(self) -> tuple[str, str]:
         async with self._lock:
             before, (after, told) = self.current, await asyncio.to_thread(self._ready)
             if (before.tokenizer is None) != (after.tokenizer is None):
