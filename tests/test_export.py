@@ -14,6 +14,7 @@ import torch._dynamo  # transformers imports it, which sets a variable: better h
 from filelock import FileLock
 from safetensors.torch import load_file
 
+from lockstep import using
 from lockstep.contracts import DataSpec
 from lockstep.errors import ConfigError, ModelError
 from lockstep.export import facts as telling
@@ -276,6 +277,13 @@ def test_a_temperature_stays_with_the_same_weights(case, second, tmp_path):
     assert telling.read(tmp_path / "e").calibration == found
     for other in (case.export(tmp_path / "e", dtype="bf16"), second.export(tmp_path / "e", dtype="bf16")):
         assert other.calibration is None
+
+
+def test_a_figure_that_is_no_number_is_no_hindrance(case, tmp_path):
+    case.export(tmp_path / "e")
+    told = telling.read(tmp_path / "e").model_copy(update={"metrics": {"auroc": float("nan")}})
+    telling.write(told, tmp_path / "e")
+    assert np.isnan(using.open_predictor(tmp_path / "e").facts.metrics["auroc"])
 
 
 def test_buffers_that_no_file_holds_may_be_computed_anew():
