@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import pathlib
+import signal
 import socket
 import tempfile
 import traceback
@@ -22,6 +23,8 @@ from lockstep.checkpoint.writer import Writer
 
 TIMEOUT_SECONDS = 120
 SESSION = "LOCKSTEP_TEST_SESSION"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background jobs, and all that they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ[SESSION] = str(os.getpid())  # every process that a test starts inherits it
 SKIPS = (
     "permissions do not bind root",

@@ -1,5 +1,6 @@
 """A process dies, freezes, crashes or dawdles: what the others do, and what the user reads."""
 
+import json
 import re
 import signal
 import time
@@ -7,6 +8,10 @@ import time
 import psutil
 import pytest
 from test_launch import family, lockstep, started, summary, wait_for_steps, workers
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from lockstep.agent.failure import failure_of, oom_kills
+from lockstep.errors import PeerLost
 
 FAULTY = """
 import ctypes
@@ -127,6 +132,19 @@ def test_a_sample_that_cannot_be_read_is_named_with_the_users_own_lines(folder):
     ]
     assert "rank 1 (process " in found
     assert "rank 0" not in found, "it only lost its peer"
+
+
+def test_a_rank_that_has_failed_by_itself_is_the_cause_also_where_it_was_ended_meanwhile(tmp_path):
+    """Its peer has lost it and left first, whereupon the agent ends all others."""
+    error = tmp_path / "error.json"
+    error.write_text(json.dumps({"message": {"message": "KeyError: x", "extraInfo": {"timestamp": "1"}}}))
+    failures = {
+        0: ProcessFailure(0, 11, PeerLost.exit_code, str(tmp_path / "none")),
+        1: ProcessFailure(1, 12, -signal.SIGTERM, str(error)),
+    }
+    found = failure_of(ChildFailedError("lockstep", failures), tmp_path, oom_kills())
+    assert (found.exit_code, found.was_killed) == (1, False)
+    assert "rank 1 (process 12) failed with an exception (exit code 1)" in found.text
 
 
 def test_a_rank_that_dawdles_is_named_and_training_goes_on(folder):

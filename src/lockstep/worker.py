@@ -17,6 +17,7 @@ if __name__ == "__main__" and LAUNCHER in sys.argv:
 import argparse
 import logging
 import os
+import signal
 import threading
 import traceback
 from collections.abc import Callable
@@ -99,7 +100,10 @@ def left_alone(world: World, error: Exception) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process. A save that hangs has a thread in native code, which would abort an interpreter that ends."""
+    """End the process: one that has failed with its own code, though the agent may want to end it, too. A save that
+    hangs has a thread in native code, which would abort an interpreter that ends."""
+    if code:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if any(thread.name == THREAD for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()

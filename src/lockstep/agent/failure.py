@@ -23,6 +23,8 @@ SIGNALS = {
     "SIGILL": "crashed in native code (SIGILL: an instruction that this processor lacks)",
     "SIGFPE": "crashed in native code (SIGFPE)",
 }
+ENDED = (-signal.SIGTERM, -signal.SIGINT)
+"""By the agent, when another had failed."""
 SIGKILL = 9
 """Windows has no name for it."""
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory", "CUDA out of memory")
@@ -61,8 +63,11 @@ def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Fa
     """What happened. A process that was killed comes before those who lost it, and those come last: the agent's times
     are whole seconds."""
     rank, first = min(error.failures.items(), key=lambda item: (_weight(item[1]), item[1].timestamp))
+    has_told = Path(first.error_file).is_file()
+    if has_told and first.exitcode in ENDED:
+        first.exitcode = 1
     code = first.exitcode
-    has_spoken = code in SAID and (rank == 0 or not Path(first.error_file).is_file())  # rank 0 has, on the terminal
+    has_spoken = code in SAID and (rank == 0 or not has_told)  # rank 0 has, on the terminal
     if has_spoken:
         return Failure(code=code, text="", weight=_weight(first))
     lines = _watched(logs) if code in (PeerLost.exit_code, Stuck.exit_code) or code == -SIGKILL else []
@@ -85,7 +90,7 @@ def _weight(failure: ProcessFailure) -> int:
     if Path(failure.error_file).is_file():
         return 2
     if code < 0:
-        return 0 if code not in (-signal.SIGTERM, -signal.SIGINT) else 4
+        return 0 if code not in ENDED else 4
     return {Stuck.exit_code: 1, PeerLost.exit_code: 3}.get(code, 2)
 
 
