@@ -26,6 +26,7 @@ def exports(tmp_path_factory, shared_data, minilm):
         f"data.root={shared_data}",
         f"model.name={minilm}",
         "train.epochs=null",
+        "train.precision=fp32",  # fast on any processor
         "train.steps=60",
         "run.name=ag",
     ]
