@@ -28,14 +28,14 @@ COPY constraints.txt ./
 RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" --extra-index-url https://pypi.org/simple \
     --constraint constraints.txt torch
 
-# ... then all else that is needed, with what reads ONNX ...
+# ... then all else that is needed, with the server's packages and what reads ONNX ...
 COPY pyproject.toml ./
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], 'onnxruntime', sep='\n')" \
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['serve'], 'onnxruntime', sep='\n')" \
     > requirements.txt \
     && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
 
 # ... and what changes often comes last
-COPY README.md ./
+COPY README.md LICENSE ./
 COPY src ./src
 RUN pip install --no-cache-dir --no-deps . && rm --recursive --force build
 

@@ -27,14 +27,14 @@ COPY constraints.txt ./
 RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" --extra-index-url https://pypi.org/simple \
     --constraint constraints.txt torch
 
-# ... then all else that is needed ...
+# ... then all else that is needed, with what reads data sets of the hub ...
 COPY pyproject.toml ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['hub'], sep='\n')" \
     > requirements.txt \
     && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
 
 # ... and what changes often comes last
-COPY README.md ./
+COPY README.md LICENSE ./
 COPY src ./src
 RUN pip install --no-cache-dir --no-deps . && rm --recursive --force build
 

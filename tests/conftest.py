@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Cluster, why_not
+from fuzzing import Commands
 
 from lockstep.checkpoint.writer import Writer
 
@@ -126,6 +127,14 @@ def ranks():
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def commands():
+    """Commands in processes that are forked from a warm one: see fuzzing.py."""
+    warm = Commands()
+    yield warm
+    warm.close()
+
+
 def ours(spared):
     """Processes that these tests have started, also those whose parents have gone."""
     found = []
@@ -137,13 +146,13 @@ def ours(spared):
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(ranks):
+def no_leaks(ranks, commands):
     """A test leaves no process, no process group and no variable behind."""
     before = dict(os.environ)
     yield
     assert not dist.is_initialized()
     standing = {multiprocessing.resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
-    left = psutil.wait_procs(ours(ranks.pids() | standing | {os.getpid()}), timeout=3)[1]
+    left = psutil.wait_procs(ours(ranks.pids() | commands.pids() | standing | {os.getpid()}), timeout=3)[1]
     for process in left:
         process.kill()
     assert not left

@@ -11,7 +11,8 @@ from torch import nn
 from lockstep import assembly
 from lockstep.errors import LaunchError
 from lockstep.recipe import Recipe
-from lockstep.runtime.batchnorm import RunningStatistics, check_synchronised, has_batchnorm, synchronise
+from lockstep.runtime.batchnorm import check_synchronised, has_batchnorm, synchronise
+from lockstep.runtime.buffers import BufferUpdates
 from lockstep.runtime.digest import digest
 from lockstep.world import World
 
@@ -99,11 +100,11 @@ def test_conversion_keeps_weights_names_and_statistics():
     before, weight = digest(model.state_dict()), model[1][0].weight
     synchronise(model, torch.device("cpu"))
     assert type(model[1][0]) is nn.BatchNorm2d
-    assert len(RunningStatistics(model.modules()).buffers) == 4
+    assert len(BufferUpdates(dict(model.named_modules())).slots) == 6
     synchronise(model, torch.device("cuda"))
     assert has_batchnorm(model)
     assert isinstance(model[1][0], nn.SyncBatchNorm)
     assert isinstance(model[2], nn.SyncBatchNorm)
     assert model[1][0].weight is weight
     assert digest(model.state_dict()) == before
-    assert not RunningStatistics(model.modules()).buffers  # they are PyTorch's own affair now
+    assert not BufferUpdates(dict(model.named_modules())).slots  # they are PyTorch's own affair now

@@ -98,8 +98,9 @@ def test_plugins_lists_every_plugin_file(lockstep):
 def test_init_writes_a_config_to_start_from(lockstep, tmp_path, task):
     code, out, err = lockstep("init", task)
     assert (code, err) == (0, "")
-    assert out == f"wrote {task}.yaml; next: lockstep train {task}.yaml\n"
-    assert all_files(tmp_path) == [f"{task}.yaml"]
+    wanted = ["user.py", "user.yaml"] if task == "user" else [f"{task}.yaml"]
+    assert out == f"wrote {' and '.join(reversed(wanted))}; next: lockstep train {task}.yaml\n"
+    assert all_files(tmp_path) == wanted
     file = tmp_path / f"{task}.yaml"
     assert load(file) == starter(task)
     assert load(file).data.kind == task
@@ -122,6 +123,59 @@ def test_init_explains_every_setting(lockstep, tmp_path):
             assert field.description.splitlines()[-1] in before, (name, key)
 
 
+def test_init_lists_what_there_is(lockstep, tmp_path):
+    code, out, err = lockstep("init", "--list")
+    assert (code, err, all_files(tmp_path)) == (0, "", [])
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in out.splitlines() if "│" in line]
+    assert [row[0] for row in rows if row[0]] == SOURCES
+    assert {row[0]: row[2] for row in rows if row[0]}["ag_news"] == "transformer"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_init_starts_where_the_examples_do(example):
+    """A pretrained encoder above all: a tenth of the rate of a fresh network, and a warm-up."""
+    ours, theirs = load(example), starter(example.stem)
+    assert (theirs.optim, theirs.schedule) == (ours.optim, ours.schedule)
+    same = ("epochs", "global_batch", "micro_batch")
+    assert [getattr(theirs.train, name) for name in same] == [getattr(ours.train, name) for name in same]
+
+
+@pytest.mark.parametrize("task", [task for task in SOURCES if starter(task).model.kind == "transformer"])
+def test_init_is_gentle_with_what_is_pretrained(task):
+    found = starter(task)
+    assert (found.optim, found.schedule) == (starter("ag_news").optim, starter("ag_news").schedule)
+    assert found.optim.lr == 1e-4 and found.schedule.warmup > 0
+
+
+@pytest.mark.parametrize("there", ["user.py", "user.yaml"])
+def test_init_leaves_code_alone(lockstep, tmp_path, there):
+    """Neither file is written where one of them exists."""
+    (tmp_path / there).write_text("mine")
+    refused(lockstep("init", "user"), f"{there} exists and is not overwritten", "--to")
+    assert all_files(tmp_path) == [there]
+    assert (tmp_path / there).read_text() == "mine"
+    assert lockstep("init", "user", "--to", "own.yaml")[0] == 0
+    assert load(tmp_path / "own.yaml").data.file == tmp_path / "own.py"
+    refused(lockstep("init", "user", "--to", "x.py"), "name a YAML file")
+
+
+@pytest.mark.parametrize("task", ["user", "files"])
+def test_what_init_writes_trains(lockstep, tmp_path, minilm, task):
+    """As it is; `files` on texts where it looks for them, with an encoder that needs no network."""
+    assert lockstep("init", task)[0] == 0
+    settings = ["train.epochs=1", "run.name=a"]
+    if task == "files":
+        settings += [f"model.name={minilm}", "model.max_length=16", "train.epochs=0.3"]
+        (tmp_path / "data").mkdir()
+        rows = [f"{word} number {number},{word}" for number in range(30) for word in ("good", "bad")]
+        (tmp_path / "data" / "train.csv").write_text("\n".join(["text,label", *rows]))
+    command = [sys.executable, "-m", "lockstep.worker", f"{task}.yaml", *settings]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert "finished after" in done.stdout
+    assert "auroc" in done.stdout or task == "files"
+
+
 @pytest.mark.parametrize("to", ["digits.yaml", "folder"])
 def test_init_refuses_to_overwrite(lockstep, tmp_path, to):
     (tmp_path / "digits.yaml").write_text("mine")
@@ -136,7 +190,7 @@ def test_init_refuses_to_overwrite(lockstep, tmp_path, to):
     [
         (["init", "digit"], ["there is no 'digit'", "did you mean 'digits'?"]),
         (["init", "zzz"], ["there is no 'zzz'", *SOURCES]),
-        (["init", "digits", "--to", "nowhere/a.yaml"], ["cannot write nowhere/a.yaml", "No such file", "--to"]),
+        (["init", "digits", "--to", "nowhere/a.yaml"], ["there is no folder nowhere", "--to"]),
         (["train", "a.yaml"], ["there is no file a.yaml", "lockstep init"]),
         (["train", "train.epochs=3"], ["there is no file train.epochs=3"]),
         (["train", "."], [". is a folder", "RUN/recipe.yaml"]),

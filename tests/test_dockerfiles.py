@@ -54,9 +54,10 @@ def test_the_line_that_lists_requirements_lists_them(file):
     """The image's own one-liner, run by this Python."""
     code = re.search(r'^RUN python -c "(.*)" \\$', file.read_text(), re.MULTILINE)[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    more = ["onnxruntime"] if file in SERVING else []
-    assert (done.returncode, done.stdout.splitlines()) == (0, [*wanted, *more]), done.stderr
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    more = [*extras["serve"], "onnxruntime"] if file in SERVING else extras["hub"]
+    assert (done.returncode, done.stdout.splitlines()) == (0, [*project["dependencies"], *more]), done.stderr
 
 
 def command_of(file, instruction):

@@ -112,7 +112,8 @@ def test_a_card_that_the_hub_can_read(run, exports):
         assert "lockstep" in head["tags"]
         (result,) = head["model-index"][0]["results"]
         assert {each["type"]: each["value"] for each in result["metrics"]} == facts.metrics
-        assert result["dataset"] == {"name": "digits", "type": "digits", "split": "test"}
+        name = "Optical Recognition of Handwritten Digits (UCI, as in scikit-learn)"
+        assert result["dataset"] == {"name": name, "type": "digits", "split": "test"}
         assert facts.digest in text and "10 classes of image apart: 0, 1, 2" in text
         assert f"| accuracy | {facts.metrics['accuracy']:.4f} |" in text
         assert facts.agreement.words(facts.dtype) in text

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.onnx._internal.exporter import _onnx_program
 
 from lockstep import plugins
-from lockstep.errors import ConfigError, ModelError
+from lockstep.errors import ConfigError, MissingExtra, ModelError
 from lockstep.export import facts as telling
 from lockstep.export.checking import TOLERANCE
 from lockstep.export.reading import forward_of, tokenizer_of
@@ -246,7 +246,7 @@ def test_a_graph_that_is_right_for_the_traced_batch_alone(tmp_path):
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
 def test_packages_that_are_missing(cases, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModelError, match=rf"pip install 'lockstep-train\[onnx\]' \(.*{package}"):
+    with pytest.raises(MissingExtra, match=rf"pip install 'lockstep-train\[onnx\]' \(.*{package}"):
         cases["cnn"].export(tmp_path / "e", "onnx", dtype="int8")
     assert not (tmp_path / "e").exists()
 

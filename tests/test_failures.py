@@ -55,7 +55,7 @@ def source(options, split):
     made = Source(images, numbers % 2, ["even", "odd"])
     global SECONDS
     SECONDS = options.get("seconds", 3600)
-    made.kind, made.bad, made.only_once = options["fault"], 57 if split == "train" else -1, options.get("once", False)
+    made.kind, made.bad, made.only_once = options["fault"], 50 if split == "train" else -1, options.get("once", False)
     return made
 """
 SETTINGS = ["data.kind=user", "data.file=mine.py", "run.name=a", "launch.processes=2", "train.epochs=2"]
@@ -124,7 +124,7 @@ def test_a_sample_that_cannot_be_read_is_named_with_the_users_own_lines(folder):
     assert time.monotonic() - begin < 40
     assert done.returncode == 1
     found = done.stdout + done.stderr
-    assert found.count("sample 57 of the training split of data.kind=user could not be fetched (step 7, shard 2):") == 1
+    assert found.count("sample 50 of the training split of data.kind=user could not be fetched (step 7, shard 2):") == 1
     assert found.count("KeyError: 'sample is broken'") == 1
     assert [line.split(", ")[1:] for line in found.splitlines() if line.startswith("  |   File")] == [
         ["line 33", "in __getitems__"],

@@ -9,11 +9,12 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = [
     ["errors"],
+    ["yaml_text", "escaping"],
     ["events", "config", "plugins", "world", "files", "terminal"],
     ["contracts"],
     ["agent"],
     ["runtime", "launch"],
-    ["data", "models", "parallel", "optim", "checkpoint", "observe", "diagnose"],
+    ["data", "models", "parallel", "optim", "checkpoint", "observe", "diagnose", "metrics"],
     ["training", "evaluation", "export", "compare"],
     ["inference"],
     ["serving"],
@@ -25,6 +26,7 @@ FLOORS = [
     ["prove", "tune", "estimate", "evaluate", "predict", "jobs", "notebook"],
     ["cli_trained"],
     ["cli"],
+    ["__main__"],
 ]
 FAMILIES = ["models", "export/formats", "data/sources", "parallel", "launch", "observe/sinks", "estimate/strategies"]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -27,7 +27,7 @@ def test_linear_rule(base_batch, global_batch, peak):
     assert rates(3, base_batch=base_batch, global_batch=global_batch) == pytest.approx([peak] * 3)
 
 
-@pytest.mark.parametrize(("warmup", "steps"), [(0.0, 0), (0.25, 10), (0.99, 40), (1, 1), (5, 5), (7.4, 7)])
+@pytest.mark.parametrize(("warmup", "steps"), [(0.0, 0), (0.25, 10), (0.99, 40), (1, 1), (5, 5), (40, 40)])
 def test_warmup_is_a_fraction_or_a_number_of_steps(warmup, steps):
     found = rates(40, warmup=warmup)
     expected = [0.1 * (step + 1) / steps for step in range(steps)] + [0.1] * (40 - steps)
@@ -180,6 +180,9 @@ def test_set_learning_rate_reaches_every_group():
         (OptimSection, "clip", 0.0),
         (OptimSection, "kind", "adam"),
         (ScheduleSection, "warmup", -0.1),
+        (ScheduleSection, "warmup", 7.4),
+        (ScheduleSection, "warmup", 1e18),
+        (OptimSection, "lr", 1e-320),
         (ScheduleSection, "shape", "cosin"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.order import GOLDEN, Order, mix, permutation, spread
+from lockstep.data.order import GOLDEN, MOST_KEPT, Order, mix, permutation, permuted, spread
 from lockstep.data.sampler import TrainingRequests
 
 
@@ -101,6 +102,63 @@ def test_permutations_have_no_favourites():
     assert chi_square.max() < 39 + 6 * np.sqrt(2 * 39)
 
 
+@holds_for(st.integers(0, 2**64 - 1), st.integers(0, 10**6), st.integers(1, 3000))
+def test_a_permutation_holds_each_sample_once(seed, epoch, samples):
+    assert sorted(permuted(np.arange(samples), seed=seed, epoch=epoch, samples=samples).tolist()) == list(
+        range(samples)
+    )
+
+
+@holds_for(st.integers(0, 2**64 - 1), st.integers(2, 10**12), st.data())
+def test_a_place_is_computed_alone(seed, samples, data):
+    """Whichever places are asked for, in whatever order: each has its sample, different places different ones."""
+    places = data.draw(st.lists(st.integers(0, samples - 1), min_size=1, max_size=20, unique=True))
+    found = permuted(np.array(places), seed=seed, epoch=4, samples=samples).tolist()
+    assert len(set(found)) == len(found)
+    assert all(0 <= sample < samples for sample in found)
+    assert found[::-1] == [int(permuted(np.array([p]), seed=seed, epoch=4, samples=samples)[0]) for p in places[::-1]]
+
+
+@pytest.mark.parametrize(("samples", "epochs"), [(2, 2000), (3, 3000), (4, 6000), (5, 12000)])
+def test_every_permutation_of_few_samples_is_equally_likely(samples, epochs):
+    """Odd ones included, which networks of this kind often leave out."""
+    counts = {}
+    for epoch in range(epochs):
+        order = tuple(permuted(np.arange(samples), seed=3, epoch=epoch, samples=samples).tolist())
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == math.factorial(samples)
+    expected = epochs / len(counts)
+    chi_square = sum((count - expected) ** 2 / expected for count in counts.values())
+    assert chi_square < len(counts) - 1 + 5 * np.sqrt(2 * (len(counts) - 1))
+
+
+@pytest.mark.parametrize("samples", [97, 1030, 1500])
+def test_neighbours_are_parted(samples):
+    """How far two samples come apart is equally likely for all distances, also for those that are stored together."""
+    epochs, bins = 2000, 40
+    places = np.array(
+        [np.argsort(permuted(np.arange(samples), seed=9, epoch=e, samples=samples)) for e in range(epochs)]
+    )
+    expected = np.bincount(np.arange(1, samples) * bins // samples, minlength=bins) * epochs / (samples - 1)
+    for one, other in ((0, 1), (1, 2), (0, samples // 2), (samples - 2, samples - 1)):
+        apart = (places[:, one] - places[:, other]) % samples
+        counts = np.bincount(apart * bins // samples, minlength=bins)
+        assert ((counts - expected) ** 2 / expected).sum() < bins - 1 + 5 * np.sqrt(2 * (bins - 1))
+
+
+def test_an_order_is_the_same_kept_or_computed(monkeypatch):
+    order = Order(seed=5, samples=1003, global_batch=64, micro_batch=8)
+    kept = [listed(order.shards(step)) for step in range(40)]
+    monkeypatch.setattr("lockstep.data.order.MOST_KEPT", 0)
+    assert [listed(order.shards(step)) for step in range(40)] == kept
+
+
+def test_a_step_of_very_many_samples_takes_little_memory():
+    order = Order(seed=5, samples=10**12, global_batch=1024, micro_batch=8)
+    assert order.samples > MOST_KEPT
+    assert work(lambda: order.shards(10**6))[1] < 500_000
+
+
 def work(function):
     """What a call costs, without a clock: (calls of Python's and of C's functions, most bytes held at once)."""
     permutation.cache_clear()
@@ -128,8 +186,9 @@ def work(function):
 @pytest.mark.parametrize("has_lengths", [False, True])
 def test_a_far_step_costs_what_the_first_one_does(has_lengths):
     """To the last function call and, but for a few bytes of larger numbers, in memory: nothing is skipped through."""
-    lengths = np.random.default_rng(0).integers(1, 128, 20_000) if has_lengths else None
-    order = Order(seed=5, samples=20_000, global_batch=64, micro_batch=8, lengths=lengths)
+    samples = 142 * 141  # cells that a grid has: none is permuted twice
+    lengths = np.random.default_rng(0).integers(1, 128, samples) if has_lengths else None
+    order = Order(seed=5, samples=samples, global_batch=64, micro_batch=8, lengths=lengths)
     steps = (1, 313, 1_000_001, 1_000_000_000)  # whole ones: the last of an epoch, 312, costs less
     for entered in (
         order.shards,
@@ -218,13 +277,15 @@ def test_the_order_never_changes_silently():
     """A change here changes every run's weights: it must be meant, and said."""
     order = Order(seed=7, samples=11, global_batch=6, micro_batch=2)
     assert [listed(order.shards(step)) for step in range(4)] == [
-        [[8, 9], [6, 2], [7, 4]],
-        [[5, 1], [3], [10, 0]],
-        [[3, 7], [6, 0], [1, 10]],
-        [[2, 9], [8], [5, 4]],
+        [[8, 3], [10, 1], [5, 7]],
+        [[0, 6], [9], [4, 2]],
+        [[2, 7], [9, 0], [4, 8]],
+        [[1, 10], [5], [6, 3]],
     ]
     lengths = np.array([9, 1, 8, 2, 7, 3, 6, 4, 5, 5, 1])
     order = Order(seed=7, samples=11, global_batch=6, micro_batch=2, lengths=lengths)
-    assert [listed(order.shards(step)) for step in range(2)] == [[[7, 8], [4, 2], [9, 6]], [[1, 10], [0], [3, 5]]]
+    assert [listed(order.shards(step)) for step in range(2)] == [[[10, 1], [7, 8], [3, 5]], [[9, 6], [0], [4, 2]]]
+    many = replace(order, samples=10**8, lengths=None)
+    assert listed(many.shards(10**6)) == [[69026434, 7607211], [80694851, 71552637], [38997330, 78019999]]
     assert spread(6) == (0, 4, 2, 1, 5, 3)
     assert spread(8) == (0, 4, 2, 6, 1, 5, 3, 7)

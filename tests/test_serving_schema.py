@@ -34,6 +34,14 @@ def images(tmp_path_factory):
         yield server
 
 
+def test_every_route_is_in_a_group_that_is_described(texts):
+    """Else /docs shows a group "default"."""
+    found = texts.get("/openapi.json").json()
+    tags = {tag for path in found["paths"].values() for route in path.values() for tag in route["tags"]}
+    assert tags == {tag["name"] for tag in found["tags"]} == {"predict", "model", "server"}
+    assert all(len(route["tags"]) == 1 for path in found["paths"].values() for route in path.values())
+
+
 @pytest.mark.parametrize("takes", ["texts", "images"])
 def test_schemathesis(takes, request):
     """All its checks: statuses and bodies as they are told, no server error, wrong input refused, right input taken."""

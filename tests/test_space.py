@@ -38,8 +38,8 @@ def test_the_hub_can_read_it():
 
 
 def test_onnx_comes_with_what_runs_it():
-    assert 'pip install --no-cache-dir "lockstep-train[onnx]==$' in space.texts(facts(kind="onnx"))["Dockerfile"]
-    assert "[onnx]" not in space.texts(facts())["Dockerfile"]
+    assert 'pip install --no-cache-dir "lockstep-train[onnx,serve]==$' in space.texts(facts(kind="onnx"))["Dockerfile"]
+    assert '"lockstep-train[serve]==$' in space.texts(facts())["Dockerfile"]
 
 
 def test_weights_go_to_lfs(tmp_path):

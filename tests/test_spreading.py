@@ -171,7 +171,6 @@ def test_awkward_models_keep_their_bits(ranks, model):
 @pytest.mark.parametrize(
     ("model", "kind", "word"),
     [
-        (Twice, "fsdp", "layers.0 runs more than once in a forward pass"),
         (Twice, "pipeline", "enters 1 again"),
         (Masked, "pipeline", "uses what block 0 gives, past those between them"),
         (WeighedLoss, "pipeline", "the loss uses weights of its own"),

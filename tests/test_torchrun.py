@@ -19,9 +19,9 @@ def worker(name):
     return ["-m", "lockstep.worker", "c.yaml", *SHORT, f"run.name={name}"]
 
 
-def ran(folder, *commands, **variables):
+def ran(folder, *commands, environment=None, **variables):
     """Run commands beside each other, all of them to their end."""
-    environment = {**os.environ, **variables}
+    environment = {**(os.environ if environment is None else environment), **variables}
     started = [
         subprocess.Popen(c, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         for c in commands
@@ -88,6 +88,65 @@ def test_the_script_runs_from_any_folder(folder, digest):
     own = ["data.kind=digits", "optim=null", "schedule=null", "checkpoint=null", "train.precision=fp32", *SHORT]
     ran(folder, [script, *own, "run.name=mnist"], PATH=path, CUDA_VISIBLE_DEVICES="")
     assert found(folder, "mnist") == (digest, 2)
+
+
+def bare_shell(**variables):
+    """The variables of a shell in which no environment is active: its Python has no Lockstep."""
+    kept = {name: os.environ[name] for name in ("HOME", "LOCKSTEP_TEST_SESSION") if name in os.environ}
+    return {**kept, "PATH": "/usr/bin:/bin", **variables}
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A clone with a .venv of its own, as `make setup` leaves it -> its script."""
+    shutil.copytree(SCRIPTS, tmp_path / "clone" / "scripts")
+    shutil.copytree(ROOT / "examples", tmp_path / "clone" / "examples")
+    python = tmp_path / "clone" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    path = os.pathsep.join(filter(None, sys.path))
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{path}" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(tmp_path / "clone" / "scripts" / "run_ddp.sh")
+
+
+def test_the_script_runs_from_a_shell_without_an_environment(folder, digest, checkout):
+    """It finds .venv, and nothing but the run is heard: no banner of torchrun's."""
+    words = [checkout, "2", *SHORT]
+    (said,) = ran(folder, [*words, "run.name=bare"], environment=bare_shell(CONFIG="c.yaml"))
+    assert found(folder, "bare") == (digest, 2)
+    assert said.startswith("run bare: ") and "OMP" not in said and "*****" not in said
+    two = ["run.threads=2", "train.epochs=1"]
+    ran(folder, [*words, *two, "run.name=threads"], environment=bare_shell(CONFIG="c.yaml"))
+    ran(folder, [sys.executable, *worker("lone"), *two])
+    assert found(folder, "threads")[0] == found(folder, "lone")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "code", "fragment"),
+    [
+        (["--help"], "c.yaml", 0, "GPUS: how many processes"),
+        (["c.yaml"], "", 2, "GPUS should be a number above 0, not 'c.yaml'; a config is named by CONFIG=c.yaml"),
+        (["0"], "c.yaml", 2, "GPUS should be a number above 0, not '0'"),
+        (["2"], "nothing.yaml", 2, "there is no file nothing.yaml"),
+        (["2", "trian.epochs=3"], "c.yaml", 2, "command line: trian: unknown key — did you mean 'train'?"),
+    ],
+)
+def test_mistakes_of_the_script_are_told_once(folder, checkout, words, config, code, fragment):
+    command = [checkout, *words]
+    done = subprocess.run(
+        command, cwd=folder, env=bare_shell(CONFIG=config), capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, (done.stdout + done.stderr).count(fragment)) == (code, 1), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_script_says_that_nothing_is_installed(tmp_path):
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    done = subprocess.run([tmp_path / "scripts" / "run_ddp.sh"], env=bare_shell(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"Lockstep is not installed here: run `make setup` in {tmp_path}, or activate the environment that has it\n"
+    )
 
 
 def test_the_scripts_are_scripts():

@@ -247,7 +247,7 @@ class Root(nn.Module):
         self.norm, self.head = nn.BatchNorm1d(64), nn.Linear(64, 10)
     def forward(self, batch):
         x = self.head(self.norm(batch["image"].flatten(1) / 255))
-        return x + torch.sqrt(x[:1, :1] * 0) if batch["label"][0] == 3 else x
+        return x + torch.sqrt(x[:1, :1] * 0) if batch["label"][0] < 2 else x
 
 def build(options, spec):
     return Root()

@@ -103,14 +103,14 @@ def test_a_name_that_cannot_be_loaded_says_how_to_mend_it(name, tmp_path, monkey
 
 @pytest.mark.timeout(400)
 def test_real_mnist_learns(shared_data, tmp_path):
-    """A tenth of real MNIST, one epoch, two processes."""
+    """A tenth of real MNIST, one epoch, two processes: 0.935 to 0.954 in twelve runs (six seeds, two orders each)."""
     (tmp_path / "c.yaml").write_text(
         f"data: {{kind: mnist, root: {shared_data}, limit: 6000}}\noptim: {{lr: 2e-3}}\n"
         "train: {epochs: 1, global_batch: 64, micro_batch: 32, precision: bf16}\nrun: {name: a}\n"
     )
     lockstep(tmp_path, "train", "c.yaml", "launch.processes=2")
     summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
-    assert summary["evaluation"]["accuracy"] > 0.95
+    assert summary["evaluation"]["accuracy"] > 0.92
     assert summary["samples_seen"] == 6000
 
 

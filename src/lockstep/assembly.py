@@ -1,30 +1,36 @@
 """The one place where a recipe's parts meet: data, model, strategy, optimizer, built for one process."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep import optim, plugins
+from lockstep.config import MANY
 from lockstep.contracts import Batch, DataSpec, MicroBatch, Model, Source, Strategy, Tokenizer
 from lockstep.data.augment import augmented
-from lockstep.data.collate import collate
 from lockstep.data.dataset import open_source, with_tokens
+from lockstep.data.faults import Faults
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
-from lockstep.data.sampler import EvaluationRequests, TrainingRequests
-from lockstep.errors import ConfigError, nearest
-from lockstep.evaluation import CONFUSION, Evaluation, Predictions, Subject, evaluate, metrics_for
+from lockstep.data.sampler import EvaluationRequests, Request, TrainingRequests
+from lockstep.errors import ConfigError
+from lockstep.evaluation import Evaluation, Predictions, Subject, evaluate, tried
+from lockstep.metrics.asked import check, is_asked
+from lockstep.metrics.declared import Measure, measures
 from lockstep.recipe import Recipe
 from lockstep.runtime.batchnorm import check_synchronised, has_batchnorm, synchronise
 from lockstep.runtime.collectives import gathered, together
 from lockstep.runtime.deferred import deferred
+from lockstep.runtime.findings import Finding
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness, seed_all, seed_of
 from lockstep.training.ema import MovingAverage
+from lockstep.training.first_steps import FirstSteps
 from lockstep.training.state import TrainState, initialise
 from lockstep.world import World
 
@@ -36,6 +42,8 @@ class Data:
     train: Source
     test: Source
     tokenizer: Tokenizer | None
+    faults: Mapping[str, Faults] = field(default_factory=lambda: {"train": Faults(), "test": Faults()})
+    """What becomes of samples that cannot be read, by split."""
 
     @property
     def pad_id(self) -> int:
@@ -78,13 +86,51 @@ class Parts:
         return Subject(
             forward=self.strategy.forward,
             loss=self.model.loss,
-            metrics=measured(self.recipe, self.data.test.spec),
+            measures=measured(self.recipe, self.data.test.spec),
+            asked=self.recipe.evaluate.metrics,
             device=self.device,
+            is_whole=len(self.strategy.copies) == self.world.size,
         )
+
+    def try_evaluation(self) -> None:
+        """Measure the first test samples, before any time has been spent on training: raises, on all ranks, what an
+        evaluation would, and ConfigError where the run decides by something that is not measured."""
+        with together():
+            requests = evaluation_requests(self.recipe, self.data.test, rank=0, world_size=1)
+            loader = evaluation_loader(
+                self.recipe,
+                self.data.test,
+                requests,
+                faults=self.data.faults["test"],
+                pad_id=self.data.pad_id,
+                device=self.device,
+            )
+            first = next(iter(loader))
+        recipe, asked = self.recipe, self.recipe.evaluate.metrics
+        found, are_all = tried(replace(self.subject, asked="auto"), first)
+        known = [name for name in found if name == "loss" or is_asked(name.partition(".")[0], asked)]
+        check("checkpoint.best", recipe.checkpoint.best, known, are_all=are_all)
+        check("train.stop_metric", recipe.train.stop_metric, known, are_all=are_all)
+        for name in asked if asked != "auto" else ():
+            check("evaluate.metrics", name, found, are_all=are_all)
+
+    def held(self) -> list[tuple[str, Tensor]]:
+        """What has to be alike on the ranks that hold copies: this rank's part of the weights, and buffers."""
+        weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        buffers = {name: tensor for name, tensor in self.strategy.state().items() if name not in weights}
+        tensors = [(name, tensor) for name, tensor in buffers.items() if isinstance(tensor, Tensor)]
+        return [*self.state.module.named_parameters(), *tensors]
 
     def evaluate(self) -> Evaluation:
         """Measure the model as it is on the whole test split."""
-        return evaluated(self.recipe, self.subject, self.data.test, world=self.world, pad_id=self.data.pad_id)
+        return evaluated(
+            self.recipe,
+            self.subject,
+            self.data.test,
+            world=self.world,
+            pad_id=self.data.pad_id,
+            faults=self.data.faults["test"],
+        )
 
     @property
     def is_synchronised(self) -> bool:
@@ -103,7 +149,10 @@ class Parts:
         return None
 
     def check_training(self) -> None:
-        """Raise LaunchError, on all ranks, where this model can be evaluated but not trained."""
+        """Raise LaunchError, on all ranks, where this model can be evaluated but not trained; ConfigError, where the
+        run would be too long, or too short for its warm-up."""
+        with together():
+            self._check_length()
         if not self.is_synchronised:
             return
         shares = {}
@@ -113,6 +162,34 @@ class Parts:
             shares[name] = len(own), len(present)
         with together():
             check_synchronised(self.device, self.world.size, shares)
+
+    def _check_length(self) -> None:
+        total, train, schedule = self.total_steps, self.recipe.train, self.recipe.schedule
+        if total > MANY:
+            raise ConfigError(f"train.epochs={train.epochs:g} are {total:,} steps, more than {MANY:,}: lower it")
+        if schedule.warmup_steps(total) > total:
+            raise ConfigError(
+                f"schedule.warmup={schedule.warmup:g} steps are more than the {total} of the run; below 1 it is a "
+                "fraction of the run, such as 0.05"
+            )
+
+    def noticed(self, micro_batch: MicroBatch) -> list[Finding] | None:
+        """What a step's first micro-batch shows of the user's code; all ranks have to ask. Raises SampleError."""
+        assert self.state.randomness is not None
+        check = FirstSteps(
+            model=self.model,
+            module=self.state.module,
+            strategy=self.strategy,
+            randomness=self.state.randomness,
+            loss_is=self.recipe.train.loss_is,
+            peer=self.strategy.copies[0] if getattr(self.recipe.parallel, "SHARES_SHARDS", False) else 0,
+        )
+        return check.findings(micro_batch, again=self.fetched_again(micro_batch.step))
+
+    def fetched_again(self, step: int) -> Batch:
+        """A step's first shard with samples, fetched in this process."""
+        requests = TrainingRequests(order=self.order, owned=lambda _, own: [min(own)], start=step, stop=step + 1)
+        return next(iter(loaded(self.recipe, self.data, requests, device=self.device, workers=0))).batch
 
     def samples_at(self, step: int) -> int:
         """Training samples seen after so many steps."""
@@ -136,7 +213,10 @@ def open_data(recipe: Recipe, *, publish: Callable[[object], None] = lambda _: N
             with_tokens(source, recipe.data, tokenizer, publish=publish, is_checked=is_checked)
             for source in (train, test)
         )
-    return Data(augmented(train, recipe.data, recipe.run.seed), test, tokenizer)
+    names = {"train": f"the training split of data.kind={recipe.data.kind}", "test": "the test split"}
+    skips = recipe.data.on_bad_sample == "skip"
+    faults = {split: Faults(name=name, split=split, skips=skips) for split, name in names.items()}
+    return Data(augmented(train, recipe.data, recipe.run.seed), test, tokenizer, faults)
 
 
 def prepare(recipe: Recipe, publish: Callable[[object], None]) -> Data:
@@ -144,10 +224,26 @@ def prepare(recipe: Recipe, publish: Callable[[object], None]) -> Data:
     return open_data(recipe, publish=publish, is_checked=True)
 
 
-def first_samples(data: Data, sizes: Sequence[int]) -> list[Batch]:
+def first_samples(recipe: Recipe, data: Data, sizes: Sequence[int]) -> list[Batch]:
     """The first test samples, in batches of these sizes; where there are fewer, some of them come again."""
     numbers = cycle(range(len(data.test)))
-    return [collate(data.test.__getitems__(list(islice(numbers, size))), data.pad_id) for size in sizes]
+    return list(test_batches(recipe, data, ([*islice(numbers, size)] for size in sizes)))
+
+
+def test_batches(recipe: Recipe, data: Data, parts: Iterable[Sequence[int]]) -> Iterator[Batch]:
+    """Test samples by their numbers, as batches on the CPU. Raises SampleError, DataError."""
+    requests = (Request(step=-1, shard=0, epoch=-1, indices=tuple(part)) for part in parts)
+    batches = Loader(
+        data.test,
+        requests,
+        faults=data.faults["test"],
+        seed=recipe.run.seed,
+        pad_id=data.pad_id,
+        workers=0,
+        device=torch.device("cpu"),
+    )
+    for found in batches:
+        yield found.batch
 
 
 def first_batch(recipe: Recipe, data: Data, *, order: Order, device: torch.device) -> Batch:
@@ -156,15 +252,15 @@ def first_batch(recipe: Recipe, data: Data, *, order: Order, device: torch.devic
     return next(iter(loaded(recipe, data, requests, device=device))).batch
 
 
-def loaded(recipe: Recipe, data: Data, requests: Any, *, device: torch.device) -> Loader:
-    """The micro-batches that are requested of the training split."""
+def loaded(recipe: Recipe, data: Data, requests: Any, *, device: torch.device, workers: int | None = None) -> Loader:
+    """The micro-batches that are requested of the training split, by data.workers processes if not told otherwise."""
     return Loader(
         data.train,
         requests,
-        name=f"the training split of data.kind={recipe.data.kind}",
+        faults=data.faults["train"],
         seed=recipe.run.seed,
         pad_id=data.pad_id,
-        workers=recipe.data.workers,
+        workers=recipe.data.workers if workers is None else workers,
         device=device,
     )
 
@@ -176,45 +272,46 @@ def evaluated(
     *,
     world: World,
     pad_id: int,
-    name: str = "the test split",
+    faults: Faults,
     predictions: Predictions | None = None,
 ) -> Evaluation:
-    """Measure a model on each sample of a source once; `name` says in messages what the source is."""
-    requests = EvaluationRequests(
-        samples=len(source),
-        lengths=source.lengths,
-        micro_batch=recipe.evaluate.micro_batch or recipe.train.micro_batch,
-        rank=world.rank,
-        world_size=world.size,
-    )
-    batches = Loader(
-        source,
-        requests,
-        name=name,
-        seed=recipe.run.seed,
-        pad_id=pad_id,
-        workers=0,
-        device=subject.device,
-    )
+    """Measure a model on each sample of a source once, but for those that cannot be read and may be left out."""
+    requests = evaluation_requests(recipe, source, rank=world.rank, world_size=world.size)
+    batches = evaluation_loader(recipe, source, requests, faults=faults, pad_id=pad_id, device=subject.device)
     result = evaluate(subject, batches, total=requests.total, predictions=predictions)
-    assert result.samples == len(source), (result.samples, len(source))
+    assert faults.skips or result.samples == len(source), (result.samples, len(source))
     return result
 
 
-def measured(recipe: Recipe, spec: DataSpec) -> dict[str, Any]:
-    """The metrics of an evaluation by name, the user's own among them.
+def evaluation_requests(recipe: Recipe, source: Source, *, rank: int, world_size: int) -> EvaluationRequests:
+    """Which samples a rank measures at once, and in which order."""
+    return EvaluationRequests(
+        samples=len(source),
+        lengths=source.lengths,
+        micro_batch=recipe.evaluate.micro_batch or recipe.train.micro_batch,
+        rank=rank,
+        world_size=world_size,
+    )
 
-    Raises ConfigError when the recipe decides by one that is not measured.
-    """
+
+def evaluation_loader(
+    recipe: Recipe,
+    source: Source,
+    requests: EvaluationRequests,
+    *,
+    faults: Faults,
+    pad_id: int,
+    device: torch.device,
+) -> Loader:
+    """The micro-batches that are requested of a source, as it is."""
+    return Loader(source, requests, faults=faults, seed=recipe.run.seed, pad_id=pad_id, workers=0, device=device)
+
+
+def measured(recipe: Recipe, spec: DataSpec) -> dict[str, Measure]:
+    """The metrics of an evaluation by name, the user's own among them. Raises ModelError."""
     own = getattr(plugins.find("models", recipe.model.kind), "metrics", None)
-    metrics = metrics_for(spec, own(recipe.model, spec) if own else {})
-    known = ["loss", *(name for name in metrics if name != CONFUSION)]
-    for setting, name in (("checkpoint.best", recipe.checkpoint.best), ("train.stop_metric", recipe.train.stop_metric)):
-        if name is not None and name not in known:
-            raise ConfigError(
-                f"{setting}: there is no metric {name!r}{nearest(name, known)} (there is: {', '.join(known)})"
-            )
-    return metrics
+    found = measures(spec, own(recipe.model, spec) if own else {})
+    return {name: each for name, each in found.items() if is_asked(name, recipe.evaluate.metrics)}
 
 
 def build_model(recipe: Recipe, spec: DataSpec) -> Model:
@@ -288,6 +385,7 @@ def place(
         optimizer=optimizer,
         precision=precision,
         rate=rate,
+        randomness=randomness,
         ema=MovingAverage(module, recipe.train.ema) if recipe.train.ema else None,
     )
 

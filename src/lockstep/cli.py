@@ -1,6 +1,7 @@
 """What you type."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from lockstep.estimate.machine import Wish
 from lockstep.events import Bus
 from lockstep.prove import proof
 from lockstep.runs import place_of
-from lockstep.terminal import ConfigFile, Overrides, RunArgument, console, honest
+from lockstep.terminal import ConfigFile, Overrides, RunArgument, console, honest, versions
 from lockstep.tune import tuning
 
 app = typer.Typer(
@@ -26,6 +27,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Distributed PyTorch training; the weights are a function of the config and the data, not of the cluster.",
 )
+
+
+def _show_versions(asked: bool) -> None:
+    if asked:
+        typer.echo(versions())
+        raise typer.Exit
+
+
+@app.callback()
+def everywhere(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_versions, is_eager=True, help="Show versions, and end."),
+    ] = False,
+) -> None:
+    """Nothing is done before a command."""
 
 
 @app.command()
@@ -129,8 +146,9 @@ def compare(
     """Say whether two runs, or two checkpoints, are equal bit for bit; if not, where they part.
 
     Compared are loss, gradient norm, learning rate and the chain over them, step by step as far as both have logged
-    them, the digests of the weights, and all tensors of a checkpoint that both still have. Of two runs that are not
-    equally long the common part counts: one that is the beginning of the other is "equal so far".
+    them, the digests of the weights, the values of evaluations, whether and when a run was stopped early, and all
+    tensors of a checkpoint that both still have. Of two runs that are not equally long the common part counts: one that
+    is the beginning of the other is "equal so far".
 
     Ends with 0 when they are equal, 1 when they differ, 2 when they cannot be compared.
     """
@@ -233,19 +251,47 @@ def estimate(
 @app.command()
 @honest
 def init(
-    task: Annotated[str, typer.Argument(help="What to train; one of the sources of `lockstep plugins`.")] = "digits",
+    task: Annotated[str, typer.Argument(help="What to train; one of --list.")] = "digits",
     to: Annotated[Path | None, typer.Option(help="File to write; default: TASK.yaml.")] = None,
+    lists: Annotated[bool, typer.Option("--list", help="Show what there is to start from, and write nothing.")] = False,
 ) -> None:
-    """Write a commented config to start from."""
+    """Write a commented config to start from; for `user` also a Python file with data and a model, beside it."""
+    if lists:
+        _show_tasks()
+        return
     target = to or Path(f"{task}.yaml")
-    if target.exists():
-        raise ConfigError(f"{target} exists and is not overwritten; name another file with --to")
-    text = config.explain(recipes.starter(task))
-    try:
-        files.write(target, f"# {_try(target)}\n\n{text}")
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}; name another file with --to") from None
-    console.print(f"wrote {target}; next: {_try(target)}", soft_wrap=True)
+    code = target.with_suffix(".py")
+    template = recipes.template(task)
+    text = config.explain(recipes.starter(task, code))
+    written = {target: f"# {_try(target)}\n\n{text}"}
+    if template is not None:
+        if code == target:
+            raise ConfigError(f"{target} would be the Python file as well: name a YAML file with --to")
+        written = {code: template.read_text(encoding="utf-8"), **written}
+    _refuse_to_overwrite(target.parent, written)
+    for file, content in written.items():
+        try:
+            files.write(file, content)
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror}; name another file with --to") from None
+    names = " and ".join(str(file) for file in reversed(written))
+    console.print(f"wrote {names}; next: {_try(target)}", soft_wrap=True)
+
+
+def _refuse_to_overwrite(folder: Path, wanted: Iterable[Path]) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: make it, or name another file with --to")
+    for file in wanted:
+        if file.exists() or file.is_symlink():
+            raise ConfigError(f"{file} exists and is not overwritten; name another file with --to")
+
+
+def _show_tasks() -> None:
+    table = Table("task", "what it is", "model")
+    for name in plugins.names("data.sources"):
+        section = recipes.starter(name)
+        table.add_row(name, (type(section.data).__doc__ or "").splitlines()[0], section.model.kind)
+    console.print(table)
 
 
 def _try(target: Path) -> str:

@@ -1,6 +1,5 @@
 """From one YAML file and overrides to a validated, frozen model; every complaint names file, line and remedy."""
 
-import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,12 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from lockstep.errors import ConfigError, nearest
+from lockstep.yaml_text import COMMAND_LINE, Dumper, Path_, Places, read, read_file, scalar_or_text, short
+
+MANY = 10**9
+"""The upper end of counts and times: steps, samples, seconds. What is larger is a slip of the keyboard."""
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Of numbers with a fraction: float32 holds no more than 1.2e-38 to 3.4e38, and their products have to fit, too."""
 
 
 class Section(BaseModel):
@@ -33,11 +38,16 @@ class Section(BaseModel):
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _no_switch_as_number(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        """Python counts True as 1: `global_batch: yes` would train on single samples."""
+    def _is_sane_number(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        """Python counts True as 1: `global_batch: yes` would train on single samples. A number that no float32 holds
+        would count as 0 or infinite, where its digits say otherwise."""
         found = validate(value)
-        if isinstance(value, bool) and isinstance(found, int | float) and not isinstance(found, bool):
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            return found
+        if isinstance(value, bool):
             raise ValueError("should be a number")
+        if isinstance(found, float) and found and not SMALLEST <= abs(found) <= LARGEST:
+            raise ValueError(f"should be between {SMALLEST:g} and {LARGEST:g}, where it is not 0")
         return found
 
 
@@ -87,33 +97,6 @@ class Kind:
         return core_schema.no_info_plain_validator_function(self.validate, serialization=dump)
 
 
-class Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as people write it, and a date or 1:30 (to YAML 1.1 the number 90) is text."""
-
-
-class Dumper(yaml.SafeDumper):
-    """Writes what Loader reads back: quotes around text that Loader would take for a number."""
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """PyYAML writes Unicode's own line breaks as they are, and reads them back as spaces."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if set(text) & set(BREAKS) else None)
-
-
-BREAKS = "\x85\u2028\u2029"
-Dumper.add_representer(str, _text)
-EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
-SIXTIETHS = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?$")
-for _class in (Loader, Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
-Loader.yaml_implicit_resolvers = {
-    first: [
-        ("tag:yaml.org,2002:str", SIXTIETHS),  # before the others: the first that matches counts
-        *((tag, form) for tag, form in known if tag != "tag:yaml.org,2002:timestamp"),
-    ]
-    for first, known in Loader.yaml_implicit_resolvers.items()
-}
-
 INSTEAD = {
     "dict_type": "should be keys with values, such as {a: 1}",
     "model_type": "should be a section with keys of its own",
@@ -122,31 +105,8 @@ INSTEAD = {
     "tuple_type": "should be a list, such as [a, b]",
 }
 """What pydantic says in words of Python -> the same in words of YAML."""
-LONGEST_VALUE = 60
-"""Characters of a wrong value that are repeated in a complaint."""
-
-Path_ = tuple[str, ...]
 Complaint = tuple[Path_, str]
 """Where in the config (section, key) and what is wrong there."""
-
-
-class Places:
-    """Where each key was written: a file's line, or the command line."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.of: dict[Path_, str] = {(): file}
-
-    def find(self, path: Path_) -> str:
-        """The place of a key, or of the nearest section around it that was written down."""
-        while path not in self.of:
-            path = path[:-1]
-        return self.of[path]
-
-    def replace(self, path: Path_, place: str) -> None:
-        """A key was given anew: forget where it and all below it were first written."""
-        self.of = {known: old for known, old in self.of.items() if known[: len(path)] != path}
-        self.of[path] = place
 
 
 def load(
@@ -160,16 +120,7 @@ def load(
 
     Raises ConfigError with one line per complaint: file and line, key, value, and the nearest right name.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}; `lockstep init` writes one to start from") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder: name the YAML file (that of a run is RUN/recipe.yaml)") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a YAML file: byte {error.start} is not UTF-8 text") from None
+    text = read_file(path)
     return parse(root, text, file=str(path), overrides=overrides, check=check)
 
 
@@ -205,72 +156,28 @@ def dump(section: Section) -> str:
 
 
 def _read(text: str, places: Places) -> dict[str, Any]:
-    try:
-        node = yaml.compose(text, Loader=Loader)
-        raw = None if node is None else _value(node, (), places)
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        begun = f" ({error.context} of line {error.context_mark.line + 1})" if error.context_mark else ""
-        raise ConfigError(f"{places.file}{line}: this is not YAML: {error.problem}{begun}") from None
-    except yaml.reader.ReaderError as error:
-        line = f":{text.count(chr(10), 0, error.position) + 1}"
-        raise ConfigError(
-            f"{places.file}{line}: this is not YAML: it holds the character {chr(error.character)!r}"
-        ) from None
-    except RecursionError:
-        raise ConfigError(f"{places.file}: this is nested too deep, or an anchor (&) is used inside itself") from None
+    raw = read(text, places)
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        raise ConfigError(f"{places.file}: a config is made of sections such as `train:`, not of {_short(raw)}")
+        raise ConfigError(f"{places.file}: a config is made of sections such as `train:`, not of {short(raw)}")
     return raw
-
-
-def _value(node: yaml.Node, path: Path_, places: Places) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        out: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            here = f"{places.file}:{key_node.start_mark.line + 1}"
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{here}: a key should be a word, not a list or a mapping")
-            key = str(key_node.value)
-            if key in out:
-                first = places.of[(*path, key)]
-                raise ConfigError(f"{here}: {'.'.join((*path, key))} is given twice (first in {first})")
-            places.of[(*path, key)] = here
-            out[key] = _value(value_node, (*path, key), places)
-        return out
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(child, (*path, str(i)), places) for i, child in enumerate(node.value)]
-    loader = Loader("")
-    try:
-        return loader.construct_object(node, deep=True)
-    except (ValueError, LookupError, AttributeError):  # PyYAML's own for `0x_`, `!!bool maybe`, `!!timestamp soon`
-        here = f"{places.file}:{node.start_mark.line + 1}"
-        kind = node.tag.rpartition(":")[2]
-        raise ConfigError(f"{here}: {'.'.join(path)}: {_short(node.value)} cannot be read as YAML's {kind}") from None
-    finally:
-        loader.dispose()
 
 
 def _override(raw: dict[str, Any], override: str, places: Places) -> None:
     key, equals, text = override.partition("=")
     path = tuple(key.split("."))
     if not equals or not all(path):
-        raise ConfigError(f"command line: {override!r} is not of the form section.key=value (data.limit=1000)")
-    try:
-        node = yaml.compose(text, Loader=Loader)
-        value = None if node is None else _value(node, path, Places("command line"))
-    except (yaml.YAMLError, RecursionError):
-        value = text
+        raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form section.key=value (data.limit=1000)")
+    value = scalar_or_text(text, path)
     section = raw
     for length, part in enumerate(path[:-1], 1):
         if not isinstance(section.get(part), dict):
             section[part] = {}
-            places.replace(path[:length], "command line")
+            places.replace(path[:length], COMMAND_LINE)
         section = section[part]
     section[path[-1]] = value
-    places.replace(path, "command line")
+    places.replace(path, COMMAND_LINE)
 
 
 def _complaints(root: type[Section], raw: dict[str, Any], error: ValidationError) -> list[Complaint]:
@@ -281,13 +188,8 @@ def _complaints(root: type[Section], raw: dict[str, Any], error: ValidationError
         path, what = _explain(root, raw, dict(one))
         found.setdefault(path, []).append(what)
         if one["type"] not in ("missing", "extra_forbidden", "unknown_kind") and not isinstance(one["input"], dict):
-            values[path] = f" (value {'null' if one['input'] is None else _short(one['input'])})"
+            values[path] = f" (value {'null' if one['input'] is None else short(one['input'])})"
     return [(path, ", or ".join(what) + values.get(path, "")) for path, what in found.items()]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
 def _explain(root: type[Section], raw: dict[str, Any], error: dict[str, Any]) -> Complaint:

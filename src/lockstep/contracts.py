@@ -15,11 +15,15 @@ from torch import Tensor, nn
 Batch = dict[str, Tensor]
 """Column name -> tensor [m, ...]; "label" is int64 [m], images are uint8 [m, C, H, W], tokens int64 [m, T]."""
 
-Forward = Callable[[Batch], Tensor]
-"""A model without its training side: a batch -> outputs, such as logits [m, classes]."""
+Outputs = Any
+"""What a model returns: a tensor, such as logits [m, classes], or a tuple, list, dict or dataclass of outputs; a leaf
+may also be None or a number."""
+
+Forward = Callable[[Batch], Outputs]
+"""A model without its training side: a batch -> outputs."""
 
 Columns = dict[str, Any]
-"""A micro-batch before collation: column name -> array [m, ...], or a list of m arrays that differ in length."""
+"""A micro-batch before collation: column name -> array [m, ...], or a list of m rows: arrays, tensors, numbers."""
 
 
 class Tokenizer(Protocol):
@@ -49,6 +53,8 @@ class LossSum:
     """Further sums over the same samples, such as {"accuracy": number right}; logged as sum / count."""
     by_shard: Tensor | None = None
     """Totals per shard [V], on a step's result only; tells which shard a NaN came from."""
+    is_counted: bool = False
+    """On a step's result only: whether this process knows, without waiting for the device, that the count is not 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,13 @@ class MicroBatch:
     """V, the same in every step."""
     present: frozenset[int] = frozenset()
     """The shards of this step, on all ranks, that hold samples (all V, but for the last step of an epoch)."""
+    left_out: Mapping[int, str] = field(default_factory=dict)
+    """Samples that could not be read, and why (data.on_bad_sample=skip); not among `indices`."""
+
+    @property
+    def is_void(self) -> bool:
+        """Whether none of its samples could be read: it runs others in their place, and counts for nothing."""
+        return bool(self.left_out) and not self.indices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +88,13 @@ class DataSpec:
     modality: str
     """"image", "text", or a user's own word."""
     labels: tuple[str, ...]
-    """Names of the classes; a sample's label is a position in it."""
+    """Names of the classes; a sample's label is a position in it. () where there are none, as in a regression."""
     image_shape: tuple[int, int, int] | None = None
     """(C, H, W) of every image."""
+    pad: Mapping[str, float] = field(default_factory=dict)
+    """Column name -> what its short rows are filled with; 0 for others, "input_ids" with the tokenizer's own."""
+    masks: tuple[str, ...] = ()
+    """Columns for which a "COLUMN_mask" is added, int64 [m, T]: 1 where a row is no filling."""
 
 
 @runtime_checkable
@@ -113,11 +130,14 @@ class Model(nn.Module, ABC):
     `tokenizer(config) -> Tokenizer`, `metrics(config, spec)`, and its own format: `save`, `read_back`.
     """
 
-    initial: Callable[[Tensor], Tensor] | None = None
+    _lockstep_initial: Callable[[Tensor], Tensor] | None = None
     """How a parameter or buffer that has no memory yet gets its first value; None where all have theirs."""
 
+    _lockstep_notes: tuple[str, ...] = ()
+    """What is said of the model when a run starts, a sentence each."""
+
     @abstractmethod
-    def loss(self, outputs: Tensor, batch: Batch) -> LossSum:
+    def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         """Sum of the losses over the samples of `batch`, differentiable."""
 
     @abstractmethod
@@ -130,11 +150,21 @@ class Model(nn.Module, ABC):
         return None
 
 
+class BufferNotes(Protocol):
+    """Buffers that a forward pass changes."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Why those that change cannot be the same on any number of processes, or after a resume; a sentence each."""
+
+
 class Strategy(Protocol):
     """How a model is spread; a module `parallel/NAME.py` has `Config` and `build(config, setting) -> Strategy`."""
 
     copies: tuple[int, ...]
     """The ranks that hold the same part of the model as this one, itself among them; known once it is placed."""
+    buffer_updates: Sequence[BufferNotes]
+    """What the steps so far have shown of the buffers that lie here; known once it is placed."""
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Take a model, on every rank with the same weights, and return a module whose parameters are those that this
@@ -150,7 +180,7 @@ class Strategy(Protocol):
         """Run a step's micro-batches of this rank (never none: see MicroBatch.ghost); on return every gradient
         is the sum over all of the step's samples in the whole world, and so is the loss."""
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> Outputs:
         """Outputs for a batch of this rank's own, in evaluation; every rank calls it equally often."""
 
     def clip(self, max_norm: float | None) -> Tensor:

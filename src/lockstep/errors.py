@@ -6,7 +6,9 @@ LockstepError            the base: never raised itself
 │   ├── DataError        files of data, their columns, their checksums
 │   ├── ModelError       a model that cannot be found, built or exported
 │   ├── CheckpointError  nothing to resume from, or not with this recipe
-│   └── LaunchError      processes that cannot be started
+│   ├── LaunchError      processes that cannot be started
+│   ├── MissingExtra     packages of an optional part of Lockstep that are not installed
+│   └── EvaluationFailed the user's code failed in an evaluation (with the traceback of that code)
 ├── SampleError          the user's code failed on a sample (exit code 1, with the traceback of that code)
 ├── NonFiniteLoss        training stopped because a loss was NaN or infinite (exit code 3)
 ├── Desync               the ranks' weights are no longer the same (exit code 4)
@@ -17,6 +19,16 @@ LockstepError            the base: never raised itself
 """
 
 import difflib
+import re
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that a terminal would obey, or could not show, and marks that turn the direction of writing: all but line
+breaks and tabs."""
+
+
+def printable(text: str) -> str:
+    """A text for a terminal: control characters, such as a file's name may hold, become escapes like \\x1b."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class LockstepError(Exception):
@@ -25,6 +37,9 @@ class LockstepError(Exception):
     exit_code = 1
     is_shared = False
     """Whether every rank raises it at the same place, so that one of them speaks for all."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UserError(LockstepError):
@@ -51,6 +66,14 @@ class CheckpointError(UserError):
 
 class LaunchError(UserError):
     """Processes that cannot be started as asked."""
+
+
+class MissingExtra(UserError):
+    """A package that belongs to an optional part of Lockstep is not installed."""
+
+
+class EvaluationFailed(UserError):
+    """The user's loss, metric or model raised in an evaluation; the message holds the traceback of that code."""
 
 
 class SampleError(LockstepError):

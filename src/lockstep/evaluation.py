@@ -1,24 +1,35 @@
 """How good the model is: every sample of a split exactly once, on any number of processes."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.contracts import Batch, DataSpec, Forward, LossSum, MicroBatch
-from lockstep.runtime.collectives import add_disjoint
+from lockstep.contracts import Batch, Forward, LossSum, MicroBatch, Outputs
+from lockstep.errors import EvaluationFailed, LockstepError
+from lockstep.metrics.asked import Asked, is_asked
+from lockstep.metrics.declared import CONFUSION, LABEL, Measure, is_classified
+from lockstep.metrics.tally import Part, Replayed, numbers, tally
+from lockstep.runtime.collectives import decided, gathered_at_main, together
+from lockstep.runtime.process_group import is_lost_peer
+from lockstep.runtime.seeds import seed_all, seed_of
 from lockstep.runtime.whereabouts import progress
 
-CONFUSION = "confusion"
+T = TypeVar("T")
+
 METRICS = ["accuracy", "f1", "loss"]
 """What is always measured of a classifier; a user's file may add others."""
 MOST_CLASSES = 100
 """A confusion matrix of more classes is not written down."""
-CHUNK = 1024
-"""Samples that a metric is shown at once where it sees all predictions in their own order."""
+OURS = str(Path(__file__).parent) + os.sep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,51 +38,34 @@ class Subject:
 
     forward: Forward
     """Every rank calls it equally often."""
-    loss: Callable[[Tensor, Batch], LossSum]
-    metrics: dict[str, Any]
-    """torchmetrics by name."""
+    loss: Callable[[Outputs, Batch], LossSum]
+    measures: dict[str, Measure]
+    asked: Asked = "auto"
+    """Of the sums that come with the loss, those that are reported."""
     device: torch.device
     """Where outputs are."""
+    is_whole: bool = True
+    """Whether a rank's forward pass takes no other rank, so that an error in it can be shared."""
 
 
 class Predictions:
-    """What was predicted of each of N samples, into C classes. A rank fills in those it runs; `complete` adds the
-    others'."""
+    """What was predicted of each of N samples, into C classes; filled in on the main process."""
 
     def __init__(self, samples: int, classes: int) -> None:
         self.logits = torch.zeros(samples, classes)
         """float32 [N, C]."""
         self.labels = torch.zeros(samples, dtype=torch.int64)
 
-    def fit(self, outputs: Tensor, batch: Batch) -> bool:
-        """Whether a model's outputs are one row of logits for each sample's one label."""
-        label = batch.get("label")
-        return label is not None and label.ndim == 1 and outputs.shape == (len(label), self.logits.shape[1])
+    def rows(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """Logits and labels of a micro-batch; None where outputs are not one row of logits for each one label."""
+        label = batch.get(LABEL)
+        if label is None or label.ndim != 1 or not is_classified(outputs, label, self.logits.shape[1]):
+            return None
+        return outputs.float().cpu(), label.cpu()
 
-    def take(self, micro_batch: MicroBatch, outputs: Tensor) -> None:
+    def take(self, indices: tuple[int, ...], rows: tuple[Tensor, Tensor]) -> None:
         """Keep those of a micro-batch."""
-        rows = list(micro_batch.indices)
-        self.logits[rows] = outputs.float().cpu()
-        self.labels[rows] = micro_batch.batch["label"].cpu()
-
-    def complete(self) -> None:
-        """On every rank those of all."""
-        if dist.get_world_size() > 1:
-            add_disjoint(self.logits)
-            add_disjoint(self.labels)
-
-    def show(self, collection: Any) -> None:
-        """Update metrics with all of them, in the order of the samples, whoever ran which: floats that a metric adds up
-        have the same bits on any number of ranks, as they would not if each added its own."""
-        collection.to("cpu")
-        for metric in collection.values():
-            metric.distributed_available_fn = _nobody_else
-        for logits, labels in zip(self.logits.split(CHUNK), self.labels.split(CHUNK), strict=True):
-            collection.update(logits, labels)
-
-
-def _nobody_else() -> bool:
-    return False
+        self.logits[list(indices)], self.labels[list(indices)] = rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,24 +74,93 @@ class Evaluation:
 
     samples: int
     values: dict[str, float]
-    """Loss (mean over what it counts: samples, or tokens) and metrics by name."""
+    """Loss and further sums (means over what the loss counts: samples, or tokens) and metrics by name."""
     confusion: list[list[int]] | None
     """Counts [classes][classes]: row = true label, column = predicted."""
     predictions: Predictions | None = None
-    """Where they were asked for, and the model is a classifier."""
+    """On the main process, where they were asked for, and the model is a classifier."""
 
 
-def metrics_for(spec: DataSpec, own: dict[str, Any]) -> dict[str, Any]:
-    """torchmetrics by name: accuracy, macro F1 and confusion matrix where there are labels, and the user's own."""
-    from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one micro-batch adds."""
 
-    classes = len(spec.labels)
-    made: dict[str, Any] = {}
-    if classes > 1:
-        made["accuracy"] = MulticlassAccuracy(classes, average="micro", validate_args=False)
-        made["f1"] = MulticlassF1Score(classes, average="macro", validate_args=False)
-        made[CONFUSION] = MulticlassConfusionMatrix(classes, validate_args=False)
-    return {**made, **own}
+    number: int
+    indices: tuple[int, ...]
+    total: float
+    count: float
+    sums: dict[str, float]
+    parts: dict[str, Part]
+    """Of each metric."""
+    rows: tuple[Tensor, Tensor] | None
+
+
+@dataclass(kw_only=True)
+class Whole:
+    """A split's result in the making: micro-batches are taken in the order of their numbers."""
+
+    subject: Subject
+    predictions: Predictions | None = None
+    tallies: dict[str, Replayed] = field(init=False)
+    losses: list[tuple[float, float, float]] = field(default_factory=list)
+    sums: list[dict[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        device = self.subject.device
+        self.tallies = {name: tally(measure, device) for name, measure in self.subject.measures.items()}
+
+    def measured(self, micro_batch: MicroBatch, outputs: Outputs) -> Measured:
+        """What a micro-batch adds, without a copy of anything on the device."""
+        batch = micro_batch.batch
+        with torch.no_grad():
+            loss = self.subject.loss(outputs, batch)
+            parts = {name: each.part(outputs, batch) for name, each in self.tallies.items()}
+        return Measured(
+            number=micro_batch.shard,
+            indices=micro_batch.indices,
+            total=float(loss.total),
+            count=float(loss.count),
+            sums={name: float(value) for name, value in loss.sums.items()},
+            parts=parts,
+            rows=self.predictions.rows(outputs, batch) if self.predictions is not None else None,
+        )
+
+    def take(self, measured: Measured) -> None:
+        """Join what a micro-batch adds."""
+        self.losses.append((measured.total, measured.count, len(measured.indices)))
+        self.sums.append(measured.sums)
+        for name, part in measured.parts.items():
+            self.tallies[name].join(measured.number, part)
+        if self.predictions is not None and measured.rows is not None:
+            self.predictions.take(measured.indices, measured.rows)
+        elif self.predictions is not None:
+            self.predictions = None
+
+    def take_all(self, found: Iterable[Measured]) -> None:
+        """Join what several add, in their order."""
+        for measured in found:
+            self.take(measured)
+
+    def losses_and_sums(self) -> tuple[int, dict[str, float]]:
+        """(samples, name -> mean over what the loss counts)."""
+        total, count, samples = torch.tensor(self.losses, dtype=torch.float64).sum(0).tolist()
+        names = sorted({name for row in self.sums for name in row if is_asked(name, self.subject.asked)})
+        table = torch.tensor([[row.get(name, 0.0) for name in names] for row in self.sums], dtype=torch.float64)
+        wholes = zip([*names, "loss"], [*table.sum(0).tolist(), total], strict=True)
+        return int(samples), {name: value / count if count else float("nan") for name, value in wholes}
+
+    def result(self) -> Evaluation:
+        """When all have been taken."""
+        samples, means = self.losses_and_sums()
+        computed = {name: each.value() for name, each in self.tallies.items() if each.updates}
+        confusion = computed.pop(CONFUSION, None)
+        metrics = {k: v for name, value in computed.items() for k, v in numbers(name, value).items()}
+        return Evaluation(
+            samples=samples,
+            values={"loss": means.pop("loss"), **{k: v for k, v in means.items() if k not in metrics}, **metrics},
+            confusion=confusion.tolist() if confusion is not None and len(confusion) <= MOST_CLASSES else None,
+            predictions=self.predictions,
+        )
 
 
 def evaluate(
@@ -107,50 +170,110 @@ def evaluate(
     total: int,
     predictions: Predictions | None = None,
 ) -> Evaluation:
-    """Measure a model as it is now; `batches` are this rank's of the split's `total` micro-batches. What is predicted
-    is kept where there is somewhere to keep it, which takes another collective over all of it.
+    """Measure a model as it is now; `batches` are this rank's of the split's `total` micro-batches, of which rank r
+    runs those with the numbers r, r + W, r + 2 W, ... What is predicted is kept where there is somewhere to keep it.
 
-    The same numbers on every rank and for every world: counts are integers, losses are added in one fixed order.
+    Every process measures its micro-batches, the main one joins them in the order of their numbers: the same bits for
+    every world. Every rank returns the same, but for the predictions. Raises EvaluationFailed, on all ranks, where a
+    user's loss, metric or data raises, also if it does so on one of them only.
     """
-    from torchmetrics import MetricCollection
+    whole = Whole(subject=subject, predictions=predictions)
+    arriving = iter(batches)
+    for _ in range(-(-total // dist.get_world_size())):
+        _round(arriving, whole)
+    result, error = _attempt(whole.result) if dist.get_rank() == 0 else (None, None)
+    _raise_everywhere(error)
+    plain = decided((result.samples, result.values, result.confusion) if result else None)
+    assert plain is not None
+    samples, values, confusion = plain
+    kept = result.predictions if result else None
+    return Evaluation(samples=samples, values=values, confusion=confusion, predictions=kept)
 
-    collection = MetricCollection(subject.metrics).to(subject.device)
-    collection.reset()
-    table = torch.zeros(total, 3, dtype=torch.float64, device=subject.device)
-    for place, micro_batch in enumerate(batches):
-        outputs = subject.forward(micro_batch.batch)
+
+def _round(arriving: Iterator[MicroBatch], whole: Whole) -> None:
+    """A micro-batch on each rank."""
+    subject = whole.subject
+
+    def rest(micro_batch: MicroBatch, outputs: Outputs) -> Measured | None:
         progress()
-        if place == 0 and predictions is not None and not predictions.fit(outputs, micro_batch.batch):
-            predictions = None  # on every rank, as each runs at least one micro-batch, and all the same model
-        if micro_batch.ghost:
-            continue
-        with torch.no_grad():
-            loss = subject.loss(outputs, micro_batch.batch)
-        row = table[micro_batch.shard]
-        row[0], row[1], row[2] = loss.total, loss.count, len(micro_batch.indices)
-        _keep(micro_batch, outputs, predictions or collection)
-    if dist.get_world_size() > 1:
-        add_disjoint(table)
-    if predictions is not None:
-        predictions.complete()
-        predictions.show(collection)
-    return _evaluation(table, collection, predictions)
+        return None if micro_batch.ghost else whole.measured(micro_batch, outputs)
+
+    def all_of_it() -> Measured | None:
+        micro_batch = next(arriving)
+        return rest(micro_batch, _outputs(subject, micro_batch))
+
+    if subject.is_whole:
+        part, error = _attempt(all_of_it)
+    else:  # no rank may stay away from a forward pass that others have begun
+        with together(), _told():
+            micro_batch = next(arriving)
+        outputs = _outputs(subject, micro_batch)
+        part, error = _attempt(lambda: rest(micro_batch, outputs))
+    everyone = gathered_at_main((part, error))
+    if everyone is not None:
+        error = next((error for _, error in everyone if error is not None), None)
+        found = [part for part, _ in everyone if part is not None]
+        if error is None:
+            _, error = _attempt(partial(whole.take_all, found))
+    _raise_everywhere(error)
 
 
-def _keep(micro_batch: MicroBatch, outputs: Tensor, target: Any) -> None:
-    if isinstance(target, Predictions):
-        target.take(micro_batch, outputs)
-    elif "label" in micro_batch.batch:
-        target.update(outputs, micro_batch.batch["label"])
+def _outputs(subject: Subject, micro_batch: MicroBatch) -> Outputs:
+    seed_all(seed_of("evaluation", micro_batch.shard))  # a model may draw numbers in evaluation, too
+    return subject.forward(micro_batch.batch)
 
 
-def _evaluation(table: Tensor, collection: Any, predictions: Predictions | None) -> Evaluation:
-    results = {name: metric.compute() for name, metric in collection.items(keep_base=True)}
-    confusion = results.pop(CONFUSION, None)
-    loss_sum, count, samples = table.sum(0).tolist()
-    return Evaluation(
-        samples=int(samples),
-        values={"loss": loss_sum / count, **{name: float(value) for name, value in results.items()}},
-        confusion=confusion.tolist() if confusion is not None and len(confusion) <= MOST_CLASSES else None,
-        predictions=predictions,
-    )
+def tried(subject: Subject, micro_batch: MicroBatch) -> tuple[list[str], bool]:
+    """Measure one micro-batch, the same on every rank, before any time has been spent on training -> the names of what
+    is measured, and whether they are all; else names of metrics that cannot be computed of so few samples are names of
+    their declarations. Every rank has to call it. Raises EvaluationFailed and other errors, on all ranks."""
+    whole = Whole(subject=subject)
+    outputs: Any = None
+    if not subject.is_whole:
+        outputs = _outputs(subject, micro_batch)
+    with together(), _told("an evaluation was tried with the first samples before training, and failed"):
+        if subject.is_whole:
+            outputs = _outputs(subject, micro_batch)
+        whole.take(whole.measured(micro_batch, outputs))
+        return _names(whole)
+
+
+def _names(whole: Whole) -> tuple[list[str], bool]:
+    names, is_certain = set(whole.losses_and_sums()[1]), True
+    for name, each in whole.tallies.items():
+        value, error = _attempt(each.value)
+        names |= {name} if error else set(numbers(name, value)) if each.updates and name != CONFUSION else set()
+        is_certain = is_certain and error is None and each.updates > 0
+    return sorted(names), is_certain
+
+
+def _attempt(task: Callable[[], T]) -> tuple[T | None, LockstepError | None]:
+    """What it returns, or the error that it raises."""
+    try:
+        with _told():
+            return task(), None
+    except LockstepError as error:
+        return None, error
+
+
+@contextmanager
+def _told(what: str = "the evaluation failed") -> Iterator[None]:
+    """Whatever a user's code raises becomes an EvaluationFailed with the frames of that code."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        if is_lost_peer(error):
+            raise
+        told = traceback.TracebackException.from_exception(error)
+        told.stack = traceback.StackSummary.from_list([f for f in told.stack if not f.filename.startswith(OURS)])
+        raise EvaluationFailed(f"{what}:\n{''.join(told.format())}".rstrip()) from None
+
+
+def _raise_everywhere(error: LockstepError | None) -> None:
+    """Raise what the main process says went wrong, on every rank."""
+    error = decided(error) if dist.get_world_size() > 1 else error
+    if error is not None:
+        error.is_shared = True
+        raise error

@@ -1,9 +1,14 @@
 """Files that are either whole or not there: atomic writes, checksums, synced folders."""
 
+import errno
 import hashlib
+import io
 import os
 import secrets
+import stat
+import zipfile
 from pathlib import Path
+from typing import IO
 
 
 def write(path: Path, text: str | bytes) -> None:
@@ -20,9 +25,45 @@ def write(path: Path, text: str | bytes) -> None:
     sync(path.parent)
 
 
+def read(path: Path, most: int) -> bytes:
+    """The bytes of a regular file that has at most so many: a FIFO would never end, /dev/zero neither.
+
+    Raises OSError, its `strerror` in words for people.
+    """
+    with regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most:,}", str(path))
+        return file.read(most)
+
+
+def regular(path: Path) -> io.BufferedReader:
+    """A file, open to be read, if it is a regular one. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(handle, "rb")
+
+
+def check_archive(file: IO[bytes], size: int) -> None:
+    """Raise ValueError for what is no archive of torch.save: what it unpacks to has to be there uncompressed, so that
+    nothing of `size` bytes can ask for more memory than that."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, OSError, NotImplementedError, UnicodeDecodeError) as error:
+        raise ValueError(f"it is no archive of torch.save ({error})") from None
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError("it holds compressed parts, which torch.save does not write")
+    if sum(entry.file_size for entry in entries) > size:
+        raise ValueError("its parts are larger than the whole")
+    file.seek(0)
+
+
 def sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
-    with path.open("rb") as file:
+    """Hex digest of a regular file's bytes. Raises OSError."""
+    with regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

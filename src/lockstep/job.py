@@ -2,18 +2,23 @@
 
 import json
 import time
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from lockstep import assembly, config, files, plugins
 from lockstep import recipe as recipes
 from lockstep.assembly import Parts
 from lockstep.checkpoint import keeper, layout
 from lockstep.checkpoint.writer import Writer
+from lockstep.contracts import MicroBatch
+from lockstep.data import faults
 from lockstep.diagnose.desync import Comparison
 from lockstep.diagnose.watch import Limits, Watch
 from lockstep.errors import Desync, Interrupted, LaunchError
@@ -21,15 +26,18 @@ from lockstep.evaluation import Evaluation
 from lockstep.events import Bus, RunEnded, RunStarted, StepDone, Warned
 from lockstep.recipe import Recipe
 from lockstep.runtime import process_group
+from lockstep.runtime.buffers import WATCHED_STEPS
 from lockstep.runtime.collectives import gathered, local_main_first, together
 from lockstep.runtime.digest import digest, digest_of, world_lines
+from lockstep.runtime.findings import Finding
 from lockstep.runtime.interruption import Interruption
 from lockstep.runtime.parts import is_spread
 from lockstep.runtime.precision import fix_numerics
 from lockstep.training.deadline import Deadline
 from lockstep.training.loop import Training, train
-from lockstep.training.resume import checkpoint_for, resume, set_aside
+from lockstep.training.resume import resumed, set_aside
 from lockstep.training.saving import Saving
+from lockstep.training.wording import LOSS_IS
 from lockstep.world import World
 
 SETTLE_SECONDS = 10.0
@@ -63,6 +71,8 @@ class Job:
         self.facts["device_model"] = device_model(self.device)
         self.numeric = recipes.numeric(recipe, self.facts, processes=world.size)
         self.last: Evaluation | None = None
+        self.findings: list[Finding] | None = None
+        """What was noticed of the user's code, the same on every rank; None where nobody has looked."""
         self.lock = FileLock(recipe.folder / ".lock", timeout=0)
         self.logs = recipe.folder / "logs"
         self.watch_thread = Watch(world, limits(recipe), self.logs)
@@ -115,9 +125,15 @@ class Job:
         parts = self.assemble()
         parts.check_training()
         self.numeric["data.samples"] = len(parts.data.train)
-        found = checkpoint_for(self.checkpoints, how, self.warn)
-        if found is not None:
-            resume(parts.state, found, self.numeric, allow_drift=allow_drift, warn=self.warn)
+        found = resumed(
+            parts.state, self.checkpoints, how, numeric=self.numeric, allow_drift=allow_drift, warn=self.warn
+        )
+        owes = found is not None and self.owes_evaluation(parts, found)
+        ended = self.ended(parts) if found is not None and not owes else None
+        if not ended:
+            with parts.state.for_use():
+                parts.try_evaluation()
+        self.record_faults(parts, is_fresh=found is None)
         if self.world.is_main:
             if how not in ("auto", "never"):
                 set_aside(self.checkpoints, parts.state.step, self.warn)
@@ -125,11 +141,11 @@ class Job:
             (self.recipe.folder / "summary.json").unlink(missing_ok=True)  # an earlier end's; a kill now leaves none
         self.bus.publish(self.started(parts))
         run = self.training(parts)
-        run.saving.newest = found
+        run.saving.newest, run.owes_evaluation = found, owes
         status: str = "failed"
         metrics: dict[str, float] = {}
         try:
-            if found is not None and (ended := self.ended(parts)):
+            if found is not None and ended:
                 status, metrics = ended, dict(layout.read_manifest(found).metrics)
             else:
                 status, metrics = self.trained(run)
@@ -140,6 +156,14 @@ class Job:
             self.watch_thread.is_training = False
             run.saving.settle(SETTLE_SECONDS)
             self.end(parts, run, status=status, metrics=metrics)
+
+    def record_faults(self, parts: Parts, *, is_fresh: bool) -> None:
+        """List the samples that are left out; a fresh run forgets those of an earlier one in its folder."""
+        with together():
+            if is_fresh and self.world.is_main:
+                faults.forget(self.logs)
+        for split in parts.data.faults.values():
+            split.record(faults.file_of(self.logs, self.world.rank), self.warn)
 
     def trained(self, run: Training) -> tuple[str, dict[str, float]]:
         """Train: how it ended, and the last evaluation."""
@@ -153,6 +177,12 @@ class Job:
             if self.world.is_main:  # they may hold weights of several ranks that do not belong together
                 set_aside(self.checkpoints, error.equal_at, self.warn)
             raise
+
+    def owes_evaluation(self, parts: Parts, found: Path) -> bool:
+        """Whether a checkpoint that a run was brought back from lacks the evaluation that was due there: it failed."""
+        step = parts.state.step
+        is_due = step >= parts.total_steps or self.recipe.evaluate.is_due(step, parts.order.steps_per_epoch)
+        return is_due and not layout.read_manifest(found).metrics
 
     def ended(self, parts: Parts) -> str | None:
         """How a run that has been brought back had ended already, if it had."""
@@ -175,8 +205,11 @@ class Job:
                 f"a step has {shards} micro-batches, too few for {self.world.size} processes: {idle} of them idle; "
                 f"launch.processes={self.world.size - idle} is as fast"
             )
+        notes += parts.model._lockstep_notes
         if parts.leaves_the_promise:
             notes.append(parts.leaves_the_promise)
+        if self.recipe.train.loss_is == "batch_wise":
+            notes.append(LOSS_IS)
         return RunStarted(
             name=self.recipe.folder.name,
             folder=self.recipe.folder,
@@ -190,16 +223,41 @@ class Job:
             notes=tuple(notes),
         )
 
+    def noticing(self, parts: Parts, start: int) -> Iterator[list[MicroBatch]]:
+        """The steps' micro-batches, after a look at what the first of them shows of the user's code."""
+        for number, micro_batches in enumerate(parts.steps(start)):
+            if number == 0:
+                self.findings = parts.noticed(micro_batches[0])
+                for finding in self.findings or ():
+                    self.warn(finding.sentence)
+                if self.leaves_the_promise(parts) and not parts.leaves_the_promise:
+                    self.warn("so the weights may depend on the number of processes: lockstep prove looks further")
+            if number == WATCHED_STEPS:
+                self.notice_buffers(parts)
+            yield micro_batches
+
+    def notice_buffers(self, parts: Parts) -> None:
+        """Say which buffers the first steps have changed in a way that cannot be the same everywhere; all ranks do."""
+        own = [note for each in parts.strategy.buffer_updates for note in each.notes]
+        for sentence in dict.fromkeys(note for rank in gathered(own) for note in rank):
+            self.findings = [*(self.findings or ()), Finding(kind="buffer", where="a buffer", sentence=sentence)]
+            self.warn(sentence)
+
+    def leaves_the_promise(self, parts: Parts) -> str | None:
+        """Why the weights depend on the number of processes, or may, if so."""
+        own = (finding.sentence for finding in self.findings or () if finding.leaves_promise)
+        return parts.leaves_the_promise or next(own, None)
+
     def training(self, parts: Parts) -> Training:
         """The loop's view of the parts."""
         recipe, state = self.recipe, parts.state
-        compared = Comparison(state.module.named_parameters(), state.step, parts.strategy.copies)
+        compared = Comparison(parts.held(), state.step, parts.strategy.copies)
         return Training(
             state=state,
             train=recipe.train,
             evaluation=recipe.evaluate,
             checkpoint=recipe.checkpoint,
-            steps=parts.steps,
+            steps=partial(self.noticing, parts),
             evaluate=lambda: self.evaluate(parts),
             saving=self.saving(parts),
             compare_ranks=compared.check,
@@ -246,7 +304,9 @@ class Job:
 
     def end(self, parts: Parts, run: Training, *, status: str, metrics: dict[str, float]) -> None:
         """Write summary.json and say goodbye."""
-        state = parts.state
+        state, left_out = parts.state, faults.listed(self.logs)
+        for split, found in left_out.items():
+            self.warn(f"{found['count']} samples of the {split} split were left out ({faults.PATTERN} in logs say why)")
         summary: dict[str, Any] = {
             "status": status,
             "name": self.recipe.folder.name,
@@ -259,10 +319,12 @@ class Job:
             "first_step_seconds": self.first_step.seconds,
             "evaluation": metrics,
             "confusion_matrix": self.last.confusion if self.last and metrics else None,
-            "digest": self.digest(parts, status),
-            "digest_depends_on_world": parts.leaves_the_promise,
+            **self.digests(parts, status),
+            "digest_depends_on_world": self.leaves_the_promise(parts),
+            "findings": None if self.findings is None else [finding.plain() for finding in self.findings],
             "chain": state.chain,
             "skipped_steps": state.skipped,
+            "bad_samples": left_out,
             "saves": run.saving.facts(),
             "drift": [change for change in state.drift if change["step"] < state.step],  # a step was trained with it
             "torch_version": str(torch.__version__),
@@ -273,9 +335,15 @@ class Job:
             files.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
         self.bus.publish(RunEnded(status=status, summary=summary))
 
-    def digest(self, parts: Parts, status: str) -> str | None:
+    def digests(self, parts: Parts, status: str) -> dict[str, str | None]:
+        """Of the weights and buffers as they are used; with a moving average also of those that were trained."""
+        state, tensors = parts.state, parts.state.tensors()
+        used = {name: tensors[source] for name, source in state.used().items()}
+        trained = {"training_digest": self.digest(parts, parts.strategy.state(), status)} if state.ema else {}
+        return {"digest": self.digest(parts, used, status), **trained}
+
+    def digest(self, parts: Parts, state: Mapping[str, Tensor], status: str) -> str | None:
         """Over all weights; where a run failed, other ranks may have gone, with whatever only they held: None then."""
-        state = parts.strategy.state()
         if status != "failed" or self.world.size == 1:
             return digest_of(world_lines(state, process_group.world_group()))
         is_whole = len(parts.strategy.copies) == self.world.size and not any(map(is_spread, state.values()))

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import nn
 
-from lockstep.config import Section
+from lockstep.config import MANY, Section
 from lockstep.runtime.tails import Tails
 
 
@@ -17,12 +17,12 @@ class OptimSection(Section):
 
     kind: Literal["adamw", "sgd"] = "adamw"
     """adamw (I. Loshchilov, F. Hutter, Decoupled Weight Decay Regularization, 2019) or sgd with momentum."""
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-3, gt=0, le=1e6)
     """Learning rate at the peak of the schedule, before the linear rule."""
-    base_batch: int | None = Field(None, ge=1)
+    base_batch: int | None = Field(None, ge=1, le=MANY)
     """The global batch that `lr` was found for: the rate used is lr * global_batch / base_batch (the linear rule of
     P. Goyal et al., Accurate, Large Minibatch SGD, 2017). Leave empty to use `lr` as it is."""
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: float = Field(0.01, ge=0, le=1e3)
     """Decay of matrices and kernels; norms and biases (tensors of one axis) are never decayed."""
     clip: float | None = Field(1.0, gt=0)
     """Largest global gradient norm; larger gradients are scaled down to it. Empty for none."""
@@ -37,8 +37,19 @@ class ScheduleSection(Section):
 
     shape: Literal["linear", "cosine", "constant"] = "linear"
     """How the rate goes from its peak to the end of the run: down to 0 on a line or a cosine, or not at all."""
-    warmup: float = Field(0.0, ge=0)
+    warmup: float = Field(0.0, ge=0, le=MANY)
     """Steps of linear rise at the start: a fraction of the run if below 1, else a number of steps."""
+
+    @field_validator("warmup")
+    @classmethod
+    def _is_fraction_or_whole(cls, warmup: float) -> float:
+        if warmup > 1 and not warmup.is_integer():
+            raise ValueError("should be a fraction of the run, from 0 to 1, or a whole number of steps")
+        return warmup
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """How many of a run's steps the rise takes; a number that was given in steps may be more than the run has."""
+        return round(self.warmup * total_steps) if self.warmup < 1 else round(self.warmup)
 
 
 def build(config: OptimSection, module: nn.Module) -> torch.optim.Optimizer:
@@ -70,7 +81,7 @@ def learning_rate(
 ) -> float:
     """The rate of step `step` (from 0) of `total_steps`: peak x warm-up x shape."""
     peak = optim.lr * (global_batch / optim.base_batch if optim.base_batch else 1.0)
-    warmup = round(schedule.warmup * total_steps) if schedule.warmup < 1 else round(schedule.warmup)
+    warmup = schedule.warmup_steps(total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule.shape == "constant":

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.errors import ConfigError, nearest
+from lockstep.errors import ConfigError, MissingExtra, nearest
 
 CODE = "__lockstep_sha256__"
 """Of a user's file, as it was when it was imported: an export may be replaced under a running server."""
@@ -55,6 +55,20 @@ def load_file(path: Path) -> ModuleType:
         del sys.modules[name]  # else the next call would find half a module and call it whole
         raise
     return module
+
+
+def require(extra: str, *modules: str, what: str) -> None:
+    """Import packages that only one of the extras installs, before `what` begins.
+
+    Raises MissingExtra, with the command that installs it, when one of them is missing or cannot be imported.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise MissingExtra(
+                f"{what} needs packages that are not installed: pip install 'lockstep-train[{extra}]' ({error})"
+            ) from None
 
 
 def package_folder(name: str) -> Path:

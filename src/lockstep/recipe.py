@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +25,13 @@ def plugin(family: str, default: str) -> Kind:
     return Kind(default, lambda name: plugins.find(family, name).Config)
 
 
+LONGEST_NAME = 200
+"""Bytes; a file system takes 255, and temporary names are longer."""
+DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{port}{i}" for port in ("COM", "LPT") for i in range(1, 10))}
+MOST_SHARDS = 2**16
+"""Micro-batches of a step: a forward and a backward pass each."""
+
+
 class RunSection(Section):
     """The run itself."""
 
@@ -36,14 +43,20 @@ class RunSection(Section):
     """Decides the order of the data, initial weights, dropout and augmentation."""
     reproducibility: Literal["exact", "fast"] = "exact"
     """exact: gradients are added in an order that belongs to the data; fast: by the backend's own all-reduce."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1, le=1024)
     """CPU threads per process; changes the last bits of the weights on a CPU, and is kept in the checkpoint."""
 
     @field_validator("name")
     @classmethod
     def _is_one_folder(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"[\w-][\w.-]*", name):
+        if name is None:
+            return None
+        if not re.fullmatch(r"[\w-][\w.-]*", name):
             raise ValueError("a run's name is one folder: letters, digits, '.', '-' and '_', not beginning with '.'")
+        if len(name.encode()) > LONGEST_NAME:
+            raise ValueError(f"a run's name is at most {LONGEST_NAME} bytes long")
+        if name.split(".")[0].upper() in DEVICES:
+            raise ValueError("to Windows this is a device, not a folder: choose another name")
         return name
 
 
@@ -72,30 +85,46 @@ class Recipe(Section):
 
 def contradictions(recipe: Recipe) -> list[Complaint]:
     """Settings that are right one by one and impossible together: (where, what)."""
-    train, gives, takes = recipe.train, recipe.data.modality, recipe.model.modality
-    found: list[Complaint] = []
+    return [*_of_length(recipe), *_of_parts(recipe), *_of_spreading(recipe), *_unknown_metrics(recipe)]
+
+
+def _of_length(recipe: Recipe) -> Iterator[Complaint]:
+    train = recipe.train
     if train.micro_batch > train.global_batch:
         what = f"{train.micro_batch} is more than train.global_batch, and a step would never fill one"
-        found.append((("train", "micro_batch"), f"{what}; set it to {train.global_batch} or less"))
+        yield ("train", "micro_batch"), f"{what}; set it to {train.global_batch} or less"
+    if train.shards > MOST_SHARDS:
+        what = f"a step would have {train.shards:,} micro-batches of {train.micro_batch}, more than {MOST_SHARDS:,}"
+        yield ("train", "global_batch"), f"{what}; raise train.micro_batch or lower train.global_batch"
     if train.epochs is not None and train.steps is not None:
         what = "give train.steps or train.epochs, not both (train.epochs=null takes back the file's)"
-        found.append((("train", "steps"), what))
+        yield ("train", "steps"), what
+    if train.steps is not None and recipe.schedule.warmup_steps(train.steps) > train.steps:
+        what = f"{recipe.schedule.warmup:g} steps are more than the run has (train.steps={train.steps})"
+        yield ("schedule", "warmup"), f"{what}; below 1 it is a fraction of the run, such as 0.05"
+
+
+def _of_parts(recipe: Recipe) -> Iterator[Complaint]:
+    gives, takes = recipe.data.modality, recipe.model.modality
     if "any" not in (gives, takes) and gives != takes:
         what = f"{recipe.model.kind} takes {takes}s, but data.kind={recipe.data.kind} gives {gives}s"
-        found.append((("model", "kind"), what))
-    if recipe.parallel.kind == "single" and recipe.launch.max_nodes > 1:
-        what = f"{recipe.launch.nodes} machines, but parallel.kind=single runs one process"
-        found.append((("launch", "nodes"), f"{what}; set parallel.kind=ddp or launch.nodes=1"))
-    if recipe.parallel.kind == "single" and recipe.launch.processes not in ("auto", 1):
-        what = f"{recipe.launch.processes} processes, but parallel.kind=single runs one"
-        found.append((("launch", "processes"), f"{what}; set parallel.kind=ddp or launch.processes=1"))
-    if getattr(recipe.parallel, "gather", "fp32") == "bf16" and train.precision != "bf16":
+        yield ("model", "kind"), what
+
+
+def _of_spreading(recipe: Recipe) -> Iterator[Complaint]:
+    train, launch, parallel = recipe.train, recipe.launch, recipe.parallel
+    if parallel.kind == "single" and launch.max_nodes > 1:
+        what = f"{launch.nodes} machines, but parallel.kind=single runs one process"
+        yield ("launch", "nodes"), f"{what}; set parallel.kind=ddp or launch.nodes=1"
+    if parallel.kind == "single" and launch.processes not in ("auto", 1):
+        what = f"{launch.processes} processes, but parallel.kind=single runs one"
+        yield ("launch", "processes"), f"{what}; set parallel.kind=ddp or launch.processes=1"
+    if getattr(parallel, "gather", "fp32") == "bf16" and train.precision != "bf16":
         what = f"weights gathered in bf16 are computed with in bf16, but train.precision={train.precision}"
-        found.append((("parallel", "gather"), f"{what}; set train.precision=bf16 or parallel.gather=fp32"))
-    if train.batchnorm == "sync" and getattr(recipe.parallel, "SHARES_SHARDS", False):
-        what = f"processes that share a model run the same samples, but parallel.kind={recipe.parallel.kind}"
-        found.append((("train", "batchnorm"), f"sync counts what all processes hold; {what}; set it to shard"))
-    return found + _unknown_metrics(recipe)
+        yield ("parallel", "gather"), f"{what}; set train.precision=bf16 or parallel.gather=fp32"
+    if train.batchnorm == "sync" and getattr(parallel, "SHARES_SHARDS", False):
+        what = f"processes that share a model run the same samples, but parallel.kind={parallel.kind}"
+        yield ("train", "batchnorm"), f"sync counts what all processes hold; {what}; set it to shard"
 
 
 def _unknown_metrics(recipe: Recipe) -> list[Complaint]:
@@ -123,7 +152,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def of_sections(sections: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
     """The same for sections in memory, such as {"train": {"epochs": 3}}."""
     try:
-        text = json.dumps(sections, default=str, ensure_ascii=False)  # YAML, too, in one line
+        text = json.dumps(sections, default=str, ensure_ascii=False, allow_nan=False)  # YAML, too, in one line
     except (TypeError, ValueError) as error:
         raise ConfigError(f"a config holds numbers, texts, lists and sections: {error}") from None
     try:
@@ -170,9 +199,19 @@ def numeric(recipe: Recipe, facts: dict[str, Any], *, processes: int = 1) -> dic
     return found | facts
 
 
-def starter(source: str) -> Recipe:
-    """A recipe to start from for a source, with the model that fits it. Raises ConfigError for an unknown source."""
+def starter(source: str, code: Path = Path("user.py")) -> Recipe:
+    """A recipe to start from for a source, with the model that fits it and settings that suit both; `code` is the
+    user's own file, for a source that has a template of one. Raises ConfigError for an unknown source."""
     module = plugins.find("data.sources", source)
-    data = module.Config(kind=source, **getattr(module, "STARTER", {}))
-    model = {"text": {"kind": "transformer"}, "any": {"kind": "user", "file": "my_model.py"}}.get(data.modality)
-    return Recipe.model_validate({"data": data, "model": model or {"kind": "cnn"}, "train": {"epochs": 3}})
+    own: dict[str, Any] = getattr(module, "STARTER", {})
+    file = {} if template(source) is None else {"file": str(code)}
+    data = module.Config.model_validate({"kind": source, **own.get("data", {}), **file})
+    model = {"kind": {"text": "transformer", "any": "user"}.get(data.modality, "cnn")}
+    suited: dict[str, Any] = getattr(plugins.find("models", model["kind"]), "STARTER", {})
+    rest = {name: {**suited.get(name, {}), **own.get(name, {})} for name in ("train", "optim", "schedule")}
+    return Recipe.model_validate({"data": data, "model": model | file, **{k: v for k, v in rest.items() if v}})
+
+
+def template(source: str) -> Path | None:
+    """A file of code to start from, for a source that is the user's own; raises ConfigError for an unknown source."""
+    return getattr(plugins.find("data.sources", source), "TEMPLATE", None)

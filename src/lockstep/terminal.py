@@ -1,16 +1,18 @@
 """How commands talk to a person: the console, arguments that several take, an honest end."""
 
+import platform
 from collections.abc import Callable
 from functools import wraps
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from lockstep.errors import LockstepError
+from lockstep.escaping import EscapingConsole
 
-console = Console(highlight=False, markup=False, emoji=False)  # a path may hold [x] or :100:
+console = EscapingConsole(highlight=False, markup=False, emoji=False)  # a path may hold [x] or :100:
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or a run's recipe.yaml.", metavar="CONFIG")]
 Overrides = Annotated[
@@ -18,6 +20,11 @@ Overrides = Annotated[
     typer.Argument(help="Settings that replace the file's.", metavar="section.key=value"),
 ]
 RunArgument = Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
+
+
+def versions() -> str:
+    """Those of Lockstep, torch and Python, in one line; imports none of them."""
+    return f"lockstep {version('lockstep-train')}, torch {version('torch')}, Python {platform.python_version()}"
 
 
 def honest(command: Callable[..., int | None]) -> Callable[..., None]:

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,8 +12,8 @@ from lockstep import assembly, plugins
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.weights import restore_model
 from lockstep.contracts import Batch, Forward, Model, Tokenizer
-from lockstep.data.collate import collate
 from lockstep.data.dataset import open_source
+from lockstep.data.section import Origin
 from lockstep.errors import ConfigError, LaunchError, ModelError
 from lockstep.export import facts as telling
 from lockstep.export import reading, space, writing
@@ -39,8 +40,8 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
         rows = range(len(data.test))
         if data.test.lengths is not None:  # those of like length together: less to compute
             rows = data.test.lengths.argsort(kind="stable").tolist()
-        for start in range(0, len(rows), BATCH):
-            yield collate(data.test.__getitems__(rows[start : start + BATCH]), data.pad_id)
+        parts = (rows[start : start + BATCH] for start in range(0, len(rows), BATCH))
+        yield from assembly.test_batches(recipe, data, parts)
 
     def beside(folder: Path) -> None:
         """The tokenizer's files, the user's own code."""
@@ -50,7 +51,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
             shutil.copy(recipe.model.file, folder)
 
     target = (to or recipe.folder / recipe.export.folder).absolute()
-    samples = writing.Samples(few=assembly.first_samples(data, FEW), all=batches)
+    samples = writing.Samples(few=assembly.first_samples(recipe, data, FEW), all=batches)
     return writing.export(model, target, section=recipe.export, facts=facts, samples=samples, beside=beside), target
 
 
@@ -140,4 +141,18 @@ def _model(recipe: Recipe, checkpoint: Path, spec: assembly.DataSpec) -> tuple[M
         metrics=manifest.metrics,
         torch_version=str(manifest.numeric.get("torch_version", "")),
         recipe=recipe.model_dump(mode="json"),
+        **_about(recipe),
     )
+
+
+def _about(recipe: Recipe) -> dict[str, Any]:
+    """What a card tells beside: what was asked for, else what the source and the model know of themselves."""
+    of_data = getattr(plugins.find("data.sources", recipe.data.kind), "origin", None)
+    of_model = getattr(plugins.find("models", recipe.model.kind), "base_model", None)
+    origin: Origin | None = of_data(recipe.data) if of_data else None
+    return {
+        "origin": origin,
+        "license": recipe.export.license,
+        "language": recipe.export.language or (origin.language if origin else ()),
+        "base_model": recipe.export.base_model or (of_model(recipe.model) if of_model else None),
+    }

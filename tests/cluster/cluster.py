@@ -25,6 +25,8 @@ NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare",
 CLIENTS = ("sbatch", "squeue", "scontrol", "scancel", "srun", "sinfo", "salloc")
 HERE = Path(__file__).resolve().parent
 SUBNET = "10.66.0"
+PATIENCE_SECONDS = 300
+"""After which something hangs, however busy the machine is: no outcome may depend on how fast it is."""
 _SILENT = {"stdin": subprocess.DEVNULL}
 PROGRAMS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STEP_MANAGER = """\
@@ -54,12 +56,12 @@ def why_not():
     return f"a Slurm cluster needs namespaces: {trial.stderr.strip()}" if trial.returncode else ""
 
 
-def until(condition, seconds, hope):
-    """Poll `condition` until it is true -> its value; TimeoutError, naming what was hoped for, after `seconds`."""
-    deadline = time.monotonic() + seconds
+def until(condition, hope):
+    """Poll `condition` until it is true -> its value; TimeoutError, naming what was hoped for, only where it hangs."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds} s: {hope}")
+            raise TimeoutError(f"not within {PATIENCE_SECONDS} s: {hope}")
         time.sleep(0.1)
     return value
 
@@ -182,7 +184,7 @@ class Cluster:
 
     def run(self, host, *command, **options):
         """Run a command on a host to its end -> CompletedProcess with text output; `options`: of subprocess.run."""
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 60}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": PATIENCE_SECONDS}
         return subprocess.run(self.inside(host, *command), **({} if "input" in options else _SILENT) | pipes | options)
 
     def start(self, host, *command, **options):
@@ -265,7 +267,7 @@ class Cluster:
 
     def _await(self, what, condition):
         try:
-            return until(condition, 60, what)
+            return until(condition, what)
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.logs()}") from None
 
@@ -273,7 +275,7 @@ class Cluster:
 
     def _client(self, *command, **options):
         name, *arguments = map(str, command)
-        pipes = {"capture_output": True, "text": True, "timeout": 60}
+        pipes = {"capture_output": True, "text": True, "timeout": PATIENCE_SECONDS}
         return subprocess.run([self.folder / "bin" / name, *arguments], **_SILENT | pipes | options)
 
     def submit(self, *arguments, **options):
@@ -287,11 +289,11 @@ class Cluster:
         """Slurm's word for the state of a job, such as RUNNING; empty for a job that it does not know (any more)."""
         return self._client("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").stdout.strip()
 
-    def wait_for(self, job, states, seconds):
+    def wait_for(self, job, states):
         """Wait until a job is in one of `states` (a name or several) -> the one it is in."""
         wanted = {states} if isinstance(states, str) else set(states)
         try:
-            return until(lambda: wanted & {self.state(job)}, seconds, f"job {job} {' or '.join(wanted)}").pop()
+            return until(lambda: wanted & {self.state(job)}, f"job {job} {' or '.join(wanted)}").pop()
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self._client('scontrol', 'show', 'job', job).stdout}") from None
 
@@ -299,10 +301,10 @@ class Cluster:
         """Slurm's word for the state of a node, such as idle; with a star, it does not answer."""
         return self._client("sinfo", "-h", "-p", "batch", "-n", node, "-o", "%T").stdout.strip()
 
-    def wait_for_node(self, node, states, seconds):
+    def wait_for_node(self, node, states):
         """Wait until a node is in one of `states` (a name or several) -> the one it is in."""
         wanted = {states} if isinstance(states, str) else set(states)
-        return until(lambda: wanted & {self.node_state(node)}, seconds, f"{node} {' or '.join(wanted)}").pop()
+        return until(lambda: wanted & {self.node_state(node)}, f"{node} {' or '.join(wanted)}").pop()
 
     def calm(self):
         """Cancel every job, heal every node, and wait until all is idle: between two tests."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import Cluster, until, why_not
+from cluster import PATIENCE_SECONDS, Cluster, until, why_not
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(4 * PATIENCE_SECONDS)]
 MARK = "LOCKSTEP_TEST_SESSION"  # jobs have it, see conftest.py; the cluster itself does not
 
 
@@ -72,50 +72,50 @@ def test_hosts_are_apart(slurm):
 def test_srun_on_two_nodes(slurm):
     """Started as from a login node, by a program that has the client commands in PATH."""
     command = ["srun", "-N2", "--label", "sh", "-c", "echo $(hostname) $(hostname -I)"]
-    done = subprocess.run(command, env=slurm.environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=slurm.environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     wanted = [f"{task}: node{task + 1} {slurm.address(f'node{task + 1}')}" for task in range(2)]
     assert sorted(done.stdout.splitlines()) == wanted, done.stderr
 
 
 def test_jobs_import_the_project(slurm, tmp_path):
     job = slurm.submit(script(tmp_path, f"srun {sys.executable} -c 'import lockstep; print(lockstep.__name__)'"))
-    slurm.wait_for(job, "COMPLETED", 30)
+    slurm.wait_for(job, "COMPLETED")
     assert said(tmp_path) == ["lockstep"]
 
 
 def test_a_signal_to_a_client_command_reaches_it(slurm):
     """The commands in bin/ are the Slurm commands themselves, not something in between."""
-    process = subprocess.Popen(["srun", "sleep", "60"], env=slurm.environment, stderr=subprocess.PIPE, text=True)
-    until(lambda: slurm.run("node1", "pgrep", "-x", "sleep").stdout, 10, "a task")
+    process = subprocess.Popen(["srun", "sleep", "1000"], env=slurm.environment, stderr=subprocess.PIPE, text=True)
+    until(lambda: slurm.run("node1", "pgrep", "-x", "sleep").stdout, "a task")
     process.terminate()
-    assert "forcing job termination" in process.communicate(timeout=20)[1]
+    assert "forcing job termination" in process.communicate(timeout=PATIENCE_SECONDS)[1]
 
 
 def test_a_killed_node_is_down_and_heals(slurm, tmp_path):
     """Its job is requeued, and starts again when the node is back."""
-    job = slurm.submit(script(tmp_path, "echo start $SLURM_RESTART_COUNT; sleep 60", "--nodes=2"))
-    slurm.wait_for(job, "RUNNING", 10)
+    job = slurm.submit(script(tmp_path, "echo start $SLURM_RESTART_COUNT; sleep 1000", "--nodes=2"))
+    slurm.wait_for(job, "RUNNING")
     before = processes_of(slurm.folder)
     slurm.kill("node2")
     assert before - processes_of(slurm.folder)
     with pytest.raises(ProcessLookupError):
         slurm.run("node2", "true")
-    slurm.wait_for_node("node2", "down*", 40)
-    slurm.wait_for(job, "PENDING", 10)
+    slurm.wait_for_node("node2", "down*")
+    slurm.wait_for(job, "PENDING")
     slurm.heal("node2")
-    slurm.wait_for(job, "RUNNING", 30)
-    until(lambda: "start 1" in said(tmp_path), 10, "a second start")
+    slurm.wait_for(job, "RUNNING")
+    until(lambda: "start 1" in said(tmp_path), "a second start")
 
 
 def test_a_cut_node_is_out_of_reach_and_heals(slurm):
     """Its processes live on."""
-    until(lambda: reaches(slurm, "node1", "node2"), 10, "a way to node2")
+    until(lambda: reaches(slurm, "node1", "node2"), "a way to node2")
     slurm.cut("node2")
     assert not reaches(slurm, "node1", "node2")
     assert not reaches(slurm, "head", "node2")
     assert slurm.run("node2", "hostname").stdout == "node2\n"
     slurm.heal("node2")
-    until(lambda: reaches(slurm, "node1", "node2"), 10, "a way back")  # whoever was sought in vain is asked for anew
+    until(lambda: reaches(slurm, "node1", "node2"), "a way back")  # whoever was sought in vain is asked for anew
 
 
 def test_a_preempted_job_is_requeued(slurm, tmp_path):
@@ -123,11 +123,11 @@ def test_a_preempted_job_is_requeued(slurm, tmp_path):
     stay = "trap 'echo asked' TERM; echo ready; while :; do sleep 1; done"
     body = f'echo start $SLURM_RESTART_COUNT; srun bash -c "{stay}"'
     job = slurm.submit(script(tmp_path, body, "--nodes=2", "--exclusive"))
-    until(lambda: "ready" in said(tmp_path), 10, "a step")
+    until(lambda: "ready" in said(tmp_path), "a step")
     urgent = slurm.submit("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
-    slurm.wait_for(urgent, "COMPLETED", 40)
-    slurm.wait_for(job, "RUNNING", 30)
-    until(lambda: "start 1" in said(tmp_path), 10, "a second start")
+    slurm.wait_for(urgent, "COMPLETED")
+    slurm.wait_for(job, "RUNNING")
+    until(lambda: "start 1" in said(tmp_path), "a second start")
     assert "asked" in said(tmp_path)
 
 
@@ -136,9 +136,9 @@ def test_nothing_remains_after_close(tmp_path):
     if why_not():
         pytest.skip(why_not())
     with Cluster(tmp_path / "own", nodes=1, gpus=2) as cluster:
-        job = cluster.submit("--gres=gpu:2", "--output=/dev/null", "--wrap=setsid sleep 61 & sleep 62")
-        cluster.wait_for(job, "RUNNING", 10)
-        until(lambda: named("sleep", processes_of(tmp_path / "own")) == 2, 10, "a job's processes")
+        job = cluster.submit("--gres=gpu:2", "--output=/dev/null", "--wrap=setsid sleep 1000 & sleep 1001")
+        cluster.wait_for(job, "RUNNING")
+        until(lambda: named("sleep", processes_of(tmp_path / "own")) == 2, "a job's processes")
         started = processes_of(tmp_path / "own")
         assert len(started) >= 12, "keeper, two unshare, four on the head, three on the node, two sleeps"
     assert not alive(started)
@@ -153,11 +153,11 @@ def test_nothing_remains_of_a_killed_process(slurm, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as owner:
         owner.stdout.readline()
-        with subprocess.Popen([tmp_path / "own/bin/srun", "sleep", "60"], stderr=subprocess.DEVNULL) as client:
-            until(lambda: named("sleep", processes_of(tmp_path / "own")), 10, "a step")
+        with subprocess.Popen([tmp_path / "own/bin/srun", "sleep", "1000"], stderr=subprocess.DEVNULL) as client:
+            until(lambda: named("sleep", processes_of(tmp_path / "own")), "a step")
             started = processes_of(tmp_path / "own")
             owner.kill()
-            assert client.wait(timeout=10) == -signal.SIGKILL
-    until(lambda: not (tmp_path / "own").exists(), 10, "no folder")
-    until(lambda: not alive(started), 5, "no process")
+            assert client.wait(timeout=PATIENCE_SECONDS) == -signal.SIGKILL
+    until(lambda: not (tmp_path / "own").exists(), "no folder")
+    until(lambda: not alive(started), "no process")
     assert slurm.run("head", "sinfo", "-h", "-o", "%D %T", "-p", "batch").stdout == "2 idle\n"

@@ -1,12 +1,13 @@
 """One start of this machine's processes, through PyTorch's elastic agent, to their end."""
 
+import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 from torch.distributed import PrefixStore, TCPStore
@@ -23,6 +24,8 @@ from lockstep.agent.rendezvous import STORE_TIMEOUT
 SIGNALS = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)]
 EXIT_BARRIER_SECONDS = 1
 """The agents need not wait for each other's end: the meeting does."""
+HAS_GRACE = "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters
+"""Before torch 2.13 processes always have 30 s to end."""
 
 
 class Over(Exception):  # noqa: N818 (no error: node 0 has ended the attempt)
@@ -107,11 +110,12 @@ def attempt(start: Start, meeting: Meeting, is_over: Callable[[], Over | None]) 
         rdzv_handler=Rendezvous(meeting, is_over),
         max_restarts=0,  # the agent would start again after any error, and never on fewer processes
     )
+    grace: dict[str, Any] = {"shutdown_timeout": start.grace_seconds} if HAS_GRACE else {}
     agent = LocalElasticAgent(
         spec,
         RankLogs(start.logs),
         exit_barrier_timeout=EXIT_BARRIER_SECONDS,
-        shutdown_timeout=start.grace_seconds,
+        **grace,
     )
     kills_before = oom_kills()
     result = agent.run()

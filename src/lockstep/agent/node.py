@@ -141,7 +141,9 @@ def _resuming(argv: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def plan_of(section: LaunchSection, request: Request, *, threads: int, shards: int, endpoint: Endpoint | None) -> Plan:
-    """The command of a node's processes, and how many of it; raises LaunchError for more processes than GPUs."""
+    """The command of a node's processes, and how many of it; raises LaunchError for more processes than GPUs,
+    and for what this machine does not have."""
+    section.check_machine(threads)
     interface = interface_to(endpoint) if endpoint else None
     return Plan(
         argv=(sys.executable, "-m", request.module, str(request.recipe), *request.arguments),

@@ -4,26 +4,34 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+import pydantic_core
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from lockstep.config import Section
+from lockstep import files
+from lockstep.config import MANY, Section
 
 MANIFEST = "manifest.json"
+MOST_BYTES = 64 << 20
+"""Of a manifest."""
+Count = Annotated[int, Field(ge=0, le=2**53)]
+FileName = Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=255)]
+"""Of a file in the checkpoint's own folder."""
 
 
 class CheckpointSection(Section):
     """When the run's state is kept on disk, and how much of it."""
 
-    every_steps: int | None = Field(None, ge=1)
+    every_steps: int | None = Field(None, ge=1, le=MANY)
     """Save every so many steps; the last step is always saved."""
-    every_minutes: float | None = Field(10.0, gt=0)
+    every_minutes: float | None = Field(10.0, gt=0, le=MANY)
     """Save when so many minutes have passed since the last save (by rank 0's clock)."""
-    keep: int = Field(3, ge=1)
+    keep: int = Field(3, ge=1, le=MANY)
     """How many of the newest checkpoints stay."""
-    keep_every_hours: float | None = Field(None, gt=0)
+    keep_every_hours: float | None = Field(None, gt=0, le=MANY)
     """Also keep one checkpoint for every so many hours of the run, from its first on, to go back to."""
     best: str | None = None
     """Also keep the best checkpoint by this metric of the evaluation, such as accuracy, f1 or loss; it is the one
@@ -34,10 +42,12 @@ class CheckpointSection(Section):
 class Manifest:
     """What a checkpoint holds; written last, so that its presence means that the rest is there."""
 
-    step: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    step: Count
     """Steps done."""
-    epoch: int
-    world_size: int
+    epoch: Count
+    world_size: Annotated[int, Field(ge=1, le=2**31)]
     saved_at: float
     """When its state was copied, in seconds since 1970, by rank 0's clock."""
     numeric: Mapping[str, Any]
@@ -48,14 +58,12 @@ class Manifest:
     """sha256 over the weights, as of runtime/digest.py; the writer fills it in."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The evaluation at this step, if there was one."""
-    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    files: Mapping[FileName, tuple[Count, str]] = field(default_factory=dict)
     """File name -> (size in bytes, sha256)."""
 
     def text(self) -> str:
         """As JSON, with a sha256 of its own: a changed byte in the manifest is noticed like one in any other file."""
-        body = asdict(self)
-        own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
-        return json.dumps({**body, "sha256": own}, indent=1)
+        return _sealed(asdict(self))
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -70,16 +78,33 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; raises OSError or ValueError when there is none that can be read."""
-    text = (folder / MANIFEST).read_bytes().decode("utf-8")
-    body = json.loads(text)
-    try:
-        manifest = Manifest(**{name: value for name, value in body.items() if name != "sha256"})
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"the manifest has other fields: {error}") from None
-    if manifest.text() != text:
+    """The manifest of a checkpoint; raises OSError or ValueError when there is none that can be used."""
+    text = files.read(folder / MANIFEST, MOST_BYTES)
+    body = pydantic_core.from_json(text)  # no recursion, where json's has no end
+    if not isinstance(body, dict):
+        raise ValueError("the manifest is no section")
+    body.pop("sha256", None)
+    if _sealed(body).encode() != text:
         raise ValueError("the manifest has been changed (its sha256 differs)")
+    try:
+        manifest: Manifest = _schema().validate_json(json.dumps(body), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = ": ".join([".".join(str(part) for part in first["loc"]), first["msg"]])
+        raise ValueError(f"the manifest has other fields ({reason})") from None
+    if folder.name.startswith("step-") and folder.name[5:].isdecimal() and step_of(folder) != manifest.step:
+        raise ValueError(f"the manifest is one of step {manifest.step}")
     return manifest
+
+
+def _sealed(body: dict[str, Any]) -> str:
+    own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps({**body, "sha256": own}, indent=1)
+
+
+@cache
+def _schema() -> TypeAdapter[Any]:
+    return TypeAdapter(Manifest)
 
 
 def step_of(folder: Path) -> int:

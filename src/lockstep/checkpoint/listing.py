@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lockstep.checkpoint.inventory import Entry, Inventory, weight
 from lockstep.checkpoint.layout import CheckpointSection
+from lockstep.escaping import EscapingConsole
 
 UNITS = (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48), ("d", 86400, None))
 """Of an age: name, seconds, and how many of them are told in a larger unit instead."""
@@ -38,7 +39,7 @@ FORMS = (Form(has_reasons=True), Form(has_reasons=False), Form(has_reasons=False
 def show(found: Inventory, section: CheckpointSection, console: Console) -> None:
     """Print the table, as far as it fits with a line for each row, and below it what else is to be said."""
     if not console.is_terminal:  # a log, or another program: nothing is folded
-        console = Console(file=console.file, highlight=False, markup=False, emoji=False, width=UNFOLDED)
+        console = EscapingConsole(file=console.file, highlight=False, markup=False, emoji=False, width=UNFOLDED)
     if found.entries:
         for form in FORMS:
             table = _table(found, section, form)

@@ -1,41 +1,108 @@
 """Reads checkpoints through DCP, whatever world they were written by."""
 
+import os
 import warnings
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep import files
+from lockstep.checkpoint import table
 from lockstep.errors import CheckpointError
 from lockstep.runtime.collectives import together
 
 
-def contents(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name, on the meta device: type and shape without a byte of data."""
-    import torch.distributed.checkpoint as dcp
+class DamagedError(CheckpointError):
+    """A checkpoint whose tensors cannot be read although its bytes are those that its manifest names."""
 
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name, on the meta device: type and shape without a byte of data.
+
+    Raises DamagedError.
+    """
+    try:
+        stored = table.read(folder).tensors
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{folder} cannot be read: {error}") from None
     return {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for name, entry in stored.items()
-        if isinstance(entry, dcp.TensorStorageMetadata)
+        name: torch.empty(kind.size, dtype=getattr(torch, kind.dtype), device="meta") for name, kind in stored.items()
     }
+
+
+@cache
+def _careful() -> Any:
+    """DCP's reader, but for the table, which it would unpickle, and for archives that unpack to more than they are."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.utils import _ReaderView
+
+    class View(_ReaderView):
+        def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+            return super().seek(-offset if whence == os.SEEK_END else offset, whence)  # as torch 2.13 counts backwards
+
+    class Careful(dcp.FileSystemReader):
+        def read_metadata(self, *_: Any, **__: Any) -> Any:
+            return _metadata(table.read(Path(self.path)))
+
+        def _slice_file(self, file: Any, place: Any) -> Any:
+            view: Any = View(file, place.offset, place.length)
+            files.check_archive(view, place.length)
+            return super()._slice_file(file, place)
+
+    return Careful
+
+
+def _metadata(found: table.Table) -> Any:
+    """The same as DCP has it."""
+    from torch.distributed.checkpoint import metadata
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return metadata.Metadata(
+        state_dict_metadata={
+            name: metadata.TensorStorageMetadata(
+                properties=metadata.TensorProperties(dtype=getattr(torch, kind.dtype)),
+                size=torch.Size(kind.size),
+                chunks=[
+                    metadata.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+                    for offsets, sizes in kind.pieces
+                ],
+            )
+            for name, kind in found.tensors.items()
+        },
+        planner_data={name: (name,) for name in found.tensors},
+        storage_data={
+            metadata.MetadataIndex(
+                place.name, None if place.offset is None else torch.Size(place.offset), place.number
+            ): _StorageInfo(relative_path=place.file, offset=place.start, length=place.length)
+            for place in found.places
+        },
+        storage_meta=metadata.StorageMeta(),
+    )
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill tensors in place from a checkpoint, whatever world it was written by.
 
-    Raises CheckpointError naming the tensors that are not in it, or not of the same shape.
+    Raises CheckpointError naming the tensors that are not in it, or not of the same shape; DamagedError, on every rank,
+    where their bytes cannot be read.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     with together() if dist.is_initialized() else nullcontext():
         _compare(folder, tensors)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process, as intended
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
+        try:
+            dcp.load(tensors, storage_reader=_careful()(folder), no_dist=not dist.is_initialized())
+        except CheckpointException as error:
+            reasons = [f"{type(reason).__name__}: {reason}".splitlines()[0] for reason, _ in error.failures.values()]
+            raise DamagedError(f"{folder} cannot be read: {reasons[0]}") from None
 
 
 def _compare(folder: Path, tensors: dict[str, Tensor]) -> None:

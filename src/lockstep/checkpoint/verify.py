@@ -1,9 +1,11 @@
-"""Which checkpoint can be trusted: every byte is checked against the manifest before anything is loaded."""
+"""Which checkpoint can be trusted: every byte is checked against the manifest, and the table against the files, before
+anything is loaded."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from lockstep import files
+from lockstep.checkpoint import table
 from lockstep.checkpoint.layout import MANIFEST, listed, read_manifest
 
 
@@ -22,13 +24,19 @@ def problem(folder: Path, *, every_byte: bool = True) -> str | None:
                 return f"{name} has {(folder / name).stat().st_size} bytes instead of {size}"
             if every_byte and files.sha256(folder / name) != sha256:
                 return f"{name} has been changed (its sha256 differs)"
+        if (
+            every_byte and table.FILE in manifest.files
+        ):  # whoever wrote the manifest may have written anything into what it vouches for
+            table.read(folder)
     except (OSError, ValueError) as error:
-        return f"cannot be read: {error}"
+        return f"cannot be read: {' '.join(str(error).split())}"
     return None
 
 
-def newest(root: Path, passed_over: Callable[[Path, str], None]) -> Path | None:
-    """The newest checkpoint that verifies; tells `passed_over` each newer one and what is wrong with it."""
+def newest(
+    root: Path, passed_over: Callable[[Path, str], None], *, problem: Callable[[Path], str | None] = problem
+) -> Path | None:
+    """The newest checkpoint without a problem; tells `passed_over` each newer one and what is wrong with it."""
     for folder in listed(root):
         reason = problem(folder)
         if reason is None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import files
-from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of
+from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of, read_manifest
 from lockstep.checkpoint.pieces import in_pieces
 from lockstep.checkpoint.verify import problem
 from lockstep.checkpoint.weights import MODEL
@@ -98,8 +98,11 @@ class Writer:
         rooms = [part_of(room) for room in self.copies.values()]
         self.warming = _beside(lambda: [room.zero_() for room in rooms])
 
-    def start(self, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
-        """Copy this rank's part and begin to write it; the tensors may change as soon as this returns."""
+    def start(
+        self, tensors: Mapping[str, Tensor], manifest: Manifest, *, used: Mapping[str, str] | None = None
+    ) -> None:
+        """Copy this rank's part and begin to write it; the tensors may change as soon as this returns. `used`: what the
+        digest is of, name -> name in `tensors`; all of model.* where it is not given."""
         assert self.pending is None, "the last save has not been looked at"
         begin, copies = time.monotonic(), {}
         if self.warming is not None:
@@ -114,7 +117,9 @@ class Writer:
         self.copies = copies
 
         def write() -> Saved:
-            folder, failure = self._written(copies, manifest)
+            named = used or {name.removeprefix(MODEL): name for name in copies if name.startswith(MODEL)}
+            weights = {name: copies[source] for name, source in named.items() if source in copies}
+            folder, failure = self._written(copies, weights, manifest)
             return Saved(step=manifest.step, folder=folder, failure=failure, seconds=time.monotonic() - begin)
 
         self.pending = _beside(write)
@@ -136,8 +141,10 @@ class Writer:
         self.pending = None
         return saved
 
-    def _written(self, copies: dict[str, Tensor], manifest: Manifest) -> tuple[Path, str | None]:
-        """In the thread, on all ranks: folder, and what went wrong."""
+    def _written(
+        self, copies: dict[str, Tensor], weights: dict[str, Tensor], manifest: Manifest
+    ) -> tuple[Path, str | None]:
+        """In the thread, on all ranks: folder, and what went wrong. `weights`: what the digest is of."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
@@ -149,7 +156,7 @@ class Writer:
                 target = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)  # copied already
                 pieces = {name: in_pieces(copy) for name, copy in copies.items()}
                 dcp.save(pieces, storage_writer=target, process_group=self.group)
-                failure = self._completed(temporary, copies, manifest)
+                failure = self._completed(temporary, weights, manifest)
             except CheckpointException as error:
                 failure = self._reasons(error)
         if failure is not None and is_main:
@@ -175,14 +182,13 @@ class Writer:
         except OSError:
             return reasons
 
-    def _completed(self, temporary: Path, copies: dict[str, Tensor], manifest: Manifest) -> str | None:
+    def _completed(self, temporary: Path, weights: dict[str, Tensor], manifest: Manifest) -> str | None:
         """Hash, each rank what it has written; then rank 0 writes the manifest and renames. What went wrong."""
         rank, sums, failure = dist.get_rank(), {}, None
         try:
             sums = _sums(temporary, f"__{rank}_*", *([".metadata"] if rank == 0 else []))
         except OSError as error:
             failure = _reason(error, rank)
-        weights = {n.removeprefix(MODEL): copy for n, copy in copies.items() if n.startswith(MODEL)}
         lines, everyone = world_lines(weights, self.group), gathered((sums, failure), self.group)
         failures = [each for _, each in everyone if each]
         if not failures and rank == 0:
@@ -240,6 +246,10 @@ def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     if not final.exists():
         temporary.replace(final)
     elif problem(final) is None:
+        known = read_manifest(final)
+        if manifest.metrics and not known.metrics:  # it has been evaluated since
+            evaluated = replace(known, metrics=manifest.metrics, progress=manifest.progress)
+            files.write(final / MANIFEST, evaluated.text())
         shutil.rmtree(temporary)
     else:
         final.replace(temporary.with_name(f"{temporary.name}-damaged"))

@@ -1,6 +1,7 @@
 """What a run, or one of its checkpoints, has written down about its bits."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,10 +10,17 @@ from typing import Any
 import yaml
 
 from lockstep.checkpoint import layout
-from lockstep.config import Loader
 from lockstep.errors import ConfigError
+from lockstep.yaml_text import Places, read, read_file
 
 LOGGED = ("learning_rate", "loss", "gradient_norm", "chain")
+DIGESTS = ("digest", "training_digest")
+EVALUATION = "evaluation "
+"""How the quantities of an evaluation begin: "evaluation accuracy"."""
+DECIDED = ("finished", "stopped early")
+"""Ends that a run comes to by itself."""
+PLACE = ("kind", "step", "epoch", "samples")
+"""Of an evaluation's line, what is not measured."""
 NAMES = {"run.name", "run.dir"}
 """Settings that tell two runs apart and mean nothing else."""
 
@@ -25,13 +33,16 @@ class Evidence:
     """The path as it was given."""
     facts: Mapping[int, Mapping[str, Any]]
     """Step -> quantity -> value: what metrics.jsonl, summary.json and the manifests say, in the order of steps.
-    Quantities are those of LOGGED, as far as a step was logged, and the weights' digest where there is one."""
+    Quantities are those of LOGGED, as far as a step was logged, what was measured in an evaluation, and digests of the
+    weights where there are any."""
     checkpoints: Mapping[int, Path]
     numeric: Mapping[str, Any]
     """The numeric recipe; empty for a run that was killed before its first checkpoint."""
     settings: Mapping[str, Any]
     """Every setting of recipe.yaml by its dotted name; empty for a checkpoint that lies outside of a run."""
     notes: list[str] = field(default_factory=list)
+    end: str | None = None
+    """How the run has ended; None where it has not come to an end by itself."""
 
     @property
     def last(self) -> int:
@@ -78,12 +89,15 @@ def _of_run(path: Path, folder: Path) -> Evidence:
         facts[manifest.step] = _facts(manifest) | facts.get(manifest.step, {})
     newest = next(iter(manifests.values()), None)
     numeric, drift = (newest.numeric, newest.progress.get("drift", [])) if newest else ({}, [])
+    end = None
     if (folder / "summary.json").is_file():  # not in a run that goes on, nor in one that was killed
         summary = json.loads((folder / "summary.json").read_bytes())
         numeric, drift = summary.get("numeric_recipe", numeric), summary.get("drift", drift)
         if summary.get("status") != "failed":  # what a failed run had not read yet is not in its chain
-            known = {name: summary[name] for name in ("chain", "digest") if name in summary}
+            known = {name: summary[name] for name in ("chain", *DIGESTS) if summary.get(name) is not None}
+            known |= _evaluated(summary.get("evaluation") or {})
             facts[summary.get("steps", 0)] = known | facts.get(summary.get("steps", 0), {})
+            end = summary["status"] if summary.get("status") in DECIDED else None
     return Evidence(
         name=str(path),
         facts=dict(sorted(facts.items())),
@@ -91,31 +105,48 @@ def _of_run(path: Path, folder: Path) -> Evidence:
         numeric=numeric,
         settings=_settings(folder / "recipe.yaml"),
         notes=notes + _drifted(path, drift),
+        end=end,
     )
 
 
 def _facts(manifest: layout.Manifest) -> dict[str, Any]:
     chain = manifest.progress.get("chain")
-    return {"digest": manifest.digest, **({"chain": chain} if chain else {})}
+    return {"digest": manifest.digest, **({"chain": chain} if chain else {}), **_evaluated(manifest.metrics)}
+
+
+def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """An evaluation as quantities of its step; what is not finite is None, as in metrics.jsonl."""
+    return {
+        f"{EVALUATION}{name}": None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 def _logged(file: Path) -> dict[int, dict[str, Any]]:
     """Step -> what was logged; a line that a kill has cut short counts for nothing."""
-    found = {}
+    found: dict[int, dict[str, Any]] = {}
     for text in file.read_bytes().split(b"\n") if file.is_file() else []:
         try:
             line = json.loads(text)
         except ValueError:
             continue
-        if isinstance(line, dict) and line.get("kind") == "step" and isinstance(line.get("step"), int):
-            found[line["step"]] = {name: line[name] for name in LOGGED if name in line}
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            continue
+        known = found.setdefault(line["step"], {})
+        if line.get("kind") == "step":
+            known |= {name: line[name] for name in LOGGED if name in line}
+        elif line.get("kind") == "evaluation":
+            known |= _evaluated({name: value for name, value in line.items() if name not in PLACE})
     return found
 
 
 def _settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    sections = yaml.load(file.read_text(encoding="utf-8"), Loader)
+    try:
+        sections = read(read_file(file), Places(str(file)))
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
     if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):
         raise ValueError(f"{file.name} has no sections")
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import layout, verify
-from lockstep.compare.evidence import LOGGED, Evidence, evidence
+from lockstep.compare.evidence import DIGESTS, EVALUATION, LOGGED, Evidence, evidence
 from lockstep.compare.tensors import Difference, differences
 from lockstep.errors import CheckpointError
 
-QUANTITIES = (*LOGGED, "digest")
-"""In the order in which one is the cause of another."""
+ORDER = (*LOGGED, *DIGESTS)
+"""In which one is the cause of another; evaluations follow."""
+EARLY = "stopped early"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,8 @@ class Verdict:
     """The result, and what to tell a person."""
 
     is_equal: bool
-    """Whether loss, gradient norm, learning rate, chain, digest and tensors are the same, as far as both have them."""
+    """Whether loss, gradient norm, learning rate, chain, digests, evaluations and tensors are the same, as far as both
+    have them, and neither was stopped early where the other was not."""
     lines: list[str]
 
 
@@ -41,16 +43,17 @@ def compare(path: Path, other: Path) -> Verdict:
     pair = _pair(a, b, notes)
     number, tensors = differences(a.checkpoints[pair], b.checkpoints[pair]) if pair else (0, [])
     lines = [f"A: {a.name}, {_steps(a)}", f"B: {b.name}, {_steps(b)}"]
-    if first is None and not tensors:
+    ends = _ends(a, b)
+    if first is None and not tensors and not ends:
         lines += [_equal(a, b, last), *([f"all {number} tensors of step {pair} are equal"] if pair else [])]
     else:
-        lines += _parting(a, b, common=common, first=first)
+        lines += [*(_parting(a, b, common=common, first=first) if first or tensors else ()), *ends]
         if pair:
             lines += _in_tensors(pair, number, tensors)
     if not pair:
         lines.append("there is no checkpoint of a step that both have kept whole: no tensors were compared")
     lines += [*_fields(a, b), *(f"note: {note}" for note in notes)]
-    return Verdict(is_equal=first is None and not tensors, lines=lines)
+    return Verdict(is_equal=first is None and not tensors and not ends, lines=lines)
 
 
 def _steps(side: Evidence) -> str:
@@ -59,11 +62,23 @@ def _steps(side: Evidence) -> str:
 
 def _shared(a: Evidence, b: Evidence, step: int) -> list[str]:
     """Quantities that both sides know of a step."""
-    return [name for name in QUANTITIES if name in a.facts[step] and name in b.facts.get(step, {})]
+    measured = sorted(name for name in a.facts[step] if name.startswith(EVALUATION))
+    return [name for name in (*ORDER, *measured) if name in a.facts[step] and name in b.facts.get(step, {})]
 
 
 def _differing(a: Evidence, b: Evidence, step: int) -> list[str]:
     return [name for name in _shared(a, b, step) if a.facts[step][name] != b.facts[step][name]]
+
+
+def _ends(a: Evidence, b: Evidence) -> list[str]:
+    """Why one was stopped early, which is a decision, and the other was not; none where one has not got that far."""
+    for name, side, other_name, other in (("A", a, "B", b), ("B", b, "A", a)):
+        if side.end != EARLY or (other.end == EARLY and other.last == side.last):
+            continue
+        if other.last > side.last or (other.last == side.last and other.end is not None):
+            how = f"{other.end} after step {other.last:,}" if other.end else f"went on to step {other.last:,}"
+            return [f"different ends: {name} was stopped early after step {side.last:,}, {other_name} {how}"]
+    return []
 
 
 def _pair(a: Evidence, b: Evidence, notes: list[str]) -> int | None:

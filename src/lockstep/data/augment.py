@@ -8,6 +8,7 @@ import numpy as np
 
 from lockstep import plugins
 from lockstep.contracts import Columns, Source
+from lockstep.data.collate import Collated
 from lockstep.data.order import mix
 from lockstep.data.section import DataSection
 from lockstep.errors import DataError
@@ -38,14 +39,19 @@ class Augmented:
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
         """The samples as they are in the source."""
-        return self.source.__getitems__(indices)
+        return self.source.__getitems__(list(indices))
 
     def drawn(self, indices: Sequence[int], epoch: int) -> Columns:
         """The samples as an epoch sees them; the function gets a copy of each, and may change it in place.
 
         Costs 10 µs a sample beside the function's own time.
         """
-        columns = self.source.__getitems__(indices)
+        columns = self.source.__getitems__(list(indices))
+        if isinstance(columns, Collated):
+            raise DataError(
+                "collate() makes whole micro-batches, of which augment() cannot get single samples: augment in "
+                "__getitem__, where all generators are seeded just the same"
+            )
         rows = []
         for place, key in enumerate(mix(keys_of(self.seed, epoch, indices))):  # mixed again: not the fetch's own key
             seed_all(int(key))

@@ -1,6 +1,7 @@
 """Opens a split: finds its source, caps it, turns texts into tokens."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -8,15 +9,29 @@ from lockstep import plugins
 from lockstep.contracts import Columns, Source, Tokenizer
 from lockstep.data.cache import tokenised
 from lockstep.data.section import DataSection
+from lockstep.errors import DataError
 from lockstep.events import Preparing
+
+
+class EvenRows:
+    """The positions of `count` samples, spread evenly over `whole`, as an array that takes no memory."""
+
+    def __init__(self, count: int, whole: int) -> None:
+        self.count, self.whole = count, whole
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, places: Any) -> Any:
+        return np.asarray(places, dtype=np.int64) * self.whole // self.count
 
 
 class Subset:
     """Some samples of a source, by position."""
 
-    def __init__(self, source: Source, rows: np.ndarray) -> None:
+    def __init__(self, source: Source, rows: np.ndarray | EvenRows) -> None:
         self.source, self.rows, self.spec = source, rows, source.spec
-        self.lengths = None if source.lengths is None else source.lengths[rows]
+        self.lengths = None if source.lengths is None else source.lengths[rows[np.arange(len(rows))]]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -29,9 +44,13 @@ class Subset:
 def open_source(section: DataSection, split: str) -> Source:
     """The "train" or "test" split as its source gives it, capped by data.limit; raises DataError."""
     source = plugins.find("data.sources", section.kind).build(section, split)
+    if not len(source):
+        raise DataError(
+            f"the {split} split of data.kind={section.kind} holds no sample: check the paths, columns and options that "
+            "`data` names"
+        )
     if split == "train" and section.limit is not None and section.limit < len(source):
-        rows = np.arange(section.limit) * len(source) // section.limit
-        return Subset(source, rows)
+        return Subset(source, EvenRows(section.limit, len(source)))
     return source
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lockstep import plugins
 from lockstep.errors import DataError
 from lockstep.runtime.hub import hub_answers
 
@@ -12,8 +13,10 @@ from lockstep.runtime.hub import hub_answers
 def load_split(name: str, split: str, *, subset: str | None = None, revision: str | None = None) -> Any:
     """A split (a `datasets.Dataset`, or a slice of one like "train[:10%]") of a hub name or a local folder.
 
-    Raises DataError when it cannot be reached, found or read, with the library's own reason.
+    Raises DataError when it cannot be reached, found or read, with the library's own reason, and MissingExtra without
+    the package datasets.
     """
+    plugins.require("hub", "datasets", what=f"the data set {name!r}")
     import datasets
 
     folder = Path(name).expanduser().absolute()

@@ -1,11 +1,14 @@
 """Image files of any form become one array of one size."""
 
+import math
+import warnings
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import psutil
 from PIL import Image, ImageOps
 from pydantic import PositiveInt
 
@@ -15,8 +18,13 @@ from lockstep.errors import DataError
 
 MOST_PIXELS = 64_000_000
 """Of one image: a small file may unpack to gigabytes."""
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # told by MOST_PIXELS
 ImageFile = Path | bytes | None
 """An image file or its contents; None where a table has an empty cell."""
+
+
+class TooLarge(DataError):
+    """An image of more pixels than may be unpacked."""
 
 
 class ImageSection(DataSection):
@@ -42,7 +50,7 @@ def decode(
         section.image_size
         or _open(like, str(like) if isinstance(like, Path) else "the first training image").size[::-1]
     )
-    images = np.empty((count, section.channels, height, width), dtype=np.uint8)
+    images = _room((count, section.channels, height, width))
     for number, file in enumerate(files):
         image = _coloured(_open(file, place(number)), section.channels)
         if section.image_size is None and image.size != (width, height):
@@ -54,6 +62,21 @@ def decode(
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         images[number] = _channels_first(image)
     return images
+
+
+def _room(shape: tuple[int, int, int, int]) -> np.ndarray:
+    """Memory for images, uint8. Raises DataError where this machine has less."""
+    count, _, height, width = shape
+    what = f"{count} images of {height} x {width} (data.image_size)"
+    if height * width > MOST_PIXELS:
+        raise DataError(f"{what} have more than {MOST_PIXELS:,} pixels each: choose a smaller size")
+    size, there = math.prod(shape), psutil.virtual_memory().total
+    if size > there:
+        raise DataError(
+            f"{what} take {size / 2**30:.1f} GiB, but this machine has {there / 2**30:.1f}: choose a smaller size, or "
+            "data.limit"
+        )
+    return np.empty(shape, dtype=np.uint8)
 
 
 def pixels_of(
@@ -81,13 +104,17 @@ def _open(file: ImageFile, where: str, formats: tuple[str, ...] | None = None) -
     """An upright image in memory, of a mode that `convert` understands."""
     if file is None:
         raise DataError(f"{where} has no image: remove the row")
+    if isinstance(file, Path) and file.exists() and not file.is_file():  # to open a pipe would wait for ever
+        raise DataError(f"{where} is no file but a pipe, a device or a folder: remove it")
     try:
         with Image.open(BytesIO(file) if isinstance(file, bytes) else file, formats=formats) as opened:
             if opened.width * opened.height > MOST_PIXELS:  # before a byte of it is unpacked
-                raise DataError(f"{where} has {opened.width} x {opened.height} pixels, more than {MOST_PIXELS:,}")
+                raise TooLarge(f"{where} has {opened.width} x {opened.height} pixels, more than {MOST_PIXELS:,}")
             image = ImageOps.exif_transpose(opened)
             image.load()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError as error:
+        raise TooLarge(f"{where} has more than {MOST_PIXELS:,} pixels") from error
+    except (OSError, SyntaxError, ValueError) as error:
         raise DataError(f"{where} cannot be read as an image ({error}): replace or remove it") from error
     if image.mode.startswith("I"):
         # Pillow would clip 16-bit grey at 255, which leaves a white image.

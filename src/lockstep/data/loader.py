@@ -1,9 +1,7 @@
 """Micro-batches, fetched whole: in the training process, or ahead of it by worker processes."""
 
-import os
 import signal
 import sys
-import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,70 +9,18 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from lockstep import plugins
-from lockstep.contracts import Columns, MicroBatch, Source
-from lockstep.data.augment import Augmented, keys_of
-from lockstep.data.collate import collate
+from lockstep.contracts import MicroBatch, Source
+from lockstep.data.faults import Faults
+from lockstep.data.fetched import Fetched
 from lockstep.data.sampler import Request
-from lockstep.errors import LockstepError, SampleError
+from lockstep.errors import DataError, LockstepError
 from lockstep.runtime.loader_stacks import StackFiles
 from lockstep.runtime.parent import end_with_parent
-from lockstep.runtime.seeds import seed_all
 
-OURS = str(plugins.ROOT) + os.sep
 PREFETCH = 4
 """Micro-batches that each worker process keeps ready."""
-
-
-class Fetched(Dataset[MicroBatch | LockstepError]):
-    """A source that answers whole requests. A source's own randomness depends on the samples, not on the process."""
-
-    def __init__(self, source: Source, name: str, *, seed: int, pad_id: int) -> None:
-        self.source, self.name, self.seed, self.pad_id = source, name, seed, pad_id
-
-    def __getitems__(self, request: Request) -> MicroBatch | LockstepError:
-        """Fetch and collate one micro-batch; an error is returned, since a worker process would wrap it in its own."""
-        try:
-            columns = self.columns(request)
-        except LockstepError as error:  # a source of ours that says itself what is wrong
-            return error
-        except Exception as error:
-            return self.failed(request, error)
-        return MicroBatch(
-            step=request.step,
-            shard=request.shard,
-            indices=request.indices,
-            batch=collate(columns, self.pad_id),
-            ghost=request.ghost,
-            shards=request.shards,
-            present=request.present,
-        )
-
-    def failed(self, request: Request, error: Exception) -> SampleError:
-        """What went wrong, with the one sample that it goes wrong for, where there is one, and the user's frames."""
-        alone = next((i for i in request.indices if self._fails(replace(request, indices=(i,)))), None)
-        what = f"samples {list(request.indices)} together" if alone is None else f"sample {alone}"
-        where = f"step {request.step + 1}, shard {request.shard}" if request.step >= 0 else "evaluation"
-        told = traceback.TracebackException.from_exception(error)
-        told.stack = traceback.StackSummary.from_list([f for f in told.stack if not f.filename.startswith(OURS)])
-        return SampleError(f"{what} of {self.name} could not be fetched ({where}):\n{''.join(told.format())}".rstrip())
-
-    def _fails(self, request: Request) -> bool:
-        try:
-            self.columns(request)
-        except Exception:
-            return True
-        return False
-
-    def columns(self, request: Request) -> Columns:
-        """The samples. What a source draws inside of __getitems__ belongs to the seed, the epoch and the first of them;
-        what an augmentation draws, to its own sample."""
-        seed_all(int(keys_of(self.seed, request.epoch, request.indices[:1])[0]))
-        if isinstance(self.source, Augmented):
-            return self.source.drawn(request.indices, request.epoch)
-        return self.source.__getitems__(request.indices)
 
 
 class Loader:
@@ -85,19 +31,20 @@ class Loader:
         source: Source,
         requests: Iterable[Request],
         *,
-        name: str = "the data",
+        faults: Faults | None = None,
         seed: int,
         pad_id: int,
         workers: int,
         device: torch.device,
     ) -> None:
-        self.device = device
+        self.device, self.faults = device, faults or Faults()
+        self.dtypes: dict[str, torch.dtype] = {}
         options: dict[str, Any] = {"prefetch_factor": PREFETCH, "worker_init_fn": _start_worker} if workers else {}
         if workers and sys.platform == "linux":
             options["multiprocessing_context"] = "fork"  # a user's source from a file could not be pickled
             options["worker_init_fn"] = partial(_start_worker, stacks=StackFiles(workers))
         self.batches = DataLoader(
-            Fetched(source, name, seed=seed, pad_id=pad_id),
+            Fetched(source, self.faults, seed=seed, pad_id=pad_id),
             batch_sampler=requests,  # type: ignore[arg-type]
             collate_fn=_as_it_is,  # type: ignore[arg-type]
             num_workers=workers,
@@ -110,6 +57,8 @@ class Loader:
             for micro_batch in self.batches:
                 if isinstance(micro_batch, LockstepError):
                     raise micro_batch
+                self.faults.note(micro_batch.left_out)
+                self._check_dtypes(micro_batch)
                 yield self._moved(micro_batch)
         except Exception as error:
             if self.batches.num_workers == 0:
@@ -127,6 +76,16 @@ class Loader:
                 together = []
             if micro_batch is not None:
                 together.append(micro_batch)
+
+    def _check_dtypes(self, micro_batch: MicroBatch) -> None:
+        """A model would fail on the odd one with a word of its own, or take it for something else."""
+        for name, column in micro_batch.batch.items():
+            usual = self.dtypes.setdefault(name, column.dtype)
+            if column.dtype != usual:
+                raise DataError(
+                    f"the column {name!r} of samples {list(micro_batch.indices)} of {self.faults.name} is "
+                    f"{column.dtype}, but was {usual} in the micro-batches before: a column has one dtype"
+                )
 
     def _moved(self, micro_batch: MicroBatch) -> MicroBatch:
         if self.device.type == "cpu":

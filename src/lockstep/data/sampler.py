@@ -79,9 +79,9 @@ class EvaluationRequests:
         return -(-self.samples // self.micro_batch)
 
     def __iter__(self) -> Iterator[Request]:
-        rows = np.arange(self.samples) if self.lengths is None else np.argsort(self.lengths, kind="stable")
+        rows = range(self.samples) if self.lengths is None else np.argsort(self.lengths, kind="stable").tolist()
         for place in range(0, self.total, self.world_size):
             number = min(place + self.rank, self.total - 1)
             indices = rows[number * self.micro_batch : (number + 1) * self.micro_batch]
             is_ghost = place + self.rank >= self.total
-            yield Request(step=-1, shard=number, epoch=-1, indices=tuple(indices.tolist()), ghost=is_ghost)
+            yield Request(step=-1, shard=number, epoch=-1, indices=tuple(indices), ghost=is_ghost)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.contracts import Batch, Model
 from lockstep.runtime.blocks import with_weights
-from lockstep.runtime.passes import widened
+from lockstep.runtime.outputs import widened
 
 
 def kept_by_block(model: Model, batch: Batch, autocast: Callable[[], Any]) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.escaping import EscapingConsole
 from lockstep.estimate.forecast import Forecast
 
 MIB = 2**20
@@ -85,7 +86,7 @@ def tell(rows: list[Row], console: Console) -> None:
     shown = (
         console
         if console.is_terminal
-        else Console(file=console.file, highlight=False, width=LOG_WIDTH, quiet=console.quiet)
+        else EscapingConsole(file=console.file, highlight=False, width=LOG_WIDTH, quiet=console.quiet)
     )
     for world in dict.fromkeys(row.world for row in rows):
         some = [row for row in rows if row.world == world]

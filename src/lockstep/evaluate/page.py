@@ -11,6 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
+from lockstep.errors import printable
 from lockstep.evaluate import drawing, table
 from lockstep.evaluate.report import Wrong
 
@@ -23,7 +24,7 @@ def html(found: Mapping[str, Any], wrong: Sequence[Wrong], *, matrix: str) -> st
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     bins = found.get("reliability")
     calibration = found.get("calibration")
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         found=found,
         figures=table.rows(found),
         classes=found.get("classes", []),
@@ -32,6 +33,7 @@ def html(found: Mapping[str, Any], wrong: Sequence[Wrong], *, matrix: str) -> st
         calibration=table.words(calibration) if calibration else "",
         wrong=[(one, picture(one.columns)) for one in wrong],
     )
+    return printable(page)
 
 
 def picture(columns: Mapping[str, Any]) -> str:

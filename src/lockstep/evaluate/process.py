@@ -19,10 +19,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from lockstep import assembly, files, plugins, worker
 from lockstep.contracts import Batch
+from lockstep.data.dataset import Subset
+from lockstep.data.faults import Faults
 from lockstep.errors import ModelError
 from lockstep.evaluate import drawing, page, report
 from lockstep.evaluate.calibration import fitted
@@ -33,7 +36,7 @@ from lockstep.events import Preparing
 from lockstep.export import facts as telling
 from lockstep.export.facts import Calibration
 from lockstep.job import Job
-from lockstep.runtime.collectives import together
+from lockstep.runtime.collectives import gathered, together
 
 
 class EvaluationJob(Job):
@@ -42,6 +45,10 @@ class EvaluationJob(Job):
     def __init__(self, task: Task, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.task = task
+        self.left_out: list[int] = []
+        """Samples that could not be read (data.on_bad_sample=skip)."""
+        self.kept: np.ndarray | None = None
+        """Where there are such, the others."""
 
     def train(self, how: str, *, allow_drift: bool) -> None:
         """Measure, and write down what comes out, in the place of training."""
@@ -50,18 +57,30 @@ class EvaluationJob(Job):
             self.bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
         opened = of_export(self, task) if task.is_export else of_run(self, task)
         classes = len(opened.spec.labels)
+        skips = self.recipe.data.on_bad_sample == "skip"
+        faults = Faults(name=task.data, split=task.split, skips=skips, warn=self.warn)
         found = assembly.evaluated(
             self.recipe,
             self.watched(opened),
             opened.source,
             world=self.world,
             pad_id=opened.pad_id,
-            name=task.data,
+            faults=faults,
             predictions=Predictions(len(opened.source), classes) if classes > 1 else None,
         )
+        self.left_out = sorted(set().union(*gathered(faults.known)))
         with together():
             if self.world.is_main:
-                self.tell(opened, found)
+                self.tell(*self.without(opened, found))
+
+    def without(self, opened: Opened, found: Evaluation) -> tuple[Opened, Evaluation]:
+        """The same without the samples that could not be read, of which nothing was predicted."""
+        if not self.left_out or found.predictions is None:
+            return opened, found
+        self.kept = kept = np.setdiff1d(np.arange(len(opened.source)), self.left_out)
+        predictions = Predictions(len(kept), found.predictions.logits.shape[1])
+        predictions.logits, predictions.labels = found.predictions.logits[kept], found.predictions.labels[kept]
+        return replace(opened, source=Subset(opened.source, kept)), replace(found, predictions=predictions)
 
     def watched(self, opened: Opened) -> Subject:
         """The same, with its progress on the terminal."""
@@ -86,6 +105,7 @@ class EvaluationJob(Job):
             "digest": opened.digest,
             "data": self.task.data,
             "samples": found.samples,
+            **({"bad_samples": self.left_out} if self.left_out else {}),
             "metrics": found.values,
             "confusion_matrix": found.confusion,
         }
@@ -111,6 +131,8 @@ class EvaluationJob(Job):
         names, temperature, source = opened.spec.labels, opened.temperature, opened.source
         report.check(predictions, source)
         wrong = report.worst(predictions, source, names, count=self.task.worst, temperature=temperature)
+        if self.kept is not None:
+            wrong = [replace(one, index=int(self.kept[one.index])) for one in wrong]
         facts = {
             **report.confidences(predictions, temperature),
             "classes": report.by_class(predictions, names),

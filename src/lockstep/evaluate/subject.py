@@ -13,12 +13,14 @@ from lockstep.data.dataset import open_source, with_tokens
 from lockstep.errors import DataError
 from lockstep.evaluate.samples import of_file, unchanged
 from lockstep.evaluate.task import Task
-from lockstep.evaluation import Subject, metrics_for
+from lockstep.evaluation import Subject
 from lockstep.export import facts as telling
 from lockstep.export import reading
 from lockstep.export.checking import outputs
 from lockstep.export.facts import Calibration
 from lockstep.job import Job
+from lockstep.metrics.asked import is_asked
+from lockstep.metrics.declared import measures
 from lockstep.runtime.collectives import local_main_first, together
 from lockstep.runtime.digest import digest_of, world_lines
 from lockstep.runtime.process_group import world_group
@@ -69,12 +71,12 @@ def of_run(job: Job, task: Task) -> Opened:
 
 def of_export(job: Job, task: Task) -> Opened:
     """What an export computes; each process opens the whole of it. Every rank calls it. Raises UserError."""
-    folder = task.target
+    folder, asked = task.target, job.recipe.evaluate.metrics
     with together():
         facts = telling.read(folder)
         forward = reading.forward_of(folder, facts)
         tokenizer = reading.tokenizer_of(folder, facts)
-        loss, own = reading.loss_of(folder, facts, forward), reading.metrics_of(folder, facts)
+        loss, found = reading.loss_of(folder, facts, forward), measures(facts.spec, reading.metrics_of(folder, facts))
     device = torch.device("cpu")
     if isinstance(forward, nn.Module):
         device = job.device
@@ -83,7 +85,8 @@ def of_export(job: Job, task: Task) -> Opened:
         subject=Subject(
             forward=lambda batch: outputs(forward, batch),
             loss=loss,
-            metrics=metrics_for(facts.spec, own),
+            measures={name: each for name, each in found.items() if is_asked(name, asked)},
+            asked=asked,
             device=device,
         ),
         spec=facts.spec,

@@ -7,16 +7,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.escaping import named
+
 MOST_ROWS = 40
 """Of more classes than this the terminal shows none: they are in the page."""
 
 
 def show(found: Mapping[str, Any], console: Console) -> None:
     """Figures, then a line for each class, then what a temperature does."""
-    figures = Table("metric", "value", title=f"{found['samples']:,} samples: {found['data']}", title_justify="left")
+    figures = Table(
+        "metric",
+        "value",
+        title=Text(f"{found['samples']:,} samples: {named(found['data'])}", "table.title"),
+        title_justify="left",
+    )
     figures.columns[1].justify = "right"
     for name, value in rows(found):
-        figures.add_row(Text(name), value)
+        figures.add_row(Text(named(name)), value)
     console.print(figures)
     classes = found.get("classes", [])
     if 0 < len(classes) <= MOST_ROWS:
@@ -47,5 +54,5 @@ def _by_class(classes: list[dict[str, Any]]) -> Table:
         column.justify = "right"
     for one in classes:
         shares = (f"{one[name]:.4f}" for name in ("precision", "recall", "f1"))
-        shown.add_row(Text(one["label"]), *shares, f"{one['support']:,}")
+        shown.add_row(Text(named(one["label"])), *shares, f"{one['support']:,}")
     return shown

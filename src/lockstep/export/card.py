@@ -1,19 +1,26 @@
 """The model card: README.md of an export, in the form that the Hugging Face hub reads."""
 
+import math
+import re
 from pathlib import PurePath
 from typing import Any
 
 import yaml
 
+from lockstep.data.section import Origin
 from lockstep.export.facts import Facts
 
 FILE = "README.md"
 TASKS = {"text": "text-classification", "image": "image-classification"}
 MOST_LABELS = 50
+OF_THE_HUB = ("accuracy", "f1")
+"""Names of metrics that are the hub's own."""
 
 
 def text(facts: Facts) -> str:
     """Front matter, what it is, how to use it, how good it is, how it was made."""
+    recipe = yaml.safe_dump(_placeless(facts.recipe), sort_keys=False, allow_unicode=True)
+    fence = "`" * (1 + max((len(run) for run in re.findall("`{3,}", recipe)), default=2))
     parts = [
         f"---\n{_front(facts)}\n---\n",
         f"# {facts.name}\n",
@@ -21,46 +28,77 @@ def text(facts: Facts) -> str:
         f"## Use\n\n{_use(facts)}\n",
         f"## How good it is\n\n{_measured(facts)}\n",
         _loss(facts),
-        f"## How it was made\n\nTrained on `data.kind={facts.recipe['data']['kind']}` for {facts.step:,} steps with "
+        f"## How it was made\n\nTrained {_made_from(facts)} for {facts.step:,} steps with "
         f"torch {facts.torch_version}.\nDigest of the weights in fp32: `{facts.digest}`.\n"
         "This recipe, the same data and the same version of torch give the same weights again on the same kind of\n"
         "machine:\n",
-        f"```yaml\n{yaml.safe_dump(_placeless(facts.recipe), sort_keys=False, allow_unicode=True)}```\n",
+        f"{fence}yaml\n{recipe}{fence}\n",
     ]
     return "\n".join(part for part in parts if part)
 
 
 def _front(facts: Facts) -> str:
-    """YAML, with the metrics where the hub looks for them."""
-    from huggingface_hub import EvalResult, ModelCardData
+    """YAML, with the metrics where the hub looks for them; what is not known is left out."""
+    from huggingface_hub import ModelCardData
 
-    task, data = TASKS.get(facts.modality), str(facts.recipe["data"]["kind"])
-    results = [
-        EvalResult(
-            task_type=task or facts.modality,
-            dataset_type=data,
-            dataset_name=data,
-            dataset_split="test",
-            metric_type=name,
-            metric_value=value,
-        )
-        for name, value in facts.metrics.items()
-    ]
+    task, hub = TASKS.get(facts.modality), facts.origin.hub if facts.origin else None
     library = "transformers" if facts.model["kind"] == "transformer" else "pytorch"
     found = ModelCardData(
         library_name="onnx" if facts.kind == "onnx" else library,
         tags=["lockstep"],
         pipeline_tag=task,
         model_name=facts.name,
-        eval_results=results or None,
+        license=facts.license,
+        language=list(facts.language) or None,
+        base_model=facts.base_model,
+        datasets=[hub] if hub else None,
+        metrics=[name for name in OF_THE_HUB if name in facts.metrics] or None,
+        eval_results=_results(facts) or None,
     )
     return found.to_yaml()
+
+
+def _results(facts: Facts) -> list[Any]:
+    """The metrics that are numbers, each with the data that it was measured on."""
+    from huggingface_hub import EvalResult
+
+    kind = str(facts.recipe["data"]["kind"])
+    origin = facts.origin or Origin(name=kind)
+    return [
+        EvalResult(
+            task_type=TASKS.get(facts.modality) or facts.modality,
+            dataset_type=origin.hub or kind,
+            dataset_name=origin.name,
+            dataset_config=origin.subset,
+            dataset_split=origin.split,
+            dataset_revision=origin.revision,
+            metric_type=name,
+            metric_value=value,
+        )
+        for name, value in facts.metrics.items()
+        if math.isfinite(value)
+    ]
+
+
+def _made_from(facts: Facts) -> str:
+    """On which data, from which model."""
+    start = f"from [{facts.base_model}](https://huggingface.co/{facts.base_model}) " if facts.base_model else ""
+    if facts.origin is None:
+        return f"{start}on `data.kind={facts.recipe['data']['kind']}`"
+    name = _plain(facts.origin.name)
+    place = f"[{name}](https://huggingface.co/datasets/{facts.origin.hub})" if facts.origin.hub else name
+    return f"{start}on {place}"
+
+
+def _plain(text: str) -> str:
+    """In one line, and nothing in it is Markdown or HTML."""
+    return re.sub(r"([\\`*_\[\]<>|&#])", r"\\\1", " ".join(text.split()))
 
 
 def _labels(facts: Facts) -> str:
     if not facts.labels:
         return ""
-    shown = ", ".join(" ".join(label.split()) for label in facts.labels[:MOST_LABELS])
+    shown = ", ".join(_plain(label) for label in facts.labels[:MOST_LABELS])
     rest = ", ..." if len(facts.labels) > MOST_LABELS else ""
     return f" that tells {len(facts.labels)} classes of {facts.modality} apart: {shown}{rest}"
 
@@ -87,7 +125,7 @@ def _served(body: str) -> str:
 def _measured(facts: Facts) -> str:
     if not facts.metrics:
         return "It has not been evaluated."
-    rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in facts.metrics.items())
+    rows = "\n".join(f"| {_plain(name)} | {value:.4f} |" for name, value in facts.metrics.items())
     return f"On the test split, each sample once:\n\n| metric | value |\n|---|---|\n{rows}\n"
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from lockstep import files
 from lockstep.config import PluginSection
 from lockstep.contracts import DataSpec
+from lockstep.data.section import Origin
 from lockstep.errors import ModelError
 from lockstep.export.section import DType
 
@@ -91,12 +92,19 @@ class Facts(BaseModel):
     """Columns of a batch, in the order in which a traced graph takes them."""
     step: int
     digest: str
-    """Of the weights in fp32, as they are evaluated: with train.ema their average, whose digest no run prints."""
+    """Of the weights in fp32, as they are evaluated: with train.ema their average; the one that the run printed."""
     metrics: dict[str, float]
     torch_version: str = ""
     """That it was trained with."""
     recipe: dict[str, Any]
     """The sections that the weights depend on."""
+    origin: Origin | None = None
+    """Of the data that it was trained on."""
+    license: str | None = None
+    language: tuple[str, ...] = ()
+    """ISO 639 codes of the texts that it was made for."""
+    base_model: str | None = None
+    """The hub's name of the model that it was trained from."""
     agreement: Agreement | None = None
     calibration: Calibration | None = None
 

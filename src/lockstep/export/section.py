@@ -9,6 +9,8 @@ from lockstep.config import Section
 from lockstep.errors import ConfigError, nearest
 
 FORMATS = "export.formats"
+LanguageCode = Annotated[str, Field(pattern=r"^[a-z]{2,3}(-[A-Za-z0-9]{2,8})*$")]
+"""ISO 639, with a script or region where need be."""
 DType = Literal["fp32", "fp16", "bf16", "int8"]
 
 
@@ -30,6 +32,13 @@ class ExportSection(Section):
     whole test split is predicted with both, and what is lost is written down."""
     file: str = Field("model.pt", pattern=r"^[\w-][\w.-]*\.(pt|pth|bin|ckpt)$")
     """Name of the file for state_dict, such as distilbert_agnews.pt: it ends in .pt, .pth, .bin or .ckpt."""
+
+    license: str | None = Field(None, pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    """What the card says others may do with the model, in the hub's words: mit, apache-2.0, cc-by-4.0, other."""
+    language: tuple[LanguageCode, ...] = ()
+    """Languages of its texts, such as [en, de], for the card; by default those that the data set is known to have."""
+    base_model: str | None = Field(None, pattern=r"^[\w.-]+(/[\w.-]+)?$")
+    """The model on the hub that this one was trained from, for the card; by default model.name if the hub has it."""
 
     @property
     def folder(self) -> str:

@@ -118,7 +118,7 @@ def texts(facts: Facts) -> dict[str, str]:
             ours=OURS,
             port=PORT,
             torch=torch.__version__.partition("+")[0],
-            package=f"{PACKAGE}[onnx]" if facts.kind == "onnx" else PACKAGE,
+            package=f"{PACKAGE}[onnx,serve]" if facts.kind == "onnx" else f"{PACKAGE}[serve]",
             version=version(PACKAGE),
         ),
         ATTRIBUTES: "".join(f"{name} filter=lfs diff=lfs merge=lfs -text\n" for name in LARGE),

@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from lockstep import config
 from lockstep.agent.environment import environment
 from lockstep.errors import CheckpointError, Desync, Interrupted, NonFiniteLoss
 from lockstep.launch._kubernetes_section import LONGEST_NAME, KubernetesSection, is_label
+from lockstep.yaml_text import BREAKS, Dumper, Loader
 
 NODE = "node"
 """The replicated job and its container; Kubeflow's runtime for torch calls both so too."""
@@ -95,7 +95,7 @@ def manifest(job: Job) -> str:
     return head + documents
 
 
-class Readable(config.Dumper):
+class Readable(Dumper):
     """YAML for people and for Go: texts of several lines as such, nothing by reference, and quotes around what Go's
     reader takes for something else than Python's does."""
 
@@ -105,9 +105,9 @@ class Readable(config.Dumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    if "\n" in text and not set(text) & set(config.BREAKS):
+    if "\n" in text and not set(text) & set(BREAKS):
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
-    return config.Dumper.yaml_representers[str](dumper, text)
+    return Dumper.yaml_representers[str](dumper, text)
 
 
 Readable.add_representer(str, _text)
@@ -117,7 +117,7 @@ Readable.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?0[oO][
 
 def relocated(text: str, here: Path, section: KubernetesSection, **launch: Any) -> Part:
     """A recipe as pods see it: paths below `here` lie in the volume, as do the folder of runs and the cache."""
-    recipe: Part = _moved(yaml.load(text, Loader=config.Loader) or {}, str(here), section.mount)
+    recipe: Part = _moved(yaml.load(text, Loader=Loader) or {}, str(here), section.mount)
     for part, key, place in (("run", "dir", "runs"), ("data", "cache", ".cache/lockstep")):
         folder = str(recipe.get(part, {}).get(key, ""))
         if key == "dir" or folder:
@@ -142,7 +142,7 @@ def _config_map(job: Job) -> Part:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {**job.meta, "name": f"{job.name}-recipe"},
-        "data": {job.file: yaml.dump(job.recipe, Dumper=config.Dumper, sort_keys=False, allow_unicode=True)},
+        "data": {job.file: yaml.dump(job.recipe, Dumper=Dumper, sort_keys=False, allow_unicode=True)},
     }
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo, field_validator
 
 from lockstep.agent.section import LaunchSection
+from lockstep.config import MANY
 from lockstep.errors import nearest
 
 LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
@@ -50,11 +51,11 @@ class KubernetesSection(LaunchSection):
     """The PersistentVolumeClaim, of access mode ReadWriteMany, that holds runs and data."""
     mount: Annotated[str, AfterValidator(_is_mount)] = "/workspace"
     """Where pods see it. Paths of the config in the folder that the command is typed in count from there."""
-    gpus: int = Field(0, ge=0)
+    gpus: int = Field(0, ge=0, le=2**10)
     """GPUs of each pod."""
     gpu_resource: Annotated[str, StringConstraints(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = "nvidia.com/gpu"
     """What the cluster calls a GPU."""
-    cpus: int = Field(4, ge=1)
+    cpus: int = Field(4, ge=1, le=2**14)
     """Processor cores of each pod; without GPUs, and with launch.processes=auto, as many processes as fit."""
     memory: Size = "16Gi"
     """Memory of each pod, what it keeps in /dev/shm among it."""
@@ -72,13 +73,13 @@ class KubernetesSection(LaunchSection):
     """The account that pods run under; without one they get no token of the cluster's."""
     image_pull_secrets: tuple[Name, ...] = ()
     """Secrets to fetch the image with."""
-    user: int | None = Field(1000, ge=1)
+    user: int | None = Field(1000, ge=1, lt=2**31)
     """The user and group that pods run as, and that the volume is made writable for; null: as the image or the cluster
     says, never root."""
-    pod_restarts: int = Field(3, ge=0)
+    pod_restarts: int = Field(3, ge=0, le=MANY)
     """For a JobSet: after a pod has failed by itself, start all of them again, at most so often. Pods that the cluster
     took away, and those that ended with exit code 75, come back without being counted."""
-    join_timeout_seconds: float = Field(1800.0, gt=0)
+    join_timeout_seconds: float = Field(1800.0, gt=0, le=MANY)
     """How long pods wait for each other: the cluster may need minutes for a machine, and six to give up a lost one."""
     extra: dict[str, Any] = {}
     """Anything else, merged into the pod template as it is: {spec: {priorityClassName: high}}."""

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 
 from lockstep.agent.environment import environment
 from lockstep.agent.section import LaunchSection
+from lockstep.config import MANY
 from lockstep.contracts import Plan, Request
 from lockstep.errors import LaunchError
 from lockstep.launch._batch_script import Script
@@ -33,9 +34,9 @@ class Config(LaunchSection):
     """Whose budget."""
     time: str | None = None
     """Time limit as Slurm writes it: minutes, H:MM:SS or D-HH:MM:SS. The run goes on in a new one until it is done."""
-    gpus: int | None = Field(None, ge=1)
+    gpus: int | None = Field(None, ge=1, le=2**10)
     """GPUs of each machine; launch.processes=auto runs one process on each."""
-    cpus: int | None = Field(None, ge=1)
+    cpus: int | None = Field(None, ge=1, le=2**14)
     """Cores of each machine; by default run.threads for each process. Ask for more where data.workers have to load."""
     memory: str | None = None
     """Of each machine, as Slurm writes it: 64G."""
@@ -51,9 +52,9 @@ class Config(LaunchSection):
     """pyxis: srun --container-image, by Enroot; apptainer: apptainer exec."""
     mounts: tuple[str, ...] = ()
     """Folders that the container sees, besides that of the runs: [/data, "/scratch/me:/tmp"]."""
-    warning_seconds: int = Field(120, ge=1)
+    warning_seconds: int = Field(120, ge=1, le=10**6)
     """How long before the time limit the run saves and ends; Slurm's clock is coarse, and may be a minute early."""
-    requeues: int = Field(100, ge=0)
+    requeues: int = Field(100, ge=0, le=MANY)
     """How often the job may go back to the queue."""
 
     @field_validator("time", mode="before")

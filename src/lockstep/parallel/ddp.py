@@ -3,8 +3,10 @@
 S. Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from pydantic import Field
@@ -27,6 +29,11 @@ from lockstep.runtime.shared_memory import transport
 from lockstep.runtime.tree_reduce import Shards
 from lockstep.runtime.whereabouts import waiting_in
 
+SYNCING = "forward_sync_buffers", "broadcast_buffers"
+"""What torch calls it, and called it before 2.13."""
+UNSYNCED: dict[str, Any] = {
+    next(name for name in SYNCING if name in inspect.signature(DistributedDataParallel).parameters): False
+}
 NAMED = 3
 """Of many unused parameters so many are named."""
 
@@ -34,7 +41,7 @@ NAMED = 3
 class Config(PluginSection):
     """Every process holds the whole model and runs its share of the shards."""
 
-    bucket_mb: float = Field(25.0, gt=0)
+    bucket_mb: float = Field(25.0, ge=1e-4, le=2**16)
     """Gradients are exchanged in buckets of about this many MiB."""
     find_unused: bool = False
     """Set when some parameters take no part in the loss (costs a walk over the graph per step)."""
@@ -63,7 +70,7 @@ class DataParallel(Replica):
         self.background, self.transport = beside(device), transport(device)
         self.wrapped = DistributedDataParallel(
             model,
-            forward_sync_buffers=False,
+            **UNSYNCED,
             bucket_cap_mb=self.config.bucket_mb,
             find_unused_parameters=self.config.find_unused,
             gradient_as_bucket_view=True,
@@ -82,7 +89,7 @@ class DataParallel(Replica):
         self.is_ghost = micro_batches[0].ghost
         self.exchange, self.summed, self.handed_in = self._exchange(present, shards), [], 0
         self.accumulation.start_step(self.exchange)
-        self.passes.statistics.start_step(self.exchange)
+        self.passes.buffers.start_step(self.exchange)
         try:
             losses = self.passes.run(micro_batches, self.wrapped, no_sync=self.wrapped.no_sync)
         except RuntimeError:
@@ -90,7 +97,7 @@ class DataParallel(Replica):
                 self.background.check()
             raise
         self._check_all_used()
-        self.passes.statistics.end_step(self.exchange)
+        self.passes.buffers.end_step()
         for parameter, gradient in self.summed:
             if parameter.grad is None:  # DDP leaves out what the last micro-batch did not use; others may have
                 parameter.grad = gradient

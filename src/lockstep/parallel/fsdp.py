@@ -6,11 +6,11 @@ Y. Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -18,10 +18,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from lockstep.config import PluginSection
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.errors import LaunchError, ModelError
+from lockstep.parallel._torch import require_torch
 from lockstep.runtime.allocator import return_large_tensors
-from lockstep.runtime.collectives import add_by_backend
+from lockstep.runtime.block_uses import block_uses
+from lockstep.runtime.buffers import BufferUpdates
+from lockstep.runtime.collectives import add_by_backend, together
 from lockstep.runtime.deferred import replace_fake
 from lockstep.runtime.exchange import Exchange
+from lockstep.runtime.fsdp_units import OrderedUnits, announce_backward, own_memory
 from lockstep.runtime.gradient_norm import Rows, gradients, rows_of
 from lockstep.runtime.ownership import dealt, neighbouring
 from lockstep.runtime.parts import Held, offset_of, part_of
@@ -47,11 +51,16 @@ class Config(PluginSection):
     gather: Literal["fp32", "bf16"] = "fp32"
     """The format in which weights are gathered. bf16 halves the traffic; weights then differ from those of other
     strategies, though not with the number of processes."""
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(1, ge=1, le=2**16)
     """The processes form so many groups, each with the whole model between its members (hybrid sharding): one per
     machine keeps the gathering inside of it."""
     offload: bool = False
     """Keep weights and optimizer in the CPU's memory between their uses (GPUs only)."""
+
+    @model_validator(mode="after")
+    def _torch_is_new_enough(self) -> Self:
+        require_torch("2.13", self.kind)
+        return self
 
     def numeric(self, _: int) -> dict[str, Any]:
         """The settings that change bits, for so many processes."""
@@ -76,7 +85,12 @@ class FullyShardedDataParallel(Spread):
         self.across, self.within = mesh["replicate"].get_group(), mesh["shard"].get_group()
         self.copies = tuple(dist.get_process_group_ranks(self.across))
         whole = {name: rows_of(p) for name, p in model.named_parameters() if p.requires_grad}
-        self.scatters = self._shard(model, mesh["shard"])
+        with together():
+            uses = block_uses(model, model.blocks(), sample(), device=self.device, context=self.precision.autocast)
+        units = [block for block in uses.alone() if block is not model and _is_alone(block, model)]
+        self.units = OrderedUnits(model, units)
+        self.scatters = self._shard(model, units, mesh["shard"])
+        self.units.watch()
         self.whole = dict(model.named_parameters())
         for parameter in self.whole.values():
             if self.exact and parameter.requires_grad:
@@ -85,7 +99,7 @@ class FullyShardedDataParallel(Spread):
         first = {name: offset_of(self.whole[name])[0] for name in whole}
         self.norm = Rows(whole, first, group=self.within, device=self.device)
         self.passes = Passes(model, self.randomness, self.precision, is_whole=False)
-        model.initial = None  # and with it all that was written down
+        model._lockstep_initial = None  # and with it all that was written down
         return Held(model, self.parts)
 
     def _check(self, model: Model) -> None:
@@ -101,13 +115,13 @@ class FullyShardedDataParallel(Spread):
                     "memory: leave weights as they are, and give channels-last images to the first layer instead"
                 )
 
-    def _shard(self, model: Model, mesh: DeviceMesh) -> list[TreeScatter]:
-        """Wrap each block, then what is left: also blocks with weights that are used elsewhere, too."""
-        alone = [block for block in model.blocks() if block is not model and _is_alone(block, model)]
+    def _shard(self, model: Model, units: list[nn.Module], mesh: DeviceMesh) -> list[TreeScatter]:
+        """Wrap each unit, then what is left: also blocks with weights that are used elsewhere, too."""
         offload = self.config.offload and self.device.type == "cuda"
-        for module in (*alone, model):
-            if model.initial is not None:  # what is not sharded yet is all that is ever whole
-                replace_fake(module, self._filled(model.initial))
+        for module in (*units, model):
+            if model._lockstep_initial is not None:  # what is not sharded yet is all that is ever whole
+                replace_fake(module, self._filled(model._lockstep_initial))
+            module.register_forward_hook(own_memory)  # before FSDP's own
             fully_shard(
                 module,
                 mesh=mesh,
@@ -124,6 +138,7 @@ class FullyShardedDataParallel(Spread):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_reduce_scatter_unused_params(True)
+                announce_backward(module)
         return scatters
 
     def _filled(self, initial: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -141,6 +156,11 @@ class FullyShardedDataParallel(Spread):
         replicas, size = self.config.replicas, self.within.size()
         lists = [neighbouring(each, replicas, shards=shards, present=present) for each in range(replicas)]
         return [[dealt(place, size, own) for place in range(size)] for own in lists]
+
+    @property
+    def buffer_updates(self) -> Sequence[BufferUpdates]:
+        """All: every rank holds them whole."""
+        return [self.passes.buffers]
 
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
         """This rank's."""
@@ -161,14 +181,15 @@ class FullyShardedDataParallel(Spread):
             present,
             world_group(),
         )
-        self.passes.statistics.start_step(everyone)
+        self.passes.buffers.start_step(everyone)
         losses = []
         for number, micro_batch in enumerate(micro_batches):
             rounds.number = number
             model.set_is_last_backward(rounds.is_last)
+            self.units.start()
             losses += self.passes.run([micro_batch], self.model)
         self._take_over()
-        self.passes.statistics.end_step(everyone)
+        self.passes.buffers.end_step()
         return world_loss(micro_batches, losses)
 
     def _drop(self, parameter: Tensor) -> None:
@@ -190,7 +211,8 @@ class FullyShardedDataParallel(Spread):
 
     def outputs(self, batch: Batch) -> Tensor:
         """The model's; its blocks are gathered one after the other."""
-        outputs: Tensor = self.model(batch)
+        with self.passes.buffers.unchanged():
+            outputs: Tensor = self.model(batch)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):  # or it would go on with these weights when they have changed
                 module.reshard()

@@ -5,11 +5,11 @@ Using Megatron-LM, SC 2021 (1F1B, interleaved).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -17,7 +17,9 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from lockstep.config import PluginSection
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.errors import LaunchError, LockstepError, ModelError
+from lockstep.parallel._torch import require_torch
 from lockstep.runtime.allocator import return_large_tensors
+from lockstep.runtime.buffers import BufferUpdates
 from lockstep.runtime.collectives import decided, gathered, together
 from lockstep.runtime.cut import Cuttable
 from lockstep.runtime.deferred import replace_fake
@@ -47,16 +49,21 @@ class Config(PluginSection):
     SHARES_SHARDS: ClassVar[bool] = True
     """Several processes run the same micro-batches together."""
 
-    stages: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    stages: Annotated[int, Field(ge=1, le=2**16)] | Literal["auto"] = "auto"
     """Processes that share a model; the others form replicas of it. auto: as many of the processes as the model has
     blocks for."""
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     """gpipe: all forward passes, then all backward passes; 1f1b: a backward pass as soon as it can be, so that fewer
     activations are held; interleaved: each process holds `chunks` runs of blocks, and waits less."""
-    chunks: int = Field(2, ge=1)
+    chunks: int = Field(2, ge=1, le=2**10)
     """Runs of blocks per process of the interleaved schedule."""
     cut: tuple[int, ...] | Literal["auto"] = "auto"
     """The numbers of the blocks, from 0, before which the model is cut. auto: by measured time."""
+
+    @model_validator(mode="after")
+    def _torch_is_new_enough(self) -> Self:
+        require_torch("2.13", self.kind)
+        return self
 
 
 class Pipeline(Spread):
@@ -74,7 +81,7 @@ class Pipeline(Spread):
         """Cut the model, keep this rank's stages, let go of the rest. Raises LaunchError, ModelError."""
         self.take(model)
         return_large_tensors()
-        unfilled = dict(model.named_parameters()) if model.initial is not None else {}
+        unfilled = dict(model.named_parameters()) if model._lockstep_initial is not None else {}
         self._fill_with_nothing(model)
         self.schedules, self.loss_names = {}, None
         self.cut = Cuttable(model)
@@ -91,9 +98,10 @@ class Pipeline(Spread):
         )
         self.replica, self.across, self.along = mesh["replica"].get_local_rank(), *mesh.get_all_groups()
         self.copies = tuple(dist.get_process_group_ranks(self.across))
-        self.bounds, self.relay = bounds, Relay(self.cut, bounds, group=self.along, device=self.device)
+        self.bounds = bounds
         self._hold(found, unfilled)
-        model.initial = None  # and with it all that was written down
+        self.relay = Relay(self.cut, bounds, self.buffer_updates, group=self.along, device=self.device)
+        model._lockstep_initial = None  # and with it all that was written down
         return Held(model, self.parts)
 
     def _hold(self, found: Survey, unfilled: Mapping[str, Tensor]) -> None:
@@ -111,12 +119,12 @@ class Pipeline(Spread):
         for name, parameter in named.items():
             if name not in self.parts:
                 _let_go(parameter)
-            elif self.model.initial is not None:
-                parameter.data = self.model.initial(unfilled[name]).to(self.device)
+            elif self.model._lockstep_initial is not None:
+                parameter.data = self.model._lockstep_initial(unfilled[name]).to(self.device)
 
     def _fill_with_nothing(self, model: Model) -> None:
         """Buffers get their values; weights, of which most will not stay, a number that takes no memory."""
-        initial = model.initial
+        initial = model._lockstep_initial
         if initial is None:
             return
         parameters = set(model.parameters())
@@ -173,8 +181,8 @@ class Pipeline(Spread):
     def _stage(self, number: int, found: Survey) -> Stage:
         first, last = self.bounds[number], self.bounds[number + 1]
         named = dict(self.model.named_modules())
-        norms = [named[name] for name, unit in found.modules.items() if first <= unit < last]
-        passes = Passes(self.model, self.randomness, self.precision, norms=norms)
+        modules = {name: named[name] for name, unit in found.modules.items() if first <= unit < last}
+        passes = Passes(self.model, self.randomness, self.precision, modules=modules)
         trained = [p for n, p in self.model.named_parameters() if first <= found.holders[n][0] < last]
         return Stage(
             Segment(self.cut, first, last, passes=passes),
@@ -184,6 +192,11 @@ class Pipeline(Spread):
             device=self.device,
             group=self.along,
         )
+
+    @property
+    def buffer_updates(self) -> Sequence[BufferUpdates]:
+        """Of this rank's stages."""
+        return [stage.passes.buffers for stage in self.stages]
 
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
         """This rank's replica's: the same on all of its stages; at least as many as there are stages, as the schedules
@@ -209,7 +222,7 @@ class Pipeline(Spread):
         for stage in self.stages:
             for parameter, total in stage.accumulation.totals(exchange):
                 parameter.grad = total
-            stage.passes.statistics.end_step(exchange)
+            stage.passes.buffers.end_step()
         return self._world_loss()
 
     def _run(self, count: int) -> None:

@@ -43,9 +43,9 @@ class Single(Replica):
         present = micro_batches[0].present
         exchange = Exchange([present], present, world_group())
         self.accumulation.start_step(exchange)
-        self.passes.statistics.start_step(exchange)
+        self.passes.buffers.start_step(exchange)
         losses = self.passes.run(micro_batches, self.model)
-        self.passes.statistics.end_step(exchange)
+        self.passes.buffers.end_step()
         unused = [p for p in self.accumulation.parameters if p not in self.accumulation.left]  # by the last micro-batch
         for parameter in unused:
             parameter.grad = torch.empty_like(parameter)

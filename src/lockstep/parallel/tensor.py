@@ -7,7 +7,6 @@ PyTorch's `parallelize_module`, with the plan that transformers ships for a mode
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from lockstep.config import PluginSection
 from lockstep.contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.errors import LaunchError, ModelError
 from lockstep.runtime.accumulation import Accumulation
+from lockstep.runtime.buffers import BufferUpdates, borrowed
 from lockstep.runtime.collectives import add_by_backend, together
 from lockstep.runtime.draws import draws
 from lockstep.runtime.exchange import Exchange
@@ -40,7 +40,7 @@ class Config(PluginSection):
     SHARES_SHARDS: ClassVar[bool] = True
     """Several processes run the same micro-batches together."""
 
-    size: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
+    size: Annotated[int, Field(ge=1, le=2**16)] | Literal["all"] = "all"
     """Processes that share a model; the others form replicas of it. A layer's sums are split between them, so the last
     bits of the weights depend on it."""
 
@@ -99,13 +99,8 @@ class TensorParallel(Spread):
 
     def _draws(self, model: Model, batch: Batch) -> list[str]:
         """What a forward pass in training draws at random."""
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        with self.precision.autocast():
-            found = draws(lambda: model(batch))
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        return found
+        with self.precision.autocast(), borrowed(model):
+            return draws(lambda: model(batch))
 
     def _check_draws(self, whole: list[str], parts: list[str]) -> None:
         """Ranks draw the same numbers: right where all hold the same, wrong where each has heads of its own."""
@@ -130,6 +125,11 @@ class TensorParallel(Spread):
         self.passes = Passes(self.model, self.randomness, self.precision)
         self.accumulation = Accumulation(held.values(), self.passes, leaves_last=False)
 
+    @property
+    def buffer_updates(self) -> Sequence[BufferUpdates]:
+        """All: every rank holds them whole."""
+        return [self.passes.buffers]
+
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
         """This rank's replica's: the same on all of its processes."""
         return neighbouring(self.replica, self.across.size(), shards=shards, present=present) or [None]
@@ -141,20 +141,24 @@ class TensorParallel(Spread):
         owners = [frozenset(neighbouring(r, replicas, shards=shards, present=every)) for r in range(replicas)]
         exchange = Exchange(owners, present, self.across)
         self.accumulation.start_step(exchange)
-        self.passes.statistics.start_step(exchange)
+        self.passes.buffers.start_step(exchange)
         losses = self.passes.run(micro_batches, self.model)
         for parameter, total in self.accumulation.totals(exchange):
             self.part_of[parameter].grad = total
         if self.within.size() > 1:
             add_by_backend([part.grad for part in self.summed if part.grad is not None], self.within)
-        self.passes.statistics.end_step(exchange)
+        self.passes.buffers.end_step()
         # Every rank of a replica knows the losses of its shards, and the first one tells them.
         own = zip(micro_batches, losses, strict=True) if self.within.rank() == 0 else ()
         return told_loss(own, sorted(losses[0].sums), step=micro_batches[0], device=self.device)
 
     def outputs(self, batch: Batch) -> Tensor:
         """The model's: the ranks of a replica run the batches of all of them."""
-        return in_turn(batch, lambda given, _: self.model(given), group=self.within, device=self.device)
+        return in_turn(batch, self._leaving_no_trace, group=self.within, device=self.device)
+
+    def _leaving_no_trace(self, batch: Batch, _: int) -> Tensor:
+        with self.passes.buffers.unchanged():
+            return self.model(batch)
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> TensorParallel:

@@ -173,6 +173,7 @@ def varied(recipe: Recipe, folder: Path, *, start: Start, steps: int) -> Recipe:
     sections: dict[str, dict[str, Any]] = {
         "run": {"dir": folder.parent, "name": folder.name},
         "train": {"steps": steps, "epochs": None, "stop_metric": None},
+        "schedule": {"warmup": recipe.schedule.warmup if recipe.schedule.warmup < 1 else 0.5},
         "evaluate": {"every_epochs": None, "every_steps": None},
         "checkpoint": {"every_steps": None, "every_minutes": None, "keep": 1, "best": None},
         "observe": {"sinks": ("jsonl",), "log_every": 1, "file": None},

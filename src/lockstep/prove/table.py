@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.escaping import EscapingConsole
+
 LOG_WIDTH = 140
 """Characters of a line where there is no terminal to ask."""
 
@@ -38,7 +40,7 @@ def table(rows: list[Row]) -> Table:
 
 def tell(rows: list[Row], console: Console) -> int:
     """Print the table, the causes and a last sentence; returns the exit code, 1 when anything differs."""
-    shown = console if console.is_terminal else Console(file=console.file, highlight=False, width=LOG_WIDTH)
+    shown = console if console.is_terminal else EscapingConsole(file=console.file, highlight=False, width=LOG_WIDTH)
     shown.print(table(rows))
     for row in rows:
         if row.cause:

@@ -282,6 +282,7 @@ def joined(batches: Sequence[Batch], pad_id: int) -> Batch:
         if len({column.shape[1:] for column in columns}) > 1:
             width = max(column.shape[1] for column in columns)
             fill = pad_id if name == "input_ids" else 0
-            columns = [nn.functional.pad(column, (0, width - column.shape[1]), value=fill) for column in columns]
+            beyond = [(0, 0) * (column.ndim - 2) + (0, width - column.shape[1]) for column in columns]
+            columns = [nn.functional.pad(c, more, value=fill) for c, more in zip(columns, beyond, strict=True)]
         found[name] = torch.cat(columns)
     return found

@@ -85,5 +85,8 @@ class Accumulation:
         self.trees[parameter].add((micro_batch.shard, 1), gradient)
         parameter.grad = None
         if self.leaves_last and self.passes.is_last:
-            parameter.grad = self.trees[parameter].take(self.nodes[0])
+            part = self.trees[parameter].take(self.nodes[0])
+            if part is not None and part.stride() != parameter.stride() and part.shape == parameter.shape:
+                part = torch.empty_like(parameter).copy_(part)  # as DDP's bucket has it
+            parameter.grad = part
             self.left.add(parameter)

@@ -9,8 +9,8 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     """The layers of every list of layers, and whatever lies beside the way to them; a module without lists of layers
     gives its children, or itself."""
     if any(isinstance(part, nn.ModuleList) for part in module.modules()):
-        return list(_walk(module))
-    return list(module.children()) or [module]
+        return list(dict.fromkeys(_walk(module)))
+    return list(dict.fromkeys(module.children())) or [module]
 
 
 def with_weights(blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -20,7 +20,8 @@ def with_weights(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:
     if isinstance(module, nn.ModuleList):
-        yield from module
+        for part in module:
+            yield from _walk(part) if isinstance(part, nn.ModuleList) else [part]
     elif any(isinstance(part, nn.ModuleList) for part in module.modules()):
         for child in module.children():
             yield from _walk(child)

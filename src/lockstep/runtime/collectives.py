@@ -30,6 +30,16 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return box
 
 
+def gathered_at_main(value: T) -> list[T] | None:
+    """Every rank's value, by rank, on rank 0; None on the others."""
+    if dist.get_world_size() == 1:
+        return [value]
+    box: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    with waiting_in("what every rank tells the main process"):
+        dist.gather_object(value, box, dst=0)
+    return box
+
+
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """All ranks come out of it, or none: an error of Lockstep's on one rank is raised on every rank, as shared.

@@ -21,6 +21,11 @@ from torch.utils import _pytree as pytree
 from lockstep.contracts import Batch, Model
 from lockstep.errors import ModelError
 from lockstep.runtime.blocks import with_weights
+from lockstep.runtime.buffers import borrowed
+from lockstep.runtime.calls import Calls, first_difference
+from lockstep.runtime.outputs import are_equal
+from lockstep.runtime.seeds import generators_restored, seed_all
+from lockstep.runtime.trace import descriptions
 
 Run = Callable[[], Any]
 CONSTANTS = (type(None), bool, int, float, str)
@@ -140,8 +145,8 @@ class Cuttable:
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), torch.random.fork_rng():
-                torch.manual_seed(0)
+            with torch.no_grad(), generators_restored(), borrowed(self.model):
+                seed_all(0)
                 yield
         finally:
             self.model.train(was_training)
@@ -211,11 +216,26 @@ class Cuttable:
         with self._measured():
             for first, last in pairwise(bounds):
                 outputs = self.run(first, last, batch=batch, received=outputs)
-        if not torch.equal(outputs.nan_to_num(), expected.nan_to_num()):
+        if not are_equal(outputs, expected):
+            self._check_repeats(batch)
             raise ModelError(
                 f"cut before blocks {list(bounds[1:-1])}, the model gives other outputs: something that a block gives, "
                 "such as a mask or a position, is used by later blocks than the next one. Set parallel.cut to other "
                 "places, or use parallel.kind=fsdp"
+            )
+
+    def _check_repeats(self, batch: Batch) -> None:
+        """Raise ModelError where even the whole model does not give the same outputs again."""
+        passes = []
+        for _ in range(2):
+            with self._measured(), Calls(self.model) as calls:
+                self.model({name: column.clone() for name, column in batch.items()})
+            passes.append(calls.read())
+        if name := first_difference(*passes):
+            raise ModelError(
+                f"module {descriptions(self.model)[name]} gave other outputs when it was called again with equal "
+                "inputs, so that a pipeline's stages would not give what the whole model gives: it draws random "
+                "numbers that Lockstep does not seed, or keeps something outside of parameters and buffers"
             )
 
     def _blank(self, way: Travelling, like: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ def deferred(build: Callable[[], Model]) -> Model | None:
     if not is_open:
         torch.default_generator.set_state(before)
         return None
-    model.initial = recorder.value
+    model._lockstep_initial = recorder.value
     return model
 
 

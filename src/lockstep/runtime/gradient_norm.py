@@ -17,6 +17,17 @@ def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
+def normalise_(grads: Sequence[Tensor], count: Tensor) -> None:
+    """Divide gradients by a count, 0-dim, in place; a minus zero becomes zero, which is what a part of the model gets
+    that no sample has used."""
+    if grads and grads[0].device.type == "cpu":
+        for grad in grads:
+            grad.div_(count).add_(0.0)  # while it is in the cache
+    else:
+        torch._foreach_div_(list(grads), count)
+        torch._foreach_add_(list(grads), 0.0)
+
+
 def row_squares(grads: Sequence[Tensor]) -> Tensor:
     """Sum of squares of each row of each gradient, flat [total rows]; a gradient without axes is one row."""
     rows = [g.square().contiguous().view(g.size(0) if g.ndim else 1, -1).sum(1) for g in grads if g.numel()]

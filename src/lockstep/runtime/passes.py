@@ -1,32 +1,29 @@
-"""Forward and backward passes of micro-batches, each under its own shard's randomness and BatchNorm statistics."""
+"""Forward and backward passes of micro-batches, each under its own shard's randomness, from the step's buffers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.contracts import Batch, LossSum, MicroBatch, Model
+from lockstep.contracts import Batch, LossSum, MicroBatch, Model, Outputs
 from lockstep.errors import ModelError
-from lockstep.runtime.batchnorm import RunningStatistics
+from lockstep.runtime.buffers import BufferUpdates
 from lockstep.runtime.collectives import add_disjoint
+from lockstep.runtime.outputs import detached, widened
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness
 from lockstep.runtime.tree_reduce import tree_sum
 from lockstep.runtime.whereabouts import progress
 
 
-def widened(outputs: Tensor) -> Tensor:
-    """Half-precision outputs as fp32, in which losses and metrics are computed; others as they are."""
-    return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
-
-
 class Passes:
     """A rank's share of a step, one micro-batch after the other.
 
-    `norms`: the modules among which BatchNorm layers are looked for, all of the model's if not given. `is_whole`:
-    whether this rank holds all weights, so that the loss may have some of its own.
+    `modules`: those whose buffers advance here, by name, all of the model's if not given. `is_whole`: whether this rank
+    holds all weights, so that the loss may have some of its own.
     """
 
     def __init__(
@@ -35,11 +32,11 @@ class Passes:
         randomness: Randomness,
         precision: Precision,
         *,
-        norms: Sequence[nn.Module] | None = None,
+        modules: Mapping[str, nn.Module] | None = None,
         is_whole: bool = True,
     ) -> None:
         self.model, self.randomness, self.precision, self.is_whole = model, randomness, precision, is_whole
-        self.statistics = RunningStatistics(list(model.modules()) if norms is None else norms)
+        self.buffers = BufferUpdates(dict(model.named_modules()) if modules is None else modules)
         self.current: MicroBatch | None = None
         """Whose gradients arrive just now."""
         self.is_last = False
@@ -50,27 +47,33 @@ class Passes:
         self.current = micro_batch
         self.randomness.at(micro_batch.step, micro_batch.shard)
 
-    def outputs(self, micro_batch: MicroBatch, call: Callable[[Batch], Tensor]) -> Tensor:
-        """The forward pass. A ghost leaves no statistics behind."""
+    def outputs(self, micro_batch: MicroBatch, call: Callable[[Batch], Outputs]) -> Outputs:
+        """The forward pass. A ghost leaves nothing behind."""
         self.at(micro_batch)
-        self.statistics.start_shard()
+        self.buffers.reset()
         with self.precision.autocast():
             outputs = call(micro_batch.batch)
         if not micro_batch.ghost:
-            self.statistics.end_shard(micro_batch.shard)
+            self.buffers.end_shard(micro_batch.shard)
         return outputs
 
-    def loss(self, micro_batch: MicroBatch, outputs: Tensor) -> LossSum:
+    def start_backward(self) -> None:
+        """Blocks that run again in the backward pass find the buffers that they found before."""
+        if self.randomness.recomputes:
+            self.buffers.reset()
+
+    def loss(self, micro_batch: MicroBatch, outputs: Outputs) -> LossSum:
         """The loss of outputs. Raises ModelError."""
         if not self.is_whole:
             refuse_weights_in_loss(self.model, outputs, micro_batch.batch)
             self.is_whole = True  # asked and answered
-        return self.model.loss(widened(outputs), micro_batch.batch)
+        found = self.model.loss(widened(outputs), micro_batch.batch)
+        return nothing_of(found) if micro_batch.is_void else found
 
     def run(
         self,
         micro_batches: Sequence[MicroBatch],
-        call: Callable[[Batch], Tensor],
+        call: Callable[[Batch], Outputs],
         *,
         no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> list[LossSum]:
@@ -81,16 +84,23 @@ class Passes:
             self.is_last = micro_batch is micro_batches[-1]
             with nullcontext() if self.is_last else no_sync():
                 loss = self.loss(micro_batch, self.outputs(micro_batch, call))
+                self.start_backward()
                 self.precision.scaled(loss.total).backward()
             losses.append(loss)
             progress()
         return losses
 
 
-def refuse_weights_in_loss(model: Model, outputs: Tensor, batch: Batch) -> None:
+def nothing_of(loss: LossSum) -> LossSum:
+    """The loss of no samples at all, whose gradients are zeros in the same places."""
+    sums = {name: value * 0 for name, value in loss.sums.items()}
+    return LossSum(loss.total * 0, loss.count * 0, sums)
+
+
+def refuse_weights_in_loss(model: Model, outputs: Outputs, batch: Batch) -> None:
     """Raise ModelError where a model's loss uses weights: where they are spread, evaluation does not have them."""
     with torch.enable_grad():
-        if model.loss(widened(outputs.detach()), batch).total.requires_grad:
+        if model.loss(widened(detached(outputs)), batch).total.requires_grad:
             raise ModelError(
                 "the loss uses weights of its own, which a process that holds only a part of the model does not have: "
                 "use them in forward() instead, or use parallel.kind=ddp"
@@ -110,10 +120,12 @@ def told_loss(
 
     `names`: those of further sums; `step`: any micro-batch of the step. All ranks have to call it.
     """
-    table = loss_table(losses, names, shards=step.shards, device=device)
+    own = list(losses)
+    table = loss_table(own, names, shards=step.shards, device=device)
     if dist.get_world_size() > 1:
         add_disjoint(table)
-    return summed(table, names, step)
+    is_counted = any(not each.ghost and isinstance(loss.count, int) and loss.count > 0 for each, loss in own)
+    return replace(summed(table, names, step), is_counted=is_counted)
 
 
 def loss_table(

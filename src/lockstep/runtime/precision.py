@@ -52,10 +52,12 @@ class Precision:
         self.scaler.scale(torch.zeros((), device=self.device))  # a rank that has seen no loss yet has no scale
         self.scaler.unscale_(optimizer)
 
-    def apply(self, optimizer: torch.optim.Optimizer, *, commit: bool = True) -> None:
-        """The optimizer's step, left out without `commit` or where scaled gradients overflowed; adapts the scale."""
-        if commit or self.is_scaled:
+    def apply(self, optimizer: torch.optim.Optimizer, *, commit: bool = True, is_empty: bool = False) -> None:
+        """The optimizer's step, left out without `commit` or where scaled gradients overflowed; adapts the scale.
+        `is_empty`: whether there is no gradient at all."""
+        if commit or (self.is_scaled and not is_empty):
             self.scaler.step(optimizer)
+        if commit or self.is_scaled:
             self.scaler.update()
 
     def state_dict(self) -> dict[str, Any]:

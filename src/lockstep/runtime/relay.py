@@ -1,6 +1,7 @@
 """Forward passes without gradients through a pipeline's stages, one batch of every rank after the other."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -8,25 +9,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.contracts import Batch
+from lockstep.contracts import Batch, Outputs
+from lockstep.runtime.buffers import BufferUpdates
 from lockstep.runtime.cut import Cuttable
+from lockstep.runtime.outputs import moved
 from lockstep.runtime.turns import in_turn
 from lockstep.runtime.whereabouts import waiting_in
 
 
 class Relay:
     """`bounds`: the block with which each stage begins, and the number of blocks. The stages lie on the ranks of
-    `group` in turn, and each rank brings batches of its own."""
+    `group` in turn, and each rank brings batches of its own. `buffers`: this rank's stages'; no batch changes them."""
 
-    def __init__(self, cut: Cuttable, bounds: Sequence[int], *, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.cut, self.group, self.device = cut, group, device
+    def __init__(
+        self,
+        cut: Cuttable,
+        bounds: Sequence[int],
+        buffers: Sequence[BufferUpdates],
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.cut, self.buffers, self.group, self.device = cut, buffers, group, device
         self.stages = list(pairwise(bounds))
 
-    def outputs(self, batch: Batch) -> Tensor:
+    def outputs(self, batch: Batch) -> Outputs:
         """The model's outputs for this rank's batch. Every rank calls it, and runs its stages for all of them."""
-        return in_turn(batch, self._through, group=self.group, device=self.device)
+        return in_turn(batch, self._leaving_no_trace, group=self.group, device=self.device)
 
-    def _through(self, batch: Batch, member: int) -> Tensor | None:
+    def _leaving_no_trace(self, batch: Batch, member: int) -> Outputs | None:
+        with ExitStack() as stack:
+            for buffers in self.buffers:
+                stack.enter_context(buffers.unchanged())
+            return self._through(batch, member)
+
+    def _through(self, batch: Batch, member: int) -> Outputs | None:
         """One batch through all stages; its outputs on rank `member` of the group, to which it belongs."""
         wires, size = self.cut.wires(batch), self.group.size()
         held: Any = ()
@@ -49,13 +66,14 @@ class Relay:
             dist.recv(room, group=self.group, group_src=source)
         return room
 
-    def _handed(self, outputs: Any, last: int, member: int) -> Tensor | None:
+    def _handed(self, outputs: Any, last: int, member: int) -> Outputs | None:
         """The last stage's outputs to the rank whose batch it was."""
-        box = [outputs.cpu() if isinstance(outputs, Tensor) else outputs]
-        if last == self.group.rank() != member:
+        is_own = last == self.group.rank()
+        box = [moved(outputs, "cpu") if is_own else None]
+        if is_own and last != member:
             dist.send_object_list(box, group=self.group, group_dst=member)
-        if last != self.group.rank() == member:
+        if not is_own and member == self.group.rank():
             with waiting_in("the last stage"):
                 dist.recv_object_list(box, group=self.group, group_src=last)
         (handed,) = box
-        return handed.to(self.device) if isinstance(handed, Tensor) else None
+        return None if handed is None else moved(handed, self.device)

@@ -1,16 +1,18 @@
 """A rank that holds the whole model: what `single` and `ddp` have in common."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.contracts import Batch, Model
+from lockstep.contracts import Batch, Model, Outputs
 from lockstep.runtime.accumulation import Accumulation
 from lockstep.runtime.allocator import keep_freed_memory
+from lockstep.runtime.buffers import BufferUpdates
 from lockstep.runtime.gradient_norm import clip_, gradients, row_squares
-from lockstep.runtime.passes import Passes, widened
+from lockstep.runtime.outputs import widened
+from lockstep.runtime.passes import Passes
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness
 
@@ -37,6 +39,11 @@ class Replica:
         return model
 
     @property
+    def buffer_updates(self) -> Sequence[BufferUpdates]:
+        """Of the whole model."""
+        return [self.passes.buffers]
+
+    @property
     def passes(self) -> Passes:
         """Of the placed model."""
         assert self.placed is not None, "place() comes first"
@@ -48,9 +55,9 @@ class Replica:
         assert self.placed is not None, "place() comes first"
         return self.placed[1]
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Outputs, without gradients; fp32 where autocast gave half precision."""
-        with torch.no_grad(), self.precision.autocast():
+    def forward(self, batch: Batch) -> Outputs:
+        """Outputs, without gradients; fp32 where autocast gave half precision. Buffers stay as they are."""
+        with torch.no_grad(), self.precision.autocast(), self.passes.buffers.unchanged():
             return widened(self.model(batch))
 
     def clip(self, max_norm: float | None) -> Tensor:

@@ -3,13 +3,15 @@
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 Forward = Callable[..., Any]
@@ -42,16 +44,31 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Afterwards torch's, NumPy's and Python's generators go on as if nothing had been drawn inside."""
+    numpy, python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            yield
+    finally:
+        np.random.set_state(numpy)
+        random.setstate(python)
+
+
 class Randomness:
     """Reseeds from (seed, step, shard, block) whenever a block is entered in training, forwards or in recomputation,
     and once more when it is left: so it does not matter either whether what follows runs where the block did."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.step, self.shard = seed, 0, 0
+        self.recomputes = False
+        """Whether blocks run again in the backward pass."""
 
     def watch(self, blocks: Sequence[nn.Module], *, recompute: bool = False) -> None:
         """Reseed on entering and leaving each of these blocks; with `recompute` they keep no activations but run again
         in the backward pass (T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016)."""
+        self.recomputes = recompute
         for number, block in enumerate(blocks):
             seeded = partial(self._seeded, number, block.forward)
             block.forward = partial(_in_training, block, block.forward, _recomputed(seeded) if recompute else seeded)
@@ -72,7 +89,29 @@ class Randomness:
 
 
 def _in_training(block: nn.Module, plain: Forward, training: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    return (training if block.training else plain)(*args, **kwargs)
+    if not block.training:
+        return plain(*args, **kwargs)
+    args, kwargs = views((args, kwargs))
+    return training(*args, **kwargs)
+
+
+def views(given: Any) -> Any:
+    """The inputs of a block, each tensor that requires a gradient as a view of itself.
+
+    Autograd then sums the gradients from the block's own operations before it adds those of other blocks, in every
+    strategy. FSDP hooks the inputs to learn that a block's backward pass has ended, which fixes this order for it.
+    """
+    if isinstance(given, Tensor):
+        return given.view_as(given) if given.requires_grad and torch.is_grad_enabled() else given
+    if type(given) is tuple or type(given) is list:
+        return type(given)(map(views, given))
+    if type(given) is dict:
+        return {key: views(value) for key, value in given.items()}
+    return given if given is None or isinstance(given, bool | int | float | str) else pytree.tree_map(_view, given)
+
+
+def _view(leaf: Any) -> Any:
+    return views(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _recomputed(forward: Forward) -> Forward:

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lockstep.contracts import Batch, Model
+from lockstep.contracts import Batch, Model, Outputs
 from lockstep.runtime.gradient_norm import Pieces, Rows
+from lockstep.runtime.outputs import widened
 from lockstep.runtime.parts import kept_buffers, like, tied
-from lockstep.runtime.passes import widened
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness
 
@@ -16,7 +16,7 @@ from lockstep.runtime.seeds import Randomness
 class Spread:
     """Evaluation, clipping and state of a model of which every rank holds some parts."""
 
-    outputs: Callable[[Batch], Tensor]
+    outputs: Callable[[Batch], Outputs]
     """The model's, which all ranks compute together."""
     whole: dict[str, Tensor]
     """This rank's parameters as they go into the state, by their first name: spread tensors where they are cut."""
@@ -37,7 +37,7 @@ class Spread:
         self.model = self.placed = model
         self.names, self.buffers = tied(model), kept_buffers(model)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> Outputs:
         """Outputs, without gradients; fp32 where autocast gave half precision."""
         with torch.no_grad(), self.precision.autocast():
             return widened(self.outputs(batch))

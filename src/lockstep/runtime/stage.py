@@ -1,5 +1,6 @@
 """A stage of a pipeline for PyTorch's schedules: micro-batches of any shape, each under its own shard's randomness."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import _TensorMeta
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from lockstep.contracts import MicroBatch
@@ -70,14 +70,16 @@ class Stage(PipelineStage):
     def start_step(self, micro_batches: Sequence[MicroBatch], exchange: Exchange) -> None:
         """These come next; `exchange` is how the replicas of this stage finish their tree."""
         self.accumulation.start_step(exchange)
-        self.passes.statistics.start_step(exchange)
+        self.passes.buffers.start_step(exchange)
         self.micro_batches = list(micro_batches)
         self.chunks = len(self.micro_batches)
         self.args_recv_info.clear()
         self.grad_recv_info.clear()
         self.clear_runtime_states()
-        outputs = len(self._ways(0, self.segment.last)) if not self.is_last else 1
-        self.act_send_info = {place: [] if self.is_last else [self.stage_index + 1] for place in range(outputs)}
+        self.act_send_info = defaultdict(list)  # the last one's outputs, however many, go nowhere
+        if not self.is_last:
+            places = range(len(self._ways(0, self.segment.last)))
+            self.act_send_info.update((place, [self.stage_index + 1]) for place in places)
         inputs = 0 if self.is_first else len(self._ways(0, self.segment.first))
         self.grad_send_info = [self.stage_index - 1] * inputs
 
@@ -85,19 +87,20 @@ class Stage(PipelineStage):
         """Under the randomness of the micro-batch's shard."""
         micro_batch = self.micro_batches[fwd_chunk_id]
         self.passes.at(micro_batch)
-        self.passes.statistics.start_shard()
+        self.passes.buffers.reset()
         outputs = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not micro_batch.ghost:
-            self.passes.statistics.end_shard(micro_batch.shard)
+            self.passes.buffers.end_shard(micro_batch.shard)
         progress()
         return outputs
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Its gradients belong to the micro-batch's shard."""
         self.passes.at(self.micro_batches[bwd_chunk_id])
-        self._stage_meta.inputs = self._stage_meta.input_grads = tuple(
-            _meta(way) for way in ([] if self.is_first else self._ways(bwd_chunk_id, self.segment.first))
-        )
+        self.passes.start_backward()
+        ways = [] if self.is_first else self._ways(bwd_chunk_id, self.segment.first)
+        metas: tuple[Any, ...] = tuple(_meta(way) for way in ways)
+        self._stage_meta.inputs = self._stage_meta.input_grads = metas
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         gradients = self.bwd_cache[bwd_chunk_id]
         self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in gradients)
@@ -128,7 +131,9 @@ class Stage(PipelineStage):
         )
 
 
-def _meta(way: Travelling) -> _TensorMeta:
+def _meta(way: Travelling) -> Any:
+    from torch.distributed.pipelining._utils import _TensorMeta  # noqa: PLC0415 (since torch 2.13, see parallel/_torch)
+
     room = way.room(torch.device("meta"))
     return _TensorMeta(room.shape, room.stride(), room.dtype, way.dtype.is_floating_point)
 

@@ -16,8 +16,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.contracts import Batch
+from lockstep.errors import ModelError
+from lockstep.runtime.buffers import borrowed
 from lockstep.runtime.cut import Cuttable, Run
-from lockstep.runtime.passes import refuse_weights_in_loss, widened
+from lockstep.runtime.outputs import widened
+from lockstep.runtime.passes import refuse_weights_in_loss
 
 
 @dataclass(frozen=True)
@@ -47,20 +50,40 @@ class Survey:
 
 def survey(cut: Cuttable, batch: Batch, autocast: Callable[[], Any]) -> Survey:
     """Run a model forwards and backwards, unit by unit. Leaves weights and buffers as they were. Raises ModelError."""
-    buffers = [(buffer, buffer.clone()) for buffer in cut.model.buffers()]
     frozen = [p for p in cut.model.parameters() if p.is_floating_point() and not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad = True
     try:
         with autocast():
             cut.arrange(batch)
-        _Passage(cut, batch, autocast)  # the first is slower
-        return _Passage(cut, batch, autocast).survey()
+        with borrowed(cut.model):
+            _Passage(cut, batch, autocast)  # the first is slower
+        with borrowed(cut.model):
+            refuse_state_between_blocks(cut, batch, autocast)
+        with borrowed(cut.model):
+            return _Passage(cut, batch, autocast).survey()
     finally:
         for parameter in frozen:
             parameter.requires_grad = False
-        for buffer, before in buffers:
-            buffer.copy_(before)
+
+
+def refuse_state_between_blocks(cut: Cuttable, batch: Batch, autocast: Callable[[], Any]) -> None:
+    """Raise ModelError where a forward pass changes a buffer outside of all blocks: that code runs on several stages,
+    of which most do not see what it computes with."""
+    inside = {module for block in cut.blocks for module in block.modules()}
+    outside = {name: m for name, m in cut.model.named_modules() if m not in inside}
+    before = {(n, key): (t, t.clone()) for n, m in outside.items() for key, t in m._buffers.items() if t is not None}
+    if not before:
+        return
+    with torch.no_grad(), torch.random.fork_rng(), autocast():
+        cut.model(batch)
+    for (name, key), (tensor, value) in before.items():
+        now = outside[name]._buffers[key]
+        if now is not tensor or not torch.equal(tensor, value):
+            raise ModelError(
+                f"the buffer {name}.{key} changes in code outside of the model's blocks, which several stages of a "
+                "pipeline run: move it into a block, or use parallel.kind=ddp or fsdp"
+            )
 
 
 class Uses(TorchDispatchMode):

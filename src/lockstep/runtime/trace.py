@@ -51,8 +51,14 @@ def descriptions(model: nn.Module) -> dict[str, str]:
     return {name: f"{name or 'the model itself'} ({_origin(module)})" for name, module in model.named_modules()}
 
 
+def class_of(module: nn.Module) -> type:
+    """A module's class as it was written: not the one that FSDP or a parametrization puts in its place."""
+    kinds = [kind for kind in type(module).__mro__ if not kind.__name__.startswith(("FSDP", "Parametrized"))]
+    return kinds[0]
+
+
 def _origin(module: nn.Module) -> str:
-    kind = type(module)
+    kind = class_of(module)
     if kind.__module__.split(".")[0] == "torch":
         return f"torch.nn.{kind.__name__}"
     try:

@@ -4,15 +4,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lockstep.contracts import Batch
+from lockstep.contracts import Batch, Outputs
 from lockstep.runtime.collectives import decided
 
 
 def in_turn(
-    batch: Batch, run: Callable[[Batch, int], Tensor | None], *, group: dist.ProcessGroup, device: torch.device
-) -> Tensor:
+    batch: Batch, run: Callable[[Batch, int], Outputs | None], *, group: dist.ProcessGroup, device: torch.device
+) -> Outputs:
     """What `run(batch, member)` gives for this rank's batch. Every rank of the group has to call it, and runs the
     batches of all members; it may give None for those of others."""
     sent, own = {name: column.cpu() for name, column in batch.items()}, None

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lockstep.data.images import pixels_of
+from lockstep.data.images import TooLarge, pixels_of
 from lockstep.errors import DataError
 from lockstep.inference.predictor import Predictor, Sample
 from lockstep.serving.settings import MOST_INPUTS
@@ -98,6 +98,8 @@ def encoded_image(predictor: Predictor, image: str | bytes, field: str) -> Sampl
     try:
         file = _decoded(image) if isinstance(image, str) else image
         return pixels_of(file, "this", shape, formats=IMAGE_FORMS)
+    except TooLarge as error:
+        raise Wrong([(field, str(error))], status=413) from None
     except (DataError, binascii.Error) as error:
         raise Wrong([(field, str(error))]) from None
     except Exception as error:  # Pillow raises whatever its parsers meet in damaged files

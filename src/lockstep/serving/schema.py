@@ -70,16 +70,22 @@ FAILURES: dict[int | str, dict[str, Any]] = {
     },
     504: _problem("The answer took too long."),
 }
-HEALTH: dict[str, Any] = {"responses": REFUSALS}
-READY: dict[str, Any] = {"responses": {**REFUSALS, 503: _problem("The server is about to end.")}}
-METRICS: dict[str, Any] = {"responses": {**REFUSALS, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}}
-INFO: dict[str, Any] = {"responses": REFUSALS}
+PREDICTING, MODEL, SERVER = "predict", "model", "server"
+"""Tags: how /docs groups the routes."""
+HEALTH: dict[str, Any] = {"tags": [SERVER], "responses": REFUSALS}
+READY: dict[str, Any] = {"tags": [SERVER], "responses": {**REFUSALS, 503: _problem("The server is about to end.")}}
+METRICS: dict[str, Any] = {
+    "tags": [SERVER],
+    "responses": {**REFUSALS, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+}
+INFO: dict[str, Any] = {"tags": [MODEL], "responses": REFUSALS}
 RELOAD: dict[str, Any] = {
+    "tags": [MODEL],
     "responses": {
         **REFUSALS,
         403: _problem("Asked from elsewhere."),
         409: _problem("It cannot be loaded; the old one is still served."),
-    }
+    },
 }
 
 
@@ -91,6 +97,11 @@ def about(settings: Settings) -> dict[str, Any]:
     return {
         "summary": "Labels for texts or images, from a model trained with Lockstep.",
         "version": "1",
+        "openapi_tags": [
+            {"name": PREDICTING, "description": "Labels of one input, or of several."},
+            {"name": MODEL, "description": "What answers, and how to load a newer one."},
+            {"name": SERVER, "description": "How the server is."},
+        ],
         "redoc_url": None,
         "dependencies": [Depends(HTTPBearer(auto_error=False))] if settings.api_key else [],
     }
@@ -120,6 +131,7 @@ def _json(takes: str, *, several: bool, example: dict[str, Any]) -> dict[str, An
 
 def _route(model: type[BaseModel], content: dict[str, Any], answered: dict[str, Any]) -> dict[str, Any]:
     return {
+        "tags": [PREDICTING],
         "response_model": model,
         "responses": {200: {"content": {JSON: {"example": answered}}}, **FAILURES},
         "openapi_extra": {"requestBody": {"required": True, "content": content}},

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from lockstep import plugins
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.inference.predictor import Predictor
 from lockstep.serving import app
@@ -16,13 +17,17 @@ from lockstep.serving.service import Model, Service
 from lockstep.serving.settings import Settings
 
 BACKLOG = 2048
+PACKAGES = ("fastapi", "fastapi_offline", "python_multipart", "prometheus_client", "uvicorn")
+"""Of the extra `serve`."""
 
 
 def serve(load: Callable[[], Predictor], settings: Settings, say: Callable[[str], None]) -> None:
     """Serve what `load` gives until SIGTERM or SIGINT, then answer what has been accepted.
 
-    SIGHUP loads it anew. Raises LaunchError where the port cannot be had, and what `load` raises.
+    SIGHUP loads it anew. Raises LaunchError where the port cannot be had, MissingExtra without the packages for it, and
+    what `load` raises.
     """
+    plugins.require("serve", *PACKAGES, what="lockstep serve")
     if settings.api_key is not None and settings.api_key.strip() != (settings.api_key or None):
         raise LaunchError(
             "the API key is empty, or begins or ends with a space, which a header cannot carry: give another, or leave "
@@ -67,7 +72,7 @@ def listening(settings: Settings) -> Iterator[socket.socket]:
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:  # Windows
+    except ImportError:  # Windows, where it does not exist
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory

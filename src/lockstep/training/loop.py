@@ -10,7 +10,7 @@ import torch
 from lockstep.checkpoint.keeper import is_better
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.contracts import MicroBatch
-from lockstep.errors import Interrupted, NonFiniteLoss
+from lockstep.errors import CheckpointError, ConfigError, Interrupted, LockstepError, NonFiniteLoss
 from lockstep.events import Bus, EpochDone, Evaluated, StepDone, Warned
 from lockstep.observe.meters import Throughput
 from lockstep.runtime.collectives import Agreement, decided
@@ -54,6 +54,8 @@ class Training:
     """Whether this rank has been asked to stop."""
     stopping: Callable[[], None]
     """Told when it is about to: the last save takes as long as it takes."""
+    owes_evaluation: bool = False
+    """Whether the evaluation of the step that it begins after is still to be made."""
     throughput: Throughput = field(default_factory=Throughput)
     unread: list[tuple[int, Outcome]] = field(default_factory=list)
     """(step, outcome) since the last look, on the device: looking waits for it."""
@@ -71,8 +73,8 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
     train.max_minutes are over.
     """
     state, agreement, last_save = run.state, Agreement(flags=3), time.monotonic()
-    metrics: dict[str, float] = {}
-    for micro_batches in run.steps(state.step):
+    metrics, enough = _caught_up(run)
+    for micro_batches in () if enough else run.steps(state.step):
         is_logged = (state.step + 1) % run.log_every == 0 or state.step + 1 == run.total_steps
         outcome = step(
             state,
@@ -85,9 +87,7 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
         metrics = {}
         if run.evaluation.is_due(state.step, run.steps_per_epoch) or state.step == run.total_steps:
             metrics = _evaluate(run)
-        best = run.checkpoint.best
-        improved = bool(best and metrics and _note(state.saving, best, metrics))
-        enough = _is_enough(run, metrics)
+        improved, enough = _judged(run, metrics)
         is_last = enough or stop or late or state.step == run.total_steps
         if run.desync_every and state.step % run.desync_every == 0:
             run.compare_ranks(state.step)
@@ -98,14 +98,24 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
         if state.step % run.steps_per_epoch == 0:
             run.bus.publish(EpochDone(epoch=run.epoch, step=state.step))
         if enough:
-            return "stopped early", metrics
+            break
         if (stop or late) and state.step < run.total_steps:
             why = "by a signal" if stop else f"since train.max_minutes={run.train.max_minutes:g} are over"
             raise Interrupted(f"stopped {why} after step {state.step}")
         late = run.is_main and run.deadline.is_near(run.saving.expected_seconds)
         agreement.post([run.interrupted(), _is_time(run, last_save), late])
     agreement.read()
-    return "finished", metrics
+    return "stopped early" if enough else "finished", metrics
+
+
+def _caught_up(run: Training) -> tuple[dict[str, float], bool]:
+    """Make the evaluation that failed when this step was done, if one did: its values, and whether it is enough."""
+    if not run.owes_evaluation:
+        return {}, False
+    metrics = _evaluate(run)
+    _, enough = _judged(run, metrics)
+    _save(run, metrics, is_last=enough or run.state.step >= run.total_steps)
+    return metrics, enough
 
 
 def _save(run: Training, metrics: dict[str, float], *, is_last: bool) -> None:
@@ -128,7 +138,7 @@ def _look(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
         run.bus.publish(StepDone(step=state.step, epoch=run.epoch))
         return
     mean, norm = _read(run)
-    values = {"loss": mean, **{name: float(value / loss.count) for name, value in loss.sums.items()}}
+    values = {**{name: float(outcome.mean(value)) for name, value in loss.sums.items()}, "loss": mean}
     values |= {"learning_rate": outcome.rate, "gradient_norm": norm}
     speed = run.throughput.look(run.samples_at(state.step))
     if speed is not None:
@@ -145,9 +155,13 @@ def _read(run: Training) -> tuple[float, float]:
     if not unread:
         return math.nan, math.nan
     table = torch.stack([outcome.numbers() for _, outcome in unread]).tolist()
-    for (number, outcome), (loss, norm, _) in zip(unread, table, strict=True):
+    for (number, outcome), (loss, norm, *_) in zip(unread, table, strict=True):
         run.state.chain = link(run.state.chain, number, loss=loss, norm=norm, rate=outcome.rate)
-    _check_finite(run, [step for step, (*_, is_finite) in zip(unread, table, strict=True) if not is_finite])
+    for (number, _), (*_, is_empty) in zip(unread, table, strict=True):
+        if is_empty:
+            what = f"step {number} was skipped: its loss counts nothing (the count of each of its micro-batches is 0)"
+            run.bus.publish(Warned(message=f"{what}; look at the labels, or masks, of its samples"))
+    _check_finite(run, [step for step, (*_, is_finite, _) in zip(unread, table, strict=True) if not is_finite])
     return table[-1][0], table[-1][1]
 
 
@@ -172,11 +186,43 @@ def _check_finite(run: Training, failed: list[tuple[int, Outcome]]) -> None:
 def _evaluate(run: Training) -> dict[str, float]:
     _read(run)
     run.throughput.pause()
-    with run.state.for_use():
-        samples, values = run.evaluate()
+    try:
+        with run.state.for_use():
+            samples, values = run.evaluate()
+        _check_measured(run, values)
+    except LockstepError as error:
+        if error.is_shared:  # else other ranks wait elsewhere
+            error.args = (f"{error}\n  {_rescued(run)}",)
+        raise
     run.throughput.resume()
     run.bus.publish(Evaluated(step=run.state.step, epoch=run.epoch, samples=samples, values=values))
     return values
+
+
+def _rescued(run: Training) -> str:
+    """Save before a failed evaluation ends the run; what became of it, in a sentence."""
+    try:
+        _save(run, {}, is_last=True)
+    except CheckpointError as error:
+        return str(error)
+    step = run.state.step
+    return f"Nothing is lost: the state after step {step} has been saved, and a resume begins with this evaluation"
+
+
+def _check_measured(run: Training, values: dict[str, float]) -> None:
+    """Raise ConfigError, on all ranks, where the run decides by a metric that has been shown no sample."""
+    for setting, name in (("checkpoint.best", run.checkpoint.best), ("train.stop_metric", run.train.stop_metric)):
+        if name is not None and name not in values:
+            error = ConfigError(f"{setting}: {name!r} was not measured (there is: {', '.join(values)})")
+            error.is_shared = True
+            raise error
+
+
+def _judged(run: Training, metrics: dict[str, float]) -> tuple[bool, bool]:
+    """Whether an evaluation, if there was one, is the best so far, and whether it is enough."""
+    best = run.checkpoint.best
+    improved = bool(best and metrics and _note(run.state.saving, best, metrics))
+    return improved, _is_enough(run, metrics)
 
 
 def _note(record: Record, metric: str, values: dict[str, float]) -> bool:

@@ -1,20 +1,113 @@
 """Where a run goes on: which checkpoint, whether it belongs to this recipe, and what it brings back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lockstep.checkpoint import layout, reader, verify
+from lockstep.checkpoint.layout import Count
 from lockstep.errors import CheckpointError
 from lockstep.runtime.collectives import decided, together
-from lockstep.training.state import TrainState
+from lockstep.training.state import Record, TrainState
 
 
-def checkpoint_for(root: Path, resume: str, warn: Callable[[str], None]) -> Path | None:
-    """The checkpoint that `--resume auto|never|PATH` means, chosen by rank 0 for all; None to start afresh.
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Record(_Strict):
+    best: float | None
+    evaluations_since: Count
+
+    @model_validator(mode="after")
+    def _is_a_record(self) -> Self:
+        if unknown := (self.model_extra or {}).keys() - {field.name for field in fields(Record)}:
+            raise ValueError(f"there is no {min(unknown)!r} in it")
+        return self
+
+
+class _Drift(_Strict):
+    step: Count
+    field: str
+    before: Any
+    now: Any
+
+
+class _Scaler(_Strict):
+    scale: Annotated[float, Field(gt=0)]
+    growth_factor: Annotated[float, Field(gt=1)]
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)]
+    growth_interval: Annotated[int, Field(ge=1)]
+    growth_tracker: Annotated[int, Field(ge=0, alias="_growth_tracker")]
+
+
+class _Nothing(_Strict):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Progress(_Strict):
+    """What `TrainState.load_state_dict` takes, as it has to stand in a manifest."""
+
+    step: Count
+    skipped: Count
+    chain: Annotated[str, Field(max_length=128)]
+    drift: list[_Drift]
+    scaler: _Nothing | _Scaler
+    stopping: _Record
+    saving: _Record
+
+
+def problem(folder: Path) -> str | None:
+    """What keeps a checkpoint from being resumed, in a few words: as verify.problem, and its progress."""
+    if (reason := verify.problem(folder)) is not None:
+        return reason
+    try:
+        manifest = layout.read_manifest(folder)
+        progress = Progress.model_validate(manifest.progress)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"its progress cannot be used ({'.'.join(str(part) for part in first['loc'])}: {first['msg']})"
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}"
+    return None if progress.step == manifest.step else f"its progress is one of step {progress.step}"
+
+
+def resumed(
+    state: TrainState,
+    root: Path,
+    how: str,
+    *,
+    numeric: Mapping[str, Any],
+    allow_drift: bool,
+    warn: Callable[[str], None],
+) -> Path | None:
+    """Bring a state back from the checkpoint that `how` means -> that one; None to start afresh. With "auto" one whose
+    tensors cannot be read is passed over as well.
+
+    Raises CheckpointError, on every rank.
+    """
+    unreadable: set[Path] = set()
+    while (found := checkpoint_for(root, how, warn, but=unreadable)) is not None:
+        try:
+            resume(state, found, numeric, allow_drift=allow_drift, warn=warn)
+        except reader.DamagedError as error:
+            if how != "auto":
+                raise
+            warn(f"{error}")
+            unreadable.add(found)
+        else:
+            return found
+    return None
+
+
+def checkpoint_for(root: Path, resume: str, warn: Callable[[str], None], *, but: Collection[Path] = ()) -> Path | None:
+    """The checkpoint that `--resume auto|never|PATH` means, chosen by rank 0 for all, for "auto" none of `but`; None to
+    start afresh.
 
     Raises CheckpointError, on every rank, when there are checkpoints but none can be used as asked.
     """
@@ -22,13 +115,13 @@ def checkpoint_for(root: Path, resume: str, warn: Callable[[str], None]) -> Path
     with together():
         if dist.get_rank() == 0:
             try:
-                choice = _choose(root, resume, warn)
+                choice = _choose(root, resume, warn, but=but)
             except OSError as error:
                 raise CheckpointError(f"cannot use the checkpoints in {root}: {error}") from None
     return decided(choice)
 
 
-def _choose(root: Path, resume: str, warn: Callable[[str], None]) -> Path | None:
+def _choose(root: Path, resume: str, warn: Callable[[str], None], *, but: Collection[Path]) -> Path | None:
     there = layout.listed(root)
     if resume == "never":
         if there:
@@ -38,19 +131,23 @@ def _choose(root: Path, resume: str, warn: Callable[[str], None]) -> Path | None
             )
         return None
     if resume == "auto":
-        found = verify.newest(root, lambda folder, reason: warn(f"passed over {folder.name}: {reason}"))
+        found = verify.newest(
+            root,
+            lambda folder, reason: warn(f"passed over {folder.name}: {reason}"),
+            problem=lambda folder: "cannot be loaded" if folder in but else problem(folder),
+        )
         if there and found is None:
             raise CheckpointError(f"none of the {len(there)} checkpoints in {root} is whole; choose another run.name")
         return found
     folder = Path(resume).expanduser().resolve()
     if (folder / "checkpoints").is_dir():  # a run: its newest
-        folder = verify.newest(folder / "checkpoints", lambda *_: None) or folder
+        folder = verify.newest(folder / "checkpoints", lambda *_: None, problem=problem) or folder
     if not folder.is_dir():
         raise CheckpointError(
             f"--resume {resume}: there is no such folder; say auto, never, a run, or one of its checkpoints, such as "
             f"{there[0] if there else root / 'step-000000100'}"
         )
-    reason = verify.problem(folder)
+    reason = problem(folder)
     if reason is not None:
         raise CheckpointError(f"cannot resume from {folder}: {reason}")
     return folder

@@ -50,7 +50,7 @@ class Saving:
             )
             self.bus.publish(Warned(message=f"{what}. {mend} {self.writer.root}"))
         self.bus.publish(SaveStarted(step=self.state.step))
-        self.writer.start(self.state.tensors(), self.manifest(metrics))
+        self.writer.start(self.state.tensors(), self.manifest(metrics), used=self.state.used())
         self.stalls.append(time.monotonic() - begin)
 
     def look(self) -> None:

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from lockstep.config import Section
+from lockstep.config import MANY, Section
 from lockstep.runtime.precision import Format
 
 
@@ -12,16 +12,16 @@ class TrainSection(Section):
     """How much, in what portions, and in which number format."""
 
     incidental: ClassVar[frozenset[str]] = frozenset(
-        {"non_finite", "stop_metric", "stop_patience", "max_minutes", "recompute"}
+        {"non_finite", "stop_metric", "stop_patience", "max_minutes", "recompute", "loss_is"}
     )
 
-    epochs: float | None = Field(None, gt=0)
+    epochs: float | None = Field(None, gt=0, le=1e6)
     """Passes over the training samples; give this or `steps` (default: 1 epoch)."""
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(None, ge=1, le=MANY)
     """Optimizer steps; give this or `epochs`."""
-    global_batch: int = Field(64, ge=1)
+    global_batch: int = Field(64, ge=1, le=MANY)
     """G: samples per optimizer step, over all processes together; the number of processes never changes it."""
-    micro_batch: int = Field(16, ge=1)
+    micro_batch: int = Field(16, ge=1, le=MANY)
     """m: samples that one process handles at once; the largest that fits the device's memory is a good choice."""
     precision: Format = "fp32"
     """fp32, or autocast to bf16 or fp16 (fp16 with a gradient scaler)."""
@@ -31,6 +31,10 @@ class TrainSection(Section):
     batchnorm: Literal["shard", "sync"] = "shard"
     """shard: each micro-batch is normalised by itself; sync: by what all processes hold just then, on GPUs only, with
     other weights for another number of processes."""
+    loss_is: Literal["sample_wise", "batch_wise"] = "sample_wise"
+    """sample_wise: a sample's loss is its own; batch_wise: it depends on the others of its micro-batch by design, as a
+    contrastive loss does. The weights are then the same on any number of processes at this micro_batch, not at
+    another one."""
     non_finite: Literal["stop", "skip", "continue"] = "stop"
     """When a loss is NaN or infinite: stop and say where (noticed at the next logged step, before anything is
     saved), skip the update, or go on."""
@@ -38,10 +42,10 @@ class TrainSection(Section):
     """Decay of a moving average of the weights, which is then what is evaluated and exported; such as 0.999."""
     stop_metric: str | None = None
     """Stop early when this metric of the evaluation (accuracy, f1, loss) gets no better ..."""
-    stop_patience: int = Field(3, ge=1)
+    stop_patience: int = Field(3, ge=1, le=MANY)
     """... for so many evaluations in a row."""
 
-    max_minutes: float | None = Field(None, gt=0)
+    max_minutes: float | None = Field(None, gt=0, le=MANY)
     """Stop in time to have saved a checkpoint when so many minutes have passed since the start, and end with exit
     code 75; the same command goes on later."""
 
@@ -58,12 +62,14 @@ class TrainSection(Section):
 class EvaluateSection(Section):
     """When the model is measured on the test split (always once more at the end)."""
 
-    every_steps: int | None = Field(None, ge=1)
+    every_steps: int | None = Field(None, ge=1, le=MANY)
     """Evaluate every so many steps."""
-    every_epochs: int | None = Field(1, ge=1)
+    every_epochs: int | None = Field(1, ge=1, le=MANY)
     """Evaluate after every so many epochs."""
-    micro_batch: int | None = Field(None, ge=1)
+    micro_batch: int | None = Field(None, ge=1, le=MANY)
     """Samples at once; empty for train.micro_batch."""
+    metrics: Literal["auto"] | tuple[str, ...] = "auto"
+    """What is measured beside the loss: names of metrics, and of sums that come with the loss; auto: all there are."""
 
     def is_due(self, step: int, steps_per_epoch: int) -> bool:
         """Whether an evaluation follows step number `step` (counted from 1)."""

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from lockstep.contracts import Strategy
 from lockstep.optim import set_learning_rate
+from lockstep.runtime.parts import part_of
 from lockstep.runtime.precision import Precision
+from lockstep.runtime.seeds import Randomness
 from lockstep.training.ema import MovingAverage
 
 
@@ -33,11 +35,13 @@ class TrainState:
     precision: Precision
     rate: Callable[[int], float]
     """Learning rate of a step."""
+    randomness: Randomness | None = None
+    """What seeds the forward passes."""
     ema: MovingAverage | None = None
     step: int = 0
     """Steps done."""
     skipped: int = 0
-    """Steps without an update, because their loss was not finite."""
+    """Steps without an update, because their loss was not finite, or counted nothing."""
     chain: str = ""
     """Stands for every step that has been read from the device: all that are done, whenever it is saved."""
     drift: list[dict[str, Any]] = field(default_factory=list)
@@ -58,6 +62,16 @@ class TrainState:
                 for key, value in self.optimizer.state.get(parameter, {}).items()
                 if isinstance(value, Tensor)
             },
+        }
+
+    def used(self) -> dict[str, str]:
+        """The weights and buffers that are evaluated and exported: name in the model -> name in `tensors`. With a
+        moving average it is the average in the place of the parameters, under each of a tied one's names."""
+        state = self.strategy.state()
+        averaged = {_memory(state[name]): name for name in (self.ema.tensors() if self.ema else {})}
+        return {
+            name: f"ema.{averaged[_memory(tensor)]}" if _memory(tensor) in averaged else f"model.{name}"
+            for name, tensor in state.items()
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,6 +105,11 @@ class TrainState:
                     yield
         finally:
             self.module.train()
+
+
+def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
+    """What tied weights have in common."""
+    return part_of(tensor).data_ptr(), tensor.shape
 
 
 def initialise(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.contracts import LossSum, MicroBatch
 from lockstep.optim import set_learning_rate
-from lockstep.runtime.gradient_norm import gradients
+from lockstep.runtime.gradient_norm import gradients, normalise_
 from lockstep.training.state import TrainState
 
 
@@ -21,14 +21,21 @@ class Outcome:
     norm: Tensor
     """Global gradient norm before clipping."""
     is_finite: Tensor
-    """Whether loss and gradient are finite; a gradient that overflowed fp16 is the scaler's business, not counted."""
+    """Whether loss and gradient are finite, or count for nothing; a gradient that overflowed fp16 is the scaler's
+    business, not counted."""
     rate: float
     """The learning rate it used."""
 
     def numbers(self) -> Tensor:
-        """Mean loss, gradient norm and is_finite as float64 [3], without waiting for the device."""
-        mean = self.loss.total.to(torch.float64) / self.loss.count
-        return torch.stack([mean, self.norm.to(torch.float64), self.is_finite.to(torch.float64)])
+        """Mean loss, gradient norm, is_finite and is_empty as float64 [4], without waiting for the device."""
+        count = torch.as_tensor(self.loss.count, dtype=torch.float64, device=self.norm.device)
+        mean = self.mean(self.loss.total)
+        return torch.stack([each.to(torch.float64) for each in (mean, self.norm, self.is_finite, count == 0)])
+
+    def mean(self, total: Tensor) -> Tensor:
+        """A sum over the step's samples, or tokens, as a mean; that over none is 0."""
+        count = torch.as_tensor(self.loss.count, dtype=torch.float64, device=total.device)
+        return total.to(torch.float64) / torch.where(count == 0, 1.0, count)
 
 
 def step(
@@ -38,12 +45,15 @@ def step(
     clip: float | None,
     skip_non_finite: bool = False,
 ) -> Outcome:
-    """Run step number state.step; nothing is committed before the gradient is whole on every rank."""
+    """Run step number state.step; nothing is committed before the gradient is whole on every rank, and
+    nothing at all where the loss counts nothing: there is no mean of no samples."""
     loss = state.strategy.forward_backward(micro_batches)
 
     state.precision.unscale(state.optimizer)
     grads = gradients(list(state.module.parameters()))
-    torch._foreach_div_(grads, torch.as_tensor(loss.count).to(torch.float64))
+    is_empty = not loss.is_counted and bool(loss.count == 0)
+    if not is_empty:
+        normalise_(grads, torch.as_tensor(loss.count).to(torch.float64))
     norm = state.strategy.clip(clip)
     is_finite = torch.isfinite(loss.total)
     if not state.precision.is_scaled:
@@ -51,11 +61,11 @@ def step(
 
     rate = state.rate(state.step)
     set_learning_rate(state.optimizer, rate)
-    commit = not skip_non_finite or bool(is_finite)
-    state.precision.apply(state.optimizer, commit=commit)
+    commit = not is_empty and (not skip_non_finite or bool(is_finite))
+    state.precision.apply(state.optimizer, commit=commit, is_empty=is_empty)
     if state.ema and commit:
         state.ema.update()
     state.skipped += not commit
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
-    return Outcome(loss, norm, is_finite, rate)
+    return Outcome(loss, norm, is_finite | is_empty, rate)

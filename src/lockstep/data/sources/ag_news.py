@@ -8,7 +8,7 @@ import numpy as np
 from lockstep.config import LocalPath
 from lockstep.data.huggingface import load_split
 from lockstep.data.memory import Texts
-from lockstep.data.section import DataSection
+from lockstep.data.section import DataSection, Origin
 from lockstep.errors import DataError
 
 NAMES = ("World", "Sports", "Business", "Sci/Tech")
@@ -25,6 +25,11 @@ class Config(DataSection):
     def modality(self) -> str:
         """Always texts."""
         return "text"
+
+
+def origin(config: Config) -> Origin:
+    """The same texts, from files or the hub."""
+    return Origin(name="AG News", hub=HUB_NAME, language=("en",))
 
 
 def build(config: Config, split: str) -> Texts:

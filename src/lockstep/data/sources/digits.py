@@ -4,7 +4,7 @@ import numpy as np
 
 from lockstep import plugins
 from lockstep.data.memory import Images
-from lockstep.data.section import DataSection
+from lockstep.data.section import DataSection, Origin
 
 
 class Config(DataSection):
@@ -14,6 +14,19 @@ class Config(DataSection):
     def modality(self) -> str:
         """Always images."""
         return "image"
+
+
+STARTER = {
+    "train": {"epochs": 20, "global_batch": 64, "micro_batch": 16},
+    "optim": {"lr": 3e-3},
+    "schedule": {"shape": "cosine", "warmup": 0.05},
+}
+"""What `lockstep init` writes: settings that the CNN learns this data well with."""
+
+
+def origin(config: Config) -> Origin:
+    """As UCI names it."""
+    return Origin(name="Optical Recognition of Handwritten Digits (UCI, as in scikit-learn)")
 
 
 def build(config: Config, split: str) -> Images:

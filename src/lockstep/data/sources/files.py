@@ -15,6 +15,7 @@ from lockstep.config import LocalPath
 from lockstep.data.images import ImageSection, decode
 from lockstep.data.memory import Images, Texts
 from lockstep.data.order import mix
+from lockstep.data.section import Origin
 from lockstep.data.tables import Place, labels_of, names_of, positions, require, rows_of, texts_of
 from lockstep.errors import DataError
 
@@ -54,8 +55,13 @@ class Found:
     place: Place
 
 
-STARTER = {"train": "data/train.csv"}
-"""What `lockstep init files` writes for fields without a default."""
+STARTER = {"data": {"train": "data/train.csv"}}
+"""What `lockstep init files` writes for settings without a default."""
+
+
+def origin(config: Config) -> Origin:
+    """All that can be known: what the file or folder is called."""
+    return Origin(name=config.train.stem or config.train.name)
 
 
 def build(config: Config, split: str) -> Images | Texts:
@@ -99,6 +105,8 @@ def _share(samples: int, test_fraction: float, split: str) -> np.ndarray:
 def _part(config: Config, path: Path) -> Found:
     if not path.exists():
         raise DataError(f"there is no file or folder {path}: correct data.train or data.test")
+    if not path.is_file() and not path.is_dir():
+        raise DataError(f"{path} is a pipe or a device: give a file or a folder")
     if is_table(path) != (config.modality == "text"):
         raise DataError(f"{config.train} and {path} are a table and a folder of images: give two of one kind")
     return read(path, config.text_column, config.label_column)
@@ -162,8 +170,9 @@ def _read_json_lines(path: Path, columns: Sequence[str]) -> list[list[Any]]:
             if line.strip():
                 try:
                     row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"line {number}: {error}") from None
+                except (ValueError, RecursionError) as error:
+                    why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+                    raise ValueError(f"line {number}: {why}") from None
                 if not isinstance(row, dict):
                     raise ValueError(f'line {number} is not an object such as {{"text": "...", "label": 1}}')
                 require(columns, list(row), f"line {number} of {path}")

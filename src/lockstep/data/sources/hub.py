@@ -11,6 +11,7 @@ from pydantic import model_validator
 from lockstep.data.huggingface import load_split
 from lockstep.data.images import ImageFile, ImageSection, decode
 from lockstep.data.memory import Images, Texts
+from lockstep.data.section import Origin
 from lockstep.data.tables import Place, labels_of, names_of, positions, require, rows_of, texts_of
 from lockstep.errors import DataError
 
@@ -71,8 +72,17 @@ class Part:
             yield None if cell is None else cell["bytes"] or Path(cell["path"])
 
 
-STARTER = {"name": "fancyzhx/ag_news", "text_column": "text"}
-"""What `lockstep init hub` writes for fields without a default."""
+STARTER = {"data": {"name": "fancyzhx/ag_news", "text_column": "text"}}
+"""What `lockstep init hub` writes for settings without a default."""
+
+
+def origin(config: Config) -> Origin:
+    """As on the hub, or what the local folder is called."""
+    folder = Path(config.name).expanduser()
+    if folder.is_dir():
+        return Origin(name=folder.absolute().name, split=config.test_split)
+    subset, revision, split = config.subset, config.revision, config.test_split
+    return Origin(name=config.name, hub=config.name, subset=subset, revision=revision, split=split)
 
 
 def build(config: Config, split: str) -> Images | Texts:
@@ -91,9 +101,9 @@ def build(config: Config, split: str) -> Images | Texts:
 
 
 def _load(config: Config, split: str) -> Part:
+    table = load_split(config.name, split, subset=config.subset, revision=config.revision)
     from datasets import Image
 
-    table = load_split(config.name, split, subset=config.subset, revision=config.revision)
     where = f"{config.name}, split {split}"
     require([config.sample_column, config.label_column], table.column_names, where)
     feature = table.features[config.sample_column]

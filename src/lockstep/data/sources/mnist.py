@@ -10,7 +10,7 @@ import requests
 
 from lockstep.config import LocalPath
 from lockstep.data.memory import Images
-from lockstep.data.section import DataSection
+from lockstep.data.section import DataSection, Origin
 from lockstep.errors import DataError
 
 MIRRORS = (
@@ -39,6 +39,19 @@ class Config(DataSection):
     def modality(self) -> str:
         """Always images."""
         return "image"
+
+
+STARTER = {
+    "train": {"epochs": 5, "global_batch": 128, "micro_batch": 64},
+    "optim": {"lr": 2e-3},
+    "schedule": {"shape": "cosine", "warmup": 0.05},
+}
+"""What `lockstep init` writes: settings that the CNN learns this data well with."""
+
+
+def origin(config: Config) -> Origin:
+    """Always the same files."""
+    return Origin(name="MNIST", hub="ylecun/mnist")
 
 
 def build(config: Config, split: str) -> Images:

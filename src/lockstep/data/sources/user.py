@@ -1,16 +1,20 @@
 """Data from the user's own Python file."""
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep import plugins
 from lockstep.config import LocalPath
 from lockstep.contracts import Source
+from lockstep.data.samples import as_source
 from lockstep.data.section import DataSection
 from lockstep.errors import DataError
 
 
 class Config(DataSection):
-    """A Python file with `source(options, split)`, which returns a Source (see docs: bring your own data)."""
+    """A Python file with `source(options, split)`, which returns a Source or a torch Dataset.
+
+    `collate(samples)` may join a Dataset's samples (see docs: bring your own data)."""
 
     incidental: ClassVar[frozenset[str]] = DataSection.incidental | {"file"}
 
@@ -25,17 +29,18 @@ class Config(DataSection):
         return "any"
 
 
-STARTER = {"file": "my_data.py"}
-"""What `lockstep init user` writes for fields without a default."""
+TEMPLATE = Path(__file__).with_name("_template.py")
+"""What `lockstep init user` writes beside the config: data and a model in one file."""
+STARTER = {"train": {"epochs": 20, "global_batch": 32, "micro_batch": 8}}
+"""What suits the template."""
 
 
 def build(config: Config, split: str) -> Source:
-    """Call the file's `source` for "train" or "test"; raises DataError when it does not return a Source."""
+    """Call the file's `source` for "train" or "test"; raises DataError when what it returns is no data set."""
     module = plugins.load_file(config.file)
     if not hasattr(module, "source"):
         raise DataError(f"{config.file} has no function source(options, split)")
-    source = module.source(config.options, split)
-    missing = [name for name in ("__len__", "__getitems__", "spec", "lengths") if not hasattr(source, name)]
-    if missing:
-        raise DataError(f"source() in {config.file} returned an object without {', '.join(missing)}")
-    return source
+    collate = getattr(module, "collate", None)
+    is_own = callable(collate) and not str(getattr(collate, "__module__", "")).startswith("lockstep.")
+    where = f"the {split} split that source() in {config.file} returned"
+    return as_source(module.source(config.options, split), collate if is_own else None, where)

@@ -1,15 +1,13 @@
 """An ONNX graph, for onnxruntime and whatever else reads it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep import plugins
 from lockstep.contracts import Batch, Forward, Model
-from lockstep.errors import ModelError
 from lockstep.export.facts import Facts
 from lockstep.export.formats._graph import Traceable, cannot_be_traced, inputs_of, moving_dimensions, silence
 
@@ -17,26 +15,12 @@ DTYPES = ("fp32", "fp16", "int8")
 FILE = "model.onnx"
 
 
-@contextmanager
-def _packages() -> Iterator[None]:
-    """Raises ModelError where one of them is missing."""
-    try:
-        yield
-    except ImportError as error:
-        raise ModelError(
-            f"export.kind=onnx needs onnx, onnxscript and onnxruntime: pip install 'lockstep-train[onnx]' ({error})"
-        ) from None
-
-
-@_packages()
 def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
     """Batch and length may be of any size; beyond 2 GB the weights lie in model.onnx.data beside the graph.
 
-    Raises ModelError for a model that cannot be traced.
+    Raises ModelError for a model that cannot be traced, MissingExtra without the packages for it.
     """
-    import onnxruntime  # noqa: F401  all that is needed, before the work and not after it
-    import onnxscript  # noqa: F401
-
+    plugins.require("onnx", "onnx", "onnxscript", "onnxruntime", what="export.kind=onnx")
     inputs = inputs_of(batch)
     traceable, shapes = Traceable(model, list(inputs)).eval(), tuple(moving_dimensions(name) for name in inputs)
     try:
@@ -72,9 +56,9 @@ def _quantise(file: Path) -> None:
         quantize_dynamic(graph, file, weight_type=QuantType.QInt8)
 
 
-@_packages()
 def read(folder: Path, facts: Facts) -> Forward:
-    """A session of onnxruntime on the processor."""
+    """A session of onnxruntime on the processor; raises MissingExtra without it."""
+    plugins.require("onnx", "onnxruntime", what="an ONNX export")
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

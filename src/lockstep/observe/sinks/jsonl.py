@@ -29,7 +29,7 @@ class Jsonl:
             )
         elif isinstance(event, Evaluated):
             facts = {"kind": "evaluation", "step": event.step, "epoch": event.epoch, "samples": event.samples}
-            self._write({**facts, **event.values})
+            self._write({**facts, **{name: value for name, value in event.values.items() if name not in facts}})
 
     def close(self) -> None:
         """Nothing is kept open."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lockstep.escaping import EscapingConsole, named
 from lockstep.events import CheckpointSaved, Evaluated, Preparing, RunEnded, RunStarted, StepDone, Warned
 
 QUIET_SECONDS = 5.0
@@ -63,7 +64,7 @@ class Lines:
     @notice.register
     def _(self, event: CheckpointSaved) -> None:
         stall = f"training stood still for {event.stall_seconds * 1000:.0f} ms"
-        self.say(f"checkpoint {event.folder.name} saved in {event.seconds:.2f} s, {stall}", "dim")
+        self.say(f"checkpoint {named(event.folder.name)} saved in {event.seconds:.2f} s, {stall}", "dim")
 
     @notice.register
     def _(self, event: Warned) -> None:
@@ -86,7 +87,7 @@ class Bar(Lines):
             "{task.completed}/{task.total}",
             "{task.fields[values]}",
         )
-        shown = [TextColumn(c) if isinstance(c, str) else c for c in columns]
+        shown = [TextColumn(c, markup=False) if isinstance(c, str) else c for c in columns]
         self.progress = Progress(
             *shown, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console
         )
@@ -128,7 +129,7 @@ class Bar(Lines):
 
 def terminal() -> Lines:
     """For the terminal alone: a bar where it is one, lines where it is not."""
-    console = Console()
+    console = EscapingConsole()
     return Bar(console) if console.is_terminal else Lines(console)
 
 
@@ -139,7 +140,7 @@ class Both:
         logs = folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self.file = (logs / "rank-0.log").open("a", encoding="utf-8", buffering=1)
-        log = Console(file=self.file, width=200, color_system=None)
+        log = EscapingConsole(file=self.file, width=200, color_system=None)
         self.parts: list[Lines] = [terminal(), Lines(log, 0.0)]
 
     def notice(self, event: object) -> None:
@@ -167,7 +168,7 @@ def readable(values: Mapping[str, float]) -> str:
         elif name == "learning_rate":
             parts.append(f"lr {value:.3g}")
         else:
-            parts.append(f"{SHORT.get(name, name)} {value:.4f}")
+            parts.append(f"{named(SHORT.get(name, name))} {value:.4f}")
     return " · ".join(parts)
 
 
@@ -175,7 +176,7 @@ def opening(event: RunStarted) -> list[str]:
     """What a run says before its first step."""
     processes = f"{event.world_size} process{'es' if event.world_size > 1 else ''}"
     lines = [
-        f"run {event.name}: {event.parameters:,} parameters, {event.train_samples:,} training samples, "
+        f"run {named(event.name)}: {event.parameters:,} parameters, {event.train_samples:,} training samples, "
         f"{event.total_steps:,} steps ({event.steps_per_epoch:,} per epoch) on {processes}, {event.device}"
     ]
     if event.resumed_step:
@@ -191,7 +192,7 @@ def closing(event: RunEnded) -> list[str]:
     lines = [f"{event.status} after {summary['steps']:,} steps · digest {summary['digest'][:16]}"]
     if summary["evaluation"]:
         lines.append(f"test: {readable(summary['evaluation'])}")
-    return [*lines, f"everything is in {summary['folder']}"]
+    return [*lines, f"everything is in {named(summary['folder'])}"]
 
 
 def build(folder: Path) -> Both:

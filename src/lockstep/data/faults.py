@@ -1,0 +1,70 @@
+"""Samples that cannot be read: how they are told, and the list of those that were left out."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MOST_NAMED = 100
+"""Of those left out, so many are named in the summary; the files name all."""
+PATTERN = "bad-samples-rank-*.jsonl"
+
+
+@dataclass(kw_only=True)
+class Faults:
+    """What becomes of the samples of a split that cannot be read."""
+
+    name: str = "the data"
+    """What messages call the split."""
+    split: str = "train"
+    skips: bool = False
+    """Whether they are left out (data.on_bad_sample=skip); else the first ends the run."""
+    file: Path | None = None
+    """Where those left out are listed, one line of JSON each."""
+    warn: Callable[[str], None] = lambda _: None
+    """Told of each once."""
+    known: set[int] = field(default_factory=set)
+    """Those that were left out so far."""
+
+    def record(self, file: Path, warn: Callable[[str], None]) -> None:
+        """From now on list those that are left out in a file, and tell of each."""
+        self.file, self.warn, self.known = file, warn, set()
+
+    def note(self, left_out: Mapping[int, str]) -> None:
+        """List samples that were left out just now, each once."""
+        for sample, reason in left_out.items():
+            if sample in self.known:
+                continue
+            self.known.add(sample)
+            self.warn(f"sample {sample} of {self.name} is left out: {reason}")
+            if self.file is not None:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                line = json.dumps({"split": self.split, "sample": sample, "reason": reason})
+                with self.file.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+
+
+def file_of(logs: Path, rank: int) -> Path:
+    """Where a rank lists what it has left out."""
+    return logs / PATTERN.replace("*", str(rank))
+
+
+def forget(logs: Path) -> None:
+    """Remove the lists of an earlier run of this name."""
+    for file in logs.glob(PATTERN):
+        file.unlink(missing_ok=True)
+
+
+def listed(logs: Path) -> dict[str, dict[str, Any]]:
+    """What the ranks of a run have left out: split -> {"count", "indices": the first of them}; {} where nothing was."""
+    found: dict[str, set[int]] = {}
+    for file in logs.glob(PATTERN):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if line.endswith("}"):  # a kill may have torn the last
+                one = json.loads(line)
+                found.setdefault(one["split"], set()).add(one["sample"])
+    return {
+        split: {"count": len(samples), "indices": sorted(samples)[:MOST_NAMED]}
+        for split, samples in sorted(found.items())
+    }

@@ -1,0 +1,18 @@
+"""Which torch a strategy needs, where that is newer than what the others run with."""
+
+import torch
+
+
+def require_torch(least: str, strategy: str) -> None:
+    """Raise ValueError, with what to do, where this torch is older than `least`, such as 2.13."""
+    here = str(torch.__version__)
+    if _numbers(here) < _numbers(least):
+        raise ValueError(
+            f"{strategy} needs torch {least} or newer, and this is torch {here}: install a newer one, or set "
+            "parallel.kind to ddp or single"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -1,0 +1,260 @@
+"""What a run notices of a user's code before its first step: each planted culprit, and nothing of a sound model."""
+
+import importlib.util
+import pathlib
+
+import pytest
+import torch
+from test_training import config_in, run_on_rank
+from torch import nn
+
+from lockstep.job import Job
+from lockstep.runtime.calls import Calls
+from lockstep.runtime.checksum import checksum
+from lockstep.runtime.outside import Snapshot, changed
+
+OWN = pathlib.Path(__file__).parent / "own"
+SHORT = {"train": {"epochs": None, "steps": 2}, "evaluate": {"every_epochs": None}}
+CULPRITS = {
+    "Unseeded": ("random", "network.body.3 (Unseeded, "),
+    "Clock": ("random", "network.body.3 (Clock, "),
+    "Urandom": ("random", "network.body.3 (Urandom, "),
+    "Ticket": ("random", "network.body.3 (Ticket, "),
+    "Hidden": ("random", "network.body.3.noise (Unseeded, "),
+    "Dice": ("state", "network.body.3.dice (Dice, "),
+    "PythonDice": ("state", "network.body.3.dice (PythonDice, "),
+    "FileDice": ("state", "GENERATOR (FileDice.forward, "),
+    "Counting": ("state", "network.body.3.calls (Counting, "),
+    "FileCounting": ("state", "CALLS (FileCounting.forward, "),
+    "Queue": ("state", "network.body.3.seen (Queue, "),
+    "Mean": ("state", "network.body.3.mean (Mean, "),
+    "Remembering": ("state", "network.body.3.memory (Remembering, "),
+    "Renormed": ("parameter", "network.body.3.weight"),
+    "Ranked": ("process", "network.body.3 (Ranked, "),
+}
+QUICK = ("Unseeded", "Dice", "Counting", "Renormed", "Ranked")
+SPREADS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2)]
+
+
+def own_model(tmp_path, file, name="a", **sections):
+    """The config of a short run of a model of tests/own."""
+    options, parallel = sections.pop("options"), sections.pop("parallel", {"kind": "ddp"})
+    model = {"kind": "user", "file": str(OWN / file), "options": options}
+    merged = {key: {**SHORT.get(key, {}), **sections.get(key, {})} for key in {*SHORT, *sections}}
+    return config_in(tmp_path, name, model=model, parallel=parallel, **merged)
+
+
+@pytest.mark.parametrize(
+    ("odd", "kind", "world"),
+    [
+        pytest.param(odd, *spread, marks=[] if odd in QUICK and spread != ("ddp", 3) else [pytest.mark.matrix])
+        for odd in CULPRITS
+        for spread in SPREADS
+        if odd != "Ranked" or spread != ("single", 1)  # there is nobody to be compared with
+    ],
+)
+def test_a_planted_culprit_is_noticed(ranks, tmp_path, odd, kind, world):
+    """Its kind, module and line; the summary says that the promise is off."""
+    config = own_model(tmp_path, "culprits.py", options={"odd": odd}, parallel={"kind": kind})
+    summary = ranks(world, run_on_rank, config)[0]
+    assert summary["status"] == "finished"
+    (found,) = summary["findings"]
+    expected, where = CULPRITS[odd]
+    assert found["kind"] == expected and found["where"].startswith(where), found
+    assert summary["digest_depends_on_world"] == found["what"]
+    if expected != "parameter":
+        file, line = found["where"].rstrip(")").rsplit(", ", 1)[1].rsplit(":", 1)
+        assert file == str(OWN / "culprits.py")
+        text = (OWN / "culprits.py").read_text().splitlines()[int(line) - 1]
+        assert where.split("(")[1].split(",")[0].split(".")[0] in text or where.split(" ")[0].split(".")[-1] in text
+
+
+@pytest.mark.parametrize("odd", ["Counting", "Ranked", pytest.param("Unseeded", marks=pytest.mark.matrix)])
+def test_a_pipeline_notices_or_refuses(ranks, tmp_path, odd):
+    """It compares its stages with the whole model first; a rank is not seen where no two run the same stage."""
+    config = own_model(tmp_path, "culprits.py", options={"odd": odd}, parallel={"kind": "pipeline", "stages": 2})
+    summary = ranks(4 if odd == "Ranked" else 2, run_on_rank, config)[0]
+    if odd == "Unseeded":
+        assert "module network.body.3 (Unseeded, " in summary and "called again with equal inputs" in summary
+    else:
+        assert [found["where"].startswith(CULPRITS[odd][1]) for found in summary["findings"]] == [True]
+
+
+@pytest.mark.parametrize("net", ["images", "recurrent", "tied", "gpt"])
+def test_a_sound_model_is_not_suspected(ranks, tmp_path, net):
+    """BatchNorm, dropout, RNNs, spectral norm, tied weights, attention that is kept for a look, tables made once."""
+    config = own_model(
+        tmp_path, "clean.py", options={"net": net}, parallel={"kind": "ddp", "find_unused": net == "gpt"}
+    )
+    summary = ranks(2, run_on_rank, config)[0]
+    assert summary["findings"] == []
+    assert summary["digest_depends_on_world"] is None
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"kind": "fsdp"},
+        pytest.param({"kind": "pipeline", "stages": 2}, marks=pytest.mark.matrix),
+        pytest.param({"kind": "pipeline", "stages": 2, "schedule": "interleaved"}, marks=pytest.mark.matrix),
+    ],
+    ids=["fsdp", "pipeline", "interleaved"],
+)
+def test_nothing_is_suspected_where_a_model_is_spread(ranks, tmp_path, parallel):
+    """And the digest is that of one process, with the counters of BatchNorm."""
+    config = own_model(tmp_path, "culprits.py", options={"odd": "Sound"}, parallel=parallel)
+    alone = own_model(tmp_path, "culprits.py", "alone", options={"odd": "Sound"}, parallel={"kind": "single"})
+    spread = ranks(2, run_on_rank, config)[0]
+    assert spread["findings"] == []
+    assert spread["digest"] == ranks(1, run_on_rank, alone)[0]["digest"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        ("mean of one", "the loss looks like a mean: it gave LossSum("),
+        ("mean", "the loss looks like a mean: it gave LossSum("),
+        ("contrastive", "the loss is no sum over its samples: it gave LossSum("),
+        ("ignoring", None),
+        ("unseeded", "the loss gave other outputs for equal inputs"),
+    ],
+)
+def test_a_loss_that_is_no_sum_is_noticed(ranks, tmp_path, loss, says):
+    """It does not depend on the number of processes; an unseeded one does."""
+    summary = ranks(1, run_on_rank, own_model(tmp_path, "culprits.py", options={"loss": loss}))[0]
+    found = summary["findings"]
+    if says is None:
+        assert found == []
+        return
+    (one,) = found
+    assert one["what"].startswith(says)
+    assert (one["kind"] == "loss") == (summary["digest_depends_on_world"] is None)
+
+
+def test_a_declared_loss_is_not_suspected(ranks, tmp_path):
+    """Nor does the declaration change a bit."""
+    train = {**SHORT["train"], "loss_is": "batch_wise"}
+    plain = ranks(1, run_on_rank, own_model(tmp_path, "culprits.py", "plain", options={"loss": "contrastive"}))[0]
+    declared = [
+        ranks(w, run_on_rank, own_model(tmp_path, "culprits.py", f"w{w}", options={"loss": "contrastive"}, train=train))
+        for w in (1, 2)
+    ]
+    for summary, *_ in declared:
+        assert summary["findings"] == []
+        assert summary["digest"] == plain["digest"]
+
+
+def test_data_that_is_not_the_same_again_is_noticed(ranks, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "import numpy as np\n\n\ndef augment(sample):\n"
+        "    noise = np.random.default_rng().integers(0, 5, sample['image'].shape, dtype=np.uint8)\n"
+        "    return {**sample, 'image': sample['image'] // 2 + noise}\n"
+    )
+    config = own_model(tmp_path, "culprits.py", options={}, data={"augment": str(tmp_path / "bad.py")})
+    (found,) = ranks(1, run_on_rank, config)[0]["findings"]
+    assert found["kind"] == "data" and "the data (image) is not the same" in found["what"]
+
+
+def without_a_look(config):
+    """A run in which nobody looks at the user's code."""
+    Job.noticing, before = (lambda job, parts, start: parts.steps(start)), Job.noticing
+    try:
+        return run_on_rank(config)
+    finally:
+        Job.noticing = before
+
+
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [("clean.py", {"net": net}) for net in ("images", "recurrent")]
+    + [
+        pytest.param("culprits.py", {"odd": odd}, marks=[] if odd in ("Mean", "FileDice") else [pytest.mark.matrix])
+        for odd in (
+            "Mean",
+            "FileDice",
+            "Dice",
+            "PythonDice",
+            "Counting",
+            "Queue",
+            "Renormed",
+            "Remembering",
+            "FileCounting",
+        )
+    ],
+    ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else None,
+)
+def test_looking_changes_no_bit(ranks, tmp_path, file, options):
+    """Not even where the model keeps something that the look has changed and put back."""
+    found = []
+    for name, call in (("looked", run_on_rank), ("not", without_a_look)):
+        ranks.close()  # a user's globals live as long as the process
+        found.append(ranks(1, call, own_model(tmp_path, file, name, options=options))[0])
+    assert found[0]["findings"] is not None and found[1]["findings"] is None
+    assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["chain"] == found[1]["chain"]
+
+
+def culprits():
+    spec = importlib.util.spec_from_file_location("culprits_here", OWN / "culprits.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("odd", ["Dice", "PythonDice", "FileDice", "Counting", "FileCounting", "Queue", "Mean"])
+def test_what_is_kept_is_put_back(odd):
+    module = culprits()
+    layer = getattr(module, odd)()
+    torch.manual_seed(0)
+    x = torch.randn(4, module.WIDTH)
+    with torch.no_grad():
+        layer(x)
+        before = Snapshot(layer, is_kept=True)
+        first = layer(x)
+        assert len(changed(before, Snapshot(layer))) == 1
+        before.restore()
+        assert not changed(before, Snapshot(layer))
+        assert torch.equal(layer(x), first)
+
+
+class Holder(nn.Module):
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+
+@pytest.mark.parametrize(
+    "held",
+    [None, 1.5, float("nan"), "a", [1, [2, {"a": {3}}]], (torch.zeros(2), torch.ones(1, requires_grad=True) * 2)]
+    + [nn.Linear(2, 2), [nn.Linear(2, 2)], {1: torch.Generator()}, torch.zeros(2).to_sparse(), torch.float32]
+    + [torch.zeros(3, dtype=torch.complex64).conj(), torch.zeros(2, device="meta"), lambda: 3, object(), range(3)],
+    ids=repr,
+)
+def test_anything_may_be_held(held):
+    """And what nobody changed is not said to have changed."""
+    model = Holder(held)
+    before = Snapshot(model, is_kept=True)
+    assert not changed(before, Snapshot(model))
+    before.restore()
+    assert model.held is held
+
+
+def test_calls_are_in_the_order_in_which_they_end_and_see_what_was_written_to():
+    inner = nn.Linear(2, 2)
+    model = nn.Sequential(inner, nn.ReLU())
+    inner.register_forward_hook(lambda module, *_: module.weight.data.mul_(1))
+    with torch.no_grad(), Calls(model) as calls:
+        model(torch.ones(1, 2))
+        model.eval()
+        model(torch.ones(1, 2))
+    assert [name for name, *_ in calls.read()] == ["0", "1", ""]
+    assert not calls.changed  # the hook came later
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64])
+def test_a_checksum_sees_bits_order_and_shape(dtype):
+    one = torch.arange(6).to(dtype).view(2, 3)
+    assert checksum(one) == checksum(one.t().contiguous().t())
+    others = [one.flip(0), one.view(3, 2), one.clone().index_fill_(0, torch.tensor([1]), 0), one[:1]]
+    assert all(checksum(other) != checksum(one) for other in others)
+    assert checksum(torch.zeros(2)) != checksum(-torch.zeros(2))

@@ -1,0 +1,95 @@
+"""Models of transformers that differ from the usual encoder: without a padding token, with missing weights, of images."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from test_training import run_on_rank
+from test_transformer import LABELS, TEXTS
+
+from lockstep.contracts import DataSpec
+from lockstep.errors import ModelError
+from lockstep.models import transformer
+
+SPEC = DataSpec(modality="text", labels=LABELS)
+
+
+def saved_gpt2(folder, minilm):
+    """A tiny GPT-2 with random weights, whose tokenizer has no padding token."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2Model
+
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    tokenizer.pad_token, tokenizer.eos_token = None, "[SEP]"
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    ids = {"bos_token_id": 101, "eos_token_id": 102}
+    GPT2Model(
+        GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=64, **ids)
+    ).save_pretrained(folder)
+
+
+def test_a_model_without_a_padding_token_gets_one(ranks, minilm, tmp_path):
+    saved_gpt2(tmp_path / "gpt2", minilm)
+    config = transformer.Config(kind="transformer", name=str(tmp_path / "gpt2"), max_length=16)
+    model, tokens = transformer.build(config, SPEC).eval(), transformer.tokenizer(config)
+    assert "is padded with '[SEP]' (id 102)" in model._lockstep_notes[-1].replace("texts are", "is")
+    assert model.network.config.pad_token_id == tokens.pad_id == 102
+    rows = [row[:-1] for row in tokens(TEXTS)]  # the end token that BERT's tokenizer adds is not GPT-2's
+    width = max(map(len, rows)) + 3
+    padded = torch.tensor(np.array([np.pad(row, (0, width - len(row)), constant_values=102) for row in rows]))
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    with torch.no_grad():
+        together = model({"input_ids": padded, "attention_mask": mask})
+        for number, row in enumerate(rows):
+            ids = torch.tensor(row.astype(np.int64))[None]
+            alone = model({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+            torch.testing.assert_close(together[number], alone[0])
+    (tmp_path / "t.csv").write_text("".join(["text,label\n", *(f"{TEXTS[i % 3]} {i},{i % 3}\n" for i in range(30))]))
+    found = [ranks(world, run_on_rank, recipe_in(tmp_path, world))[0] for world in (1, 2)]
+    assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["evaluation"] == found[1]["evaluation"]
+
+
+def recipe_in(folder, world):
+    return {
+        "data": {
+            "kind": "files",
+            "train": str(folder / "t.csv"),
+            "test": str(folder / "t.csv"),
+            "cache": str(folder / "cache"),
+        },
+        "model": {"kind": "transformer", "name": str(folder / "gpt2"), "max_length": 16},
+        "train": {"epochs": 1, "global_batch": 8, "micro_batch": 2},
+        "run": {"dir": str(folder / "runs"), "name": f"w{world}"},
+        "observe": {"sinks": []},
+    }
+
+
+def test_weights_that_a_checkpoint_lacks_are_named(tmp_path, minilm):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "lacking"
+    folder.mkdir()
+    for file in minilm.iterdir():
+        if file.is_file():
+            (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    names = [name for name in weights if "layer.1.attention" in name]
+    for name in names:
+        del weights[name]
+    weights["encoder.layer.99.output.dense.bias"] = torch.zeros(3)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    notes = transformer.build(transformer.Config(kind="transformer", name=str(folder)), SPEC)._lockstep_notes
+    assert f"({len(names)} weights): they start at random" in notes[0]
+    assert not transformer.build(transformer.Config(kind="transformer", name=str(minilm)), SPEC)._lockstep_notes
+
+
+@pytest.mark.parametrize("ask", [transformer.tokenizer, lambda config: transformer.build(config, SPEC)])
+def test_a_model_of_images_is_refused_by_name(tmp_path, ask):
+    from transformers import ViTConfig
+
+    ViTConfig().save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "vit"
+    with pytest.raises(ModelError, match="is a vit model, with which transformers does not classify texts"):
+        ask(transformer.Config(kind="transformer", name=str(tmp_path)))
