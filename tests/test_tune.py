@@ -247,7 +247,7 @@ def test_a_sweep_finds_a_rate_and_draws_it(tune, tmp_path):
     ("settings", "words", "has_picture"),
     [
         (["model.options.factor=0.0"], "the loss falls nowhere between 1e-07 and 10 (from 2.303 to 2.303", True),
-        (["model.options.factor=.nan"], "NaN or infinite in the first step, before any update", False),
+        (["model.options.factor=1.0e+39"], "NaN or infinite in the first step, before any update", False),
         (["--from", "30", "--to", "1e6", "optim.kind=sgd", "optim.clip=null"], "Start lower, with --from.", True),
     ],
     ids=["flat", "not finite", "diverges"],

@@ -37,6 +37,8 @@ class LockstepError(Exception):
     exit_code = 1
     is_shared = False
     """Whether every rank raises it at the same place, so that one of them speaks for all."""
+    rank: int | None = None
+    """Of an error that is shared: where it happened, if on one rank."""
 
     def __str__(self) -> str:
         return printable(super().__str__())

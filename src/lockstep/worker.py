@@ -70,8 +70,9 @@ def main(argv: list[str], make: Callable[..., Job] = Job) -> int:
                 finally:
                     job.close()
         except LockstepError as error:
-            if not error.is_shared:
+            if not error.is_shared or error.rank == world.rank:
                 get_error_handler().record_exception(error)
+            if not error.is_shared:
                 sys.stderr.write(f"{error}\n")
             return error.exit_code
         except Exception as error:

@@ -61,8 +61,11 @@ class Failure:
 
 def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Failure:
     """What happened. A process that was killed comes before those who lost it, and those come last: the agent's times
-    are whole seconds."""
-    rank, first = min(error.failures.items(), key=lambda item: (_weight(item[1]), item[1].timestamp))
+    are whole seconds. Of those that failed by themselves the one that recorded why comes first."""
+    rank, first = min(
+        error.failures.items(),
+        key=lambda item: (_weight(item[1]), not Path(item[1].error_file).is_file(), item[1].timestamp),
+    )
     has_told = Path(first.error_file).is_file()
     if has_told and first.exitcode in ENDED:
         first.exitcode = 1

@@ -51,10 +51,11 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except LockstepError as error:
         own = error
-    first = next((error for error in gathered(own, group) if error is not None), None)
-    if first is not None:
-        first.is_shared = True
-        raise first
+    for number, first in enumerate(gathered(own, group)):
+        if first is not None:
+            first.is_shared = True
+            first.rank = number if group is None else dist.get_global_rank(group, number)
+            raise first
 
 
 def add_disjoint(table: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

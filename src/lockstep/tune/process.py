@@ -135,7 +135,7 @@ def swept(parts: Parts, rates: tuple[float, ...]) -> tuple[float, ...]:
     losses: list[float] = []
     smoothing = Smoothing(len(rates))
     for micro_batches in parts.steps(0):
-        loss, _, is_finite = step(parts.state, micro_batches, clip=parts.recipe.optim.clip).numbers().tolist()
+        loss, _, is_finite, _ = step(parts.state, micro_batches, clip=parts.recipe.optim.clip).numbers().tolist()
         losses.append(loss if is_finite else float("nan"))
         if not is_finite or has_diverged(smoothing.add(loss), smoothing.best):
             break
