@@ -114,7 +114,7 @@ def test_a_card_that_the_hub_can_read(run, exports):
         assert {each["type"]: each["value"] for each in result["metrics"]} == facts.metrics
         name = "Optical Recognition of Handwritten Digits (UCI, as in scikit-learn)"
         assert result["dataset"] == {"name": name, "type": "digits", "split": "test"}
-        assert facts.digest in text and "10 classes of image apart: 0, 1, 2" in text
+        assert facts.digest in text and '10 classes of images apart: "0", "1", "2"' in text
         assert f"| accuracy | {facts.metrics['accuracy']:.4f} |" in text
         assert facts.agreement.words(facts.dtype) in text
         again = recipes.of_sections(yaml.safe_load(re.search("```yaml\n(.*?)```", text, re.DOTALL)[1]))

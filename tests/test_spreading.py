@@ -171,7 +171,7 @@ def test_awkward_models_keep_their_bits(ranks, model):
 @pytest.mark.parametrize(
     ("model", "kind", "word"),
     [
-        (Twice, "pipeline", "enters 1 again"),
+        (Twice, "pipeline", "more than once: name others in blocks()"),
         (Masked, "pipeline", "uses what block 0 gives, past those between them"),
         (WeighedLoss, "pipeline", "the loss uses weights of its own"),
         (WeighedLoss, "fsdp", "the loss uses weights of its own"),

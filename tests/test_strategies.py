@@ -244,7 +244,7 @@ def refused_on_rank(model, kind, config):
     [
         (Tied, "pipeline", {}, "first.0.weight is used in blocks 0 and 3 alike"),
         (Skipping, "pipeline", {"cut": [2]}, "block 2 uses what block 0 gives"),
-        (Repeating, "pipeline", {}, "leaves out 0 and enters 4 again"),
+        (Repeating, "pipeline", {}, "of the 4 blocks with weights it enters"),
         (Masked, "pipeline", {"cut": [2]}, "the model gives other outputs"),
         (Network, "pipeline", {"cut": [5]}, "parallel.cut=[5] does not cut 4 blocks into 2 stages"),
         (Network, "pipeline", {"stages": 3}, "parallel.stages=3 does not divide the 2 processes"),

@@ -199,15 +199,24 @@ def _explain(root: type[Section], raw: dict[str, Any], error: dict[str, Any]) ->
         return path, _unknown(root, raw, path)
     if error["type"] == "missing":
         path = tuple(str(part) for part in error["loc"])
-        section = _section(root, raw, path[:-1])
-        meaning = " ".join((section.model_fields[path[-1]].description or "").split()) if section else ""
-        return path, f"is missing{_kind(raw, path, ', but {} needs it')}" + (f": {meaning}" if meaning else "")
+        return path, f"is missing{_kind(raw, path, ', but {} needs it')}{_meaning(root, raw, path)}"
+    if error["type"] == "string_pattern_mismatch":
+        return path, f"is not written as it should be{_meaning(root, raw, path)}"
     if error["type"] == "unknown_kind":
         return (*path, "kind"), error["msg"]
     message = INSTEAD.get(error["type"]) or error["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if error["type"] == "literal_error":
         message += nearest(str(error["input"]), [str(e) for e in error["ctx"]["expected"].split("'")[1::2]])
     return path, f"{message[0].lower()}{message[1:]}"
+
+
+def _meaning(root: type[Section], raw: dict[str, Any], path: Path_) -> str:
+    """What the setting is, as its section says it; that of the whole list for one of its entries."""
+    section = _section(root, raw, path[:-1])
+    if section is None or path[-1] not in section.model_fields:
+        return _meaning(root, raw, path[:-1]) if path[-1].isdigit() else ""
+    meaning = " ".join((section.model_fields[path[-1]].description or "").split())
+    return f": {meaning}" if meaning else ""
 
 
 def _unknown(root: type[Section], raw: dict[str, Any], path: Path_) -> str:

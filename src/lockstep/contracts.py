@@ -97,6 +97,11 @@ class DataSpec:
     """Columns for which a "COLUMN_mask" is added, int64 [m, T]: 1 where a row is no filling."""
 
 
+def samples_of(modality: str) -> str:
+    """What samples of a modality are called in a sentence; one of a user's own is quoted."""
+    return {"image": "images", "text": "texts"}.get(modality, f"samples of the kind {modality!r}")
+
+
 @runtime_checkable
 class Source(Protocol):
     """A split of a data set, indexed 0..len-1; a module `data/sources/NAME.py` has `Config`, `build(config, split)`."""

@@ -20,6 +20,7 @@ LockstepError            the base: never raised itself
 
 import difflib
 import re
+from collections.abc import Iterable
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that a terminal would obey, or could not show, and marks that turn the direction of writing: all but line
@@ -126,6 +127,12 @@ class Interrupted(LockstepError):
 
     exit_code = 75
     is_shared = True
+
+
+def few(names: Iterable[object], most: int = 3) -> str:
+    """The first of several names, and how many more there are."""
+    known = [*map(str, names)]
+    return ", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")
 
 
 def nearest(word: str, known: list[str]) -> str:

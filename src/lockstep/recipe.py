@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from lockstep import config, files, plugins
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.config import Complaint, Kind, LocalPath, Section
+from lockstep.contracts import samples_of
 from lockstep.errors import ConfigError, nearest
 from lockstep.evaluation import METRICS
 from lockstep.export.section import ExportSection
@@ -107,8 +108,8 @@ def _of_length(recipe: Recipe) -> Iterator[Complaint]:
 def _of_parts(recipe: Recipe) -> Iterator[Complaint]:
     gives, takes = recipe.data.modality, recipe.model.modality
     if "any" not in (gives, takes) and gives != takes:
-        what = f"{recipe.model.kind} takes {takes}s, but data.kind={recipe.data.kind} gives {gives}s"
-        yield ("model", "kind"), what
+        given = f"data.kind={recipe.data.kind} gives {samples_of(gives)}"
+        yield ("model", "kind"), f"{recipe.model.kind} takes {samples_of(takes)}, but {given}"
 
 
 def _of_spreading(recipe: Recipe) -> Iterator[Complaint]:

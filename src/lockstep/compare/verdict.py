@@ -147,6 +147,9 @@ def _fields(a: Evidence, b: Evidence) -> Iterator[str]:
     found = layout.differences(*sides) if all(sides) else []
     if found:
         yield "recipes:"
+    kinds = {name.removesuffix("kind") for name, *_ in found if name.endswith(".kind")}
     for name, one, other in sorted(found, key=lambda field: field[0] not in numeric):
+        if not all(name in side for side in sides) and name.startswith(tuple(kinds)):
+            continue  # only one of two kinds has such a setting
         mark = " (incidental)" if numeric and name not in numeric else ""
         yield f"  {name}: {one!r} in A, {other!r} in B{mark}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.contracts import Columns, DataSpec, Source
+from lockstep.contracts import Columns, DataSpec, Source, samples_of
 from lockstep.data.augment import Augmented
 from lockstep.data.cache import Tokens
 from lockstep.data.dataset import Subset
@@ -74,7 +74,7 @@ def _taken(spec: DataSpec) -> str:
         return "images: give a folder with a folder of them for each class"
     if spec.modality == "text":
         return "texts: give a table (.csv, .tsv, .jsonl, .parquet)"
-    return f"{spec.modality}s, which no file can hold: leave --file out"
+    return f"{samples_of(spec.modality)}, which no file can hold: leave --file out"
 
 
 def unchanged(source: Source) -> Source:

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from lockstep.contracts import samples_of
 from lockstep.data.section import Origin
 from lockstep.export.facts import Facts
 
@@ -98,9 +99,9 @@ def _plain(text: str) -> str:
 def _labels(facts: Facts) -> str:
     if not facts.labels:
         return ""
-    shown = ", ".join(_plain(label) for label in facts.labels[:MOST_LABELS])
+    shown = ", ".join(f'"{_plain(label)}"' for label in facts.labels[:MOST_LABELS])
     rest = ", ..." if len(facts.labels) > MOST_LABELS else ""
-    return f" that tells {len(facts.labels)} classes of {facts.modality} apart: {shown}{rest}"
+    return f" that tells {len(facts.labels)} classes of {samples_of(facts.modality)} apart: {shown}{rest}"
 
 
 def _use(facts: Facts) -> str:

@@ -34,7 +34,7 @@ class ExportSection(Section):
     """Name of the file for state_dict, such as distilbert_agnews.pt: it ends in .pt, .pth, .bin or .ckpt."""
 
     license: str | None = Field(None, pattern=r"^[a-z0-9][a-z0-9.-]*$")
-    """What the card says others may do with the model, in the hub's words: mit, apache-2.0, cc-by-4.0, other."""
+    """What the card says others may do with the model, in the hub's words, such as mit, apache-2.0 or other."""
     language: tuple[LanguageCode, ...] = ()
     """Languages of its texts, such as [en, de], for the card; by default those that the data set is known to have."""
     base_model: str | None = Field(None, pattern=r"^[\w.-]+(/[\w.-]+)?$")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.contracts import Batch, Forward, Tokenizer
+from lockstep.contracts import Batch, Forward, Tokenizer, samples_of
 from lockstep.data.collate import collate
 from lockstep.data.images import pixels_of
 from lockstep.errors import DataError, ModelError
@@ -91,7 +91,8 @@ def predictor(
         )
     if tokenizer is None and facts.image_shape is None:
         raise ModelError(
-            f"{facts.name} takes {facts.modality}s: what can be predicted is images, and texts with a model's tokenizer"
+            f"{facts.name} takes {samples_of(facts.modality)}: what can be predicted is images, and texts with a "
+            "model's tokenizer"
         )
     if facts.model["kind"] == "user":
         forward = in_turns(forward)

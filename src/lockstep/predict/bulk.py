@@ -8,6 +8,7 @@ import pyarrow as pa
 import torch
 from rich.console import Console
 
+from lockstep.contracts import samples_of
 from lockstep.errors import ConfigError, DataError, Interrupted, LaunchError, LockstepError
 from lockstep.export.facts import Facts
 from lockstep.inference.predictor import DTypeName
@@ -141,7 +142,8 @@ class Bulk:
         written."""
         source = self.source
         if model.modality != source.modality:
-            raise ConfigError(f"{model.title} takes {model.modality}s, but {source.path} holds {source.modality}s")
+            takes, holds = samples_of(model.modality), samples_of(source.modality)
+            raise ConfigError(f"{model.title} takes {takes}, but {source.path} holds {holds}")
         if not model.labels:
             raise ConfigError(f"{model.title} has no labels: what can be predicted is which of its labels fits")
         added = self.crew.task.columns.added(model.labels)

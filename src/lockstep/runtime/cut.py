@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lockstep.contracts import Batch, Model
-from lockstep.errors import ModelError
+from lockstep.errors import ModelError, few
 from lockstep.runtime.blocks import with_weights
 from lockstep.runtime.buffers import borrowed
 from lockstep.runtime.calls import Calls, first_difference
@@ -129,14 +129,20 @@ class Cuttable:
         with self._measured(), self.visited(look):
             self.model(batch)
         if sorted(order) != list(range(len(self.blocks))):
-            missing = len(self.blocks) - len(set(order))
             raise ModelError(
-                f"of the {len(self.blocks)} blocks with weights that blocks() names, a forward pass leaves out "
-                f"{missing} and enters {len(order) - len(set(order))} again; a pipeline cuts between blocks that are "
-                "entered once each"
+                f"a pipeline cuts between blocks that a forward pass enters once each, but of the {len(self.blocks)} "
+                f"blocks with weights it {self._misused(order)}: name others in blocks(), or use parallel.kind=ddp"
             )
         self.blocks = [self.blocks[number] for number in order]
         self.unit_of = {block: number for number, block in enumerate(self.blocks)}
+
+    def _misused(self, order: Sequence[int]) -> str:
+        """Which blocks are left out and which are entered several times, by their modules' names."""
+        names = {module: name for name, module in self.model.named_modules()}
+        times = {names[block]: order.count(number) for number, block in enumerate(self.blocks)}
+        out, again = [name for name in times if not times[name]], [name for name in times if times[name] > 1]
+        found = [f"leaves out {few(out)}"] * bool(out) + [f"enters {few(again)} more than once"] * bool(again)
+        return " and ".join(found)
 
     @contextmanager
     def _measured(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from lockstep.contracts import Model
-from lockstep.errors import ModelError
+from lockstep.errors import ModelError, few
 from lockstep.runtime.parts import tied
 
 GATHERED, TAKEN = (
@@ -36,8 +36,6 @@ SUMMED = "replicated_with_grad_allreduce"
 """Whole on every rank, but each uses it for its own heads: the gradient is the sum over the group."""
 WHOLE = ("replicate", SUMMED)
 """What is not split."""
-NAMED = 3
-"""Of many modules so many are named."""
 
 
 def planned(model: Model, size: int, world: int) -> dict[str, str]:
@@ -55,7 +53,7 @@ def planned(model: Model, size: int, world: int) -> dict[str, str]:
     if unknown:
         ways = ", ".join(sorted(set(unknown.values())))
         raise ModelError(
-            f"this model's plan splits {_some(unknown)} in ways that are not supported ({ways}): use parallel.kind=fsdp"
+            f"this model's plan splits {few(unknown)} in ways that are not supported ({ways}): use parallel.kind=fsdp"
         )
     _check_tied(model, styles)
     _check_counts({**plan.counts, **_features(model, styles)}, size, world)
@@ -120,8 +118,3 @@ def summed_modules(model: nn.Module, styles: Mapping[str, str]) -> set[str]:
     """The names of the parameters whose gradients are sums over the group."""
     inside = [f"{name}." for name, style in styles.items() if style == SUMMED]
     return {name for name, _ in model.named_parameters() if any(name.startswith(prefix) for prefix in inside)}
-
-
-def _some(names: Mapping[str, object]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join([*names][:NAMED]) + more

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
+from lockstep.contracts import samples_of
 from lockstep.errors import ModelError
 from lockstep.inference.predictor import Predictor, Sample
 from lockstep.serving.batcher import Batcher
@@ -79,7 +80,8 @@ class Model:
         async with self._lock:
             before, (after, told) = self.current, await asyncio.to_thread(self._ready)
             if (before.tokenizer is None) != (after.tokenizer is None):
-                raise ModelError(f"{after.facts.title} takes {after.facts.modality}s: start another server for it")
+                takes = samples_of(after.facts.modality)
+                raise ModelError(f"{after.facts.title} takes {takes}: start another server for it")
             self.current, self.example = after, told
             self.changed()
             return before.facts.title, after.facts.title
