@@ -292,7 +292,7 @@ def test_names_are_known_before_training(lone):
 
 
 def test_metrics_of_classifiers_are_for_classifiers(lone):
-    """Labels [m] or [m, T], logits [m, classes] or [m, classes, T]; nothing else has an accuracy."""
+    """Labels [m] or [m, T], logits [m, classes] or [m, classes, T], also among other outputs; nothing else has an accuracy."""
     spec = DataSpec(modality="any", labels=("a", "b", "c"))
     found = measures(spec, {})
     device = torch.device("cpu")
@@ -306,6 +306,7 @@ def test_metrics_of_classifiers_are_for_classifiers(lone):
     assert not seen(torch.rand(4, 3), torch.rand(4))
     assert not seen(torch.rand(4, 3), None)
     assert not seen(torch.rand(4, 2), torch.tensor([0, 1, 2, 0]))
-    assert not seen({"logits": torch.rand(4, 3)}, torch.tensor([0, 1, 2, 0]))
+    assert seen({"logits": torch.rand(4, 3)}, torch.tensor([0, 1, 2, 0]))
+    assert not seen({"scores": torch.rand(4, 3)}, torch.tensor([0, 1, 2, 0]))
     assert set(measures(spec, {"accuracy": None, "f1": None})) == {"confusion"}
     assert isinstance(tally(found["accuracy"], device), Replayed)

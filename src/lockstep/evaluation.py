@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.contracts import Batch, Forward, LossSum, MicroBatch, Outputs
 from lockstep.errors import EvaluationFailed, LockstepError
 from lockstep.metrics.asked import Asked, is_asked
-from lockstep.metrics.declared import CONFUSION, LABEL, Measure, is_classified
+from lockstep.metrics.declared import CONFUSION, Measure, classified
 from lockstep.metrics.tally import Part, Replayed, numbers, tally
 from lockstep.runtime.collectives import decided, gathered_at_main, together
 from lockstep.runtime.process_group import is_lost_peer
@@ -58,10 +58,10 @@ class Predictions:
 
     def rows(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """Logits and labels of a micro-batch; None where outputs are not one row of logits for each one label."""
-        label = batch.get(LABEL)
-        if label is None or label.ndim != 1 or not is_classified(outputs, label, self.logits.shape[1]):
+        found = classified(outputs, batch, self.logits.shape[1])
+        if found is None or found[1].ndim != 1:
             return None
-        return outputs.float().cpu(), label.cpu()
+        return found[0].float().cpu(), found[1].cpu()
 
     def take(self, indices: tuple[int, ...], rows: tuple[Tensor, Tensor]) -> None:
         """Keep those of a micro-batch."""

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from lockstep.contracts import Batch, Forward
+from lockstep.contracts import Batch, Forward, Outputs
 from lockstep.errors import ModelError
 from lockstep.export.facts import Agreement
+from lockstep.runtime.outputs import each, logits_of, tensors
 
 TOLERANCE = 1e-3
 """An output may differ by this much, and by as much of the largest output where that is more than 1. Seen: 1e-6
@@ -21,14 +22,16 @@ def compare(model: Forward, again: Forward, batches: Iterable[Batch]) -> Agreeme
     counts: Counter[str] = Counter()
     for batch in batches:
         expected, found = outputs(model, batch), _outputs_again(again, batch)
-        if expected.shape != found.shape:
-            shapes = f"{list(found.shape)} instead of {list(expected.shape)}"
+        before, after = tensors(expected), tensors(found)
+        if [one.shape for one in before] != [one.shape for one in after]:
+            shapes = " instead of ".join(", ".join(str([*one.shape]) for one in every) for every in (after, before))
             raise ModelError(f"the export was read back and gives outputs of shape {shapes}; nothing was kept")
-        largest = max(largest, _difference(expected, found))
-        highest = max(highest, float(expected.abs().nan_to_num(posinf=0).max()))
-        counts["samples"] += len(expected)
-        if expected.ndim == 2 and expected.shape[1] > 1:
-            counts.update(_labels(expected.argmax(1), found.argmax(1), batch.get("label")))
+        largest = max([largest, *map(_difference, before, after)])
+        highest = max([highest, *(float(one.abs().nan_to_num(posinf=0).max()) for one in before if one.numel())])
+        counts["samples"] += len(next(iter(batch.values())))
+        logits, again_logits = logits_of(expected), logits_of(found)
+        if logits is not None and again_logits is not None and logits.ndim == 2 and logits.shape[1] > 1:
+            counts.update(_labels(logits.argmax(1), again_logits.argmax(1), batch.get("label")))
     labelled = counts["labelled"]
     return Agreement(
         samples=counts["samples"],
@@ -55,25 +58,22 @@ def same_weights(model: nn.Module, again: Forward, *, is_reduced: bool = False) 
     if is_reduced:
         expected, found = model.state_dict(), again.state_dict()
     else:
-        expected, found = (dict([*each.named_parameters(), *each.named_buffers()]) for each in (model, again))
+        expected, found = (dict([*one.named_parameters(), *one.named_buffers()]) for one in (model, again))
     for name, tensor in expected.items():
-        if name not in found or not torch.equal(tensor, found[name]):
+        if name not in found or tensor.dtype != found[name].dtype or not torch.equal(tensor, found[name]):
             raise ModelError(f"the export was read back and differs (in {name}); nothing was kept")
     return True
 
 
-def outputs(forward: Forward, batch: Batch) -> Tensor:
-    """Logits as fp32, whatever they are computed in. Raises ModelError for a model of several outputs."""
+def outputs(forward: Forward, batch: Batch) -> Outputs:
+    """What a model gives for a batch, in evaluation mode; numbers as fp32, whatever they are computed in."""
     if isinstance(forward, nn.Module):
         forward.eval()
     with torch.inference_mode():
-        found = forward(batch)
-    if not isinstance(found, Tensor):
-        raise ModelError(f"forward() returns a {type(found).__name__}: a model that returns a tensor can be exported")
-    return found.float()
+        return each(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, forward(batch))
 
 
-def _outputs_again(forward: Forward, batch: Batch) -> Tensor:
+def _outputs_again(forward: Forward, batch: Batch) -> Outputs:
     try:
         return outputs(forward, batch)
     except Exception as error:  # of torch, of onnxruntime, of somebody's code in another dtype than it was written for

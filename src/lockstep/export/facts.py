@@ -90,6 +90,8 @@ class Facts(BaseModel):
     image_shape: tuple[int, int, int] | None = None
     inputs: tuple[str, ...] = ()
     """Columns of a batch, in the order in which a traced graph takes them."""
+    outputs: tuple[str, ...] = ()
+    """Names of the tensors that the model returns, where it returns a dict."""
     step: int
     digest: str
     """Of the weights in fp32, as they are evaluated: with train.ema their average; the one that the run printed."""

@@ -5,10 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from lockstep import plugins
-from lockstep.contracts import Batch, Forward, LossSum, Model, Tokenizer
+from lockstep.contracts import Batch, Forward, LossSum, Model, Outputs, Tokenizer
 from lockstep.errors import LockstepError, ModelError
 from lockstep.export import facts as telling
 from lockstep.export.facts import FILE, Facts
@@ -44,7 +42,7 @@ def tokenizer_of(folder: Path, facts: Facts) -> Tokenizer | None:
     return found
 
 
-def loss_of(folder: Path, facts: Facts, forward: Forward) -> Callable[[Tensor, Batch], LossSum]:
+def loss_of(folder: Path, facts: Facts, forward: Forward) -> Callable[[Outputs, Batch], LossSum]:
     """The model's own loss. A graph has left its model behind: the user's file beside it tells, else cross-entropy."""
     if isinstance(forward, Model):
         return forward.loss

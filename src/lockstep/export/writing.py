@@ -66,6 +66,7 @@ def export(
             "dtype": section.dtype,
             "file": file_of(section),
             "inputs": tuple(_graph.inputs_of(samples.few[0])),
+            "outputs": _graph.names_of(model, samples.few[0]),
         }
     )
     try:

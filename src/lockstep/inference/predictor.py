@@ -15,6 +15,7 @@ from lockstep.data.collate import collate
 from lockstep.data.images import pixels_of
 from lockstep.errors import DataError, ModelError
 from lockstep.export.facts import Facts
+from lockstep.runtime.outputs import logits_of
 
 Input = str | bytes | Path
 """A text; or an image file, or its contents."""
@@ -61,7 +62,13 @@ class Predictor:
         name = "input_ids" if self.tokenizer is not None else "image"
         batch = collate({name: column}, self.tokenizer.pad_id if self.tokenizer else 0, multiple=1)
         with torch.inference_mode():
-            found = self.forward({name: tensor.to(self.device) for name, tensor in batch.items()})
+            outputs = self.forward({name: tensor.to(self.device) for name, tensor in batch.items()})
+        found = logits_of(outputs)
+        if found is None or found.ndim != 2:
+            raise ModelError(
+                f"{self.facts.name} gives no logits [samples, classes]: what can be predicted is which class fits; "
+                "return them as one tensor, or as `logits` among several"
+            )
         return found.float().cpu()
 
     def probabilities(self, samples: Sequence[Sample]) -> np.ndarray:

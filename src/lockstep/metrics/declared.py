@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lockstep.contracts import Batch, DataSpec, Outputs
 from lockstep.errors import ModelError
+from lockstep.runtime.outputs import logits_of
 
 CONFUSION = "confusion"
 LABEL = "label"
@@ -51,19 +52,18 @@ def _classifiers(classes: int) -> dict[str, Any]:
     }
 
 
-def is_classified(outputs: Outputs, label: Tensor | None, classes: int) -> bool:
-    """Whether outputs are logits [m, classes, ...] for integer labels [m, ...]."""
-    if not isinstance(outputs, Tensor) or label is None or label.is_floating_point() or outputs.ndim < 2:
-        return False
-    return outputs.shape[1] == classes and (len(outputs), *outputs.shape[2:]) == tuple(label.shape)
+def classified(outputs: Outputs, batch: Batch, classes: int) -> tuple[Tensor, Tensor] | None:
+    """Logits [m, classes, ...] among the outputs and the integer labels [m, ...] that they are for; None where outputs
+    or labels are something else."""
+    logits, label = logits_of(outputs), batch.get(LABEL)
+    if logits is None or label is None or label.is_floating_point() or logits.ndim < 2:
+        return None
+    is_fitting = logits.shape[1] == classes and (len(logits), *logits.shape[2:]) == tuple(label.shape)
+    return (logits, label) if is_fitting else None
 
 
 def _of_classes(classes: int) -> Arguments:
-    def arguments(outputs: Outputs, batch: Batch) -> Any:
-        label = batch.get(LABEL)
-        return (outputs, label) if is_classified(outputs, label, classes) else None
-
-    return arguments
+    return lambda outputs, batch: classified(outputs, batch, classes)
 
 
 def _own(name: str, declared: Any) -> Measure:

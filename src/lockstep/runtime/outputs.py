@@ -1,6 +1,6 @@
 """What a model returns: a tensor, or tuples, lists, dicts and dataclasses of tensors, as a tree of tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -34,6 +34,15 @@ def tensors(outputs: Outputs) -> list[Tensor]:
     """The tensors of a tree, in its order."""
     register(outputs)
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def logits_of(outputs: Outputs) -> Tensor | None:
+    """Outputs that are one tensor, else what a dict, a dataclass or a named tuple calls `logits`, as transformers'
+    models do; None where there is no such tensor."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    return found if isinstance(found, Tensor) else None
 
 
 def widened(outputs: Outputs) -> Outputs:

@@ -5,9 +5,10 @@ import logging
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.contracts import Batch, Model
@@ -25,9 +26,32 @@ class Traceable(nn.Module):
         super().__init__()
         self.model, self.names = model, names
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor | dict[str, Tensor]:
         """The model's outputs."""
-        return self.model(dict(zip(self.names, tensors, strict=True)))
+        return outputs_of(self.model, dict(zip(self.names, tensors, strict=True)))
+
+
+def outputs_of(model: nn.Module, batch: Batch) -> Tensor | dict[str, Tensor]:
+    """What a graph can give: a tensor, or tensors by name. Raises ModelError for a model that gives something else."""
+    found = model(batch)
+    if isinstance(found, Tensor):
+        return found
+    if isinstance(found, Mapping) and all(isinstance(name, str) for name in found):
+        named = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+        if named and len(named) == len(found):
+            return named
+    raise ModelError(
+        f"forward() returns a {type(found).__name__}: a tensor, or a dict of tensors, can be written as a graph; "
+        "export.kind=pretrained takes any model"
+    )
+
+
+def names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
+    """The keys of the dict that a model returns; () where it returns something else."""
+    model.eval()
+    with torch.inference_mode():
+        found = model(batch)
+    return tuple(map(str, found)) if isinstance(found, Mapping) else ()
 
 
 def inputs_of(batch: Batch) -> Batch:
@@ -40,6 +64,8 @@ def cannot_be_traced(error: BaseException, kind: str) -> ModelError:
     """What to tell of whatever a tracer has raised about somebody's code."""
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, ModelError):
+        return error
     first, *_ = str(error).strip().split("\n\n")
     reason = textwrap.shorten(first, LONGEST_REASON) or type(error).__name__
     places = re.findall(r'File "(.*)", line (\d+)', str(error))

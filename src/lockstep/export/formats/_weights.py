@@ -33,11 +33,12 @@ def section_of(facts: Facts, folder: Path) -> tuple[Any, PluginSection]:
 
 
 def rebuilt(facts: Facts, folder: Path) -> Model:
-    """Untrained, of the export's dtype, in evaluation mode."""
+    """Untrained, of the export's dtype, in evaluation mode; fp32 is also what was built in double precision."""
     plugin, section = section_of(facts, folder)
     from_config = getattr(plugin, "from_config", None)
     model: Model = from_config(folder) if from_config else plugin.build(section, facts.spec)
-    return model.to(TORCH_DTYPES[facts.dtype]).eval()
+    is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+    return (model if is_double and facts.dtype == "fp32" else model.to(TORCH_DTYPES[facts.dtype])).eval()
 
 
 def save_config(model: Model, facts: Facts, folder: Path) -> None:

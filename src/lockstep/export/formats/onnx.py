@@ -29,7 +29,7 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
                 traceable,
                 tuple(inputs.values()),
                 input_names=list(inputs),
-                output_names=["logits"],
+                output_names=[*facts.outputs] or ["logits"],
                 dynamic_shapes=(shapes,),
                 dynamo=True,
                 verbose=False,
@@ -66,7 +66,8 @@ def read(folder: Path, facts: Facts) -> Forward:
     session = onnxruntime.InferenceSession(folder / FILE, options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
 
-    def forward(batch: Batch) -> Tensor:
-        return torch.from_numpy(session.run(None, {name: batch[name].numpy() for name in names})[0])
+    def forward(batch: Batch) -> Tensor | dict[str, Tensor]:
+        found = [torch.from_numpy(one) for one in session.run(None, {name: batch[name].numpy() for name in names})]
+        return dict(zip(facts.outputs, found, strict=True)) if facts.outputs else found[0]
 
     return forward

@@ -4,10 +4,9 @@ import io
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lockstep import files
-from lockstep.contracts import Batch, Forward, Model
+from lockstep.contracts import Batch, Forward, Model, Outputs
 from lockstep.export.facts import Facts
 from lockstep.export.formats._graph import Traceable, cannot_be_traced, inputs_of, moving_dimensions, silence
 
@@ -40,8 +39,7 @@ def read(folder: Path, facts: Facts) -> Forward:
         program = torch.export.load(folder / FILE).module()
     names = list(facts.inputs)
 
-    def forward(batch: Batch) -> Tensor:
-        outputs: Tensor = program(*(batch[name] for name in names))
-        return outputs
+    def forward(batch: Batch) -> Outputs:
+        return program(*(batch[name] for name in names))
 
     return forward

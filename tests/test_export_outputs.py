@@ -1,0 +1,104 @@
+"""Models that return several tensors, and models in double precision: exported, read back, predicted with."""
+
+import exporting
+import pytest
+import torch
+import torch._dynamo  # transformers imports it, which sets a variable: better here than inside a test
+
+from lockstep.errors import ModelError
+from lockstep.export import facts as telling
+from lockstep.export.reading import forward_of
+from lockstep.inference.predictor import predictor
+from lockstep.runtime.outputs import are_equal, logits_of, tensors
+
+CODE = """
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Found:
+    size: Tensor
+    logits: Tensor
+
+
+class Pair(NamedTuple):
+    size: Tensor
+    logits: Tensor
+
+
+class Several(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.head, self.size = nn.Linear(64, classes), nn.Linear(64, 1)
+
+    def forward(self, batch):
+        x = batch["image"].flatten(1).to(self.head.weight.dtype) / 255
+        return FORM
+
+
+def build(options, spec):
+    return Several(len(spec.labels))DOUBLE
+"""
+FORMS = {
+    "dict": '{"size": self.size(x), "logits": self.head(x)}',
+    "dataclass": "Found(self.size(x), self.head(x))",
+    "named tuple": "Pair(self.size(x), self.head(x))",
+    "tuple": "(self.head(x), self.size(x))",
+}
+
+
+def several(folder, form, double=""):
+    folder.mkdir()
+    code = CODE.replace("FORM", FORMS.get(form, form)).replace("DOUBLE", double)
+    return exporting.user_case(folder, code, name=f"{folder.name}.py")
+
+
+@pytest.mark.parametrize("kind", ["pretrained", "state_dict", "torch_export", "onnx"])
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_of_any_form_are_exported(tmp_path, form, kind):
+    """A graph holds a dict; of other trees it is said that their weights can be exported."""
+    case, batch = several(tmp_path / "code", form), exporting.images(6, seed=9)
+    if kind in ("onnx", "torch_export") and form != "dict":
+        with pytest.raises(
+            ModelError, match=r"a tensor, or a dict of tensors, can be written as a graph; export\.kind"
+        ):
+            case.export(tmp_path / "export", kind)
+        return
+    case.export(tmp_path / "export", kind)
+    with torch.no_grad():
+        expected, found = case.logits(batch), forward_of(tmp_path / "export")(batch)
+    if kind == "onnx":
+        assert list(found) == list(expected) == ["size", "logits"]
+        assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in found)
+    else:
+        assert len(tensors(found)) == 2 and are_equal(tensors(found), tensors(expected))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_called_logits_is_predicted(tmp_path, form):
+    case, batch = several(tmp_path / "code", form), exporting.images(6, seed=9)
+    case.export(tmp_path / "export")
+    folder = tmp_path / "export"
+    found = predictor(telling.read(folder), forward_of(folder), None)
+    samples = [*batch["image"].numpy()]
+    if form == "tuple":
+        with pytest.raises(ModelError, match="return them as one tensor, or as `logits` among several"):
+            found.logits(samples)
+    else:
+        assert torch.equal(found.logits(samples), logits_of(case.logits(batch)))
+
+
+@pytest.mark.parametrize("kind", ["pretrained", "safetensors", "state_dict", "torch_export", "onnx"])
+def test_weights_in_double_precision_are_kept(tmp_path, kind):
+    """fp32 is what is not reduced: a model that is built in float64 is read back bit for bit."""
+    case, batch = several(tmp_path / "code", "self.head(x)", double=".double()"), exporting.images(6, seed=9)
+    facts = case.export(tmp_path / "export", kind)
+    assert case.model.network.head.weight.dtype == torch.float64
+    with torch.no_grad():
+        found = forward_of(tmp_path / "export")(batch)
+    assert found.dtype == torch.float64 and torch.allclose(found, case.logits(batch), atol=1e-12)
+    assert facts.agreement.same_weights is (kind not in ("torch_export", "onnx"))
