@@ -7,9 +7,9 @@ LockstepError            the base: never raised itself
 │   ├── ModelError       a model that cannot be found, built or exported
 │   ├── CheckpointError  nothing to resume from, or not with this recipe
 │   ├── LaunchError      processes that cannot be started
-│   ├── MissingExtra     packages of an optional part of Lockstep that are not installed
-│   └── EvaluationFailed the user's code failed in an evaluation (with the traceback of that code)
-├── SampleError          the user's code failed on a sample (exit code 1, with the traceback of that code)
+│   └── MissingExtra     packages of an optional part of Lockstep that are not installed
+├── EvaluationFailed     the user's code failed in an evaluation (exit code 1, with the traceback of that code)
+├── SampleError          the user's code failed on a sample (the same)
 ├── NonFiniteLoss        training stopped because a loss was NaN or infinite (exit code 3)
 ├── Desync               the ranks' weights are no longer the same (exit code 4)
 ├── PeerLost             another process of the run has gone (exit code 5)
@@ -75,7 +75,7 @@ class MissingExtra(UserError):
     """A package that belongs to an optional part of Lockstep is not installed."""
 
 
-class EvaluationFailed(UserError):
+class EvaluationFailed(LockstepError):
     """The user's loss, metric or model raised in an evaluation; the message holds the traceback of that code."""
 
 
