@@ -9,6 +9,9 @@ from torch.optim import Optimizer
 LANES = 32
 """Numbers of two bytes in the widest register of a CPU (AVX-512): a multiple of what others hold."""
 
+STEP = "step"
+"""The key of the optimizers' counter, which has the shape of a parameter that is a single number."""
+
 
 class Tails:
     """On a CPU the fused kernels take a register of numbers at a time, and what is left of a tensor one by one, which
@@ -45,7 +48,7 @@ class Tails:
             own = self.inner.state[register]
             tensors = [(parameter, register), (parameter.grad, register.grad)]
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                if isinstance(value, Tensor) and value.shape == parameter.shape and key != STEP:
                     tensors.append((value, own.setdefault(key, torch.zeros_like(register))))
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
