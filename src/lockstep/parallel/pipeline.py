@@ -4,7 +4,9 @@ Y. Huang et al., GPipe, NeurIPS 2019; D. Narayanan et al., Efficient Large-Scale
 Using Megatron-LM, SC 2021 (1F1B, interleaved).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -88,7 +90,8 @@ class Pipeline(Spread):
         with together():
             size = self._stages(len(self.cut.blocks))
             batch = sample()
-            found = survey(self.cut, batch, self.precision.autocast)
+            with _no_weight_written_to():
+                found = survey(self.cut, batch, self.precision.autocast)
             bounds = self._bounds(found, size)
         bounds = decided(bounds)
         with together(), self.precision.autocast():
@@ -96,7 +99,7 @@ class Pipeline(Spread):
         mesh = init_device_mesh(
             self.device.type, (dist.get_world_size() // size, size), mesh_dim_names=("replica", "stage")
         )
-        self.replica, self.across, self.along = mesh["replica"].get_local_rank(), *mesh.get_all_groups()
+        self.replica, (self.across, self.along) = mesh["replica"].get_local_rank(), mesh.get_all_groups()
         self.copies = tuple(dist.get_process_group_ranks(self.across))
         self.bounds = bounds
         self._hold(found, unfilled)
@@ -266,6 +269,22 @@ def _let_go(parameter: nn.Parameter) -> None:
     """A parameter of another stage's: a number that takes no memory, for the model's code that asks for its shape."""
     parameter.requires_grad = False
     parameter.data = _nothing_like(parameter, parameter.device)
+
+
+@contextmanager
+def _no_weight_written_to() -> Iterator[None]:
+    """A forward pass that writes to a weight that takes no memory becomes a ModelError with the line that does."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "element of the written-to tensor" not in str(error):
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ModelError(
+            f"the forward pass changes a parameter in place ({last.filename}:{last.lineno}), by the samples that a "
+            "process runs itself, and a pipeline runs it on weights that are not there yet: constrain it where it is "
+            "used instead, or use parallel.kind=ddp"
+        ) from None
 
 
 def _nothing_like(tensor: Tensor, device: torch.device) -> Tensor:
