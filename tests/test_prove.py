@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+from test_prove_strategies import proof_of
 
 from lockstep.prove.proof import half_time
 
@@ -24,6 +25,21 @@ from torch import nn
 class Ranked(nn.Module):
     def forward(self, x):
         return x + 1e-3 * torch.distributed.get_rank()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 + torch.distributed.get_rank())
+
+
+class Backward(nn.Module):
+    def forward(self, x):
+        return Scaled.apply(x)
 
 
 class Centred(nn.Module):
@@ -52,7 +68,7 @@ class Network(nn.Module):
 
 
 def build(options, spec):
-    odd = {"rank": Ranked, "batch": Centred, "numpy": Noisy}.get(options.get("odd"), Sound)()
+    odd = {"rank": Ranked, "backward": Backward, "batch": Centred, "numpy": Noisy}.get(options.get("odd"), Sound)()
     return Network(math.prod(spec.image_shape), len(spec.labels), odd)
 
 
@@ -110,16 +126,22 @@ def flat(text):
 
 
 @pytest.mark.timeout(600)
-def test_a_sound_config_is_proven(folder):
-    """All rows; the kill really happened. The model is the one of the culprits, without one."""
-    output = prove(folder, *own("none"), "--steps", "6", code=0)
+@pytest.mark.parametrize("parts", [("repeat", "kill"), pytest.param((), marks=pytest.mark.matrix)], ids=["some", "all"])
+def test_a_sound_config_is_proven(folder, parts):
+    """The kill really happened. The model is the one of the culprits, without one. (The other parts, in processes that
+    are warm: test_prove_strategies.py.)"""
+    asked = [word for part in parts for word in ("--only", part)]
+    output = prove(folder, *own("none"), "--steps", "6", *asked, code=0)
+    rows = ["the same micro-batch", "the split of a step", "killed on W = 2", "runs of equal weights"]
+    if not parts:
+        rows += ["W = 2: weights", "W = 4: weights", "each test sample"]
+        rows += [f"parallel.kind={kind}, W = " for kind in ("single", "ddp", "fsdp", "pipeline")]
+    assert all(row in output for row in rows), output
     assert "BatchNorm on running statistics" in flat(output)
-    assert output.count(" shown ") >= 6
+    assert output.count(" shown ") == len(rows)
     assert "DIFFERS" not in output and "not shown" not in output, output
-    for row in ("the same micro-batch", "the split of a step", "W = 2", "W = 4", "killed on W = 2", "each test sample"):
-        assert row in output, output
     assert re.search("ended by SIGKILL .* 6 of 6, in mid-epoch; resumed after step 4", flat(output)), output
-    assert "6 of 6 shown, none differs." in output
+    assert f"{len(rows)} of {len(rows)} shown, none differs." in output
 
 
 @pytest.mark.parametrize("steps", range(4, 20))
@@ -131,13 +153,6 @@ def test_the_kill_is_in_mid_epoch_where_there_is_a_middle(steps, epoch):
         assert every % epoch and (every + 1) % epoch
 
 
-def test_a_module_that_uses_the_rank_is_named(folder):
-    output = prove(folder, *own("rank"), "--only", "worlds", "--steps", "4", code=1)
-    assert f"module network.body.3 (Ranked, {folder}/my_model.py:{line_of('Ranked')}) gave other outputs" in output
-    assert "step 1, shard 2" in output
-    assert "its rank" in output
-
-
 def test_a_module_that_mixes_samples_is_named(folder):
     """BatchNorm and dropout, as layer and as function, stand beside it and are not taken for it."""
     output = prove(folder, *own("batch"), "--only", "repeat", "--keep", "kept", code=1)
@@ -145,28 +160,51 @@ def test_a_module_that_mixes_samples_is_named(folder):
     assert (folder / "kept" / "single-batches" / "rows.json").is_file()
 
 
-def test_an_unseeded_draw_is_named(folder):
-    output = prove(folder, *own("numpy"), "--only", "repeat", code=1)
-    assert f"module network.body.3 (Noisy, {folder}/my_model.py:{line_of('Noisy')}) gave other outputs" in output
-    assert "numpy.random.default_rng()" in output
+def warm(ranks, folder, odd="none", **sections):
+    """A proof whose runs are made in processes that are warm."""
+    model = {"kind": "user", "file": str(folder / "my_model.py"), "options": {"odd": odd}}
+    return proof_of(ranks, folder, model=model, **sections)
 
 
-def test_an_unseeded_augmentation_is_found(folder):
+def test_a_module_that_uses_the_rank_is_named(ranks, folder):
+    """By the run itself, so that nothing has to be run again."""
+    proof = warm(ranks, folder, "rank")
+    row, *_ = proof.rows(("worlds",))
+    assert row.result == "DIFFERS" and "from step 1 on" in row.digest
+    assert f"module network.body.3 (Ranked, {folder}/my_model.py:{line_of('Ranked')}) gave other outputs" in row.cause
+    assert "its rank" in row.cause
+    assert not any("traced" in said for said in proof.said)
+
+
+def test_a_backward_pass_that_uses_the_rank_is_named(ranks, folder):
+    """The look before the first step sees forward passes only: both worlds are run again, and traced."""
+    row, *others = warm(ranks, folder, "backward").rows(("worlds", "evaluate"))
+    assert "step 1, shard 2: all modules gave equal outputs but the gradient of network.body.2." in row.cause
+    assert [each.result for each in others] == ["not shown"] * 3  # what rests on equal weights
+
+
+def test_an_unseeded_draw_is_named(ranks, folder):
+    first, _ = warm(ranks, folder, "numpy").rows(("repeat",))
+    assert f"module network.body.3 (Noisy, {folder}/my_model.py:{line_of('Noisy')}) gave other outputs" in first.cause
+    assert "numpy.random.default_rng()" in first.cause
+
+
+def test_an_unseeded_augmentation_is_found(ranks, folder):
     """A proof trains on part of the samples, and they are augmented as in training."""
     (folder / "bad.py").write_text(
         "import numpy as np\n\n\ndef augment(sample):\n"
         "    noise = np.random.default_rng().integers(0, 5, sample['image'].shape, dtype=np.uint8)\n"
         "    return {**sample, 'image': sample['image'] // 2 + noise}\n"
     )
-    output = prove(folder, "data.augment=bad.py", "--only", "repeat", code=1)
-    assert "the data (image) is not the same when the same samples are fetched again" in output
+    first, _ = warm(ranks, folder, data={"augment": str(folder / "bad.py")}).rows(("repeat",))
+    assert "the data (image) is not the same when the same samples are fetched again" in first.cause
 
 
-def test_a_loss_that_is_a_mean_is_named(folder):
+def test_a_loss_that_is_a_mean_is_named(ranks, folder):
     file = folder / "my_model.py"
     file.write_text(MODEL.replace("options_mean = False", "options_mean = True"))
-    output = prove(folder, *own("none"), "--only", "repeat", code=1)
-    assert "the loss is no sum over its samples" in output
+    _, split = warm(ranks, folder).rows(("repeat",))
+    assert split.result == "DIFFERS" and "the loss is no sum over its samples" in split.cause
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ from torch import nn
 from lockstep import files, worker
 from lockstep.assembly import Parts
 from lockstep.contracts import MicroBatch
+from lockstep.errors import UserError
 from lockstep.events import RunStarted, StepDone
 from lockstep.job import Job
 from lockstep.prove.inspection import inspected
-from lockstep.prove.task import Task, some
+from lockstep.prove.task import REFUSED, Task, some
 from lockstep.runtime.trace import Line, Trace
 from lockstep.training.loop import Training
 
@@ -47,7 +48,11 @@ class ProofJob(Job):
     def train(self, how: str, *, allow_drift: bool) -> None:
         """Train, or look into single micro-batches."""
         if not self.task.inspect:
-            super().train(how, allow_drift=allow_drift)
+            try:
+                super().train(how, allow_drift=allow_drift)
+            except UserError as error:
+                files.write(self.recipe.folder / REFUSED, json.dumps({"reason": str(error)}))
+                raise
             return
         self.claim()
         parts = self.assemble()

@@ -1,4 +1,5 @@
-"""Shows on a user's own config and machine that the weights do not depend on the number of processes.
+"""Shows on a user's own config and machine that the weights depend neither on the number of processes nor on the
+strategy.
 
 W = processes, V = shards of a step.
 """
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +19,21 @@ from rich.console import Console
 
 from lockstep import assembly, plugins
 from lockstep.assembly import Data
+from lockstep.config import PluginSection
 from lockstep.data.sampler import EvaluationRequests
 from lockstep.errors import ConfigError, nearest
 from lockstep.events import Bus
+from lockstep.prove import measuring, strategies
+from lockstep.prove.apart import Apart, apart
 from lockstep.prove.cause import SPREAD, explained, first_difference, read
 from lockstep.prove.runs import Run, Runs
 from lockstep.prove.table import Row, tell
 from lockstep.prove.task import Task, test_samples, train_samples
 from lockstep.recipe import Recipe
 from lockstep.runtime.interruption import ended_by_sigterm
-from lockstep.runtime.trace import fingerprint
 from lockstep.world import cores
 
-PARTS = ("repeat", "worlds", "kill", "evaluate")
+PARTS = ("repeat", "worlds", "strategies", "kill", "evaluate")
 """What can be chosen; `repeat` looks into single micro-batches, alone and beside each other."""
 SHORT_DIGEST = 16
 
@@ -44,6 +48,9 @@ class Proof:
     data: Data
     say: Callable[[str], None]
     done: dict[int, Run] = field(default_factory=dict)
+    equal: dict[str, Run] = field(default_factory=dict)
+    """Runs with the weights of W = 1, by what they are called: what they have measured is compared in the end."""
+    unequal: list[str] = field(default_factory=list)
     why: str = ""
     """Why single micro-batches already differ, where they do: the worlds then differ for the same reason."""
     differing: int | None = None
@@ -72,10 +79,14 @@ class Proof:
             self.why = found[0].cause
         if "worlds" in parts:
             found += [self.world(processes) for processes in (2, 4)]
+        if "strategies" in parts:
+            found += [self.strategy(kind) for kind in strategies.compared(self.recipe)]
         if "kill" in parts:
             found.append(self.killed())
         if "evaluate" in parts:
             found.append(self.evaluated())
+        if self.equal or self.unequal:
+            found.append(self.measured())
         return found
 
     def on(self, processes: int) -> Run:
@@ -84,10 +95,34 @@ class Proof:
             self.done[processes] = self.runs.run(f"world-{processes}", processes)
         return self.done[processes]
 
+    def compare(self, label: str, run: Run) -> Apart | None:
+        """How a run differs from the first one in what it trains; what it has measured is kept for later."""
+        found = apart(self.on(1), run)
+        if found is None or not found.has_other_weights:
+            self.equal[label] = run
+        elif label not in self.unequal:
+            self.unequal.append(label)
+        return found
+
+    def row(self, what: str, how: str, *, label: str, run: Run, cause: Callable[[Apart], str]) -> Row:
+        """The row of a run that is compared with the first; `cause` is asked where they differ."""
+        one, found = self.on(1), self.compare(label, run)
+        digest = one.digest[:SHORT_DIGEST]
+        if found is not None:
+            if found.has_other_weights:
+                digest = f"{digest} {run.digest[:SHORT_DIGEST]}"
+            return Row(what=what, how=how, result="DIFFERS", digest=f"{digest}, {found.place}", cause=cause(found))
+        if noticed := run.noticed:
+            why = f"equal in these steps, but the run has noticed: {noticed}"
+            return Row(what=what, how=how, result="not shown", digest=digest, cause=why)
+        return Row(what=what, how=how, result="shown", digest=digest)
+
     def obstacle(self, processes: int) -> str | None:
-        """Why so many processes are not tried, if so: more than shards, GPUs, half cores, or than fit the memory."""
-        if self.differing is not None:
-            return f"W = {self.differing} differs already"
+        """Why so many processes are not tried, if so: others differ already, or the machine does not carry them."""
+        return f"W = {self.differing} differs already" if self.differing is not None else self.shortage(processes)
+
+    def shortage(self, processes: int) -> str | None:
+        """Why so many processes are too many, if so: more than shards, GPUs, half cores, or than fit the memory."""
         shards, threads = self.recipe.train.shards, self.recipe.run.threads
         needed = processes * self.on(1).peak_bytes
         if processes > 2 and shards < processes:
@@ -101,23 +136,42 @@ class Proof:
         return None
 
     def world(self, processes: int) -> Row:
-        """The weights of W processes against those of one."""
-        what = f"W = {processes} gives the weights of W = 1"
-        one = self.on(1)
+        """The weights and steps of W processes against those of one."""
+        what = f"W = {processes}: weights and steps of W = 1"
+        self.on(1)
         if obstacle := self.obstacle(processes):
             return Row(what=what, how="", result="not shown", cause=obstacle)
-        run, epochs = self.on(processes), one.summary["epochs"]
-        how = f"{self.steps} steps each, {epochs:.1f} epochs of {self.runs.task.train_samples} samples{self.where}"
-        if run.digest == one.digest and run.metrics == one.metrics:
-            return Row(what=what, how=how, result="shown", digest=one.digest[:SHORT_DIGEST])
-        self.differing = processes
-        return Row(what=what, how=how, result="DIFFERS", digest=both(one, run), cause=self.cause(processes))
+        label, run = f"W = {processes}", self.on(processes)
+        row = self.row(what, self.how, label=label, run=run, cause=partial(self.cause, processes))
+        if label in self.unequal:
+            self.differing = processes
+        return row
+
+    def strategy(self, kind: str) -> Row:
+        """The weights and steps of another strategy against those of the first run."""
+        processes = strategies.processes_of(kind)
+        what = f"parallel.kind={kind}, W = {processes}: weights and steps of {self.recipe.parallel.kind}, W = 1"
+        section = strategies.section(self.recipe, kind)
+        obstacle = section if isinstance(section, str) else strategies.own_bits(self.recipe)
+        if isinstance(section, str) or (obstacle := obstacle or self.shortage(processes)):
+            return Row(what=what, how="", result="not shown", cause=str(obstacle))
+        run = self.spread(kind, processes, section)
+        if isinstance(run, str):
+            return Row(what=what, how="", result="not shown", cause=f"{kind} refuses this run: {run}")
+        return self.row(what, self.how, label=kind, run=run, cause=partial(self.cause_with, kind, run))
+
+    def spread(self, kind: str, processes: int, section: PluginSection) -> Run | str:
+        """The run with another strategy, or why it refuses."""
+        is_own = kind == self.recipe.parallel.kind or (kind == "ddp" and self.recipe.parallel.kind == "single")
+        if is_own and processes in self.done:
+            return self.done[processes]
+        return self.runs.spread(f"{kind}-{processes}", processes, section)
 
     def killed(self) -> Row:
         """A run that is killed and resumed on another world against the one that was left alone."""
         one = self.on(1)
         second = 3 if self.obstacle(3) is None else 1
-        what = f"killed on W = 2, resumed on W = {second}: the weights of W = 1"
+        what = f"killed on W = 2, resumed on W = {second}: weights and steps of W = 1"
         if obstacle := self.obstacle(2):
             return Row(what=what, how="", result="not shown", cause=obstacle)
         epoch = one.read("started.json")["steps_per_epoch"]
@@ -131,32 +185,39 @@ class Proof:
         )
         if resumed != killed.checkpoint:
             cause = f"it was resumed after step {resumed} instead of {killed.checkpoint}: please report it"
-            return Row(what=what, how=how, result="DIFFERS", digest=both(one, run), cause=cause)
-        if run.digest == one.digest and run.metrics == one.metrics:
-            return Row(what=what, how=how, result="shown", digest=run.digest[:SHORT_DIGEST])
-        return Row(what=what, how=how, result="DIFFERS", digest=both(one, run), cause=self.after_kill(run, second))
+            return Row(what=what, how=how, result="DIFFERS", cause=cause)
+        after = partial(self.after_kill, run, second)
+        return self.row(what, how, label=f"killed, W = {second}", run=run, cause=after)
 
     def evaluated(self) -> Row:
-        """Who evaluates which sample, and the same numbers from all worlds."""
+        """Who evaluates which sample, and how many were counted."""
         what, there = "evaluation counts each test sample once", len(self.data.test)
         if self.differing is not None:
             cause = f"the weights of W = {self.differing} differ, and so what is measured of them"
             return Row(what=what, how="", result="not shown", cause=cause)
         worlds = [1, *(w for w in (2, 4) if self.obstacle(w) is None)]
-        results = [[line for line in self.on(w).metrics if line["kind"] == "evaluation"] for w in worlds]
-        counted = {line["samples"] for lines in results for line in lines}
+        for world in worlds[1:]:
+            self.compare(f"W = {world}", self.on(world))
+        results = [line for w in worlds for line in self.on(w).metrics if line["kind"] == "evaluation"]
+        counted = sorted({line["samples"] for line in results})
         names = ", ".join(map(str, worlds))
-        how = f"W = {names}: the plan over all {there:,}; measured on {self.runs.task.test_samples:,}, same values"
+        how = f"W = {names}: the plan over all {there:,}; measured on {self.runs.task.test_samples:,}"
         if wrong := [w for w in worlds if not self.is_partition(w)]:
             cause = f"on W = {wrong[0]} the plan leaves out samples or repeats them: please report it with your config"
             return Row(what=what, how=how, result="DIFFERS", cause=cause)
-        if counted != {self.runs.task.test_samples}:
-            cause = f"counted {sorted(counted)} samples: please report it with your config"
+        if counted != [self.runs.task.test_samples]:
+            cause = f"counted {counted} samples: please report it with your config"
             return Row(what=what, how=how, result="DIFFERS", cause=cause)
-        if any(lines != results[0] for lines in results):
-            cause = self.why or "the measured values differ; see the rows above, and your file's metrics"
-            return Row(what=what, how=how, result="DIFFERS", cause=cause)
-        return Row(what=what, how=how, result="shown", digest=fingerprint(results[0]))
+        return Row(what=what, how=how, result="shown")
+
+    def measured(self) -> Row:
+        """Whether all runs with the same weights have measured the same."""
+        if not self.equal:
+            cause = f"the weights of {', '.join(self.unequal)} differ, and so what is measured of them"
+            return Row(what=measuring.WHAT, how="", result="not shown", cause=cause)
+        measures = assembly.measured(self.recipe, self.data.test.spec)
+        again = partial(self.runs.run, "again-1", 1)
+        return measuring.measured(self.recipe, self.on(1), self.equal, measures=measures, again=again)
 
     def is_partition(self, processes: int) -> bool:
         """Whether the ranks' micro-batches, without ghosts, hold each test sample exactly once."""
@@ -178,18 +239,23 @@ class Proof:
         """A word on the device, where it is not the one that would be expected."""
         return ", on the CPU: two processes need two GPUs" if torch.cuda.is_available() and self.runs.on_cpu else ""
 
-    def cause(self, processes: int) -> str:
-        """Why the weights of two worlds differ: run both again, traced and in the exact order of additions."""
-        if self.why:
-            return f"as above: {self.why}"
-        if self.on(processes).digest == self.on(1).digest:
-            return f"the weights are equal, but not what was logged: {logged_apart(self.on(1), self.on(processes))}"
+    @property
+    def how(self) -> str:
+        """Which steps are compared."""
+        epochs = self.on(1).summary["epochs"]
+        return f"{self.steps} steps each, {epochs:.1f} epochs of {self.runs.task.train_samples} samples{self.where}"
+
+    def cause(self, processes: int, found: Apart) -> str:
+        """Why two worlds differ: what was known before, else run both again, traced and in the exact order."""
+        run = self.on(processes)
+        if known := self.known(run, found):
+            return known
         task, exact = replace(self.runs.task, is_traced=True), {"run": {"reproducibility": "exact"}}
         one = self.runs.run("traced-1", 1, task, **exact)
         other = self.runs.run(f"traced-{processes}", processes, task, **exact)
         traces = read(one.folder), read(other.folder)
-        if found := first_difference(*traces):
-            return explained(found, traces[0], SPREAD)
+        if difference := first_difference(*traces):
+            return explained(difference, traces[0], SPREAD)
         if one.digest != other.digest:
             return "all gradients and their sums are equal, but the last step's weights are not: the optimizer differs"
         if self.recipe.run.reproducibility == "fast":
@@ -199,15 +265,34 @@ class Proof:
             )
         return "a second, traced run of both gave the same weights: something differs from run to run, and seldom"
 
-    def after_kill(self, run: Run, second: int) -> str:
-        """Why a killed and resumed run differs, as far as the undisturbed ones do not say so already."""
+    def known(self, run: Run, found: Apart) -> str | None:
+        """Why a run differs, as far as that can be said without another run."""
         if self.why:
             return f"as above: {self.why}"
-        if run.digest == self.on(1).digest:
-            return f"the weights are equal, but not what was logged: {logged_apart(self.on(1), run)}"
-        for processes in {2, second} - {1}:
-            if self.on(processes).digest != self.on(1).digest:
-                return f"W = {processes} gives other weights than W = 1 without a kill, too: {self.cause(processes)}"
+        if noticed := run.noticed or self.on(1).noticed:
+            return f"the run has noticed: {noticed}"
+        if not found.has_other_weights:
+            return (
+                f"the weights are equal, but {found.figures}: the loss adds something that is no function of the "
+                "samples and weights, such as the rank or the time"
+            )
+        return None
+
+    def cause_with(self, kind: str, run: Run, found: Apart) -> str:
+        """Why a run with another strategy differs."""
+        if known := self.known(run, found):
+            return known
+        if kind != "single" and (plain := apart(self.on(1), self.on(2))) is not None:
+            return f"W = 2 differs with parallel.kind={self.recipe.parallel.kind}, too: {self.cause(2, plain)}"
+        return f"nothing in the model's code is known that would do it, and {kind} alone differs: please report it"
+
+    def after_kill(self, run: Run, second: int, found: Apart) -> str:
+        """Why a killed and resumed run differs, as far as the undisturbed ones do not say so already."""
+        if known := self.known(run, found):
+            return known
+        for processes in sorted({2, second} - {1}):
+            if (plain := apart(self.on(1), self.on(processes))) is not None:
+                return f"W = {processes} differs from W = 1 without a kill, too: {self.cause(processes, plain)}"
         return (
             "undisturbed runs are equal on both worlds: something that changes in training is not in the checkpoint, "
             "such as numbers that a module or an observer keeps outside its parameters and buffers"
@@ -218,19 +303,6 @@ def half_time(steps: int, epoch: int) -> int:
     """The step nearest to the middle of a run that neither ends an epoch nor comes just before its end, if any."""
     within = [step for step in range(1, steps - 1) if step % epoch and (step + 1) % epoch]
     return min(within or range(1, steps - 1), key=lambda step: abs(step - steps // 2))
-
-
-def logged_apart(one: Run, other: Run) -> str:
-    """The first value that two runs have logged differently."""
-    for a, b in zip(one.metrics, other.metrics, strict=False):
-        if name := next((name for name in [*a, *b] if a.get(name) != b.get(name)), None):
-            return f"{name} of the {a['kind']} line of step {a['step']} is {a.get(name)!r} and {b.get(name)!r}"
-    return f"{len(one.metrics)} and {len(other.metrics)} lines"
-
-
-def both(one: Run, other: Run) -> str:
-    """Two digests that differ."""
-    return f"{one.digest[:SHORT_DIGEST]} {other.digest[:SHORT_DIGEST]}"
 
 
 def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None, console: Console) -> int:

@@ -14,8 +14,10 @@ import psutil
 
 from lockstep import config, files, plugins
 from lockstep.checkpoint.layout import listed, step_of
-from lockstep.errors import LockstepError
-from lockstep.prove.task import Task
+from lockstep.config import PluginSection
+from lockstep.errors import LockstepError, UserError
+from lockstep.prove.strategies import fitting
+from lockstep.prove.task import REFUSED, Task
 from lockstep.recipe import Recipe
 from lockstep.runtime.parent import end_family
 
@@ -60,6 +62,17 @@ class Run:
         return json.loads((self.folder / name).read_text(encoding="utf-8"))
 
     @property
+    def noticed(self) -> str | None:
+        """What its own look at the user's code has found that may change weights, if anything."""
+        found = [each["what"] for each in self.summary["findings"] or () if each["leaves_promise"]]
+        return found[0] if found else None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why it was not to be, in one line, where a person can mend it, or its strategy cannot take the model."""
+        return " ".join(self.read(REFUSED)["reason"].split()) if (self.folder / REFUSED).is_file() else None
+
+    @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, without what the clock has a part in."""
         lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -91,10 +104,18 @@ class Runs:
     def run(self, name: str, processes: int, task: Task | None = None, **changes: Any) -> Run:
         """Run to the end; `changes` are settings by section. Raises RunFailed."""
         start = Start(name=name, processes=processes, task=task or self.task, changes=changes)
-        code, run = self._ended(start)
+        code, run = self.ended(start)
         if code:
             raise self._failure(start, run, code)
         return run
+
+    def spread(self, name: str, processes: int, parallel: PluginSection) -> Run | str:
+        """Run to the end with another strategy -> the run, or why the strategy refuses it. Raises RunFailed."""
+        start = Start(name=name, processes=processes, task=self.task, changes={}, parallel=parallel)
+        code, run = self.ended(start)
+        if code and (code != UserError.exit_code or run.refusal is None):
+            raise self._failure(start, run, code)
+        return run.refusal if code and run.refusal else run
 
     def kill(self, name: str, processes: int, *, every: int) -> Killed:
         """Run with a checkpoint every so many steps, and kill the last rank in mid-step, two after the first, once that
@@ -113,7 +134,7 @@ class Runs:
                 with suppress(psutil.Error):
                     psutil.Process(pids[0]).kill()
 
-        code, run = self._ended(start, look)
+        code, run = self.ended(start, look)
         left = listed(checkpoints)
         if not pids or not code or not left:
             raise self._failure(start, run, code)
@@ -123,17 +144,19 @@ class Runs:
         tail = "\n".join(run.output.splitlines()[-TAIL_LINES:])
         return RunFailed(f"{tail}\nthe proof's {start} ended with exit code {code}; its last words are above", code)
 
-    def _ended(self, start: "Start", look: Callable[[], None] = lambda: None) -> tuple[int, Run]:
-        """Start a run and wait for its end -> exit code, run; `look` is called now and then meanwhile."""
+    def prepared(self, start: "Start") -> tuple[Path, tuple[str, str]]:
+        """Write down what is asked of a run -> its folder, and the paths of its task and its recipe."""
         folder = self.folder / start.name
         folder.mkdir(parents=True, exist_ok=True)
         files.write(folder / "launch.yaml", config.dump(varied(self.recipe, folder, start=start, steps=self.steps)))
-        command = [
-            *(sys.executable, "-m", "lockstep.prove.launched"),
-            *(str(start.task.write(folder / "task.json")), str(folder / "launch.yaml")),
-            *(str(start.processes), "cpu" if self.on_cpu else "any"),
-        ]
         self.say(f"{start} ...")
+        return folder, (str(start.task.write(folder / "task.json")), str(folder / "launch.yaml"))
+
+    def ended(self, start: "Start", look: Callable[[], None] = lambda: None) -> tuple[int, Run]:
+        """Start a run and wait for its end -> exit code, run; `look` is called now and then meanwhile."""
+        folder, asked = self.prepared(start)
+        device = "cpu" if self.on_cpu else "any"
+        command = [sys.executable, "-m", "lockstep.prove.launched", *asked, str(start.processes), device]
         with (folder / "output.log").open("w", encoding="utf-8") as log:
             launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
             try:
@@ -160,6 +183,8 @@ class Start:
     task: Task
     changes: Mapping[str, Mapping[str, Any]]
     """Settings by section and name that differ from the proof's other runs."""
+    parallel: PluginSection | None = None
+    """Another strategy than the recipe's."""
 
     def __str__(self) -> str:
         return f"run {self.name} on {self.processes} process{'es' if self.processes > 1 else ''}"
@@ -182,10 +207,12 @@ def varied(recipe: Recipe, folder: Path, *, start: Start, steps: int) -> Recipe:
         name: getattr(recipe, name).model_copy(update={**values, **start.changes.get(name, {})})
         for name, values in sections.items()
     }
+    parallel = start.parallel or recipe.parallel
     if start.task.inspect:
-        updates["parallel"] = plugins.find("parallel", "single").Config(kind="single")
-    elif recipe.parallel.kind == "single" and start.processes > 1 or start.task.is_traced:  # a trace sees whole weights
-        updates["parallel"] = plugins.find("parallel", "ddp").Config(kind="ddp", find_unused=True)
+        parallel = plugins.find("parallel", "single").Config(kind="single")
+    elif parallel.kind == "single" and start.processes > 1 or start.task.is_traced:  # a trace sees whole weights
+        parallel = plugins.find("parallel", "ddp").Config(kind="ddp", find_unused=True)
+    updates["parallel"] = fitting(parallel, start.processes)
     return recipe.model_copy(update={**updates, "launch": local})
 
 

@@ -12,7 +12,8 @@ from lockstep.escaping import EscapingConsole
 LOG_WIDTH = 140
 """Characters of a line where there is no terminal to ask."""
 
-Result = Literal["shown", "DIFFERS", "not shown"]
+Result = Literal["shown", "DIFFERS", "not shown", "declared"]
+STYLES: dict[Result, str] = {"shown": "green", "DIFFERS": "bold red", "not shown": "yellow", "declared": "cyan"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,7 @@ def table(rows: list[Row]) -> Table:
     """The rows for people."""
     made = Table("what", "how", "result", "digest", show_lines=True, caption="W: number of processes")
     for row in rows:
-        style = {"shown": "green", "DIFFERS": "bold red", "not shown": "yellow"}[row.result]
-        made.add_row(row.what, row.how, Text(row.result, style), row.digest)
+        made.add_row(row.what, row.how, Text(row.result, STYLES[row.result]), row.digest)
     return made
 
 
@@ -47,9 +47,10 @@ def tell(rows: list[Row], console: Console) -> int:
             console.print(f"{row.result}: {row.what}\n  {row.cause}", soft_wrap=True)
     differing = sum(row.result == "DIFFERS" for row in rows)
     missing = sum(row.result == "not shown" for row in rows)
-    rest = f"; {missing} could not be shown" if missing else ""
+    declared = sum(row.result == "declared" for row in rows)
+    rest = (f"; {missing} could not be shown" if missing else "") + (f"; {declared} declared" if declared else "")
     if differing:
         console.print(f"{differing} of {len(rows)} differ{'s' if differing == 1 else ''}{rest}.", soft_wrap=True)
         return 1
-    console.print(f"{len(rows) - missing} of {len(rows)} shown, none differs{rest}.", soft_wrap=True)
+    console.print(f"{len(rows) - missing - declared} of {len(rows)} shown, none differs{rest}.", soft_wrap=True)
     return 0

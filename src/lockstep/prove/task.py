@@ -12,6 +12,8 @@ from lockstep.data.augment import Augmented
 from lockstep.data.dataset import Subset
 from lockstep.recipe import Recipe
 
+REFUSED = "refused.json"
+"""What a process leaves behind whose run is not to be: {"reason"}."""
 WHOLE_TEST = 32
 """A test split of at most so many micro-batches is evaluated whole."""
 PART_OF_TEST = 8

@@ -37,6 +37,8 @@ Call = tuple[str, list[Tensor], list[Tensor]]
 
 def unsplit(parts: Parts, what: str) -> Row:
     """The row about the first step's gradient."""
+    if parts.recipe.train.loss_is == "batch_wise":
+        return declared(parts.recipe.train.micro_batch)
     micro_batches = next(parts.steps(0))
     if len(micro_batches) == 1:
         return Row(what=what, how="a step is one micro-batch, nothing is split", result="shown")
@@ -48,6 +50,17 @@ def unsplit(parts: Parts, what: str) -> Row:
         except (RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
     return Row(what=what, how="", result="not shown", cause=f"all samples at once cannot be computed: {reason}")
+
+
+def declared(size: int) -> Row:
+    """The row in its place where a loss compares samples by intention."""
+    return Row(
+        what="the loss compares the samples of a micro-batch",
+        how="train.loss_is=batch_wise",
+        result="declared",
+        cause=f"equal on any number of processes at this micro-batch (train.micro_batch={size}), as the rows of the "
+        "runs show; another micro_batch compares other samples, and is another loss",
+    )
 
 
 @contextmanager

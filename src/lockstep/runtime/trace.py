@@ -48,7 +48,7 @@ def _feed(sha: Any, value: Any) -> None:
 
 def descriptions(model: nn.Module) -> dict[str, str]:
     """Each module of a model by its dotted name: 'body.2 (Noise, my_model.py:12)'."""
-    return {name: f"{name or 'the model itself'} ({_origin(module)})" for name, module in model.named_modules()}
+    return {name: f"{name or 'the model itself'} ({origin(module)})" for name, module in model.named_modules()}
 
 
 def class_of(module: nn.Module) -> type:
@@ -57,7 +57,8 @@ def class_of(module: nn.Module) -> type:
     return kinds[0]
 
 
-def _origin(module: nn.Module) -> str:
+def origin(module: nn.Module) -> str:
+    """A module's class, with file and line where it was not written by torch."""
     kind = class_of(module)
     if kind.__module__.split(".")[0] == "torch":
         return f"torch.nn.{kind.__name__}"
