@@ -9,7 +9,7 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = [
     ["errors"],
-    ["yaml_text", "escaping"],
+    ["yaml_text", "escaping", "ctrl_c", "output"],
     ["events", "config", "plugins", "world", "files", "terminal"],
     ["contracts"],
     ["agent"],

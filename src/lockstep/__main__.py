@@ -2,12 +2,16 @@
 
 import sys
 
-from lockstep.terminal import versions
+from lockstep import ctrl_c, output
 
 
 def main() -> None:
     """Answer --version at once, everything else by the command line."""
+    ctrl_c.ends_at_once()
+    output.survives()
     if sys.argv[1:] == ["--version"]:
+        from lockstep.terminal import versions  # noqa: PLC0415 (Ctrl-C has to be answered before)
+
         sys.stdout.write(f"{versions()}\n")
         return
     from lockstep import cli  # noqa: PLC0415 (it imports torch, which takes seconds)

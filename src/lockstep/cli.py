@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lockstep import assembly, cli_trained, config, files, jobs, launching, plugins
+from lockstep import assembly, cli_trained, config, files, jobs, launching, output, plugins
 from lockstep import recipe as recipes
 from lockstep.checkpoint import inventory, listing
 from lockstep.compare import verdict
@@ -98,6 +98,8 @@ def logs(
     """Show what a run has written."""
     for line in jobs.lines(run.absolute(), rank, follows=follow):
         typer.echo(line, nl=False)
+        if not output.is_read():
+            return
 
 
 @app.command()

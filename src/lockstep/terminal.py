@@ -2,13 +2,14 @@
 
 import platform
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from lockstep import ctrl_c
 from lockstep.errors import LockstepError
 from lockstep.escaping import EscapingConsole
 
@@ -32,14 +33,25 @@ def honest(command: Callable[..., int | None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            code = command(*args, **kwargs)
-        except LockstepError as error:
-            typer.echo(str(error), err=True)
-            code = error.exit_code
-        except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
-            code = 130
+        with ctrl_c.raising():
+            code = _answered(partial(command, *args, **kwargs))
         raise typer.Exit(code or 0)
 
     return run
+
+
+def _answered(command: Callable[[], int | None]) -> int | None:
+    """Its exit code, once what went wrong has been told; raises what is a bug of ours."""
+    try:
+        return command()
+    except LockstepError as error:
+        typer.echo(str(error), err=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        return ctrl_c.EXIT_CODE
+    except Exception:
+        if not ctrl_c.was_pressed():  # the code that it came into may have made something else of it
+            raise
+        typer.echo("interrupted", err=True)
+        return ctrl_c.EXIT_CODE

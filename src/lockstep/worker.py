@@ -8,11 +8,10 @@ One process by itself, or one of many under torchrun or any launcher that sets t
 # ruff: noqa: E402 (the imports take seconds, in which nobody else looks whether the launcher is alive)
 import sys
 
-from lockstep.runtime.parent import end_with_parent
+from lockstep.runtime.parent import LAUNCHER, begin
 
-LAUNCHER = "--launcher"
-if __name__ == "__main__" and LAUNCHER in sys.argv:
-    end_with_parent("SIGKILL", int(sys.argv[sys.argv.index(LAUNCHER) + 1]))
+if __name__ == "__main__":
+    begin(sys.argv)
 
 import argparse
 import logging
@@ -27,6 +26,7 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from lockstep import output
 from lockstep import recipe as recipes
 from lockstep.checkpoint.writer import THREAD
 from lockstep.errors import LockstepError, PeerLost
@@ -58,6 +58,7 @@ def main(argv: list[str], make: Callable[..., Job] = Job) -> int:
     """Run one process to its end; returns its exit code. `make` gives the job, for one that does something else."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     options, world, interruption = arguments(argv), World.from_environment(), Interruption()
+    output.survives()
     append_to_logs()
     with interruption.watching():
         try:

@@ -11,12 +11,13 @@ from typing import Any, NoReturn
 
 import psutil
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from lockstep import ctrl_c
 from lockstep.agent.failure import Failure, failure_of, oom_kills
 from lockstep.agent.meeting import Meeting
 from lockstep.agent.rendezvous import STORE_TIMEOUT
@@ -111,7 +112,7 @@ def attempt(start: Start, meeting: Meeting, is_over: Callable[[], Over | None]) 
         max_restarts=0,  # the agent would start again after any error, and never on fewer processes
     )
     grace: dict[str, Any] = {"shutdown_timeout": start.grace_seconds} if HAS_GRACE else {}
-    agent = LocalElasticAgent(
+    agent = Agent(
         spec,
         RankLogs(start.logs),
         exit_barrier_timeout=EXIT_BARRIER_SECONDS,
@@ -122,6 +123,14 @@ def attempt(start: Start, meeting: Meeting, is_over: Callable[[], Over | None]) 
     if not result.is_failed():
         return None
     return failure_of(ChildFailedError(spec.get_entrypoint_name(), result.failures), start.logs, kills_before)
+
+
+class Agent(LocalElasticAgent):
+    """PyTorch's, whose processes keep Ctrl-C back until they can answer it."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with ctrl_c.kept_back():
+            return super()._start_workers(worker_group)
 
 
 class RankLogs(LogsSpecs):

@@ -6,10 +6,10 @@ python -m lockstep.evaluate.process CONFIG.yaml --task TASK.json [the worker's o
 # ruff: noqa: E402 (as in the worker: the imports take seconds)
 import sys
 
-from lockstep.runtime.parent import end_with_parent
+from lockstep.runtime.parent import begin
 
 if __name__ == "__main__":
-    end_with_parent("SIGKILL", int(sys.argv[sys.argv.index("--launcher") + 1]))
+    begin(sys.argv)
 
 import argparse
 import json

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from lockstep import ctrl_c
 from lockstep.errors import Interrupted, PeerLost
 from lockstep.launch._outlet import Outlet
 
@@ -32,7 +33,8 @@ class Start:
 
 def run(rank: int, start: Start) -> None:
     """Be that rank, to the end."""
-    _answer_signals()
+    ctrl_c.ends_in_silence(Interrupted.exit_code)
+    signal.signal(signal.SIGTERM, _leave)  # as long as there is nothing to save; the worker takes over
     if os.getppid() != start.parent:  # it went before it could be noticed that it goes
         os._exit(PeerLost.exit_code)
     try:
@@ -51,16 +53,8 @@ def error_file(logs: Path, rank: int) -> Path:
     return logs / f".error-{rank}.json"
 
 
-def _answer_signals() -> None:
-    """As long as there is nothing to save a signal ends the process at once, in silence; the worker takes over."""
-
-    def leave(*_: object) -> NoReturn:
-        os._exit(Interrupted.exit_code)
-
-    signal.signal(signal.SIGINT, leave)
-    signal.signal(signal.SIGTERM, leave)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+def _leave(*_: object) -> NoReturn:
+    os._exit(Interrupted.exit_code)
 
 
 def _connect(rank: int, start: Start) -> None:

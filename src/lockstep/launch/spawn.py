@@ -1,7 +1,6 @@
 """Processes of this machine through torch.multiprocessing, started once: from a terminal, a script or a notebook."""
 
 import multiprocessing
-import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from pydantic import Field, field_validator
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.multiprocessing.spawn import start_processes
 
+from lockstep import ctrl_c
 from lockstep.agent.attempt import SIGNALS
 from lockstep.agent.failure import Failure, failure_of, oom_kills
 from lockstep.agent.leading import FAILED_SECONDS, clear, newest
@@ -128,7 +128,7 @@ class Ranks:
         variables = {**plan.environment, **_variables(plan.processes, port)}  # OpenMP's are read at the very beginning
         before = set(multiprocessing.active_children())
         try:
-            with environment(variables), script_unread(), ctrl_c_kept_back():
+            with environment(variables), script_unread(), ctrl_c.kept_back():
                 context = start_processes(run, (start,), nprocs=plan.processes, join=False)
         except OSError as error:
             for process in set(multiprocessing.active_children()) - before:
@@ -244,23 +244,6 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-@contextmanager
-def ctrl_c_kept_back() -> Iterator[None]:
-    """A process that is started meanwhile keeps SIGINT back until it can answer it: else each would show a traceback.
-
-    Windows knows no such thing.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    multiprocessing.resource_tracker.ensure_running()  # started together with the first process, it would let SIGINT in
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

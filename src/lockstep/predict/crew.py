@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from lockstep import ctrl_c
 from lockstep.errors import LaunchError, ModelError, PeerLost
 from lockstep.export.facts import Facts
-from lockstep.launch.spawn import ctrl_c_kept_back, script_unread
+from lockstep.launch.spawn import script_unread
 from lockstep.predict.process import Done, Failed, Message, Task, Work, work
 
 PRELOADED = ["lockstep.predict.process"]
@@ -81,8 +82,8 @@ class Crew:
             task = replace(task, device=torch.device("cuda", len(self.hands) % torch.cuda.device_count()))
         process = self.context.Process(target=work, args=(task, theirs), daemon=True)
         try:
-            with script_unread(), ctrl_c_kept_back():
-                process.start()
+            with script_unread():
+                ctrl_c.start(process, self.context)
         except OSError as error:
             raise LaunchError(f"cannot start a process that predicts: {error.strerror}") from None
         finally:

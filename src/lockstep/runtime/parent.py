@@ -5,12 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 import psutil
 
-from lockstep.errors import PeerLost
+from lockstep import ctrl_c
+from lockstep.errors import Interrupted, PeerLost
 
+LAUNCHER = "--launcher"
+"""Among a process's arguments, before the id of the one that has started it."""
 LOST = PeerLost.exit_code
 PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>: the signal that a process gets when its parent ends."""
@@ -23,6 +27,18 @@ def end_with_parent(name: str, parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.Signals[name])
         if parent is not None and os.getppid() != parent:
             os._exit(LOST)
+
+
+def begin(argv: Sequence[str]) -> None:
+    """What a process that a launcher has started does first, before it reads anything that takes time: it ends with
+    that one, and leaves it to it to answer Ctrl-C."""
+    if LAUNCHER in argv:
+        ctrl_c.ends_in_silence(Interrupted.exit_code)
+        end_with_parent("SIGKILL", int(argv[argv.index(LAUNCHER) + 1]))
+    elif "RANK" in os.environ:
+        ctrl_c.ends_in_silence(Interrupted.exit_code)
+    else:
+        ctrl_c.ends_at_once()
 
 
 def end_family(parent: "subprocess.Popen[bytes]", *, grace_seconds: float) -> None:

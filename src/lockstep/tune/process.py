@@ -18,7 +18,7 @@ from lockstep.assembly import Parts
 from lockstep.contracts import Source
 from lockstep.data.augment import Augmented
 from lockstep.data.dataset import Subset
-from lockstep.errors import LockstepError
+from lockstep.errors import Interrupted, LockstepError
 from lockstep.runtime import process_group
 from lockstep.runtime.parent import end_with_parent
 from lockstep.runtime.precision import fix_numerics
@@ -38,7 +38,11 @@ def work(task: Task, answers: Connection, log: str) -> NoReturn:
     """Do a task, send the answer in parts, and end this process; what it prints goes to the log."""
     end_with_parent("SIGKILL")
     be_the_first_to_go()
-    with open(log, "ab") as file:
+    try:
+        file = open(log, "ab")  # noqa: SIM115 (closed at once, below)
+    except FileNotFoundError:  # the trial was interrupted while this process was being made
+        os._exit(Interrupted.exit_code)
+    with file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     code = 0

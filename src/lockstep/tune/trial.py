@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lockstep import plugins
+from lockstep import ctrl_c, plugins
 from lockstep.errors import LockstepError
 from lockstep.recipe import Recipe
 from lockstep.tune.memory import held_bytes
@@ -89,19 +89,20 @@ def run(task: Task, *, budget_bytes: int | None = None) -> Trial:
     with tempfile.TemporaryDirectory(prefix="lockstep-tune-", ignore_cleanup_errors=True) as folder, answers:
         log = Path(folder) / "log"
         process = context.Process(target=work, args=(task, theirs, str(log)))
-        process.start()
-        theirs.close()
         said: dict[str, Any] = {}
         peak, is_over = 0, False
         try:
+            ctrl_c.start(process, context)
+            theirs.close()
             while process.is_alive() and not is_over:
                 process.join(LOOK_SECONDS)
                 said |= received(answers)
                 peak = max(peak, held_bytes(process.pid))
                 is_over = budget_bytes is not None and peak > budget_bytes
         finally:
-            process.kill()
-            process.join()
+            if process.pid is not None:
+                process.kill()
+                process.join()
         answer = Answer(**said | received(answers))
         words = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     peak = max(peak, answer.peak_bytes)
