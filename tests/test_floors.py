@@ -10,6 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = [
     ["errors"],
     ["yaml_text", "escaping", "ctrl_c", "output"],
+    ["user_code"],
     ["events", "config", "plugins", "world", "files", "terminal"],
     ["contracts"],
     ["agent"],

@@ -173,3 +173,21 @@ wait()"""
         assert "was killed for want of memory (SIGKILL by the kernel's out-of-memory killer)" in said
     finally:
         subprocess.run(["rmdir", str(group)], check=False)
+
+
+def test_an_exception_that_comes_again_is_not_tried_a_third_time(run):
+    """Though there are checkpoints in between."""
+    script = """
+import traceback
+checkpoint(start)
+try:
+    raise OSError(f"disk {start}")
+except OSError as error:
+    facts = {"message": f"OSError: {error}", "extraInfo": {"timestamp": "1", "py_callstack": traceback.format_exc()}}
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": facts}))
+    sys.exit(1)
+"""
+    code, said, starts = run(script, processes=1)
+    assert (code, starts) == (1, [1, 1])
+    assert "It is not started again: it has failed twice in the same way, at the same lines.\n" in said
+    assert "Go on from step-000000002 with: lockstep train " in said

@@ -1,18 +1,16 @@
 """How good the model is: every sample of a split exactly once, on any number of processes."""
 
-import os
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep import user_code
 from lockstep.contracts import Batch, Forward, LossSum, MicroBatch, Outputs
 from lockstep.errors import EvaluationFailed, LockstepError
 from lockstep.metrics.asked import Asked, is_asked
@@ -29,7 +27,6 @@ METRICS = ["accuracy", "f1", "loss"]
 """What is always measured of a classifier; a user's file may add others."""
 MOST_CLASSES = 100
 """A confusion matrix of more classes is not written down."""
-OURS = str(Path(__file__).parent) + os.sep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,9 +263,7 @@ def _told(what: str = "the evaluation failed") -> Iterator[None]:
     except Exception as error:
         if is_lost_peer(error):
             raise
-        told = traceback.TracebackException.from_exception(error)
-        told.stack = traceback.StackSummary.from_list([f for f in told.stack if not f.filename.startswith(OURS)])
-        raise EvaluationFailed(f"{what}:\n{''.join(told.format())}".rstrip()) from None
+        raise EvaluationFailed(f"{what}:\n{user_code.quoted(error)}") from None
 
 
 def _raise_everywhere(error: LockstepError | None) -> None:

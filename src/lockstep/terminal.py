@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep import ctrl_c
-from lockstep.errors import LockstepError
+from lockstep import ctrl_c, user_code
+from lockstep.errors import LockstepError, printable
 from lockstep.escaping import EscapingConsole
 
 console = EscapingConsole(highlight=False, markup=False, emoji=False)  # a path may hold [x] or :100:
@@ -50,8 +50,11 @@ def _answered(command: Callable[[], int | None]) -> int | None:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         return ctrl_c.EXIT_CODE
-    except Exception:
-        if not ctrl_c.was_pressed():  # the code that it came into may have made something else of it
+    except Exception as error:
+        if ctrl_c.was_pressed():  # the code that it came into may have made something else of it
+            typer.echo("interrupted", err=True)
+            return ctrl_c.EXIT_CODE
+        if not user_code.is_users(error):
             raise
-        typer.echo("interrupted", err=True)
-        return ctrl_c.EXIT_CODE
+        typer.echo(printable(user_code.told(error)), err=True)
+        return 1

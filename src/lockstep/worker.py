@@ -26,10 +26,10 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lockstep import output
+from lockstep import output, user_code
 from lockstep import recipe as recipes
 from lockstep.checkpoint.writer import THREAD
-from lockstep.errors import LockstepError, PeerLost
+from lockstep.errors import LockstepError, PeerLost, printable
 from lockstep.job import Job
 from lockstep.runtime import process_group
 from lockstep.runtime.collectives import decided, said_once
@@ -76,11 +76,14 @@ def main(argv: list[str], make: Callable[..., Job] = Job) -> int:
             if not error.is_shared:
                 sys.stderr.write(f"{error}\n")
             return error.exit_code
-        except Exception as error:
+        except BaseException as error:  # nothing of ours ends a process by KeyboardInterrupt or SystemExit here
             if process_group.is_lost_peer(error):
                 return left_alone(world, error)
             get_error_handler().record_exception(error)  # for the agent, which names the first that failed
-            traceback.print_exc()
+            if user_code.is_users(error):
+                sys.stderr.write(f"{printable(user_code.told(error))}\n")
+            else:
+                traceback.print_exc()
             return 1
     return 0
 
@@ -94,7 +97,7 @@ def append_to_logs() -> None:
             fcntl.fcntl(stream, fcntl.F_SETFL, fcntl.fcntl(stream, fcntl.F_GETFL) | os.O_APPEND)
 
 
-def left_alone(world: World, error: Exception) -> int:
+def left_alone(world: World, error: BaseException) -> int:
     """Another process has gone, and says why itself: this one only adds that it noticed."""
     if not (world.is_main and world.has_agent):  # the agent, on the same terminal, will tell who went
         sys.stderr.write(f"rank {world.rank} lost the connection to another process: {str(error).splitlines()[0]}\n")

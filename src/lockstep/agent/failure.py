@@ -9,6 +9,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lockstep.errors import Desync, Interrupted, NonFiniteLoss, PeerLost, Stuck, UserError
+from lockstep.user_code import MARK, alike
 
 TAIL_LINES = 20
 VERDICT = "verdict.json"
@@ -42,6 +43,8 @@ class Failure:
     """What happened, for people, with its last words where they are not on the terminal already."""
     weight: int
     """Of two failures the one with the smaller weight is the cause of the other."""
+    alike: str = ""
+    """The same as of another that befell the run in the same way, where it is an exception; else empty."""
 
     @property
     def was_killed(self) -> bool:
@@ -60,11 +63,11 @@ class Failure:
 
 
 def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Failure:
-    """What happened. A process that was killed comes before those who lost it, and those come last: the agent's times
-    are whole seconds. Of those that failed by themselves the one that recorded why comes first."""
+    """What happened. A process that was killed comes before those who lost it, and those come last. Of those that failed
+    by themselves the one that recorded why comes first."""
     rank, first = min(
         error.failures.items(),
-        key=lambda item: (_weight(item[1]), not Path(item[1].error_file).is_file(), item[1].timestamp),
+        key=lambda item: (_weight(item[1]), not Path(item[1].error_file).is_file(), _time(item[1])),
     )
     has_told = Path(first.error_file).is_file()
     if has_told and first.exitcode in ENDED:
@@ -78,13 +81,31 @@ def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Fa
     log = logs / f"rank-{rank}.log"
     if rank and log.is_file():
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-        lines += [f"last lines of {log}:", *(f"  | {line}" for line in tail)] if tail else []
-    return Failure(code=code, text="\n".join(lines), weight=_weight(first))
+        lines += (
+            [f"last lines of {log}:", *(line if line.startswith(MARK) else MARK + line for line in tail)]
+            if tail
+            else []
+        )
+    return Failure(code=code, text="\n".join(lines), weight=_weight(first), alike=_alike(first) if has_told else "")
 
 
 def lost(text: str) -> Failure:
     """A machine that is gone, and with it its processes."""
     return Failure(code=PeerLost.exit_code, text=text, weight=0)
+
+
+def _time(failure: ProcessFailure) -> float:
+    """When it happened: the agent's times are whole seconds, those of files are not."""
+    with suppress(OSError):
+        return Path(failure.error_file).stat().st_mtime
+    return failure.timestamp
+
+
+def _alike(failure: ProcessFailure) -> str:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        said = json.loads(Path(failure.error_file).read_text(encoding="utf-8"))["message"]
+        return alike(said["message"], said["extraInfo"]["py_callstack"])
+    return ""
 
 
 def _weight(failure: ProcessFailure) -> int:

@@ -15,6 +15,7 @@ FAILED_SECONDS = 15.0
 """After a failure on one machine, how long the others' processes may take to end by themselves and settle a save."""
 LATECOMERS_SECONDS = 10.0
 """Once the fewest machines are there that launch.nodes allows, how long more are waited for."""
+AGAIN_ALIKE = "It is not started again: it has failed twice in the same way, at the same lines."
 QUIET_SECONDS = 2.0
 """Others that come within this time are waited for without a word."""
 
@@ -25,6 +26,8 @@ class Leading:
     def __init__(self, meeting: Meeting, logs: Path) -> None:
         self.meeting, self.section, self.logs = meeting, meeting.section, logs
         self.restarts, self.in_vain, self.at_most = 0, 0, 0
+        self.alike = ""
+        """What the last failure has in common with others of its kind."""
         self.is_again = False
         """Whether the next start is a restart, which is told."""
         self.before = saved(logs)
@@ -148,10 +151,12 @@ class Leading:
         now = saved(self.logs)
         got_further = bool(set(now.items()) - set(self.before.items()))
         self.before, self.in_vain = now, 0 if got_further else self.in_vain + 1
+        is_again_alike, self.alike = bool(failure.alike) and failure.alike == self.alike, failure.alike
         text = f"{failure.text}\n" if failure.text else ""
         if failure.is_final:
             return self._end(failure.exit_code, text)
-        if obstacle := self._obstacle(failure, got_further=got_further):
+        obstacle = AGAIN_ALIKE if is_again_alike else self._obstacle(failure, got_further=got_further)
+        if obstacle:
             return self._end(failure.exit_code, text + self._farewell(word, obstacle))
         sys.stderr.write(text)
         self.restarts, self.is_again = self.restarts + 1, True

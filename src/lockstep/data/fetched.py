@@ -1,14 +1,12 @@
 """Micro-batches as they are fetched: whole, or without the samples that cannot be read."""
 
-import os
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch.utils.data import Dataset
 
-from lockstep import plugins
+from lockstep import user_code
 from lockstep.contracts import Batch, Columns, MicroBatch, Source
 from lockstep.data.augment import Augmented, keys_of
 from lockstep.data.collate import Unfit, collate
@@ -17,7 +15,6 @@ from lockstep.data.sampler import Request
 from lockstep.errors import DataError, LockstepError, SampleError
 from lockstep.runtime.seeds import seed_all
 
-OURS = str(plugins.ROOT) + os.sep
 MOST_TRIED = 1000
 """Samples that are tried, at most, to learn the columns' dtypes from."""
 WINDOWS = 64
@@ -104,10 +101,8 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
         alone = next(iter(self.failing(request, most=1)), None)
         what = f"samples {list(request.indices)} together" if alone is None else f"sample {alone}"
         where = f"step {request.step + 1}, shard {request.shard}" if request.step >= 0 else "evaluation"
-        told = traceback.TracebackException.from_exception(error)
-        told.stack = traceback.StackSummary.from_list([f for f in told.stack if not f.filename.startswith(OURS)])
-        text = "".join(told.format())
-        return SampleError(f"{what} of {self.faults.name} could not be fetched ({where}):\n{text}".rstrip())
+        text = user_code.quoted(error)
+        return SampleError(f"{what} of {self.faults.name} could not be fetched ({where}):\n{text}")
 
     def failing(self, request: Request, *, most: int | None = None) -> dict[int, str]:
         """The samples that cannot be fetched alone, at most so many, and why."""

@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -13,7 +12,7 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet
 
-from lockstep import files
+from lockstep import files, user_code
 from lockstep.data.images import pixels_of
 from lockstep.errors import DataError, LockstepError, ModelError, SampleError
 from lockstep.export.facts import Facts
@@ -115,8 +114,8 @@ def work(task: Task, pipe: Connection) -> None:
         pipe.send(Failed(kind=ModelError, text=f"the GPU has no room for {task.batch} rows at a time: lower --batch"))
     except LockstepError as error:
         pipe.send(Failed(kind=type(error), text=str(error)))
-    except Exception:
-        pipe.send(Failed(kind=SampleError, text=f"the model cannot be used:\n{traceback.format_exc()}"))
+    except Exception as error:
+        pipe.send(Failed(kind=SampleError, text=f"the model cannot be used:\n{user_code.quoted(error)}"))
 
 
 @dataclass(frozen=True, kw_only=True)
