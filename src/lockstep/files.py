@@ -5,10 +5,14 @@ import hashlib
 import io
 import os
 import secrets
+import shutil
 import stat
 import zipfile
 from pathlib import Path
 from typing import IO
+
+FEW_INODES = 100
+"""A checkpoint has fewer files."""
 
 
 def write(path: Path, text: str | bytes) -> None:
@@ -44,6 +48,19 @@ def regular(path: Path) -> io.BufferedReader:
         os.close(handle)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return open(handle, "rb")
+
+
+def room(folder: Path) -> str:
+    """How much is free where a folder is, and what to do where that is nothing. Raises OSError."""
+    free = shutil.disk_usage(folder).free
+    if hasattr(os, "statvfs"):
+        found = os.statvfs(folder)
+        if found.f_files and found.f_favail < FEW_INODES:  # a file system that knows no such limit says 0 files
+            return (
+                f"{free / 1e9:.1f} GB are free there, but only {found.f_favail:,} of {found.f_files:,} inodes, and "
+                "every file takes one: delete files there, or choose another folder with run.dir"
+            )
+    return f"{free / 1e9:.1f} GB are free there"
 
 
 def check_archive(file: IO[bytes], size: int) -> None:

@@ -31,7 +31,7 @@ from lockstep import recipe as recipes
 from lockstep.checkpoint.writer import THREAD
 from lockstep.errors import LockstepError, PeerLost, printable
 from lockstep.job import Job
-from lockstep.runtime import process_group
+from lockstep.runtime import left_behind, process_group
 from lockstep.runtime.collectives import decided, said_once
 from lockstep.runtime.interruption import Interruption
 from lockstep.world import World
@@ -109,7 +109,10 @@ def leave(code: int) -> NoReturn:
     hangs has a thread in native code, which would abort an interpreter that ends."""
     if code:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if any(thread.name == THREAD for thread in threading.enumerate()):
+    is_saving = any(thread.name == THREAD for thread in threading.enumerate())
+    if left := left_behind.ended(0.0 if code or is_saving else left_behind.PATIENCE_SECONDS):
+        sys.stderr.write(f"ended, since your code has started and not ended it: {', '.join(left)}\n")
+    if is_saving or left_behind.has_threads():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

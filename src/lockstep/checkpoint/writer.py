@@ -178,7 +178,7 @@ class Writer:
     def _with_room(self, reasons: str) -> str:
         """With the free space, where the folder is still there."""
         try:
-            return f"{reasons}; {shutil.disk_usage(self.root).free / 1e9:.1f} GB are free there"
+            return f"{reasons}; {files.room(self.root)}"
         except OSError:
             return reasons
 

@@ -53,6 +53,7 @@ class Interruption:
             signal.set_wakeup_fd(descriptor)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            sender.shutdown(socket.SHUT_RDWR)  # closing alone would not end it: a forked process holds a copy
             sender.close()
             thread.join()
             reader.close()
