@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,6 +45,10 @@ class Config(ImageSection):
     def modality(self) -> str:
         """A folder is images, a file is texts; what is not there yet is judged by its name's suffix."""
         return "text" if is_table(self.train) else "image"
+
+
+MOST_OF_A_LINE = 1 << 25
+"""Characters: a file of zeros is one line that has no end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +171,9 @@ def _read_csv(path: Path, columns: Sequence[str]) -> list[list[Any]]:
 def _read_json_lines(path: Path, columns: Sequence[str]) -> list[list[Any]]:
     rows = []
     with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(partial(file.readline, MOST_OF_A_LINE), ""), 1):
+            if len(line) == MOST_OF_A_LINE:
+                raise ValueError(f"line {number} has more than {MOST_OF_A_LINE:,} characters: one line is one sample")
             if line.strip():
                 try:
                     row = json.loads(line)
