@@ -171,3 +171,40 @@ def test_what_is_left_behind_is_not_waited_for(tmp_path, where):
     what = "thread Thread-" if where == "left thread" else "process "
     assert f"ended, since your code has started and not ended it: {what}" in done.stderr
     assert ("(sleep 1000)" in done.stderr) == (where == "left command")
+
+
+DATA = """
+import sys
+
+import numpy as np
+
+from lockstep.data.memory import Images
+
+
+class Source(Images):
+    def __getitems__(self, indices):
+        if 7 in indices and not self.is_test:
+            raise {error}
+        return super().__getitems__(indices)
+
+
+def source(options, split):
+    made = Source(np.zeros((40, 1, 8, 8), np.uint8), np.arange(40) % 2, ["even", "odd"])
+    made.is_test = split == "test"
+    return made
+"""
+
+
+@pytest.mark.parametrize("error", ["SystemExit(0)", "KeyboardInterrupt", "KeyError('gone')"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_raises_names_the_sample(commands, tmp_path, error, workers):
+    (tmp_path / "data.py").write_text(DATA.replace("{error}", error))
+    config = "data: {kind: user, file: data.py, workers: WORKERS}\nmodel: {kind: cnn}\nrun: {name: a}\n".replace(
+        "WORKERS", str(workers)
+    )
+    (tmp_path / "c.yaml").write_text(config + "train: {epochs: 1, global_batch: 10, micro_batch: 5}\n")
+    found = commands.answer(["worker", "c.yaml"], folder=tmp_path, seconds=60)
+    assert (found.kind, found.code) == ("message", 1), found.output
+    assert error.partition("(")[0] in found.output
+    if workers or error != "KeyboardInterrupt":
+        assert "sample 7 of the training split of data.kind=user could not be fetched" in found.output

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from lockstep import user_code
 from lockstep.contracts import Batch, Columns, MicroBatch, Source
@@ -92,9 +92,14 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
         """The samples. What a source draws inside of __getitems__ belongs to the seed, the epoch and the first of them;
         what an augmentation draws, to its own sample."""
         seed_all(int(keys_of(self.seed, request.epoch, request.indices[:1])[0]))
-        if isinstance(self.source, Augmented):
-            return self.source.drawn(request.indices, request.epoch)
-        return self.source.__getitems__(list(request.indices))  # with a tuple, an array would be indexed by axis
+        try:
+            if isinstance(self.source, Augmented):
+                return self.source.drawn(request.indices, request.epoch)
+            return self.source.__getitems__(list(request.indices))  # with a tuple, an array would be indexed by axis
+        except (SystemExit, KeyboardInterrupt) as error:
+            if isinstance(error, KeyboardInterrupt) and get_worker_info() is None:  # it may be Ctrl-C
+                raise
+            raise RuntimeError(f"{type(error).__name__} was raised") from error  # else the process would just end
 
     def failed(self, request: Request, error: Exception) -> SampleError:
         """What went wrong, with the one sample that it goes wrong for, where there is one, and the user's frames."""
