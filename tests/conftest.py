@@ -1,9 +1,11 @@
 """Real process groups for tests: warm worker processes that are started once and joined into groups as asked."""
 
+import atexit
 import gc
 import multiprocessing
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import tempfile
@@ -27,6 +29,11 @@ SESSION = "LOCKSTEP_TEST_SESSION"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's background jobs, and all that they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ[SESSION] = str(os.getpid())  # every process that a test starts inherits it
+if (
+    "XDG_STATE_HOME" not in os.environ or SESSION not in os.environ["XDG_STATE_HOME"]
+):  # code that tests run is not known
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix=f"{SESSION}-")
+    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 SKIPS = (
     "permissions do not bind root",
     "real MNIST and AG News are not at hand",

@@ -11,6 +11,7 @@ FLOORS = [
     ["errors"],
     ["yaml_text", "escaping", "ctrl_c", "output"],
     ["user_code"],
+    ["trust"],
     ["events", "config", "plugins", "world", "files", "terminal"],
     ["contracts"],
     ["agent"],

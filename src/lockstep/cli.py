@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lockstep import assembly, cli_trained, config, files, jobs, launching, output, plugins
+from lockstep import assembly, cli_trained, config, files, jobs, launching, output, plugins, trust
 from lockstep import recipe as recipes
 from lockstep.checkpoint import inventory, listing
 from lockstep.compare import verdict
@@ -18,7 +18,7 @@ from lockstep.estimate.machine import Wish
 from lockstep.events import Bus
 from lockstep.prove import proof
 from lockstep.runs import place_of
-from lockstep.terminal import ConfigFile, Overrides, RunArgument, console, honest, versions
+from lockstep.terminal import ConfigFile, Overrides, RunArgument, TrustCode, console, honest, versions
 from lockstep.tune import tuning
 
 app = typer.Typer(
@@ -60,13 +60,16 @@ def train(
     node_rank: Annotated[
         int | None, typer.Option(help="Which of the machines this is; default: 0 where HOST is this one.", min=0)
     ] = None,
+    trust_code: TrustCode = False,
 ) -> int:
     """Train as the config says, and resume where an earlier run of the same name stopped.
 
     On several machines: set launch.nodes, and give the same command on each, with --rendezvous and --node-rank.
     """
     recipe = recipes.load(path, overrides or [])
-    arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []))
+    executes = bool(recipes.code_of(recipe)) if dry_run else recipes.settle(recipe, path, trusts=trust_code)
+    options = {"--allow-drift": allow_drift, trust.OPTION: executes}
+    arguments = ("--resume", resume, *(option for option, is_given in options.items() if is_given))
     place = launching.place_of(rendezvous, node_rank)
     if place is not None and not dry_run:
         return launching.take_part(recipe, path, arguments, place=place)
@@ -74,6 +77,13 @@ def train(
     if dry_run:
         return launching.show(recipe, arguments, console, place=place)
     return launching.launch(recipe, arguments)
+
+
+def _settled(path: Path, overrides: list[str] | None, *, trusts: bool) -> recipes.Recipe:
+    """A config whose code may be executed."""
+    recipe = recipes.load(path, overrides or [])
+    recipes.settle(recipe, path, trusts=trusts)
+    return recipe
 
 
 for command in cli_trained.COMMANDS:
@@ -162,9 +172,9 @@ def compare(
 
 @app.command()
 @honest
-def data(path: ConfigFile, overrides: Overrides = None) -> None:
+def data(path: ConfigFile, overrides: Overrides = None, trust_code: TrustCode = False) -> None:
     """Fetch and prepare data, tokens and the pretrained model, without training; goes on where it was stopped."""
-    recipe = recipes.load(path, overrides or [])
+    recipe = _settled(path, overrides, trusts=trust_code)
     bus = Bus()
     bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
     try:
@@ -187,9 +197,10 @@ def prove(
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.", min=4)] = 8,
     only: Annotated[list[str] | None, typer.Option(help=f"Parts: {', '.join(proof.PARTS)}; may be repeated.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Leave the runs in this new folder, to look into.")] = None,
+    trust_code: TrustCode = False,
 ) -> int:
     """Show, on this config and machine, that the weights do not depend on the number of processes."""
-    recipe = recipes.load(path, overrides or [])
+    recipe = _settled(path, overrides, trusts=trust_code)
     return proof.prove(recipe, steps=steps, parts=only or proof.PARTS, keep=keep, console=console)
 
 
@@ -208,6 +219,7 @@ def tune(
     stop: Annotated[float, typer.Option("--to", help="Last one.")] = 10.0,
     steps: Annotated[int, typer.Option(help="Steps of the sweep.")] = 100,
     out: Annotated[Path | None, typer.Option(help="SVG file of the curve; default: CONFIG-lr.svg, here.")] = None,
+    trust_code: TrustCode = False,
 ) -> int:
     """Find the largest micro-batch that fits, or a good learning rate, to be put into the config.
 
@@ -224,7 +236,7 @@ def tune(
         steps=steps,
         picture=out or Path(f"{path.stem}-lr.svg"),
     )
-    return tuning.tune(recipes.load(path, overrides or []), wishes, console=console)
+    return tuning.tune(_settled(path, overrides, trusts=trust_code), wishes, console=console)
 
 
 @app.command()
@@ -239,6 +251,7 @@ def estimate(
     bandwidth: Annotated[float | None, typer.Option(help="GB/s of the network; default: measured on loopback.")] = None,
     per_machine: Annotated[int | None, typer.Option(help="Processes of a machine; default: all on this one.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file as well.")] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Tell memory, traffic and time of each strategy before the run, from a few steps measured on this machine."""
     wish = Wish(
@@ -247,7 +260,7 @@ def estimate(
         memory_bytes=None if memory is None else round(memory * 1e9),
         bandwidth=None if bandwidth is None else bandwidth * 1e9,
     )
-    estimation.estimate(recipes.load(path, overrides or []), wish, console=console, to=json)
+    estimation.estimate(_settled(path, overrides, trusts=trust_code), wish, console=console, to=json)
 
 
 @app.command()

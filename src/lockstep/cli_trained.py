@@ -12,7 +12,7 @@ from lockstep.predict import bulk
 from lockstep.predict.tables import ROWS
 from lockstep.serving import server
 from lockstep.serving.settings import Settings
-from lockstep.terminal import Overrides, RunArgument, console, honest
+from lockstep.terminal import Overrides, RunArgument, TrustCode, console, honest
 
 Model = Annotated[Path, typer.Argument(help="A run's folder, one of its checkpoints, or an export.", metavar="MODEL")]
 DType = Annotated[DTypeName | None, typer.Option(help="What the weights become; default: as they are.")]
@@ -31,13 +31,14 @@ def evaluate(
     to: Annotated[
         Path | None, typer.Option(help="Folder for what comes out; default: the run's, the export's.")
     ] = None,
+    trust_code: TrustCode = False,
 ) -> int:
     """Measure a run's best or newest checkpoint, or an export: every sample once, on any number of processes.
 
     Writes evaluation.json and evaluation.html: figures, each class, the confusion matrix, how far confidences can be
     believed, and the samples that the model is most wrong about.
     """
-    wishes = evaluating.Wishes(split=split, file=file, worst=worst, calibrates=calibrate, to=to)
+    wishes = evaluating.Wishes(split=split, file=file, worst=worst, calibrates=calibrate, to=to, trusts=trust_code)
     return evaluating.evaluate(target, overrides or [], wishes, console=console)
 
 
@@ -51,8 +52,10 @@ def export(
     space: Annotated[
         bool, typer.Option("--space", help="Write a Hugging Face Space with it; default folder: space.")
     ] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Write a run's model for others to load, read it back and compare: export.kind says in which form."""
+    using.settle(run, overrides, trusts=trust_code)
     with console.status("exporting"):
         facts, target = (using.export_space if space else using.export)(run, overrides, to)
     assert facts.agreement is not None
@@ -76,6 +79,7 @@ def predict(
     text_column: Annotated[str, typer.Option(help="The column of texts, in a table.")] = "text",
     probabilities: Annotated[bool, typer.Option("--probabilities", help="Add a column for each class.")] = False,
     prefix: Annotated[str, typer.Option(help="What the names of the new columns begin with.")] = "",
+    trust_code: TrustCode = False,
 ) -> None:
     """Predict a whole file, or folder of images: its rows and columns, with `label` and `confidence` added.
 
@@ -93,6 +97,7 @@ def predict(
         text_column=text_column,
         has_probabilities=probabilities,
         prefix=prefix,
+        trusts=using.settle(model, (), trusts=trust_code),
     )
     bulk.predict(wish, console)
 
@@ -113,6 +118,7 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(help="Wanted as Authorization: Bearer KEY.", envvar="LOCKSTEP_API_KEY")
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Answer POST /predict with a model's labels, and show a page to try it on.
 
@@ -129,6 +135,7 @@ def serve(
         drain_seconds=drain,
         api_key=api_key,
     )
+    using.settle(target, (), trusts=trust_code)
     load = using.loader(target, device=device, dtype=dtype)
     server.serve(load, settings, lambda line: console.print(line, soft_wrap=True))
 

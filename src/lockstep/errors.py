@@ -7,6 +7,7 @@ LockstepError            the base: never raised itself
 │   ├── ModelError       a model that cannot be found, built or exported
 │   ├── CheckpointError  nothing to resume from, or not with this recipe
 │   ├── LaunchError      processes that cannot be started
+│   ├── UntrustedCode    code of somebody else, which is not executed unasked
 │   └── MissingExtra     packages of an optional part of Lockstep that are not installed
 ├── EvaluationFailed     the user's code failed in an evaluation (exit code 1, with the traceback of that code)
 ├── SampleError          the user's code failed on a sample (the same)
@@ -69,6 +70,10 @@ class CheckpointError(UserError):
 
 class LaunchError(UserError):
     """Processes that cannot be started as asked."""
+
+
+class UntrustedCode(UserError):
+    """Code that this user has not run before, in a folder that somebody else may have made."""
 
 
 class MissingExtra(UserError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep import launching
+from lockstep import launching, trust
 from lockstep import recipe as recipes
 from lockstep.agent.failure import TAIL_LINES, Failure
 from lockstep.errors import Interrupted, LockstepError, NonFiniteLoss, PeerLost, RunFailed, Stuck, UserError
@@ -46,13 +46,14 @@ def spawn(
     processes: int | None = None,
     resume: str = "auto",
     allow_drift: bool = False,
+    trust_code: bool = False,
 ) -> Run:
     """Train as a config says, on processes of this machine, and wait for the end.
 
     `config` is a YAML file, a run's recipe.yaml, or the sections themselves: {"train": {"epochs": 3}}; `overrides`
-    are of the form "train.epochs=3"; `processes` replaces launch.processes; `resume` and `allow_drift` are those of
-    `lockstep train`. What rank 0 says comes to sys.stdout and sys.stderr as they are now, wherever they lead (on
-    Windows: to the terminal); others write to logs/rank-N.log.
+    are of the form "train.epochs=3"; `processes` replaces launch.processes; `resume`, `allow_drift` and
+    `trust_code` are those of `lockstep train`. What rank 0 says comes to sys.stdout and sys.stderr as they are now,
+    wherever they lead (on Windows: to the terminal); others write to logs/rank-N.log.
 
     The processes do not read the script or notebook that calls this: it needs no `if __name__ == "__main__":`. Raises
     UserError for what can be mended; Interrupted after a signal (Ctrl-C, a notebook's stop button), when the run can
@@ -61,7 +62,11 @@ def spawn(
     if processes is not None:
         overrides = (*overrides, f"launch.processes={processes}")
     recipe = launching.here(_recipe(config, overrides), "spawn")
-    request = launching.request_for(recipe, ("--resume", resume, *(["--allow-drift"] if allow_drift else [])))
+    path = None if isinstance(config, Mapping) else Path(config)
+    executes = recipes.settle(recipe, path or Path("spawn"), trusts=trust_code)
+    options = {"--allow-drift": allow_drift, trust.OPTION: executes}
+    given = (option for option, is_given in options.items() if is_given)
+    request = launching.request_for(recipe, ("--resume", resume, *given))
     launcher = Spawn(recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards)
     plan = launching.ready(recipe, request, launcher)
     outlets = _outlets()

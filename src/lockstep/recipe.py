@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from lockstep import config, files, plugins
+from lockstep import config, files, plugins, trust
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.config import Complaint, Kind, LocalPath, Section
 from lockstep.contracts import samples_of
@@ -198,6 +198,50 @@ def numeric(recipe: Recipe, facts: dict[str, Any], *, processes: int = 1) -> dic
             if isinstance(file := getattr(section, own, None), Path) and file.is_file():
                 found[f"{name}.{own}_sha256"] = files.sha256(file)
     return found | facts
+
+
+def code_of(recipe: Recipe) -> list[trust.Code]:
+    """What a run of this recipe would execute beside Lockstep: Python files, and settings that name programs."""
+    codes = [code for file in files_of(recipe) for code in trust.of_file(file)]
+    launch: Section = recipe.launch
+    told = launch.model_dump(mode="json", exclude={"kind", "nodes", "processes", "interface"})
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in type(launch).model_fields.items()}
+    chosen = {name: value for name, value in told.items() if getattr(launch, name) != defaults[name]}
+    programs = {name: value for name, value in chosen.items() if isinstance(value, str | list | dict)}
+    if programs:
+        names = ", ".join(f"launch.{name}" for name in programs)
+        codes.append(trust.Code(f"{names} of the recipe", json.dumps(programs, sort_keys=True).encode()))
+    return codes
+
+
+def files_of(recipe: Recipe) -> list[Path]:
+    """The Python files that a recipe names."""
+    sections = (recipe.model, recipe.data, recipe.observe)
+    named_files = [getattr(section, "file", None) for section in sections] + [recipe.data.augment]
+    return [file for file in dict.fromkeys(named_files) if isinstance(file, Path)]
+
+
+def is_written(path: Path) -> bool:
+    """Whether a config lies in a run's folder, where Lockstep has written it and not a person."""
+    return (path.parent / "checkpoints").is_dir() or (path.parent / "recipe.yaml").is_file()
+
+
+def settle(recipe: Recipe, path: Path, *, trusts: bool) -> bool:
+    """Let all that a recipe would execute be executed where a person has written it; where it lies in a run's folder,
+    it has to be known, or the user has to say so -> whether there is anything. Raises UntrustedCode.
+    """
+    codes = code_of(recipe)
+    if is_written(path):
+        trust.settle(codes, trusts=trusts, of=path.parent)
+    else:
+        trust.remember(codes)
+    return bool(codes)
+
+
+def guard(recipe: Recipe) -> None:
+    """From now on execute in this process only what is known of what lies beside a recipe's files."""
+    for file in files_of(recipe):
+        trust.guard(file.parent)
 
 
 def starter(source: str, code: Path = Path("user.py")) -> Recipe:

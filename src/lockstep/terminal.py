@@ -21,6 +21,10 @@ Overrides = Annotated[
     typer.Argument(help="Settings that replace the file's.", metavar="section.key=value"),
 ]
 RunArgument = Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Execute the code that lies in a folder which somebody else may have made."),
+]
 
 
 def versions() -> str:

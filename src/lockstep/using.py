@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lockstep import assembly, plugins
+from lockstep import assembly, plugins, trust
+from lockstep import recipe as recipes
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.weights import restore_model
 from lockstep.contracts import Batch, Forward, Model, Tokenizer
@@ -20,7 +21,7 @@ from lockstep.export import reading, space, writing
 from lockstep.export.facts import Facts
 from lockstep.inference.predictor import DTypeName, Predictor, predictor
 from lockstep.recipe import Recipe
-from lockstep.runs import is_run, run_of
+from lockstep.runs import is_run, place_of, run_of
 from lockstep.runtime.digest import digest as digest_of
 
 FEW = (16, 1, 7)
@@ -29,9 +30,21 @@ BATCH = 64
 """Samples that are predicted at a time where the whole test split is compared."""
 
 
+def settle(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> bool:
+    """Whether the user says that the code of an export, a run or a checkpoint may be executed, whatever it is; False
+    where all of it is known. Raises UserError, above all UntrustedCode."""
+    if reading.is_export(path):
+        return trust.settle(reading.code_of(path, telling.read(path)), trusts=trusts, of=path)
+    if not is_run(path):
+        return False
+    recipe, root, _ = place_of(path, overrides)
+    return trust.settle(recipes.code_of(recipe), trusts=trusts, of=root.parent)
+
+
 def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[Facts, Path]:
     """Write the model of a run or checkpoint for others to load -> its facts, and where. Raises UserError."""
     recipe, checkpoint = run_of(path, overrides)
+    recipes.guard(recipe)
     writing.check(recipe.export)
     data = assembly.open_data(recipe)
     model, facts = _model(recipe, checkpoint, data.train.spec)
@@ -71,6 +84,7 @@ def open_predictor(path: Path, *, device: torch.device | None = None, dtype: DTy
         facts, forward, tokenizer = _read(folder)
         return predictor(facts, forward, tokenizer, device=device, dtype=dtype)
     recipe, checkpoint = run_of(folder)
+    recipes.guard(recipe)
     model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
     make = getattr(plugins.find("models", recipe.model.kind), "tokenizer", None)
     tokenizer = make(recipe.model) if make is not None and facts.modality == "text" else None

@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lockstep import output, user_code
 from lockstep import recipe as recipes
+from lockstep import trust
 from lockstep.checkpoint.writer import THREAD
 from lockstep.errors import LockstepError, PeerLost, printable
 from lockstep.job import Job
@@ -47,6 +48,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--resume", default="auto", help="auto, never, or a checkpoint's folder")
     parser.add_argument("--allow-drift", action="store_true", help="resume although the numeric recipe has changed")
+    parser.add_argument(trust.OPTION, action="store_true", help="execute the code of a run that somebody else made")
     parser.add_argument(
         "--began", type=float, default=0.0, help="when the run was launched (seconds since 1970): for max_minutes"
     )
@@ -54,8 +56,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str], make: Callable[..., Job] = Job) -> int:
-    """Run one process to its end; returns its exit code. `make` gives the job, for one that does something else."""
+def main(argv: list[str], make: Callable[..., Job] = Job, *, guards: bool = False) -> int:
+    """Run one process to its end; returns its exit code. `make` gives the job, for one that does something else;
+    `guards`: the config is somebody's, wherever it lies."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     options, world, interruption = arguments(argv), World.from_environment(), Interruption()
     output.survives()
@@ -63,6 +66,7 @@ def main(argv: list[str], make: Callable[..., Job] = Job) -> int:
     with interruption.watching():
         try:
             recipe = recipes.named(recipes.load(options.config, options.overrides), options.config)
+            settle(recipe, options, guards=guards or recipes.is_written(options.config))
             with process_group.opened(world, process_group.device_of(world)), said_once(sys.stderr):
                 job = make(decided(recipe), world, interruption, began=options.began)
                 try:
@@ -86,6 +90,18 @@ def main(argv: list[str], make: Callable[..., Job] = Job) -> int:
                 traceback.print_exc()
             return 1
     return 0
+
+
+def settle(recipe: recipes.Recipe, options: argparse.Namespace, *, guards: bool) -> None:
+    """Execute what a person has typed; what lies in a run's folder, or is carried by an export, only where it is known
+    or the launcher has passed on that it may be. Raises UntrustedCode."""
+    if options.trust_code:
+        trust.allow()
+    elif guards:
+        trust.settle(recipes.code_of(recipe), trusts=False, of=options.config.parent)
+        recipes.guard(recipe)
+    else:
+        trust.remember(recipes.code_of(recipe))
 
 
 def append_to_logs() -> None:

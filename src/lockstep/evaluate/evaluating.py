@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from lockstep import files, launching
+from lockstep import files, launching, trust
 from lockstep import recipe as recipes
 from lockstep.errors import ConfigError, nearest
 from lockstep.evaluate import table
@@ -38,6 +38,8 @@ class Wishes:
     worst: int = 20
     calibrates: bool = False
     to: Path | None = None
+    trusts: bool = False
+    """Whether the target's own code may be executed, whatever it is."""
 
 
 def evaluate(target: Path, overrides: Sequence[str], wishes: Wishes, *, console: Console) -> int:
@@ -51,6 +53,8 @@ def evaluate(target: Path, overrides: Sequence[str], wishes: Wishes, *, console:
     with _place(target) as place:
         is_export = place is not None
         recipe, measured = _of_export(target, settings, place) if place else _of_run(target, settings)
+        own = reading.code_of(measured, telling.read(measured)) if is_export else []
+        trusts = trust.settle([*own, *recipes.code_of(recipe)], trusts=wishes.trusts, of=target)
         to = wishes.to or (measured if is_export else recipe.folder)
         task = Task(
             target=measured,
@@ -63,7 +67,7 @@ def evaluate(target: Path, overrides: Sequence[str], wishes: Wishes, *, console:
             calibrates=wishes.calibrates,
             to=_writable(to.absolute()),
         )
-        code = _launched(recipe, task)
+        code = _launched(recipe, task, trusts=trusts)
     if code == 0:
         table.show(json.loads((task.to / "evaluation.json").read_text(encoding="utf-8")), console)
         console.print(f"written to {task.to}: evaluation.html, evaluation.json", soft_wrap=True)
@@ -109,10 +113,10 @@ def _writable(folder: Path) -> Path:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another with --to") from None
 
 
-def _launched(recipe: Recipe, task: Task) -> int:
+def _launched(recipe: Recipe, task: Task, *, trusts: bool) -> int:
     """Measure on processes of this machine, whatever it is that trains the run -> exit code."""
     asked = recipe.folder / f"{NAME}.json"
-    arguments = ("--task", str(asked))
+    arguments = ("--task", str(asked), *([trust.OPTION] if trusts else []))
     with _written(asked, task.model_dump_json(indent=1)):
         return launching.launch(launching.here(recipe), arguments, name=NAME, module="lockstep.evaluate.process")
 

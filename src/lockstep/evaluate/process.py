@@ -170,7 +170,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--task", type=Path, required=True)
     options, rest = parser.parse_known_args(argv)
     task = Task.model_validate_json(options.task.read_bytes())
-    return worker.main(rest, partial(EvaluationJob, task))
+    return worker.main(rest, partial(EvaluationJob, task), guards=True)
 
 
 if __name__ == "__main__":

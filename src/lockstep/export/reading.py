@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep import plugins
+from lockstep import plugins, trust
 from lockstep.contracts import Batch, Forward, LossSum, Model, Outputs, Tokenizer
-from lockstep.errors import LockstepError, ModelError
+from lockstep.errors import LockstepError, ModelError, UntrustedCode
 from lockstep.export import facts as telling
 from lockstep.export.facts import FILE, Facts
 from lockstep.export.formats import _weights
@@ -18,6 +18,11 @@ from lockstep.runtime.loss import classification_loss
 def is_export(folder: Path) -> bool:
     """Whether an export lies there."""
     return (folder / FILE).is_file()
+
+
+def code_of(folder: Path, facts: Facts) -> list[trust.Code]:
+    """What reading an export would execute: the user's file beside the weights. Raises ModelError."""
+    return trust.of_file(folder / facts.model["file"]) if "file" in facts.model else []
 
 
 def forward_of(folder: Path, facts: Facts | None = None) -> Forward:
@@ -68,6 +73,8 @@ def _told(folder: Path) -> Iterator[None]:
     it: there are as many exceptions as libraries. A user's own code is among them, and may want what is not there."""
     try:
         yield
+    except UntrustedCode:
+        raise
     except LockstepError as error:
         raise ModelError(f"the export {folder} cannot be used: {error}") from error
     except Exception as error:

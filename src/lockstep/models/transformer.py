@@ -1,6 +1,7 @@
 """Any transformers model that classifies sequences, by hub name or local folder; DistilBERT is the reference."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
+from lockstep import files
 from lockstep.config import PluginSection
 from lockstep.contracts import Batch, DataSpec, LossSum, Model, TensorPlan
 from lockstep.errors import ModelError
@@ -24,6 +26,10 @@ def _absolute_folder(name: str) -> str:
     return name
 
 
+WITHOUT_CODE: dict[str, Any] = {"trust_remote_code": False}
+"""Else transformers asks on a terminal whether it may import what a model's config.json names."""
+MOST_BYTES = 64 << 20
+"""Of a model's or tokenizer's config."""
 PRETRAINED = True
 """Its weights come from a file."""
 STARTER = {
@@ -199,7 +205,8 @@ def read_back(folder: Path) -> Model:
     from transformers import AutoModelForSequenceClassification
 
     _quiet()
-    return TextClassifier(AutoModelForSequenceClassification.from_pretrained(folder))
+    _refuse_code(str(folder))
+    return TextClassifier(AutoModelForSequenceClassification.from_pretrained(folder, **WITHOUT_CODE))
 
 
 def save_config(model: TextClassifier, folder: Path) -> None:
@@ -212,7 +219,9 @@ def from_config(folder: Path) -> Model:
     """A model of the shape that `save_config` has written, with weights that mean nothing."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    return TextClassifier(AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder)))
+    _refuse_code(str(folder))
+    shape = AutoConfig.from_pretrained(folder, **WITHOUT_CODE)
+    return TextClassifier(AutoModelForSequenceClassification.from_config(shape, **WITHOUT_CODE))
 
 
 def _loaded(kind: Any, config: Config, **options: Any) -> Any:
@@ -220,6 +229,9 @@ def _loaded(kind: Any, config: Config, **options: Any) -> Any:
         raise ModelError(f"model.name={config.name}: there is no such folder")
     _quiet()
     cached_only = Path(config.name).is_dir() or not hub_answers()
+    if Path(config.name).is_dir():
+        _refuse_code(config.name)
+    options |= WITHOUT_CODE
     _refuse_other_tasks(config, cached_only=cached_only)
     try:
         return kind.from_pretrained(config.name, revision=config.revision, local_files_only=cached_only, **options)
@@ -238,7 +250,9 @@ def _refuse_other_tasks(config: Config, *, cached_only: bool) -> None:
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
     try:
-        found = AutoConfig.from_pretrained(config.name, revision=config.revision, local_files_only=cached_only)
+        found = AutoConfig.from_pretrained(
+            config.name, revision=config.revision, local_files_only=cached_only, **WITHOUT_CODE
+        )
     except (OSError, ValueError, KeyError):
         return  # reading the model or its tokenizer says what is wrong
     if type(found) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -246,6 +260,20 @@ def _refuse_other_tasks(config: Config, *, cached_only: bool) -> None:
             f"model.name={config.name} is a {found.model_type} model, with which transformers does not classify texts: "
             "give a model of texts, such as distilbert-base-uncased, or bring this one with model.kind=user"
         )
+
+
+def _refuse_code(folder: str) -> None:
+    """Raise ModelError for a model folder whose files name Python code of its own, which transformers would import."""
+    for name in ("config.json", "tokenizer_config.json"):
+        try:
+            own = "auto_map" in json.loads(files.read(Path(folder, name), MOST_BYTES))
+        except (OSError, ValueError, TypeError, RecursionError):
+            continue  # reading the model says what is wrong
+        if own:
+            raise ModelError(
+                f"{Path(folder, name)} names code of its own (auto_map), which is not executed: save the model without "
+                "it where transformers knows its kind, or bring it as your own file with model.kind=user"
+            )
 
 
 def _quiet() -> None:

@@ -40,6 +40,8 @@ class Wish:
     device: str = "cpu"
     dtype: DTypeName | None = None
     batch: int = 64
+    trusts: bool = False
+    """Whether the user has said that the model's own code may be executed, whatever it is."""
 
 
 def predict(wish: Wish, console: Console) -> None:
@@ -62,6 +64,7 @@ def predict(wish: Wish, console: Console) -> None:
         columns=Columns(source=source.column, prefix=wish.prefix, has_probabilities=wish.has_probabilities),
         images=wish.input if source.modality == "image" else None,
         parts=parts.folder,
+        trusts=wish.trusts,
     )
     crew = Crew(task=task, size=size, tell=lambda text: console.print(text, soft_wrap=True))
     with ended_by_sigterm(), parts.held(), crew:

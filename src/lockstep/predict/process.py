@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet
 
-from lockstep import files, user_code
+from lockstep import files, trust, user_code
 from lockstep.data.images import pixels_of
 from lockstep.errors import DataError, LockstepError, ModelError, SampleError
 from lockstep.export.facts import Facts
@@ -63,6 +63,8 @@ class Task:
     """The folder that paths of images begin in; None for texts."""
     parts: Path
     """The folder that predictions are written to."""
+    trusts: bool = False
+    """Whether the model's own code may be executed, whatever it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,8 @@ def work(task: Task, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent answers it
     try:
         be_lone()
+        if task.trusts:
+            trust.allow()
         predictor = open_predictor(task.model, device=task.device, dtype=task.dtype)
         pipe.send(predictor.facts)
         desk = Desk(predictor=predictor, task=task, tell=pipe.send)

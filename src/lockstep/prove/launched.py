@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep import launching
+from lockstep import launching, trust
 from lockstep import recipe as recipes
 from lockstep.contracts import Request
 from lockstep.errors import Interrupted
@@ -24,7 +24,8 @@ def main(argv: list[str]) -> int:
     recipe = recipes.load(Path(config))
     alone = recipe.launch.model_copy(update={"processes": 1})  # as many as there are GPUs, else: but they may be hidden
     launcher = launching.launcher_of(recipe.model_copy(update={"launch": alone}))
-    plan = launcher.plan(Request(recipe=Path(config)))
+    decided = (trust.OPTION,)  # by whoever has asked for the proof
+    plan = launcher.plan(Request(recipe=Path(config), arguments=decided))
     plan = replace(
         plan,
         argv=(plan.argv[0], "-m", "lockstep.prove.process", task, *plan.argv[3:]),

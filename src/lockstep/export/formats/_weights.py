@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep import plugins
+from lockstep import plugins, trust
 from lockstep.config import PluginSection
 from lockstep.contracts import Model
 from lockstep.export.facts import Facts
@@ -22,7 +22,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def section_of(facts: Facts, folder: Path) -> tuple[Any, PluginSection]:
-    """The model's plugin and section, as it lies in an export."""
+    """The model's plugin and section, as it lies in an export; from now on its code runs only where it is known."""
+    trust.guard(folder)
     plugin = plugins.find("models", facts.model["kind"])
     section = dict(facts.model)
     if "file" in section:
