@@ -106,7 +106,7 @@ def run(ranks, tmp_path_factory):
 def evaluate(ranks, monkeypatch):
     """The command, with warm processes in place of those that its launcher would start -> evaluation.json."""
 
-    def launched(recipe, task):
+    def launched(recipe, task, **_):
         processes = 1 if recipe.launch.processes == "auto" else recipe.launch.processes
         ranks(processes, measure_there, recipe, task.model_dump_json())
         return 0

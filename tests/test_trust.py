@@ -229,9 +229,9 @@ def test_without_a_place_for_the_record_it_goes_on(commands, stranger):
 
 def _unwritable():
     os.environ["XDG_STATE_HOME"] = "/proc/none"
-    trust.remember([trust.Code("x", b"x")])
-    assert trust.is_known(trust.Code("y", b"x"))
-    assert not trust.is_known(trust.Code("y", b"y"))
+    trust.remember([trust.Code.of("x", b"x")])
+    assert trust.is_known(trust.Code.of("y", b"x"))
+    assert not trust.is_known(trust.Code.of("y", b"y"))
 
 
 def test_the_hubs_own_code_is_never_executed(commands, tmp_path, minilm):

@@ -210,7 +210,7 @@ def code_of(recipe: Recipe) -> list[trust.Code]:
     programs = {name: value for name, value in chosen.items() if isinstance(value, str | list | dict)}
     if programs:
         names = ", ".join(f"launch.{name}" for name in programs)
-        codes.append(trust.Code(f"{names} of the recipe", json.dumps(programs, sort_keys=True).encode()))
+        codes.append(trust.Code.of(f"{names} of the recipe", json.dumps(programs, sort_keys=True).encode()))
     return codes
 
 

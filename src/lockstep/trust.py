@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from lockstep.errors import UntrustedCode
@@ -25,15 +24,18 @@ class Code:
     """Something that would be executed: a file of code, or settings that name programs and variables."""
 
     name: str
-    content: bytes
+    size: int
+    """In bytes."""
+    digest: str
+    """sha256."""
 
-    @cached_property
-    def digest(self) -> str:
-        """sha256."""
-        return hashlib.sha256(self.content).hexdigest()
+    @classmethod
+    def of(cls, name: object, content: bytes) -> "Code":
+        """That of these bytes."""
+        return cls(str(name), len(content), hashlib.sha256(content).hexdigest())
 
     def __str__(self) -> str:
-        return f"{named(self.name)} ({len(self.content):,} bytes, sha256 {self.digest})"
+        return f"{named(self.name)} ({self.size:,} bytes, sha256 {self.digest})"
 
 
 class _Standing:
@@ -65,7 +67,7 @@ def is_allowed() -> bool:
 
 def admit(file: Path, content: bytes) -> None:
     """Let a file's code, about to be executed, pass, and know it from now on. Raises UntrustedCode."""
-    code = Code(str(file), content)
+    code = Code.of(file, content)
     is_foreign = any(file.resolve().is_relative_to(folder) for folder in _standing.foreign)
     if is_foreign and not _standing.allows_all and not is_known(code):
         raise UntrustedCode(_refusal([code]))
@@ -126,15 +128,16 @@ def of_file(file: Path) -> list[Code]:
         path = waiting.pop()
         with suppress(OSError):
             if path not in found and path.is_file() and path.stat().st_size <= MOST_BYTES:
-                found[path] = Code(str(path), path.read_bytes())
-                waiting += _beside(file.parent, found[path])
+                content = path.read_bytes()
+                found[path] = Code.of(path, content)
+                waiting += _beside(file.parent, content)
     return list(found.values())
 
 
-def _beside(folder: Path, code: Code) -> Iterator[Path]:
+def _beside(folder: Path, content: bytes) -> Iterator[Path]:
     """Files in a folder that are imported by name."""
     try:
-        nodes = [*ast.walk(ast.parse(code.content))]
+        nodes = [*ast.walk(ast.parse(content))]
     except (ValueError, SyntaxError, RecursionError, MemoryError):  # to be told when it is executed
         return
     wanted = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

@@ -98,8 +98,8 @@ def _of_export(folder: Path, overrides: Sequence[str], place: str) -> tuple[Reci
     folder = Path(os.path.abspath(folder))
     carried = telling.read(folder).recipe
     sections = {name: dict(carried[name]) for name in CARRIED if name in carried}
-    sections["run"] |= {"dir": place, "name": NAME}
-    sections["data"].pop("cache", None)
+    sections["run"] = {**sections.get("run", {}), "dir": place, "name": NAME}
+    sections.get("data", {}).pop("cache", None)
     return recipes.of_sections(sections, overrides), folder
 
 

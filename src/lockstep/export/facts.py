@@ -3,10 +3,11 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import pydantic_core
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lockstep import files
 from lockstep.config import PluginSection
@@ -22,17 +23,37 @@ UNTOLD = ("launch", "observe", "export")
 """Sections of a recipe that say nothing of the weights, but may hold accounts and variables of whoever trained them."""
 
 
+MOST_BYTES = 64 << 20
+"""Of lockstep.json."""
+MOST_LABELS = 10**6
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Side = Annotated[int, Field(ge=1, le=2**16)]
+"""Of an image, or how many channels."""
+Text = Annotated[str, Field(max_length=2**16)]
+
+
+def _plain(name: str) -> str:
+    """A file of the export's own folder, or below."""
+    parts = PurePosixPath(name.replace("\\", "/")).parts
+    if "\0" in name or ".." in parts or parts[:1] == ("/",) or PureWindowsPath(name).drive:
+        raise ValueError("names a file outside of the export's folder")
+    return name
+
+
+FileName = Annotated[str, Field(max_length=4096), AfterValidator(_plain)]
+
+
 class Agreement(BaseModel):
     """How what was read back compares with the model that was trained, on samples of the test split."""
 
     model_config = ConfigDict(frozen=True)
 
-    samples: int
+    samples: Count
     largest_difference: float
     """Of any logit, or whatever the model puts out."""
     largest_output: float
     """What that difference is to be seen beside."""
-    labels_changed: int
+    labels_changed: Count
     """Samples that get another label."""
     accuracy_before: float | None
     """None where there are no labels to be right about."""
@@ -61,8 +82,8 @@ class Calibration(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    temperature: float
-    samples: int
+    temperature: Annotated[float, Field(ge=1e-6, le=1e6, strict=True)]
+    samples: Count
     """That it was fitted on; measured on as many others."""
     ece_before: float
     """Expected calibration error at temperature 1."""
@@ -74,31 +95,31 @@ class Facts(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    name: str
+    name: Text
     """The run's."""
-    kind: str
+    kind: Text
     """The export's format; "checkpoint" for one that was not exported."""
     dtype: DType = "fp32"
-    file: str = ""
+    file: FileName = ""
     """Of the weights."""
-    files: tuple[str, ...] = ()
+    files: tuple[FileName, ...] = ()
     """All that the export consists of; what else lies in its folder is somebody else's."""
     model: dict[str, Any]
     """The section of the recipe."""
-    modality: str
-    labels: tuple[str, ...]
-    image_shape: tuple[int, int, int] | None = None
+    modality: Text
+    labels: Annotated[tuple[Text, ...], Field(max_length=MOST_LABELS)]
+    image_shape: tuple[Side, Side, Side] | None = None
     inputs: tuple[str, ...] = ()
     """Columns of a batch, in the order in which a traced graph takes them."""
     outputs: tuple[str, ...] = ()
     """Names of the tensors that the model returns, where it returns a dict."""
-    step: int
-    digest: str
+    step: Count
+    digest: Annotated[str, Field(max_length=128)]
     """Of the weights in fp32, as they are evaluated: with train.ema their average; the one that the run printed."""
     metrics: dict[str, float]
     torch_version: str = ""
     """That it was trained with."""
-    recipe: dict[str, Any]
+    recipe: dict[str, dict[str, Any]]
     """The sections that the weights depend on."""
     origin: Origin | None = None
     """Of the data that it was trained on."""
@@ -109,6 +130,15 @@ class Facts(BaseModel):
     """The hub's name of the model that it was trained from."""
     agreement: Agreement | None = None
     calibration: Calibration | None = None
+
+    @field_validator("model")
+    @classmethod
+    def _is_a_section(cls, model: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(model.get("kind"), str):
+            raise ValueError("has no kind")
+        if "file" in model and not (isinstance(model["file"], str) and _plain(model["file"])):
+            raise ValueError("names no file")
+        return model
 
     @property
     def spec(self) -> DataSpec:
@@ -157,7 +187,7 @@ def keep_calibration(found: Calibration, folder: Path, *, digest: str) -> None:
 def kept_calibration(folder: Path, *, digest: str) -> Calibration | None:
     """That of a run's folder, where it belongs to the weights of this digest."""
     try:
-        kept = json.loads((folder / CALIBRATION).read_bytes())
+        kept = pydantic_core.from_json(files.read(folder / CALIBRATION, MOST_BYTES))
         return Calibration.model_validate(kept) if kept["digest"] == digest else None
     except FileNotFoundError:
         return None
@@ -173,7 +203,7 @@ def write(facts: Facts, folder: Path) -> None:
 def read(folder: Path) -> Facts:
     """Those of an export's folder; raises ModelError."""
     try:
-        return Facts.model_validate_json((folder / FILE).read_bytes())
+        return Facts.model_validate_json(files.read(folder / FILE, MOST_BYTES))
     except FileNotFoundError:
         raise ModelError(f"{folder} is no export: there is no {FILE} in it; `lockstep export RUN` writes one") from None
     except OSError as error:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep import plugins, trust
+from lockstep import files, plugins, trust
 from lockstep.contracts import Batch, Forward, LossSum, Model, Outputs, Tokenizer
 from lockstep.errors import LockstepError, ModelError, UntrustedCode
 from lockstep.export import facts as telling
@@ -21,8 +21,16 @@ def is_export(folder: Path) -> bool:
 
 
 def code_of(folder: Path, facts: Facts) -> list[trust.Code]:
-    """What reading an export would execute: the user's file beside the weights. Raises ModelError."""
-    return trust.of_file(folder / facts.model["file"]) if "file" in facts.model else []
+    """What reading an export would execute: the user's file beside the weights, and a program that is no mere graph.
+    Raises ModelError."""
+    codes = trust.of_file(folder / facts.model["file"]) if "file" in facts.model else []
+    with _told(folder):
+        program = getattr(plugins.find(FORMATS, facts.kind), "PROGRAM", None)
+        return [*codes, *([_program(folder / program)] if program else [])]
+
+
+def _program(file: Path) -> trust.Code:
+    return trust.Code(str(file), file.stat().st_size, files.sha256(file))
 
 
 def forward_of(folder: Path, facts: Facts | None = None) -> Forward:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.contracts import Batch, Forward, Tokenizer, samples_of
 from lockstep.data.collate import collate
 from lockstep.data.images import pixels_of
-from lockstep.errors import DataError, ModelError
+from lockstep.errors import DataError, LockstepError, ModelError
 from lockstep.export.facts import Facts
 from lockstep.runtime.outputs import logits_of
 
@@ -103,7 +103,31 @@ def predictor(
         )
     if facts.model["kind"] == "user":
         forward = in_turns(forward)
-    return Predictor(facts=facts, forward=forward, tokenizer=tokenizer, device=device)
+    found = Predictor(facts=facts, forward=forward, tokenizer=tokenizer, device=device)
+    _try(found)
+    return found
+
+
+def _try(predictor: Predictor) -> None:
+    """Predict one blank sample: what does not fit together is better noticed now than by the first request. Raises
+    ModelError."""
+    facts = predictor.facts
+    if predictor.tokenizer is not None:
+        samples = predictor.encode(["a"])
+    else:
+        samples = [np.zeros(facts.image_shape or (), dtype=np.uint8)]
+    try:
+        shape = tuple(predictor.logits(samples).shape)
+    except LockstepError:
+        raise
+    except Exception as error:  # as many kinds as there are libraries, and a user's own code
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{facts.title} cannot predict a blank sample ({type(error).__name__}: {reason})") from error
+    if facts.labels and shape != (1, len(facts.labels)):
+        raise ModelError(
+            f"{facts.title} gives outputs {list(shape)} for one sample, where its {len(facts.labels)} labels want "
+            f"[1, {len(facts.labels)}]: its labels are of another model"
+        )
 
 
 def in_turns(forward: Forward) -> Forward:

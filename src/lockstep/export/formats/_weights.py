@@ -1,5 +1,7 @@
 """Weights in a file, and a model of the right shape to be filled with them."""
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep import plugins, trust
+from lockstep import files, plugins, trust
 from lockstep.config import PluginSection
 from lockstep.contracts import Model
+from lockstep.errors import ModelError
 from lockstep.export.facts import Facts
 
 FILE = "model.safetensors"
@@ -36,10 +39,32 @@ def section_of(facts: Facts, folder: Path) -> tuple[Any, PluginSection]:
 def rebuilt(facts: Facts, folder: Path) -> Model:
     """Untrained, of the export's dtype, in evaluation mode; fp32 is also what was built in double precision."""
     plugin, section = section_of(facts, folder)
+    if facts.model["kind"] != "user":  # a user's own build() may do anything
+        _check_size(facts, folder)
     from_config = getattr(plugin, "from_config", None)
     model: Model = from_config(folder) if from_config else plugin.build(section, facts.spec)
     is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
     return (model if is_double and facts.dtype == "fp32" else model.to(TORCH_DTYPES[facts.dtype])).eval()
+
+
+def _check_size(facts: Facts, folder: Path) -> None:
+    """Raise ModelError for a model that is larger than the file of its weights: settings in a file may say anything,
+    and memory for it would be taken before the weights are looked at."""
+    plugin, section = section_of(facts, folder)
+    from_config = getattr(plugin, "from_config", None)
+    with torch.device("meta"):
+        model: Model = from_config(folder) if from_config else plugin.build(section, facts.spec)
+    check_numbers(model, [folder / facts.file])
+
+
+def check_numbers(model: nn.Module, weights: Iterable[Path]) -> None:
+    """Raise ModelError for a model with more numbers than these files have bytes."""
+    numbers, size = sum(p.numel() for p in model.parameters()), 0
+    for file in weights:
+        with files.regular(file) as there:  # and no FIFO
+            size += os.fstat(there.fileno()).st_size
+    if numbers > size:
+        raise ModelError(f"its settings are of a model with {numbers:,} numbers, but its weights have {size:,} bytes")
 
 
 def save_config(model: Model, facts: Facts, folder: Path) -> None:
@@ -61,6 +86,7 @@ def write(model: Model, facts: Facts, folder: Path) -> None:
 
 def read(folder: Path, facts: Facts) -> Model:
     """The model that safetensors hold."""
+    files.regular(folder / FILE).close()  # a FIFO would never end
     model = rebuilt(facts, folder)
     unwrapped(model).load_state_dict(load_file(folder / FILE))
     return model

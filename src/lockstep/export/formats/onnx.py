@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep import plugins
+from lockstep import files, plugins
 from lockstep.contracts import Batch, Forward, Model
 from lockstep.export.facts import Facts
 from lockstep.export.formats._graph import Traceable, cannot_be_traced, inputs_of, moving_dimensions, silence
@@ -63,6 +63,7 @@ def read(folder: Path, facts: Facts) -> Forward:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    files.regular(folder / FILE).close()  # a FIFO would never end
     session = onnxruntime.InferenceSession(folder / FILE, options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from lockstep import files, plugins
 from lockstep.contracts import Batch, Forward, Model
 from lockstep.export.facts import Facts
@@ -41,4 +43,8 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
 def read(folder: Path, facts: Facts) -> Forward:
     """With from_pretrained() where the model has it."""
     own = plugins.find("models", facts.model["kind"])
+    if hasattr(own, "read_back"):
+        with torch.device("meta"):
+            shape = own.from_config(folder)
+        _weights.check_numbers(shape, sorted(folder.glob("*.safetensors")))
     return own.read_back(folder).eval() if hasattr(own, "read_back") else _weights.read(folder, facts)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from lockstep import files
 from lockstep.contracts import Batch, Forward, Model
 from lockstep.export.facts import Facts
 from lockstep.export.formats._weights import rebuilt, save_config, unwrapped
@@ -23,6 +24,8 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
 
 def read(folder: Path, facts: Facts) -> Forward:
     """The model itself."""
-    model = rebuilt(facts, folder)
-    unwrapped(model).load_state_dict(torch.load(folder / facts.file, weights_only=True, map_location="cpu"))
+    with files.regular(folder / facts.file) as file:
+        files.check_archive(file, (folder / facts.file).stat().st_size)
+        model = rebuilt(facts, folder)
+        unwrapped(model).load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
     return model

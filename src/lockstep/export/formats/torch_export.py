@@ -5,13 +5,16 @@ from pathlib import Path
 
 import torch
 
-from lockstep import files
+from lockstep import files, trust
 from lockstep.contracts import Batch, Forward, Model, Outputs
 from lockstep.export.facts import Facts
 from lockstep.export.formats._graph import Traceable, cannot_be_traced, inputs_of, moving_dimensions, silence
 
 DTYPES = ("fp32", "fp16", "bf16")
 FILE = "model.pt2"
+PROGRAM = FILE
+"""Reading it is executing it: torch unpickles what it likes to, evaluates its shapes as expressions, and calls whatever
+function of torch a node names."""
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
@@ -31,12 +34,17 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
     with silence():
         torch.export.save(program, buffer)
     files.write(folder / FILE, buffer.getvalue())
+    trust.remember([trust.Code.of(folder / FILE, buffer.getvalue())])
 
 
 def read(folder: Path, facts: Facts) -> Forward:
-    """The program."""
+    """The program. Raises UntrustedCode for one that somebody else has written."""
+    trust.guard(folder)
+    with files.regular(folder / FILE) as file:
+        content = file.read()
+    trust.admit(folder / FILE, content)
     with silence():
-        program = torch.export.load(folder / FILE).module()
+        program = torch.export.load(io.BytesIO(content)).module()
     names = list(facts.inputs)
 
     def forward(batch: Batch) -> Outputs:
