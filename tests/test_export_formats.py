@@ -12,7 +12,7 @@ import torch._dynamo  # transformers imports it, which sets a variable: better h
 from safetensors.torch import load_file
 from torch.onnx._internal.exporter import _onnx_program
 
-from lockstep import plugins
+from lockstep import plugins, trust
 from lockstep.errors import ConfigError, MissingExtra, ModelError
 from lockstep.export import facts as telling
 from lockstep.export.checking import TOLERANCE
@@ -269,6 +269,7 @@ def test_damaged_weights_are_told(exported, tmp_path, kind):
     whole = file.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"<html>not found</html>", None):
         file.unlink() if content is None else file.write_bytes(content)
+        trust.remember([trust.Code.of(file, content or b"")])  # else a program that was changed is somebody else's
         with pytest.raises(ModelError, match=r"the export .* cannot be read \(.*export the run again$"):
             forward_of(tmp_path / "e")
 

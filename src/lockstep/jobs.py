@@ -1,6 +1,5 @@
 """What becomes of a run that was started: where it is, what it says, and how to end it."""
 
-import json
 import os
 import re
 import time
@@ -8,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep import launching
+import pydantic_core
+from pydantic import BaseModel, Field, ValidationError
+
+from lockstep import files, launching, plugins
 from lockstep import recipe as recipes
 from lockstep.checkpoint.layout import listed
 from lockstep.contracts import Launcher
@@ -17,6 +19,8 @@ from lockstep.errors import ConfigError, LaunchError
 LOOK_SECONDS = 0.2
 STEP = re.compile(r"^step [0-9]+/[0-9]+ .*$", re.MULTILINE)
 TAIL_BYTES = 1 << 16
+MOST_BYTES = 64 << 20
+"""Of what is told of a run in JSON."""
 
 
 def status(folder: Path) -> list[str]:
@@ -27,10 +31,28 @@ def status(folder: Path) -> list[str]:
         lines.append(said[-1])
     if saved := listed(folder / "checkpoints"):
         lines.append(f"newest checkpoint: {saved[0].name}")
-    if (folder / "summary.json").is_file():
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        lines.append(f"{summary['status']} after {summary['steps']} steps · digest {str(summary['digest'])[:16]}")
+    if (summary := _summary(folder / "summary.json")) is not None:
+        lines.append(f"{summary.status} after {summary.steps} steps · digest {str(summary.digest)[:16]}")
     return lines
+
+
+class Summary(BaseModel):
+    """What is told of a run that has ended."""
+
+    status: str = Field(max_length=64)
+    steps: int = Field(ge=0)
+    digest: str | None = Field(max_length=128)
+
+
+def _summary(file: Path) -> Summary | None:
+    """That of a run, if it has ended. Raises ConfigError."""
+    try:
+        return Summary.model_validate_json(files.read(file, MOST_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise ConfigError(f"{file} cannot be used ({reason}): remove it") from None
 
 
 def cancel(folder: Path) -> str:
@@ -63,11 +85,20 @@ def lines(folder: Path, rank: int | None, *, follows: bool) -> Iterator[str]:
 
 def _job(folder: Path) -> tuple[Launcher, dict[str, Any]]:
     """The launcher of a run, and what it noted."""
+    file = folder / launching.JOB
     try:
-        note = json.loads((folder / launching.JOB).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = pydantic_core.from_json(files.read(file, MOST_BYTES))  # no recursion, where json's has no end
+        kind = found.get("kind") if isinstance(found, dict) else None
+        note = plugins.find("launch", str(kind)).Note.model_validate(found).model_dump()
+    except FileNotFoundError:
         raise ConfigError(f"{folder} was not started by `lockstep train`: there is no {launching.JOB} in it") from None
-    return launching.launcher_of(recipes.load(folder / "launch.yaml")), note
+    except (OSError, ValueError, ConfigError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise ConfigError(f"{file} cannot be used ({reason}): `lockstep train` writes it anew") from None
+    recipe = recipes.load(folder / "launch.yaml")
+    if recipe.launch.kind != kind:
+        raise ConfigError(f"{file} is of launch.kind={kind}, but launch.yaml of {recipe.launch.kind}")
+    return launching.launcher_of(recipe), note
 
 
 def _tail(file: Path) -> str:

@@ -8,8 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.errors import LaunchError
+
+
+class Note(BaseModel):
+    """What is noted of it in the run's folder."""
+
+    model_config = ConfigDict(strict=True)
+
+    host: str = Field(max_length=1024)
+    process: int = Field(gt=1, lt=2**31)
+    began: float = Field(ge=0, allow_inf_nan=False)
+    """Seconds since 1970: another process may get the same number later."""
 
 
 class OwnProcess:

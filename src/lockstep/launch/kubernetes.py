@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field
+
+from lockstep.config import MANY
 from lockstep.contracts import Plan, Request
 from lockstep.errors import LaunchError
 from lockstep.launch._kubernetes_manifest import MARGIN_SECONDS, Job, manifest, name_of, relocated
@@ -17,6 +20,7 @@ from lockstep.launch._kubernetes_section import KubernetesSection
 RESOURCES = {"jobset": "jobsets.jobset.x-k8s.io", "trainjob": "trainjobs.trainer.kubeflow.org"}
 """launch.resource -> its name for kubectl."""
 REQUEST_SECONDS = 30
+NAME = r"^[A-Za-z0-9][A-Za-z0-9.-]*$"
 REMEDIES = {
     "doesn't have a resource type": "install JobSet or Kubeflow Trainer in the cluster, or set launch.resource to the "
     "one that is there (docs/kubernetes.md)",
@@ -33,6 +37,18 @@ UNREACHABLE = "see whether `kubectl cluster-info` answers; KUBECONFIG or launch.
 
 class Config(KubernetesSection):
     """Pods of a Kubernetes cluster, handed in by kubectl as a JobSet or as a Kubeflow TrainJob."""
+
+
+class Note(BaseModel):
+    """What is noted of a job in the run's folder; no name can be taken for an option of kubectl."""
+
+    model_config = ConfigDict(strict=True)
+
+    resource: Literal["jobset", "trainjob"]
+    name: str = Field(pattern=NAME, max_length=253)
+    grace_seconds: int = Field(ge=1, le=MANY)
+    namespace: str | None = Field(None, pattern=NAME, max_length=253)
+    context: str | None = Field(None, pattern=r"^[^-]", max_length=1024)
 
 
 class Kubernetes:

@@ -8,6 +8,7 @@ from lockstep.agent.node import Node, plan_of
 from lockstep.agent.section import LaunchSection
 from lockstep.contracts import Plan, Request
 from lockstep.errors import LaunchError
+from lockstep.launch._own import Note as Note
 from lockstep.launch._own import OwnProcess
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from lockstep.agent.environment import environment
 from lockstep.agent.section import LaunchSection
@@ -63,6 +63,14 @@ class Config(LaunchSection):
         if value is not None and not TIME.fullmatch(str(value)):
             raise ValueError("should be minutes, H:MM:SS or D-HH:MM:SS")
         return None if value is None else str(value)
+
+
+class Note(BaseModel):
+    """What is noted of a job in the run's folder."""
+
+    model_config = ConfigDict(strict=True)
+
+    job: str = Field(pattern=r"^[0-9][0-9_]*$", max_length=64)
 
 
 class Slurm:

@@ -27,6 +27,7 @@ from lockstep.agent.section import LaunchSection
 from lockstep.contracts import Plan, Request
 from lockstep.errors import Interrupted, LaunchError
 from lockstep.launch._outlet import Outlet
+from lockstep.launch._own import Note as Note
 from lockstep.launch._own import OwnProcess
 from lockstep.launch._rank import Start, error_file, run
 

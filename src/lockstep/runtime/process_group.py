@@ -1,5 +1,6 @@
 """The process group: opened once, closed on every way out."""
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lockstep.agent.rendezvous import LOOPBACK, Endpoint, interface_to
 from lockstep.errors import LaunchError
 from lockstep.world import World
 
@@ -50,6 +52,29 @@ def world_group() -> dist.ProcessGroup:
 def opened(world: World, device: torch.device) -> Iterator[None]:
     """A process group over the world (NCCL on GPUs, with Gloo for CPU tensors; Gloo elsewhere), destroyed on exit."""
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")  # deprecated name in 2.13, same call
+    with on_loopback(is_lone=world.local_size == world.size), _joined(world, device):
+        yield
+
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@contextmanager
+def on_loopback(*, is_lone: bool) -> Iterator[None]:
+    """Where one machine holds all processes (`is_lone`), have them listen for each other on loopback alone, where no
+    other interface is named: the default is whatever the machine's name leads to, which others may reach."""
+    loopback = interface_to(Endpoint(host=LOOPBACK, port=9)) if is_lone else None
+    ours = [name for name in INTERFACES if loopback and name not in os.environ]
+    os.environ.update(dict.fromkeys(ours, loopback or ""))  # to the end: groups that are made later read it anew
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _joined(world: World, device: torch.device) -> Iterator[None]:
     if world.size > 1:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if device.type == "cuda":
