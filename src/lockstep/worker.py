@@ -26,9 +26,8 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lockstep import output, user_code
+from lockstep import output, trust, user_code
 from lockstep import recipe as recipes
-from lockstep import trust
 from lockstep.checkpoint.writer import THREAD
 from lockstep.errors import LockstepError, PeerLost, printable
 from lockstep.job import Job

@@ -63,8 +63,8 @@ class Failure:
 
 
 def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Failure:
-    """What happened. A process that was killed comes before those who lost it, and those come last. Of those that failed
-    by themselves the one that recorded why comes first."""
+    """What happened. A process that was killed comes before those who lost it, and those come last. Of those that
+    failed by themselves the one that recorded why comes first."""
     rank, first = min(
         error.failures.items(),
         key=lambda item: (_weight(item[1]), not Path(item[1].error_file).is_file(), _time(item[1])),
