@@ -339,8 +339,8 @@ def test_file_that_fails_is_not_found_half_loaded(tmp_path):
     file.write_text("half = True\nraise ZeroDivisionError\n")
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            plugins.load_file(file)
+            plugins.load_file(file, "model.file")
     file.write_text("whole = True\n")
-    assert plugins.load_file(file).whole
+    assert plugins.load_file(file, "model.file").whole
     with pytest.raises(ConfigError, match="there is no file"):
-        plugins.load_file(tmp_path)
+        plugins.load_file(tmp_path, "model.file")

@@ -128,7 +128,7 @@ def test_what_went_wrong_is_raised(tmp_path):
         stdin=False,
     )
     first, second = done.stdout[: done.stdout.index("RunFailed")], done.stdout[done.stdout.index("RunFailed") :]
-    assert first.startswith("UserError 2 there is no file")
+    assert first.startswith("UserError 2 data.file: there is no file")
     assert "Traceback" not in first
     assert second.startswith("RunFailed 1 rank 1 (process ")
     assert "sample is broken" in second

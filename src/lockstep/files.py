@@ -9,8 +9,12 @@ import shutil
 import stat
 import zipfile
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+import pydantic_core
+
+MOST_JSON_BYTES = 64 << 20
+"""Of a file of facts."""
 FEW_INODES = 100
 """A checkpoint has fewer files."""
 
@@ -39,6 +43,12 @@ def read(path: Path, most: int) -> bytes:
         if size > most:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most:,}", str(path))
         return file.read(most)
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises OSError; ValueError where it is none, or nested without end, which json follows
+    into a RecursionError."""
+    return pydantic_core.from_json(read(path, MOST_JSON_BYTES))
 
 
 def regular(path: Path) -> io.BufferedReader:

@@ -114,8 +114,9 @@ class Job:
         self.recipe.folder.mkdir(parents=True, exist_ok=True)
         for sink in self.recipe.observe.sinks:
             self.bus.subscribe(plugins.find("observe.sinks", sink).build(self.recipe.folder))
-        if self.recipe.observe.file is not None:
-            for observer in plugins.load_file(self.recipe.observe.file).observers(self.recipe.observe.options):
+        observe = self.recipe.observe
+        if observe.file is not None:
+            for observer in plugins.load_file(observe.file, "observe.file").observers(observe.options):
                 self.bus.subscribe(observer)
 
     def train(self, how: str, *, allow_drift: bool) -> None:
@@ -205,6 +206,9 @@ class Job:
                 f"a step has {shards} micro-batches, too few for {self.world.size} processes: {idle} of them idle; "
                 f"launch.processes={self.world.size - idle} is as fast"
             )
+        if parts.state.step > parts.total_steps:
+            what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
+            notes.append(f"{what}: there is nothing left to train")
         notes += parts.model._lockstep_notes
         if parts.leaves_the_promise:
             notes.append(parts.leaves_the_promise)

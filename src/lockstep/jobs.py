@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pydantic_core
 from pydantic import BaseModel, Field, ValidationError
 
 from lockstep import files, launching, plugins
@@ -19,8 +18,6 @@ from lockstep.errors import ConfigError, LaunchError
 LOOK_SECONDS = 0.2
 STEP = re.compile(r"^step [0-9]+/[0-9]+ .*$", re.MULTILINE)
 TAIL_BYTES = 1 << 16
-MOST_BYTES = 64 << 20
-"""Of what is told of a run in JSON."""
 
 
 def status(folder: Path) -> list[str]:
@@ -47,7 +44,7 @@ class Summary(BaseModel):
 def _summary(file: Path) -> Summary | None:
     """That of a run, if it has ended. Raises ConfigError."""
     try:
-        return Summary.model_validate_json(files.read(file, MOST_BYTES))
+        return Summary.model_validate_json(files.read(file, files.MOST_JSON_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -87,7 +84,7 @@ def _job(folder: Path) -> tuple[Launcher, dict[str, Any]]:
     """The launcher of a run, and what it noted."""
     file = folder / launching.JOB
     try:
-        found = pydantic_core.from_json(files.read(file, MOST_BYTES))  # no recursion, where json's has no end
+        found = files.read_json(file)
         kind = found.get("kind") if isinstance(found, dict) else None
         note = plugins.find("launch", str(kind)).Note.model_validate(found).model_dump()
     except FileNotFoundError:

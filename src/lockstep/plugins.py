@@ -32,14 +32,14 @@ def find(family: str, name: str) -> Any:
     return importlib.import_module(f"lockstep.{family}.{name}")
 
 
-def load_file(path: Path) -> ModuleType:
-    """Import a user's Python file as a module, with its folder importable beside it, from source alone.
+def load_file(path: Path, setting: str) -> ModuleType:
+    """Import the Python file that a setting names as a module, with its folder importable beside it, from source alone.
 
     Raises ConfigError when the file does not exist, UntrustedCode for somebody else's; errors inside the file keep
     their own traceback.
     """
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}: name a Python file, relative to the folder you are in")
+        raise ConfigError(f"{setting}: there is no file {path}; a relative path counts from the folder you are in")
     name = f"lockstep_user_{path.stem}"
     loader = UserCode(name, str(path))
     code = hashlib.sha256(loader.source()).hexdigest()

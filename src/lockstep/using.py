@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep import assembly, plugins, trust
+from lockstep import assembly, files, plugins, trust
 from lockstep import recipe as recipes
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.weights import restore_model
@@ -109,7 +109,7 @@ def _read(folder: Path) -> tuple[Facts, Forward, Tokenizer | None]:
 def _stamp(folder: Path) -> bytes | None:
     """What changes when another export takes the place; None in the moment between the two."""
     try:
-        return (folder / telling.FILE).read_bytes()
+        return files.read(folder / telling.FILE, files.MOST_JSON_BYTES)
     except OSError:
         return None
 

@@ -1,14 +1,15 @@
 """What a run, or one of its checkpoints, has written down about its bits."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pydantic_core
 import yaml
 
+from lockstep import files
 from lockstep.checkpoint import layout
 from lockstep.errors import ConfigError
 from lockstep.yaml_text import Places, read, read_file
@@ -90,8 +91,8 @@ def _of_run(path: Path, folder: Path) -> Evidence:
     newest = next(iter(manifests.values()), None)
     numeric, drift = (newest.numeric, newest.progress.get("drift", [])) if newest else ({}, [])
     end = None
-    if (folder / "summary.json").is_file():  # not in a run that goes on, nor in one that was killed
-        summary = json.loads((folder / "summary.json").read_bytes())
+    if (folder / "summary.json").exists():  # not in a run that goes on, nor in one that was killed
+        summary = files.read_json(folder / "summary.json")
         numeric, drift = summary.get("numeric_recipe", numeric), summary.get("drift", drift)
         if summary.get("status") != "failed":  # what a failed run had not read yet is not in its chain
             known = {name: summary[name] for name in ("chain", *DIGESTS) if summary.get(name) is not None}
@@ -127,7 +128,7 @@ def _logged(file: Path) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for text in file.read_bytes().split(b"\n") if file.is_file() else []:
         try:
-            line = json.loads(text)
+            line = pydantic_core.from_json(text)
         except ValueError:
             continue
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):

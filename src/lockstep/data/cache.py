@@ -89,9 +89,9 @@ def _fingerprint(source: Source) -> str:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        sizes = json.loads((folder / "manifest.json").read_text())
+        sizes = files.read_json(folder / "manifest.json")
         return all((folder / name).stat().st_size == size for name, (size, _) in sizes.items())
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return False
 
 

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any
 
-import pydantic_core
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lockstep import files
@@ -23,8 +22,6 @@ UNTOLD = ("launch", "observe", "export")
 """Sections of a recipe that say nothing of the weights, but may hold accounts and variables of whoever trained them."""
 
 
-MOST_BYTES = 64 << 20
-"""Of lockstep.json."""
 MOST_LABELS = 10**6
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Side = Annotated[int, Field(ge=1, le=2**16)]
@@ -187,7 +184,7 @@ def keep_calibration(found: Calibration, folder: Path, *, digest: str) -> None:
 def kept_calibration(folder: Path, *, digest: str) -> Calibration | None:
     """That of a run's folder, where it belongs to the weights of this digest."""
     try:
-        kept = pydantic_core.from_json(files.read(folder / CALIBRATION, MOST_BYTES))
+        kept = files.read_json(folder / CALIBRATION)
         return Calibration.model_validate(kept) if kept["digest"] == digest else None
     except FileNotFoundError:
         return None
@@ -203,7 +200,7 @@ def write(facts: Facts, folder: Path) -> None:
 def read(folder: Path) -> Facts:
     """Those of an export's folder; raises ModelError."""
     try:
-        return Facts.model_validate_json(files.read(folder / FILE, MOST_BYTES))
+        return Facts.model_validate_json(files.read(folder / FILE, files.MOST_JSON_BYTES))
     except FileNotFoundError:
         raise ModelError(f"{folder} is no export: there is no {FILE} in it; `lockstep export RUN` writes one") from None
     except OSError as error:

@@ -55,7 +55,7 @@ class UserModel(Model):
 
 def build(config: Config, spec: DataSpec) -> Model:
     """Call the file's `build`; raises ModelError when it is missing or does not return a module."""
-    module = plugins.load_file(config.file)
+    module = plugins.load_file(config.file, "model.file")
     if not hasattr(module, "build"):
         raise ModelError(f"{config.file} has no function build(options, spec) that returns a torch module")
     network = module.build(config.options, spec)
@@ -110,5 +110,5 @@ def _is_function(value: Any, *, arguments: int) -> bool:
 
 def metrics(config: Config, spec: DataSpec) -> dict[str, Any]:
     """The file's own torchmetrics by name; empty when it has no `metrics`."""
-    make = getattr(plugins.load_file(config.file), "metrics", None)
+    make = getattr(plugins.load_file(config.file, "model.file"), "metrics", None)
     return make(spec) if make else {}

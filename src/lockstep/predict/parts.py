@@ -82,7 +82,7 @@ class Parts:
 
     def _facts(self) -> Any:
         try:
-            return json.loads((self.folder / FACTS).read_bytes())
+            return files.read_json(self.folder / FACTS)
         except FileNotFoundError:
             return None
         except ValueError:

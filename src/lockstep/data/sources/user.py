@@ -37,7 +37,7 @@ STARTER = {"train": {"epochs": 20, "global_batch": 32, "micro_batch": 8}}
 
 def build(config: Config, split: str) -> Source:
     """Call the file's `source` for "train" or "test"; raises DataError when what it returns is no data set."""
-    module = plugins.load_file(config.file)
+    module = plugins.load_file(config.file, "data.file")
     if not hasattr(module, "source"):
         raise DataError(f"{config.file} has no function source(options, split)")
     collate = getattr(module, "collate", None)

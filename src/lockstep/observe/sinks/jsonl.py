@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pydantic_core
+
 from lockstep import files
 from lockstep.events import Evaluated, RunStarted, StepDone
 
@@ -56,7 +58,7 @@ class Jsonl:
 def _step_of(line: bytes) -> float:
     """The step of a line; a line that a kill has cut short belongs to no step and goes."""
     try:
-        return float(json.loads(line)["step"])
+        return float(pydantic_core.from_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
 
