@@ -147,6 +147,7 @@ def opened(path):
     return 0
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", INPUTS)
 def test_every_damage_is_answered(commands, valid, answers, tmp_path, what):
     chance, bad = random.Random(f"{SEED} {what}"), []
