@@ -260,7 +260,7 @@ def test_dry_run_shows_plan_and_recipe_and_writes_nothing(lockstep, tmp_path, ex
     assert plan.splitlines() == [
         "OMP_NUM_THREADS=2",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING=1",
-        f"3 x {sys.executable} -m lockstep.worker {folder / 'launch.yaml'} --resume never",
+        f"3 x {sys.executable} -P -m lockstep.worker {folder / 'launch.yaml'} --resume never",
         "",
     ]
     assert all_files(tmp_path) == []

@@ -83,13 +83,12 @@ def test_what_is_called_logits_is_predicted(tmp_path, form):
     case, batch = several(tmp_path / "code", form), exporting.images(6, seed=9)
     case.export(tmp_path / "export")
     folder = tmp_path / "export"
-    found = predictor(telling.read(folder), forward_of(folder), None)
-    samples = [*batch["image"].numpy()]
     if form == "tuple":
         with pytest.raises(ModelError, match="return them as one tensor, or as `logits` among several"):
-            found.logits(samples)
+            predictor(telling.read(folder), forward_of(folder), None)
     else:
-        assert torch.equal(found.logits(samples), logits_of(case.logits(batch)))
+        found = predictor(telling.read(folder), forward_of(folder), None)
+        assert torch.equal(found.logits([*batch["image"].numpy()]), logits_of(case.logits(batch)))
 
 
 @pytest.mark.parametrize("kind", ["pretrained", "safetensors", "state_dict", "torch_export", "onnx"])

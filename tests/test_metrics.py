@@ -22,7 +22,7 @@ from torchmetrics.wrappers import BootStrapper, MinMaxMetric, MultioutputWrapper
 
 from lockstep.contracts import DataSpec, LossSum, MicroBatch
 from lockstep.data.sampler import EvaluationRequests
-from lockstep.errors import EvaluationFailed, ModelError, UserError
+from lockstep.errors import EvaluationFailed, LockstepError, ModelError
 from lockstep.evaluation import Evaluation, Subject, evaluate, tried
 from lockstep.metrics.declared import measures
 from lockstep.metrics.tally import Merged, Replayed, tally
@@ -279,7 +279,7 @@ def test_a_metric_that_cannot_be_shown_anything_is_told_before_training(lone, de
     micro_batch = first()
     batch = {"x": micro_batch.batch["x"]}
     bare = MicroBatch(step=-1, shard=0, indices=micro_batch.indices, batch=batch)
-    with pytest.raises(UserError, match=f"(?s){error}"):
+    with pytest.raises(LockstepError, match=f"(?s){error}"):
         tried(subject({"own": declared}, lambda o, b: LossSum(o.square().sum(), len(o))), bare)
 
 

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lockstep import assembly, cli_trained, config, files, jobs, launching, output, plugins, trust
+from lockstep import assembly, cli_trained, config, files, jobs, launching, output, plugins
 from lockstep import recipe as recipes
 from lockstep.checkpoint import inventory, listing
 from lockstep.compare import verdict
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, printable
 from lockstep.estimate import estimation
 from lockstep.estimate.machine import Wish
 from lockstep.events import Bus
@@ -67,9 +67,8 @@ def train(
     On several machines: set launch.nodes, and give the same command on each, with --rendezvous and --node-rank.
     """
     recipe = recipes.load(path, overrides or [])
-    executes = bool(recipes.code_of(recipe)) if dry_run else recipes.settle(recipe, path, trusts=trust_code)
-    options = {"--allow-drift": allow_drift, trust.OPTION: executes}
-    arguments = ("--resume", resume, *(option for option, is_given in options.items() if is_given))
+    passed_on = recipes.passed_on(recipe) if dry_run else recipes.settle(recipe, path, trusts=trust_code)
+    arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *passed_on)
     place = launching.place_of(rendezvous, node_rank)
     if place is not None and not dry_run:
         return launching.take_part(recipe, path, arguments, place=place)
@@ -107,7 +106,7 @@ def logs(
 ) -> None:
     """Show what a run has written."""
     for line in jobs.lines(run.absolute(), rank, follows=follow):
-        typer.echo(line, nl=False)
+        typer.echo(printable(line.replace("\r", "\n")), nl=False)
         if not output.is_read():
             return
 

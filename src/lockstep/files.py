@@ -9,7 +9,7 @@ import shutil
 import stat
 import zipfile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 import pydantic_core
 
@@ -58,6 +58,16 @@ def regular(path: Path) -> io.BufferedReader:
         os.close(handle)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return open(handle, "rb")
+
+
+def append(path: Path) -> TextIO:
+    """A file, open to be written at its end: a regular one, and not a link to one elsewhere. Raises OSError."""
+    extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | extra, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(handle, "a", encoding="utf-8", buffering=1)
 
 
 def room(folder: Path) -> str:

@@ -18,6 +18,8 @@ from lockstep.errors import ConfigError, LaunchError
 LOOK_SECONDS = 0.2
 STEP = re.compile(r"^step [0-9]+/[0-9]+ .*$", re.MULTILINE)
 TAIL_BYTES = 1 << 16
+MOST_OF_A_LINE = 1 << 16
+"""Characters that are read at a time."""
 
 
 def status(folder: Path) -> list[str]:
@@ -72,9 +74,9 @@ def lines(folder: Path, rank: int | None, *, follows: bool) -> Iterator[str]:
     while not file.is_file():
         time.sleep(LOOK_SECONDS)
     with file.open(encoding="utf-8", errors="replace", newline="\n") as text:
-        yield from text
+        yield from iter(lambda: text.readline(MOST_OF_A_LINE), "")
         while follows:
-            if line := text.readline():
+            if line := text.readline(MOST_OF_A_LINE):
                 yield line
             else:
                 time.sleep(LOOK_SECONDS)
@@ -100,8 +102,8 @@ def _job(folder: Path) -> tuple[Launcher, dict[str, Any]]:
 
 def _tail(file: Path) -> str:
     try:
-        with file.open("rb") as log:
+        with files.regular(file) as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
-            return log.read().decode(errors="replace")
+            return log.read(TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep import launching, trust
+from lockstep import launching
 from lockstep import recipe as recipes
 from lockstep.agent.failure import TAIL_LINES, Failure
 from lockstep.errors import Interrupted, LockstepError, NonFiniteLoss, PeerLost, RunFailed, Stuck, UserError
@@ -63,10 +63,9 @@ def spawn(
         overrides = (*overrides, f"launch.processes={processes}")
     recipe = launching.here(_recipe(config, overrides), "spawn")
     path = None if isinstance(config, Mapping) else Path(config)
-    executes = recipes.settle(recipe, path or Path("spawn"), trusts=trust_code)
-    options = {"--allow-drift": allow_drift, trust.OPTION: executes}
-    given = (option for option, is_given in options.items() if is_given)
-    request = launching.request_for(recipe, ("--resume", resume, *given))
+    passed_on = recipes.settle(recipe, path or Path("spawn"), trusts=trust_code)
+    drift = ["--allow-drift"] if allow_drift else []
+    request = launching.request_for(recipe, ("--resume", resume, *drift, *passed_on))
     launcher = Spawn(recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards)
     plan = launching.ready(recipe, request, launcher)
     outlets = _outlets()

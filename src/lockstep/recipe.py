@@ -226,16 +226,22 @@ def is_written(path: Path) -> bool:
     return (path.parent / "checkpoints").is_dir() or (path.parent / "recipe.yaml").is_file()
 
 
-def settle(recipe: Recipe, path: Path, *, trusts: bool) -> bool:
+def settle(recipe: Recipe, path: Path, *, trusts: bool) -> tuple[str, ...]:
     """Let all that a recipe would execute be executed where a person has written it; where it lies in a run's folder,
-    it has to be known, or the user has to say so -> whether there is anything. Raises UntrustedCode.
+    it has to be known, or the user has to say so -> what a launcher passes on to its processes. Raises UntrustedCode.
     """
     codes = code_of(recipe)
-    if is_written(path):
-        trust.settle(codes, trusts=trusts, of=path.parent)
-    else:
+    if not is_written(path):
         trust.remember(codes)
-    return bool(codes)
+    elif not trust.settle(codes, trusts=trusts, of=path.parent):
+        guard(recipe)
+        return (trust.KNOWN, ",".join(code.digest for code in codes)) if codes else ()
+    return passed_on(recipe)
+
+
+def passed_on(recipe: Recipe) -> tuple[str, ...]:
+    """What a launcher passes on to its processes where the user has said that the recipe's code may be executed."""
+    return (trust.OPTION,) if code_of(recipe) else ()
 
 
 def guard(recipe: Recipe) -> None:

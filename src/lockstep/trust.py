@@ -4,6 +4,7 @@ import ast
 import hashlib
 import os
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from lockstep.errors import UntrustedCode
 from lockstep.escaping import named
 
 OPTION = "--trust-code"
-MODULES = (".py", ".so", ".pyd")
+KNOWN = "--known-code"
+"""With the sha256 of what a launcher has found to be known: another machine may have another record."""
+MODULES = (".py", str(sysconfig.get_config_var("EXT_SUFFIX")), ".abi3.so", ".so", ".pyd")
 """How files end that an import may execute."""
 MOST_BYTES = 32 << 20
-"""Of a file of code; what is larger is none."""
+"""Of a file of code in which imports are looked for."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class _Standing:
         self.allows_all = False
         self.known: set[str] = set()
         self.foreign: set[Path] = set()
+        """Folders, as they are called and where they really are."""
 
 
 _standing = _Standing()
@@ -57,7 +61,7 @@ def allow() -> None:
 
 def guard(folder: Path) -> None:
     """From now on code below this folder is executed only where it is known: somebody else may have written it."""
-    _standing.foreign.add(folder.resolve())
+    _standing.foreign |= {Path(os.path.abspath(folder)), folder.resolve()}
 
 
 def is_allowed() -> bool:
@@ -68,10 +72,20 @@ def is_allowed() -> bool:
 def admit(file: Path, content: bytes) -> None:
     """Let a file's code, about to be executed, pass, and know it from now on. Raises UntrustedCode."""
     code = Code.of(file, content)
-    is_foreign = any(file.resolve().is_relative_to(folder) for folder in _standing.foreign)
-    if is_foreign and not _standing.allows_all and not is_known(code):
+    if _is_foreign(file) and not _standing.allows_all and not is_known(code):
         raise UntrustedCode(_refusal([code]))
     remember([code])
+
+
+def _is_foreign(file: Path) -> bool:
+    """Whether it lies below a guarded folder, or is reached by a link from there."""
+    names = (Path(os.path.abspath(file)), file.parent.resolve() / file.name, file.resolve())
+    return any(name.is_relative_to(folder) for name in names for folder in _standing.foreign)
+
+
+def know(digests: Iterable[str]) -> None:
+    """Let code with these sha256 pass in this process."""
+    _standing.known |= set(digests)
 
 
 def is_known(code: Code) -> bool:
@@ -127,29 +141,34 @@ def of_file(file: Path) -> list[Code]:
     while waiting:
         path = waiting.pop()
         with suppress(OSError):
-            if path not in found and path.is_file() and path.stat().st_size <= MOST_BYTES:
+            if path not in found and path.is_file():
                 content = path.read_bytes()
                 found[path] = Code.of(path, content)
-                waiting += _beside(file.parent, content)
+                waiting += _beside(file.parent, path.parent, content)
     return list(found.values())
 
 
-def _beside(folder: Path, content: bytes) -> Iterator[Path]:
-    """Files in a folder that are imported by name."""
+def _beside(folder: Path, package: Path, content: bytes) -> Iterator[Path]:
+    """Files in a folder that are imported by name, and in that of a package by a name that begins with a dot."""
+    if len(content) > MOST_BYTES:
+        return
     try:
         nodes = [*ast.walk(ast.parse(content))]
     except (ValueError, SyntaxError, RecursionError, MemoryError):  # to be told when it is executed
         return
-    wanted = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    wanted = {(folder, alias.name) for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
-            wanted |= {node.module or "", *(f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names)}
-    for name in wanted:
+            base = package.joinpath(*[".."] * (node.level - 1)).resolve() if node.level else folder
+            names = {node.module or "", *(f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names)}
+            wanted |= {(base, name) for name in names}
+    for base, name in wanted:
         parts = name.split(".")
-        if parts[0] in sys.stdlib_module_names or parts[0] in sys.modules:  # the folder is searched last
+        is_installed = parts[0] in sys.stdlib_module_names or parts[0] in sys.modules
+        if base == folder and is_installed:  # the folder is searched last
             continue
         for depth in range(1, len(parts) + 1):
-            place = folder.joinpath(*parts[:depth])
+            place = base.joinpath(*parts[:depth])
             yield place / "__init__.py"
             yield from (place.with_name(f"{place.name}{ending}") for ending in MODULES if place.name)
 

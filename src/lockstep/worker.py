@@ -48,6 +48,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--resume", default="auto", help="auto, never, or a checkpoint's folder")
     parser.add_argument("--allow-drift", action="store_true", help="resume although the numeric recipe has changed")
     parser.add_argument(trust.OPTION, action="store_true", help="execute the code of a run that somebody else made")
+    parser.add_argument(trust.KNOWN, default="", help="sha256 of code that may be executed", metavar="SHA256[,SHA256]")
     parser.add_argument(
         "--began", type=float, default=0.0, help="when the run was launched (seconds since 1970): for max_minutes"
     )
@@ -94,6 +95,7 @@ def main(argv: list[str], make: Callable[..., Job] = Job, *, guards: bool = Fals
 def settle(recipe: recipes.Recipe, options: argparse.Namespace, *, guards: bool) -> None:
     """Execute what a person has typed; what lies in a run's folder, or is carried by an export, only where it is known
     or the launcher has passed on that it may be. Raises UntrustedCode."""
+    trust.know(options.known_code.split(","))
     if options.trust_code:
         trust.allow()
     elif guards:

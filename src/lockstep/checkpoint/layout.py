@@ -15,6 +15,8 @@ from lockstep import files
 from lockstep.config import MANY, Section
 
 MANIFEST = "manifest.json"
+MOST_BYTES = 8 << 20
+"""Of it."""
 Count = Annotated[int, Field(ge=0, le=2**53)]
 FileName = Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=255)]
 """Of a file in the checkpoint's own folder."""
@@ -77,7 +79,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; raises OSError or ValueError when there is none that can be used."""
-    text = files.read(folder / MANIFEST, files.MOST_JSON_BYTES)
+    text = files.read(folder / MANIFEST, MOST_BYTES)
     body = pydantic_core.from_json(text)  # no recursion, where json's has no end
     if not isinstance(body, dict):
         raise ValueError("the manifest is no section")

@@ -10,13 +10,17 @@ import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep import files
 
 FILE = ".metadata"
 MOST_BYTES = 256 << 20
 """Of the table: enough for ten terabytes of tensors."""
+LEAST_BYTES = 16 << 20
+"""The table of a small checkpoint may have so many, of a larger one also a part of what lies beside it ..."""
+PART = 64
+"""... one of so many."""
 MOST_AXES = 64
 LARGEST = 2**53
 OPCODES = """
@@ -108,7 +112,22 @@ RECORDS = {
 class Reader(pickle._Unpickler):
     """The unpickler in Python, whose opcodes can be taken away, and whose memory grows with the file alone."""
 
-    dispatch = {key: pickle._Unpickler.dispatch[key] for key in (getattr(pickle, o)[0] for o in OPCODES.split())}
+    dispatch: ClassVar[dict[int, Any]] = {
+        key: pickle._Unpickler.dispatch[key] for key in (getattr(pickle, o)[0] for o in OPCODES.split())
+    }
+    stack: list[Any]
+
+    def _set_item(self) -> None:
+        """One entry of a dict."""
+        value, key = self.stack.pop(), self.stack.pop()
+        self.stack[-1][_key(key)] = value
+
+    def _set_items(self) -> None:
+        """Those that lie on the stack since the last mark."""
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        self.stack[-1].update(zip(map(_key, items[::2]), items[1::2], strict=True))
+
+    dispatch |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
 
     def find_class(self, module: str, name: str) -> Any:
         """A record, or the name of a dtype. Raises ValueError."""
@@ -126,7 +145,8 @@ def read(folder: Path) -> Table:
 
     Raises ValueError for one that is damaged, names anything but tensors, or does not fit the files beside it; OSError.
     """
-    text, sizes = files.read(folder / FILE, MOST_BYTES), {path.name: path.stat().st_size for path in folder.iterdir()}
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    text = files.read(folder / FILE, min(MOST_BYTES, LEAST_BYTES + sum(sizes.values()) // PART))
     try:
         return _table(Reader(io.BytesIO(text)).load(), sizes)
     except ValueError as error:
@@ -139,6 +159,7 @@ def _table(raw: Any, sizes: Mapping[str, int]) -> Table:
     table = _of(raw, "Metadata")
     tensors = {_text(name): _kind(entry) for name, entry in _dict(table.get("state_dict_metadata")).items()}
     places = tuple(_place(index, place, sizes) for index, place in _dict(table.get("storage_data")).items())
+    _refuse_overlap(places)
     stored = dict.fromkeys(tensors, 0)
     for place in places:
         if place.name not in stored:
@@ -149,6 +170,15 @@ def _table(raw: Any, sizes: Mapping[str, int]) -> Table:
         if needed > stored[name]:
             raise ValueError(f"{name!r} should have {needed:,} bytes, but {stored[name]:,} are there")
     return Table(tensors, places)
+
+
+def _refuse_overlap(places: Iterable[Place]) -> None:
+    """Raise ValueError where bytes belong to two pieces: a small file could claim tensors of any size."""
+    ends: dict[str, int] = {}
+    for place in sorted(places, key=lambda place: (place.file, place.start)):
+        if place.length and place.start < ends.get(place.file, 0):
+            raise ValueError(f"two pieces share bytes of {place.file}")
+        ends[place.file] = max(ends.get(place.file, 0), place.start + place.length)
 
 
 def _kind(raw: Any) -> Kind:
@@ -193,6 +223,12 @@ def _place(index: Any, raw: Any, sizes: Mapping[str, int]) -> Place:
 
 
 # ---- what a value has to be
+
+
+def _key(raw: Any) -> Any:
+    if not isinstance(raw, str | int | Record):
+        raise ValueError("a key is no name")  # the hash of tuples in tuples without end would end the process
+    return raw
 
 
 def _of(raw: Any, name: str) -> Record:

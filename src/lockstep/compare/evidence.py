@@ -20,6 +20,10 @@ EVALUATION = "evaluation "
 """How the quantities of an evaluation begin: "evaluation accuracy"."""
 DECIDED = ("finished", "stopped early")
 """Ends that a run comes to by itself."""
+FIELDS = {"numeric_recipe": dict, "evaluation": dict, "drift": list, "steps": int}
+"""Of summary.json: what they are."""
+MOST_BYTES = 1 << 30
+"""Of metrics.jsonl."""
 PLACE = ("kind", "step", "epoch", "samples")
 """Of an evaluation's line, what is not measured."""
 NAMES = {"run.name", "run.dir"}
@@ -93,6 +97,9 @@ def _of_run(path: Path, folder: Path) -> Evidence:
     end = None
     if (folder / "summary.json").exists():  # not in a run that goes on, nor in one that was killed
         summary = files.read_json(folder / "summary.json")
+        for name, kind in FIELDS.items():
+            if not isinstance(summary.get(name) or kind(), kind):
+                raise ValueError(f"{name} in summary.json is no {kind.__name__}")
         numeric, drift = summary.get("numeric_recipe", numeric), summary.get("drift", drift)
         if summary.get("status") != "failed":  # what a failed run had not read yet is not in its chain
             known = {name: summary[name] for name in ("chain", *DIGESTS) if summary.get(name) is not None}
@@ -126,7 +133,7 @@ def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
 def _logged(file: Path) -> dict[int, dict[str, Any]]:
     """Step -> what was logged; a line that a kill has cut short counts for nothing."""
     found: dict[int, dict[str, Any]] = {}
-    for text in file.read_bytes().split(b"\n") if file.is_file() else []:
+    for text in files.read(file, MOST_BYTES).split(b"\n") if file.exists() else []:
         try:
             line = pydantic_core.from_json(text)
         except ValueError:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep import files
+
 MOST_NAMED = 100
 """Of those left out, so many are named in the summary; the files name all."""
 PATTERN = "bad-samples-rank-*.jsonl"
@@ -41,7 +43,7 @@ class Faults:
             if self.file is not None:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 line = json.dumps({"split": self.split, "sample": sample, "reason": reason})
-                with self.file.open("a", encoding="utf-8") as file:
+                with files.append(self.file) as file:
                     file.write(line + "\n")
 
 

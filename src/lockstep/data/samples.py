@@ -20,13 +20,28 @@ MEND = (
 )
 
 
+def lengths_of(dataset: Any, where: str) -> np.ndarray | None:
+    """The attribute `lengths` of a user's data set, a list or an array, as int64 [len]; None where it has none. Raises
+    DataError for what is no length for each sample."""
+    given = getattr(dataset, "lengths", None)
+    if given is None:
+        return None
+    found = np.asarray(given)
+    if found.shape != (len(dataset),) or found.dtype.kind not in "iu" or (found < 0).any():
+        raise DataError(
+            f"{where} has an attribute `lengths` that is not a length for each of its {len(dataset):,} samples: give "
+            "whole numbers, such as [len(x) for x in samples], or call it something else"
+        )
+    return found.astype(np.int64)
+
+
 class Samples:
     """Any object with __len__ and __getitem__; `spec` is its own, or learnt from its first sample."""
 
     def __init__(self, dataset: Any, collate: Collate | None, where: str) -> None:
         self.dataset, self.collate, self.where = dataset, collate, where
         _check(dataset, where)
-        self.lengths: np.ndarray | None = getattr(dataset, "lengths", None)
+        self.lengths = lengths_of(dataset, where)
         spec = getattr(dataset, "spec", None)
         self.spec: DataSpec = spec if isinstance(spec, DataSpec) else self._learnt()
 

@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     recipe = recipes.load(Path(config))
     launcher = launching.launcher_of(recipe)
     plan = launcher.plan(Request(recipe=Path(config)))
-    measuring = (plan.argv[0], "-m", "lockstep.estimate.process", *argv[1:])
+    measuring = (plan.argv[0], "-P", "-m", "lockstep.estimate.process", *argv[1:])
     try:
         return launcher.run(replace(plan, argv=measuring, processes=int(processes)), Path(folder) / "logs")
     except Interrupted as error:

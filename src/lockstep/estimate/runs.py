@@ -57,7 +57,7 @@ class Runs:
         folder.mkdir()
         path = folder / "config.yaml"
         files.write(path, config.dump(varied(self.recipe, folder, processes)))
-        command = [sys.executable, "-m", "lockstep.estimate.launched"]
+        command = [sys.executable, "-P", "-m", "lockstep.estimate.launched"]
         command += [str(processes), str(folder), str(self.seconds), str(path), " ".join(strategies)]
         with (folder / "output.log").open("w", encoding="utf-8") as log:
             launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

@@ -10,6 +10,7 @@ from lockstep.contracts import Batch, Forward, Outputs
 from lockstep.errors import ModelError
 from lockstep.export.facts import Agreement
 from lockstep.runtime.outputs import each, logits_of, tensors
+from lockstep.runtime.seeds import generators_restored, seed_all
 
 TOLERANCE = 1e-3
 """An output may differ by this much, and by as much of the largest output where that is more than 1. Seen: 1e-6
@@ -21,7 +22,11 @@ def compare(model: Forward, again: Forward, batches: Iterable[Batch]) -> Agreeme
     largest = highest = 0.0
     counts: Counter[str] = Counter()
     for batch in batches:
-        expected, found = outputs(model, batch), _outputs_again(again, batch)
+        with generators_restored():
+            seed_all(0)  # a model may draw numbers, in both the same
+            expected = outputs(model, batch)
+            seed_all(0)
+            found = _outputs_again(again, batch)
         before, after = tensors(expected), tensors(found)
         if [one.shape for one in before] != [one.shape for one in after]:
             shapes = " instead of ".join(", ".join(str([*one.shape]) for one in every) for every in (after, before))
@@ -47,7 +52,10 @@ def judge(agreement: Agreement) -> None:
     """Raise ModelError for a difference that rounding cannot make."""
     largest = agreement.largest_difference
     if largest > TOLERANCE * max(1, agreement.largest_output):
-        raise ModelError(f"the export was read back and differs (largest difference {largest:g}); nothing was kept")
+        raise ModelError(
+            f"the export was read back and differs (largest difference {largest:g}); nothing was kept. A model whose "
+            "forward pass draws random numbers can be exported as weights (export.kind=pretrained), not as a graph"
+        )
 
 
 def same_weights(model: nn.Module, again: Forward, *, is_reduced: bool = False) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep import ctrl_c
+from lockstep import ctrl_c, files
 from lockstep.errors import Interrupted, PeerLost
 from lockstep.launch._outlet import Outlet
 
@@ -60,9 +60,8 @@ def _leave(*_: object) -> NoReturn:
 def _connect(rank: int, start: Start) -> None:
     """Lead output to where it belongs, also that of native code."""
     if rank:
-        log = os.open(start.logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        _redirect({1: log, 2: log})
-        os.close(log)
+        with files.append(start.logs / f"rank-{rank}.log") as log:
+            _redirect({1: log.fileno(), 2: log.fileno()})
     else:
         _redirect({descriptor: outlet.writer for descriptor, outlet in start.outlets.items()})
         if 1 in start.outlets:

@@ -151,7 +151,7 @@ class Slurm:
         config = self.config
         srun = ["--no-kill"] if config.min_nodes < config.max_nodes else []
         if config.container is None:
-            return srun, f"{sys.executable} -m lockstep.cli"
+            return srun, f"{sys.executable} -P -m lockstep.cli"
         mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in (str(runs), *config.mounts)]
         if config.container_kind == "pyxis":
             srun.append(shlex.quote(f"--container-image={config.container}"))

@@ -235,8 +235,8 @@ def _loaded(kind: Any, config: Config, **options: Any) -> Any:
     _refuse_other_tasks(config, cached_only=cached_only)
     try:
         return kind.from_pretrained(config.name, revision=config.revision, local_files_only=cached_only, **options)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # what a damaged config or tokenizer raises inside of the libraries
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ModelError(
             f"cannot load model.name={config.name}: {reason}\n"
             "  It is neither a local folder with config.json, weights and tokenizer files, nor a model that can be\n"
@@ -253,7 +253,7 @@ def _refuse_other_tasks(config: Config, *, cached_only: bool) -> None:
         found = AutoConfig.from_pretrained(
             config.name, revision=config.revision, local_files_only=cached_only, **WITHOUT_CODE
         )
-    except (OSError, ValueError, KeyError):
+    except Exception:  # as many kinds as there are settings
         return  # reading the model or its tokenizer says what is wrong
     if type(found) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(

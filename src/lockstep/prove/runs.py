@@ -156,7 +156,7 @@ class Runs:
         """Start a run and wait for its end -> exit code, run; `look` is called now and then meanwhile."""
         folder, asked = self.prepared(start)
         device = "cpu" if self.on_cpu else "any"
-        command = [sys.executable, "-m", "lockstep.prove.launched", *asked, str(start.processes), device]
+        command = [sys.executable, "-P", "-m", "lockstep.prove.launched", *asked, str(start.processes), device]
         with (folder / "output.log").open("w", encoding="utf-8") as log:
             launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
             try:

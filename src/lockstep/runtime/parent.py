@@ -32,6 +32,7 @@ def end_with_parent(name: str, parent: int | None = None) -> None:
 def begin(argv: Sequence[str]) -> None:
     """What a process that a launcher has started does first, before it reads anything that takes time: it ends with
     that one, and leaves it to it to answer Ctrl-C."""
+    os.environ.pop("PYTHONSAFEPATH", None)  # of the command that has started it, and not of what the user's code starts
     if LAUNCHER in argv:
         ctrl_c.ends_in_silence(Interrupted.exit_code)
         end_with_parent("SIGKILL", int(argv[argv.index(LAUNCHER) + 1]))

@@ -14,6 +14,7 @@ from lockstep.contracts import MicroBatch
 from lockstep.runtime.accumulation import Accumulation
 from lockstep.runtime.cut import Cuttable, Travelling
 from lockstep.runtime.exchange import Exchange
+from lockstep.runtime.outputs import tensors
 from lockstep.runtime.passes import Passes
 from lockstep.runtime.whereabouts import progress
 
@@ -89,6 +90,8 @@ class Stage(PipelineStage):
         self.passes.at(micro_batch)
         self.passes.buffers.reset()
         outputs = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last:  # the library detaches what it has kept of them, and takes it for tensors
+            self.fwd_cache[fwd_chunk_id] = (tuple(tensors(outputs)), self.fwd_cache[fwd_chunk_id][1])
         if not micro_batch.ghost:
             self.passes.buffers.end_shard(micro_batch.shard)
         progress()

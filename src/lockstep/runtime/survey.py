@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -138,7 +139,13 @@ class _Passage:
         self.entered.setdefault(module, len(self.ends))
 
     def _visit(self, _: int, run: Run) -> Any:
-        leaves, spec = pytree.tree_flatten(run())
+        outputs = run()
+        if any(map(_is_packed, pytree.tree_leaves(outputs, is_leaf=_is_packed))):
+            raise ModelError(
+                f"block {len(self.ends)} gives a PackedSequence, whose shapes depend on the samples: a pipeline cannot "
+                "hand it over; pack and pad inside of one block, or use parallel.kind=ddp or fsdp"
+            )
+        leaves, spec = pytree.tree_flatten(outputs)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         taken = {id(leaf): leaf.detach().requires_grad_() for leaf in given}
         handed = [taken.get(id(leaf), leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -170,7 +177,8 @@ class _Passage:
             gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in taken]
         start = time.perf_counter()
         if given:
-            torch.autograd.backward(given, gradients)
+            # Code between blocks may serve several of them.
+            torch.autograd.backward(given, gradients, retain_graph=True)
         seconds = time.perf_counter() - start
         for parameter in self.cut.model.parameters():
             parameter.grad = None
@@ -196,6 +204,10 @@ class _Passage:
         forward = [after - before for before, after in pairwise(self.marks)]
         seconds = [there + back for there, back in zip(forward, self.backward, strict=True)]
         return Survey(holders, modules, skips, [*seconds[:last], seconds[last] + seconds[self.count]])
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, PackedSequence)
 
 
 def balanced(costs: Sequence[float], parts: int, possible: Callable[[int, int], bool]) -> list[int] | None:

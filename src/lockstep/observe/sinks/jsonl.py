@@ -41,7 +41,7 @@ class Jsonl:
         self.waiting += json.dumps(strict, allow_nan=False) + "\n"
         before = self.path.stat().st_size if self.path.exists() else 0
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            with files.append(self.path) as file:
                 file.write(self.waiting)
             self.waiting = ""
         except OSError:  # failed saves are told loudly; a part of a line must not stay

@@ -9,6 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lockstep import files
+from lockstep.errors import ConfigError
 from lockstep.escaping import EscapingConsole, named
 from lockstep.events import CheckpointSaved, Evaluated, Preparing, RunEnded, RunStarted, StepDone, Warned
 
@@ -139,7 +141,10 @@ class Both:
     def __init__(self, folder: Path) -> None:
         logs = folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        self.file = (logs / "rank-0.log").open("a", encoding="utf-8", buffering=1)
+        try:
+            self.file = files.append(logs / "rank-0.log")
+        except OSError as error:
+            raise ConfigError(f"{logs / 'rank-0.log'} cannot be written: {error.strerror}; remove it") from None
         log = EscapingConsole(file=self.file, width=200, color_system=None)
         self.parts: list[Lines] = [terminal(), Lines(log, 0.0)]
 
