@@ -106,7 +106,7 @@ def test_whatever_names_hold_the_card_says_the_same(label, name, value, metrics)
     found = yaml.safe_load(head)
     assert not {"license", "datasets", "base_model", "language"} & set(found)
     for result in found.get("model-index", [{"results": []}])[0]["results"]:
-        assert result["dataset"]["name"] == (name or "x")
+        assert result["dataset"]["name"] == (name or "x").replace("\x85", " ")
     shown = body.partition('apart: "')[2].partition('", "1".\n')[0]
     assert re.sub(r"\\([\\`*_\[\]<>|&#])", r"\1", shown) == " ".join(label.split())
     assert not re.search(r"(?<!\\)<", body.partition("\n```")[0])

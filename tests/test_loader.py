@@ -120,7 +120,7 @@ def test_an_error_names_the_samples(workers):
     with pytest.raises(SampleError) as caught:
         list(loader(requests_of(order_of(), start=1), workers=workers, source=Augmented(broken=[bad])))
     said = str(caught.value)
-    assert said.startswith(f"sample {bad} of the data could not be fetched (step 2, shard 2):\nTraceback (")
+    assert said.startswith(f"sample {bad} of the data could not be fetched (step 2, shard 2):\n  | Traceback (")
     assert said.count('  File "') == said.count(f'  File "{__file__}", line ') == 1, "the user's lines alone"
     rows = order_of().shards(1)[2].tolist()
     assert said.endswith(f"ValueError: cannot decode {[row for row in rows if row == bad]}")

@@ -121,9 +121,9 @@ def test_a_reload_comes_to_its_end_without_its_client(tmp_path):
 
 
 def test_a_newer_export_brings_its_own_code(tmp_path):
-    """And one that cannot predict does not take over."""
+    """Where it is trusted; and one that cannot predict does not take over."""
     folder = slow_export(tmp_path / "slow")
-    with serving(folder) as server:
+    with serving(folder, "--trust-code") as server:
         before = asking(server, png(PICTURE)).json()["probabilities"]
         code = (folder / "slow.py").read_text()
         (folder / "slow.py").write_text(code.replace("self.layer(", "-self.layer("))

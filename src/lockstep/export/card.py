@@ -16,11 +16,15 @@ TASKS = {"text": "text-classification", "image": "image-classification"}
 MOST_LABELS = 50
 OF_THE_HUB = ("accuracy", "f1")
 """Names of metrics that are the hub's own."""
+NEXT_LINE = "\x85"
+"""A line break of YAML that PyYAML writes as it is, and reads back as a space."""
 
 
 def text(facts: Facts) -> str:
     """Front matter, what it is, how to use it, how good it is, how it was made."""
     recipe = yaml.safe_dump(_placeless(facts.recipe), sort_keys=False, allow_unicode=True)
+    if NEXT_LINE in recipe:
+        recipe = yaml.safe_dump(_placeless(facts.recipe), sort_keys=False)
     fence = "`" * (1 + max((len(run) for run in re.findall("`{3,}", recipe)), default=2))
     parts = [
         f"---\n{_front(facts)}\n---\n",
@@ -69,11 +73,11 @@ def _results(facts: Facts) -> list[Any]:
         EvalResult(
             task_type=TASKS.get(facts.modality) or facts.modality,
             dataset_type=origin.hub or kind,
-            dataset_name=origin.name,
+            dataset_name=origin.name.replace(NEXT_LINE, " "),
             dataset_config=origin.subset,
             dataset_split=origin.split,
             dataset_revision=origin.revision,
-            metric_type=name,
+            metric_type=name.replace(NEXT_LINE, " "),
             metric_value=value,
         )
         for name, value in facts.metrics.items()
