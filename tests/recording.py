@@ -69,7 +69,7 @@ def launch(config, processes, restarts):
     recipe = recipes.load(Path(config), [f"launch.processes={processes}", f"launch.max_restarts={restarts}"])
     launcher = launching.launcher_of(recipe)
     plan = launcher.plan(Request(recipe=Path(config)))
-    plan = replace(plan, argv=(sys.executable, __file__, *plan.argv[3:]))
+    plan = replace(plan, argv=(sys.executable, __file__, *plan.module[1:]))
     try:
         return launcher.run(plan, recipe.folder / "logs")
     except Interrupted as error:

@@ -136,9 +136,10 @@ class Served:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def queued(self, count, seconds=20):
-        """Wait until so many inputs wait, or more."""
-        end = time.monotonic() + seconds
-        while self.metric("lockstep_queue_inputs") < count:
+        """Wait until so many inputs wait, or more; seen several times, as an input waits a moment before it is taken."""
+        end, seen = time.monotonic() + seconds, 0
+        while seen < 5:
+            seen = seen + 1 if self.metric("lockstep_queue_inputs") >= count else 0
             assert time.monotonic() < end, f"{count} inputs never waited"
             time.sleep(0.01)
 

@@ -106,6 +106,11 @@ def outside(found):
     found.state_dict_metadata["model.weight"].chunks[0].offsets = torch.Size([1, 0])
 
 
+def shared(found):
+    one, other = list(found.storage_data.values())[:2]
+    other.relative_path, other.offset = one.relative_path, one.offset
+
+
 def no_places(found):
     found.storage_data = {}
 
@@ -147,6 +152,8 @@ TABLES = {
     "bytes": edited(bytes_entry),
     "outside": edited(outside),
     "no places": edited(no_places),
+    "shared bytes": edited(shared),
+    "a key of tuples without end": flat(b"\x80\x04})" + b"\x85" * 300_000 + b"Ns."),
 }
 
 

@@ -101,3 +101,12 @@ def test_weights_in_double_precision_are_kept(tmp_path, kind):
         found = forward_of(tmp_path / "export")(batch)
     assert found.dtype == torch.float64 and torch.allclose(found, case.logits(batch), atol=1e-12)
     assert facts.agreement.same_weights is (kind not in ("torch_export", "onnx"))
+
+
+def test_a_forward_pass_that_draws_numbers_is_exported(tmp_path):
+    """Read back under the same seed it gives the same; a graph draws others, and is refused."""
+    case = several(tmp_path / "code", "self.head(x) + torch.randn(len(x), 1)")
+    facts = case.export(tmp_path / "export")
+    assert facts.agreement.same_weights and facts.agreement.largest_difference == 0
+    with pytest.raises(ModelError, match="draws random numbers can be exported as weights"):
+        case.export(tmp_path / "graph", "onnx")

@@ -94,6 +94,23 @@ def test_what_is_no_data_set_is_told(dataset, said):
         opened(dataset)
 
 
+def with_lengths(lengths):
+    dataset = Listed([{"x": 1.0}, {"x": 2.0}])
+    dataset.lengths = lengths
+    return dataset
+
+
+def test_lengths_may_be_a_list():
+    found = opened(with_lengths([3, 1])).lengths
+    assert found.tolist() == [3, 1] and found.dtype == np.int64
+
+
+@pytest.mark.parametrize("wrong", [[3], [3, -1], [3.5, 1.0], ["a", "b"], 3])
+def test_what_is_no_length_of_each_sample_is_told(wrong):
+    with pytest.raises(DataError, match="is not a length for each of its 2 samples"):
+        opened(with_lengths(wrong))
+
+
 def test_samples_with_different_columns_are_named():
     with pytest.raises(
         DataError, match=re.escape("sample 0 of the split has the columns ['b'], but sample 1 has ['a']")

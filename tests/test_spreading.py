@@ -57,6 +57,43 @@ class InPlace(Chain):
         return self.head(x)
 
 
+class TwoHeads(Chain):
+    """Returns a dict; what both heads take is made between the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = nn.Linear(8, 1)
+
+    def forward(self, batch):
+        x = batch["x"]
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return {"logits": self.head(x), "size": self.size(x)}
+
+    def loss(self, outputs, batch):
+        found = super().loss(outputs["logits"], batch)
+        return LossSum(found.total + outputs["size"].square().sum(), found.count)
+
+    def blocks(self):
+        return [*super().blocks(), self.size]
+
+
+class Packed(Chain):
+    """A block gives a PackedSequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, batch):
+        x = self.layers[0](batch["x"])
+        packed, _ = self.gru(nn.utils.rnn.pack_padded_sequence(x[:, None], [1] * len(x), batch_first=True))
+        return self.head(nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0][:, 0])
+
+    def blocks(self):
+        return [self.layers[0], self.gru, self.head]
+
+
 class OwnGenerator(Chain):
     """Draws its weights from a generator of its own."""
 
@@ -159,7 +196,7 @@ def trained(model, kind, config, is_deferred):
     return digest_of(world_lines(state.strategy.state(), world_group()))
 
 
-@pytest.mark.parametrize("model", [Chain, InPlace, OwnGenerator, Hidden])
+@pytest.mark.parametrize("model", [Chain, InPlace, TwoHeads, OwnGenerator, Hidden])
 def test_awkward_models_keep_their_bits(ranks, model):
     (expected,) = ranks(1, trained, model, "single", {}, False)
     assert len(expected) == 64
@@ -172,6 +209,7 @@ def test_awkward_models_keep_their_bits(ranks, model):
     ("model", "kind", "word"),
     [
         (Twice, "pipeline", "more than once: name others in blocks()"),
+        (Packed, "pipeline", "block 1 gives a PackedSequence, whose shapes depend on the samples"),
         (Masked, "pipeline", "uses what block 0 gives, past those between them"),
         (WeighedLoss, "pipeline", "the loss uses weights of its own"),
         (WeighedLoss, "fsdp", "the loss uses weights of its own"),

@@ -1,5 +1,7 @@
 """Every strategy against one process with the whole model: step for step, the same bits of everything."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -150,6 +152,31 @@ def test_every_strategy_gives_the_bits_of_one_process(ranks, task, train):
             for rank, found in enumerate(ranks(world, trained, task, kind, config, train)):
                 for number, (one, other) in enumerate(zip(found, expected, strict=True)):
                     assert one == other, (kind, world, config, rank, number)
+
+
+class Sampling(Network):
+    """Draws random numbers in evaluation, too, in blocks and between them."""
+
+    def forward(self, batch):
+        x = F.dropout(self.second(F.dropout(self.first(batch["image"] / 255), 0.3)), 0.3) * np.random.rand()
+        return self.head(F.dropout(torch.relu(self.third(x.flatten(1))), 0.3) + random.random())
+
+
+def drawn(kind, config, seed=None):
+    """What a rank's forward pass gives in evaluation, and the numbers that are drawn next."""
+    state, _, sample = prepared((Sampling, images), kind, config, {})
+    batch = sample()
+    with state.for_use():
+        seed_all(dist.get_rank() if seed is None else seed)
+        return state.strategy.forward(batch).tolist(), torch.rand(2).tolist(), np.random.rand(), random.random()
+
+
+def test_every_strategy_draws_the_same_numbers_in_evaluation(ranks):
+    alone = [ranks(1, drawn, "single", {}, rank)[0] for rank in range(4)]
+    assert len({str(each) for each in alone}) == 4
+    for kind, layouts in LAYOUTS.items():
+        for world, config in layouts:
+            assert ranks(world, drawn, kind, config) == alone[:world], (kind, world, config)
 
 
 def test_recomputing_changes_no_bit(ranks):

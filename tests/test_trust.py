@@ -13,7 +13,9 @@ import pytest
 from crafting import CANARY
 from fuzzing import table
 
-from lockstep import trust
+from lockstep import files, trust
+from lockstep import recipe as recipes
+from lockstep.errors import UntrustedCode
 
 MARK = f"import os\nopen(os.path.join({{folder!r}}, {CANARY!r}), 'w').close()\n"
 CODE = """
@@ -247,3 +249,60 @@ def test_the_hubs_own_code_is_never_executed(commands, tmp_path, minilm):
     Path(tmp_path, "t.csv").write_text("text,label\na,b\nc,d\n" * 20)
     answer = commands.answer(["data", "c.yaml"], folder=tmp_path, seconds=60)
     assert answer.kind == "message" and "auto_map" in answer.output, answer
+
+
+def test_a_file_too_large_to_be_looked_through_is_code_all_the_same(commands, stranger):
+    with (stranger / "model.py").open("a") as file:
+        file.write("#" * 1023 + "\n")
+        file.write(("#" * 1023 + "\n") * (33 << 10))
+    answer = commands.answer(["data", f"{RUN}/recipe.yaml"], folder=stranger, seconds=60)
+    assert (answer.kind, answer.code) == ("message", 2) and "model.py (" in answer.output, answer
+
+
+def admitted(folder):
+    """Whether a link from a guarded folder to a file outside is let pass."""
+    trust.guard(folder / "export")
+    try:
+        trust.admit(folder / "export" / "linked.py", b"of nobody that is known")
+    except UntrustedCode:
+        return 2
+    return 0
+
+
+def test_a_link_does_not_lead_out_of_the_guard(commands, tmp_path):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "evil.py").write_text("")
+    (tmp_path / "export/linked.py").symlink_to(tmp_path / "evil.py")
+    answer = commands.answer(admitted, tmp_path, folder=tmp_path)
+    assert (answer.kind, answer.code) == ("message", 2), answer
+
+
+def settled(path):
+    """What a launcher would pass on for a run's recipe."""
+    sys.stdout.write(" ".join(recipes.settle(recipes.load(path), path, trusts=False)))
+    sys.stdout.flush()
+
+
+def test_known_code_is_passed_on_by_its_sum_and_not_as_trust_in_all(commands, made):
+    answer = commands.answer(settled, made / RUN / "recipe.yaml", folder=made)
+    assert answer.output.startswith("--known-code ") and "--trust-code" not in answer.output, answer
+    assert hashlib.sha256((made / "model.py").read_bytes()).hexdigest() in answer.output
+
+
+def test_a_training_imports_nothing_from_the_folder_one_stands_in(commands, tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("json", "psutil", "filelock", "torch"):
+        (here / f"{name}.py").write_text(MARK.format(folder=str(here)))
+    (tmp_path / "c.yaml").write_text("data: {kind: digits, limit: 32}\ntrain: {steps: 1}\nlaunch: {processes: 1}\n")
+    answer = commands.answer(["train", str(tmp_path / "c.yaml"), "run.name=a"], folder=here, seconds=60)
+    assert answer.kind == "done", answer
+
+
+@pytest.mark.parametrize("make", [lambda file: file.symlink_to("outside"), os.mkfifo])
+def test_what_is_appended_to_is_a_file_of_the_run(tmp_path, make):
+    (tmp_path / "outside").write_text("mine")
+    make(tmp_path / "log")
+    with pytest.raises(OSError):
+        files.append(tmp_path / "log")
+    assert (tmp_path / "outside").read_text() == "mine"

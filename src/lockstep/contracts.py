@@ -232,6 +232,11 @@ class Plan:
     files: dict[Path, str] = field(default_factory=dict)
     """Scripts and manifests that it would write and hand in: file -> text."""
 
+    @property
+    def module(self) -> tuple[str, ...]:
+        """The module that each process runs, and its arguments: what follows Python's `-m`."""
+        return self.argv[self.argv.index("-m") + 1 :]
+
 
 class Launcher(Protocol):
     """Starts the processes of a run; a module `launch/NAME.py` has `Config` and `build(config, *, threads, shards)`."""

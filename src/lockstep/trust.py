@@ -142,6 +142,11 @@ def of_file(file: Path) -> list[Code]:
         path = waiting.pop()
         with suppress(OSError):
             if path not in found and path.is_file():
+                size = path.stat().st_size
+                if size > MOST_BYTES:
+                    with path.open("rb") as large:
+                        found[path] = Code(str(path), size, hashlib.file_digest(large, "sha256").hexdigest())
+                    continue
                 content = path.read_bytes()
                 found[path] = Code.of(path, content)
                 waiting += _beside(file.parent, path.parent, content)
@@ -150,8 +155,6 @@ def of_file(file: Path) -> list[Code]:
 
 def _beside(folder: Path, package: Path, content: bytes) -> Iterator[Path]:
     """Files in a folder that are imported by name, and in that of a package by a name that begins with a dot."""
-    if len(content) > MOST_BYTES:
-        return
     try:
         nodes = [*ast.walk(ast.parse(content))]
     except (ValueError, SyntaxError, RecursionError, MemoryError):  # to be told when it is executed

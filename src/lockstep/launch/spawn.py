@@ -121,7 +121,7 @@ class Ranks:
         if self.asked is not None:
             return
         start = Start(
-            argv=(*plan.argv[plan.argv.index("-m") + 1 :], "--began", f"{time.time():.3f}"),
+            argv=(*plan.module, "--began", f"{time.time():.3f}"),
             logs=logs,
             parent=os.getpid(),
             outlets=self.outlets,

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     plan = launcher.plan(Request(recipe=Path(config), arguments=decided))
     plan = replace(
         plan,
-        argv=(plan.argv[0], "-P", "-m", "lockstep.prove.process", task, *plan.argv[plan.argv.index("-m") + 2 :]),
+        argv=(plan.argv[0], "-P", "-m", "lockstep.prove.process", task, *plan.module[1:]),
         processes=int(processes),
         environment={**plan.environment, **(HIDDEN if device == "cpu" else {})},
     )

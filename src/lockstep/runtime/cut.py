@@ -24,7 +24,7 @@ from lockstep.runtime.blocks import with_weights
 from lockstep.runtime.buffers import borrowed
 from lockstep.runtime.calls import Calls, first_difference
 from lockstep.runtime.outputs import are_equal
-from lockstep.runtime.seeds import generators_restored, seed_all
+from lockstep.runtime.seeds import GeneratorStates, generators, generators_restored, seed_all, set_generators
 from lockstep.runtime.trace import descriptions
 
 Run = Callable[[], Any]
@@ -186,11 +186,20 @@ class Cuttable:
             self._wires[key] = tuple(found)
         return self._wires[key]
 
-    def run(self, first: int, last: int, *, batch: Batch, received: Sequence[Tensor]) -> Any:
+    def run(
+        self,
+        first: int,
+        last: int,
+        *,
+        batch: Batch,
+        received: Sequence[Tensor],
+        states: GeneratorStates | None = None,
+    ) -> Any:
         """Run blocks first..last-1 and what lies before each of them.
 
-        `received`: what block first-1 has given, packed, if there is one. Returns the same for block last-1, as a
-        tuple; after the last block of all, the model's outputs.
+        `received`: what block first-1 has given, packed, if there is one; `states`: those of the random generators
+        after it, from which they go on. Returns the same for block last-1, as a tuple; after the last block of all, the
+        model's outputs.
         """
         wires, has_gradient = self.wires(batch), torch.is_grad_enabled()
 
@@ -199,6 +208,8 @@ class Cuttable:
                 return wires[number].unpacked([self._blank(way, received[0]) for way in wires[number].tensors])
             if number == first - 1:
                 torch.set_grad_enabled(has_gradient)
+                if states is not None:
+                    set_generators(states)
                 # The model's code may change it in place, which autograd forbids for what has been received.
                 return wires[number].unpacked([t.clone() for t in received] if has_gradient else received)
             outputs = run()
@@ -216,12 +227,13 @@ class Cuttable:
 
     def check(self, bounds: Sequence[int], batch: Batch) -> None:
         """Raise ModelError where the parts, one after the other, do not give what the whole model gives."""
-        outputs: Any = ()
+        outputs, states = (), None
         with self._measured():
             expected = self.model(batch)
         with self._measured():
             for first, last in pairwise(bounds):
-                outputs = self.run(first, last, batch=batch, received=outputs)
+                outputs = self.run(first, last, batch=batch, received=outputs, states=states)
+                states = generators()
         if not are_equal(outputs, expected):
             self._check_repeats(batch)
             raise ModelError(

@@ -13,6 +13,7 @@ from lockstep.contracts import Batch, Outputs
 from lockstep.runtime.buffers import BufferUpdates
 from lockstep.runtime.cut import Cuttable
 from lockstep.runtime.outputs import moved
+from lockstep.runtime.seeds import generators, set_generators
 from lockstep.runtime.turns import in_turn
 from lockstep.runtime.whereabouts import waiting_in
 
@@ -47,33 +48,47 @@ class Relay:
         """One batch through all stages; its outputs on rank `member` of the group, to which it belongs."""
         wires, size = self.cut.wires(batch), self.group.size()
         held: Any = ()
+        states = None
         for number, (first, last) in enumerate(self.stages):
-            if number % size != self.group.rank():
+            before, here, after = (number - 1) % size, number % size, (number + 1) % size
+            if here != self.group.rank():
                 continue
             received = held
             if number and size > 1:
-                received = tuple(
-                    self._received(way.room(self.device), (number - 1) % size) for way in wires[first - 1].tensors
-                )
-            held = self.cut.run(first, last, batch=batch, received=received)
+                states = self._handed(None, before, here)
+                received = tuple(self._received(way.room(self.device), before) for way in wires[first - 1].tensors)
+            held = self.cut.run(first, last, batch=batch, received=received, states=states)
+            states = generators()
             if number < len(self.stages) - 1 and size > 1:
+                self._handed(states, here, after)
                 for tensor in held:
-                    dist.send(tensor, group=self.group, group_dst=(number + 1) % size)
-        return self._handed(held, (len(self.stages) - 1) % size, member)
+                    dist.send(tensor, group=self.group, group_dst=after)
+        return self._outputs(held, (len(self.stages) - 1) % size, member)
 
     def _received(self, room: Tensor, source: int) -> Tensor:
         with waiting_in("the stage before"):
             dist.recv(room, group=self.group, group_src=source)
         return room
 
-    def _handed(self, outputs: Any, last: int, member: int) -> Outputs | None:
-        """The last stage's outputs to the rank whose batch it was."""
-        is_own = last == self.group.rank()
-        box = [moved(outputs, "cpu") if is_own else None]
-        if is_own and last != member:
-            dist.send_object_list(box, group=self.group, group_dst=member)
-        if not is_own and member == self.group.rank():
-            with waiting_in("the last stage"):
-                dist.recv_object_list(box, group=self.group, group_src=last)
-        (handed,) = box
-        return None if handed is None else moved(handed, self.device)
+    def _outputs(self, held: Any, last: int, member: int) -> Outputs | None:
+        """The last stage's outputs on the rank whose batch it was, and its generators where they left them."""
+        here = self.group.rank()
+        if last == member:
+            return held if here == member else None
+        if here == last:
+            self._handed((moved(held, "cpu"), generators()), last, member)
+        elif here == member:
+            outputs, states = self._handed(None, last, member)
+            set_generators(states)
+            return moved(outputs, self.device)
+        return None
+
+    def _handed(self, given: Any, source: int, target: int) -> Any:
+        """An object of one rank on another; both call it."""
+        box = [given]
+        if self.group.rank() == source:
+            dist.send_object_list(box, group=self.group, group_dst=target)
+        else:
+            with waiting_in(f"the stage on rank {source}"):
+                dist.recv_object_list(box, group=self.group, group_src=source)
+        return box[0]
