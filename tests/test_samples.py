@@ -228,6 +228,33 @@ def test_a_resumed_run_lists_and_weighs_the_same(ranks, user):
     assert [again[key] for key in ("digest", "bad_samples")] == [whole[key] for key in ("digest", "bad_samples")]
 
 
+def test_image_files_that_cannot_be_read_are_left_out(ranks, tmp_path):
+    """Of a folder, which is decoded whole: the first file among them, whose size all others would have."""
+    generator = np.random.default_rng(0)
+    for number in range(40):
+        file = tmp_path / f"images/{'ab'[number % 2]}/{number:02}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (8, 8), dtype=np.uint8)).save(file)
+        if number in (0, 7, 30):
+            file.write_bytes(file.read_bytes()[:60])
+    data = {"kind": "files", "train": str(tmp_path / "images"), "test_fraction": 0.3, "channels": 1}
+
+    def config(name, **more):
+        return config_in(tmp_path, name, data={**data, **more}, model={"kind": "cnn"})
+
+    found = [
+        ranks(1, run_on_rank, config("a", on_bad_sample="skip"))[0],
+        ranks(3, run_on_rank, config("b", on_bad_sample="skip"))[0],
+    ]
+    assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["bad_samples"] == found[1]["bad_samples"]
+    assert sum(split["count"] for split in found[0]["bad_samples"].values()) == 3
+    listed = (tmp_path / "a/logs/bad-samples-rank-0.jsonl").read_text()
+    assert re.search(r"00\.png cannot be read as an image", listed)
+    (message,) = ranks(1, run_on_rank, config("c"))
+    assert re.search(r"DataError: .*00\.png cannot be read as an image .*: replace or remove it", message), message
+
+
 def test_a_bad_sample_ends_the_run_by_default(ranks, user):
     for message in ranks(2, run_on_rank, user("stop")):
         assert re.search(

@@ -64,7 +64,7 @@ def test_a_pipe_among_images_is_told(tmp_path):
 def test_images_that_cannot_be_held_are_told(size, said):
     section = ImageSection(kind="files", image_size=size)
     with pytest.raises(DataError, match=said):
-        decode([], 10**8, section, like=None, place=str)
+        decode([], 10**8, section, like=[], place=str)
 
 
 def test_a_line_that_is_nested_too_deeply_is_told(tmp_path):

@@ -214,7 +214,7 @@ def open_data(recipe: Recipe, *, publish: Callable[[object], None] = lambda _: N
             for source in (train, test)
         )
     names = {"train": f"the training split of data.kind={recipe.data.kind}", "test": "the test split"}
-    skips = recipe.data.on_bad_sample == "skip"
+    skips = recipe.data.skips
     faults = {split: Faults(name=name, split=split, skips=skips) for split, name in names.items()}
     return Data(augmented(train, recipe.data, recipe.run.seed), test, tokenizer, faults)
 

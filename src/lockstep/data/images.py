@@ -37,22 +37,27 @@ class ImageSection(DataSection):
 
 
 def decode(
-    files: Iterable[ImageFile], count: int, section: ImageSection, *, like: ImageFile, place: Place
-) -> np.ndarray:
-    """`count` image files as uint8 [count, C, H, W], by default as large as `like`, the first training one.
+    files: Iterable[ImageFile], count: int, section: ImageSection, *, like: Iterable[ImageFile], place: Place
+) -> tuple[np.ndarray, dict[int, str]]:
+    """`count` image files as uint8 [count, C, H, W], by default as large as the first of `like`, the training ones; and
+    those that cannot be read, with the reasons, where they are to be skipped.
 
     Photos are turned upright by their EXIF tag, transparency is dropped, 16-bit grey keeps its upper 8 bits.
-    Raises DataError for a file that is no image, or, without `image_size`, for the first of another size.
+    Raises DataError for a file that is no image, if it is not to be skipped, or, without `image_size`, for the first of
+    another size.
     """
     if count == 0:
         raise DataError("there is no image in this split: check the folders or the splits named in `data`")
-    height, width = (
-        section.image_size
-        or _open(like, str(like) if isinstance(like, Path) else "the first training image").size[::-1]
-    )
-    images = _room((count, section.channels, height, width))
+    height, width = section.image_size or _size(like, section)
+    images, unreadable = _room((count, section.channels, height, width)), {}
     for number, file in enumerate(files):
-        image = _coloured(_open(file, place(number)), section.channels)
+        try:
+            image = _coloured(_open(file, place(number)), section.channels)
+        except DataError as error:
+            if not section.skips:
+                raise
+            unreadable[number] = str(error)
+            continue
         if section.image_size is None and image.size != (width, height):
             raise DataError(
                 f"{place(number)} is {image.height} x {image.width} (height x width), but the first training "
@@ -61,7 +66,20 @@ def decode(
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         images[number] = _channels_first(image)
-    return images
+    return images, unreadable
+
+
+def _size(files: Iterable[ImageFile], section: ImageSection) -> tuple[int, int]:
+    """Height and width of the first image that is not to be skipped. Raises DataError."""
+    for file in files:
+        try:
+            width, height = _open(file, str(file) if isinstance(file, Path) else "the first training image").size
+        except DataError:
+            if not section.skips:
+                raise
+        else:
+            return height, width
+    raise DataError("no training image can be read: check the files, or `data`")
 
 
 def _room(shape: tuple[int, int, int, int]) -> np.ndarray:

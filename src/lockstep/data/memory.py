@@ -1,6 +1,7 @@
 """Splits that lie in memory: images as one array, texts as one list."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -9,14 +10,22 @@ from lockstep.errors import DataError
 
 
 class Images:
-    """Images of one size, uint8 [N, C, H, W], and their labels, int64 [N] (positions in `names`)."""
+    """Images of one size, uint8 [N, C, H, W], and their labels, int64 [N] (positions in `names`); `unreadable`: those
+    of which there is nothing but the reason why."""
 
     lengths: np.ndarray | None = None
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        names: Sequence[str],
+        *,
+        unreadable: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         assert images.dtype == np.uint8, images.dtype
         assert images.ndim == 4, images.shape
-        self.images = images
+        self.images, self.unreadable = images, unreadable
         self.labels = _checked(labels, len(images), names)
         channels, height, width = images.shape[1:]
         self.spec = DataSpec(modality="image", labels=tuple(names), image_shape=(channels, height, width))
@@ -25,7 +34,10 @@ class Images:
         return len(self.images)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"image": uint8 [m, C, H, W], "label": int64 [m]}."""
+        """{"image": uint8 [m, C, H, W], "label": int64 [m]}. Raises DataError for one that cannot be read."""
+        bad = next((index for index in indices if index in self.unreadable), None) if self.unreadable else None
+        if bad is not None:
+            raise DataError(self.unreadable[bad])
         rows = np.asarray(indices, dtype=np.int64)
         return {"image": self.images[rows], "label": self.labels[rows]}
 

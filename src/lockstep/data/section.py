@@ -47,6 +47,11 @@ class DataSection(PluginSection):
     """Folder for tokens and other things that can be made again; may be deleted at any time."""
 
     @property
+    def skips(self) -> bool:
+        """Whether samples that cannot be read are left out."""
+        return self.on_bad_sample == "skip"
+
+    @property
     def modality(self) -> str:
         """What a sample is, as far as the settings tell before any data is read: "image", "text", or "any"."""
         return "any"

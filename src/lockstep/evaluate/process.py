@@ -57,7 +57,7 @@ class EvaluationJob(Job):
             self.bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
         opened = of_export(self, task) if task.is_export else of_run(self, task)
         classes = len(opened.spec.labels)
-        skips = self.recipe.data.on_bad_sample == "skip"
+        skips = self.recipe.data.skips
         faults = Faults(name=task.data, split=task.split, skips=skips, warn=self.warn)
         found = assembly.evaluated(
             self.recipe,

@@ -85,8 +85,8 @@ def build(config: Config, split: str) -> Images | Texts:
     samples = [part.samples[row] for row in rows]
     if config.modality == "text":
         return Texts(samples, labels, names)
-    images = decode(samples, len(samples), config, like=train.samples[0], place=lambda n: str(samples[n]))
-    return Images(images, labels, names)
+    images, unreadable = decode(samples, len(samples), config, like=train.samples, place=lambda n: str(samples[n]))
+    return Images(images, labels, names, unreadable=unreadable)
 
 
 def is_table(path: Path) -> bool:

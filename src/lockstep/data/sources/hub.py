@@ -95,9 +95,9 @@ def build(config: Config, split: str) -> Images | Texts:
     labels, names = _labels(train, part, config.label_column)
     if config.modality == "text":
         return Texts(texts_of(part.column(config.sample_column), part.place), labels, names)
-    like = next(train.files(config.sample_column), None)
-    files = part.files(config.sample_column)
-    return Images(decode(files, len(part.table), config, like=like, place=part.place), labels, names)
+    like, files = train.files(config.sample_column), part.files(config.sample_column)
+    images, unreadable = decode(files, len(part.table), config, like=like, place=part.place)
+    return Images(images, labels, names, unreadable=unreadable)
 
 
 def _load(config: Config, split: str) -> Part:
