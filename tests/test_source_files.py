@@ -89,7 +89,8 @@ def test_files_holds_out_the_same_samples_whatever_they_are(tmp_path):
         (".csv", b"body,label\na,1\n", "(body, label)"),
         (".csv", b"text,text,label\na,b,1\n", "2 columns named 'text'"),
         (".csv", b"text,label\na,1\nb,2,3\n", "Expected 2 columns, got 3"),
-        (".csv", b"text,label\n\xff,1\n", "invalid UTF8"),
+        (".csv", b"text,label\n\xff,1\n", "invalid UTF8 data. Save it as UTF-8"),
+        (".jsonl", b'{"text": "\xff", "label": 1}', "Save it as UTF-8"),
         (".csv", b"text,label\na,1\nb,\n", "row 2 of"),
         (".csv", b"text,label\n", "no sample"),
         (".csv", b"", "Empty CSV file"),
@@ -172,7 +173,7 @@ def test_images_of_any_mode_become_bytes(*, tmp_path, mode, value, expected):
     for channels in (1, 3):
         section = images.ImageSection(kind="x", channels=channels)
         for file in (path, path.read_bytes()):
-            found = images.decode([file], 1, section, like=file, place=str)
+            found, _ = images.decode([file], 1, section, like=[file], place=str)
             assert found.shape == (1, channels, 4, 6)
             assert (found == expected).all()
 
@@ -182,14 +183,14 @@ def test_photos_are_turned_upright(tmp_path):
     exif[0x0112] = 6
     picture(4, 6).save(tmp_path / "a.jpg", exif=exif)
     section = images.ImageSection(kind="x")
-    assert images.decode([tmp_path / "a.jpg"], 1, section, like=tmp_path / "a.jpg", place=str).shape == (
+    assert images.decode([tmp_path / "a.jpg"], 1, section, like=[tmp_path / "a.jpg"], place=str)[0].shape == (
         1,
         3,
         6,
         4,
     )
     with pytest.raises(DataError, match="row 1 of x has no image"):
-        images.decode([None], 1, section, like=tmp_path / "a.jpg", place=tables.rows_of("x"))
+        images.decode([None], 1, section, like=[tmp_path / "a.jpg"], place=tables.rows_of("x"))
 
 
 def test_classes_are_sorted_as_numbers_if_they_are():

@@ -125,3 +125,13 @@ def test_real_news_learns(shared_data, minilm, tmp_path):
     lockstep(tmp_path, "train", "c.yaml", "launch.processes=2")
     summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
     assert summary["evaluation"]["accuracy"] > 0.7
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "deberta-v2"])
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path, kind):
+    """transformers makes one up, which knows special tokens alone: every text would be the same."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"has no tokenizer: .* tokenizer\.save_pretrained\(FOLDER\)"):
+        transformer.tokenizer(transformer.Config(kind="transformer", name=str(tmp_path)))

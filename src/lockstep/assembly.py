@@ -20,6 +20,7 @@ from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, Request, TrainingRequests
 from lockstep.errors import ConfigError
 from lockstep.evaluation import Evaluation, Predictions, Subject, evaluate, tried
+from lockstep.events import Warned
 from lockstep.metrics.asked import check, is_asked
 from lockstep.metrics.declared import Measure, measures
 from lockstep.recipe import Recipe
@@ -221,7 +222,11 @@ def open_data(recipe: Recipe, *, publish: Callable[[object], None] = lambda _: N
 
 def prepare(recipe: Recipe, publish: Callable[[object], None]) -> Data:
     """Fetch and make what is missing, with progress, and check every byte of what was made before."""
-    return open_data(recipe, publish=publish, is_checked=True)
+    data = open_data(recipe, publish=publish, is_checked=True)
+    if len(data.train.spec.labels) == 1:
+        label = data.train.spec.labels[0]
+        publish(Warned(message=f"all training samples are of one class, {label!r}: a model learns nothing from them"))
+    return data
 
 
 def first_samples(recipe: Recipe, data: Data, sizes: Sequence[int]) -> list[Batch]:

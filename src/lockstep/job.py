@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from lockstep import assembly, config, files, plugins
+from lockstep import assembly, config, files, plugins, runs
 from lockstep import recipe as recipes
 from lockstep.assembly import Parts
 from lockstep.checkpoint import keeper, layout
@@ -98,6 +98,7 @@ class Job:
         with together():
             if self.world.is_main:
                 self.recipe.folder.mkdir(parents=True, exist_ok=True)
+                runs.check_folder(self.recipe.folder)
                 try:
                     self.lock.acquire()
                 except Timeout:

@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from lockstep import config, files, plugins
+from lockstep import config, files, plugins, runs
 from lockstep import recipe as recipes
 from lockstep.agent.meeting import Meeting
 from lockstep.agent.node import Node, plan_of
@@ -152,6 +152,7 @@ def _write(recipe: Recipe, request: Request, plan: Plan, *, training: Launcher |
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if training is not None:
+            runs.check_folder(folder)
             _refuse_second(folder)
             _note(recipe, training)
         for file, text in (plan.files | {request.recipe: request.text}).items():

@@ -9,6 +9,22 @@ from lockstep.checkpoint import keeper, layout
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.recipe import Recipe
 
+FOLDERS = ("checkpoints", "logs", "tensorboard")
+FILES = (".lock", "job.json", "launch.yaml", "metrics.jsonl", "recipe.yaml", "summary.json")
+"""What a run writes into its folder."""
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError where what a run writes to lies there as something else, such as a FIFO or a dead link."""
+    for path in (folder / name for name in (*FOLDERS, *FILES)):
+        is_folder = path.name in FOLDERS
+        is_right = path.is_dir() if is_folder else path.is_file() and not path.is_symlink()
+        if os.path.lexists(path) and not is_right:
+            raise ConfigError(
+                f"{path} is no {'folder' if is_folder else 'regular file'}, but a run writes to it: remove it, or "
+                "choose another run.name"
+            )
+
 
 def is_run(path: Path) -> bool:
     """Whether a path is a run's folder, its folder of checkpoints, or one of these; its recipe may be wrong."""

@@ -17,16 +17,17 @@ def rows_of(where: object) -> Place:
     return lambda number: f"row {number + 1} of {where}"
 
 
-def require(columns: Sequence[str], there: Sequence[str], where: object) -> None:
-    """Raise DataError, naming the columns there are, unless each of `columns` is there exactly once."""
+def require(columns: Sequence[str], there: Sequence[str], where: object, *, kind: str = "text") -> None:
+    """Raise DataError, naming the columns there are and the settings of samples of a `kind`, unless each of `columns`
+    is there exactly once."""
     for column in columns:
         count = list(there).count(column)
         if count > 1:
             raise DataError(f"{where} has {count} columns named {column!r}: rename all but one")
         if count == 0:
             raise DataError(
-                f"{where} has no column {column!r}: set data.text_column, data.image_column or "
-                f"data.label_column to one that is there ({', '.join(map(str, there)) or 'no column at all'})"
+                f"{where} has no column {column!r}: set data.{kind}_column or data.label_column to one "
+                f"that is there ({', '.join(map(str, there)) or 'no column at all'})"
             )
 
 

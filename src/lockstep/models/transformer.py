@@ -142,6 +142,8 @@ def _some(names: list[str]) -> str:
     return f"{', '.join(names[:NAMED])}{more} ({len(names)} weights)"
 
 
+LEAST_TOKENS = 3
+"""Beside the special ones; where there are no files, transformers makes up a tokenizer of 0 to 2."""
 NAMED = 3
 """Of many weights so many are named."""
 CHARACTERS = 64
@@ -155,6 +157,11 @@ class PretrainedTokenizer:
         from transformers import AutoTokenizer
 
         self.tokenizer = _loaded(AutoTokenizer, config)
+        if len(self.tokenizer) - len(set(self.tokenizer.all_special_ids)) < LEAST_TOKENS:
+            raise ModelError(
+                f"model.name={config.name} has no tokenizer: no text would become more than special tokens. Save it "
+                "beside the model, with tokenizer.save_pretrained(FOLDER)"
+            )
         self.max_length = config.max_length
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.unk_token

@@ -153,7 +153,9 @@ def _table(path: Path, text_column: str, label_column: str) -> Found:
     try:
         texts, labels = reader(path, [text_column, label_column])
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as {path.suffix.lower()[1:]}: {error}") from error
+        is_encoding = isinstance(error, UnicodeDecodeError) or "invalid UTF8" in str(error)
+        mend = ". Save it as UTF-8, for example with `iconv -f latin1 -t utf-8`" if is_encoding else ""
+        raise DataError(f"{path} cannot be read as {path.suffix.lower()[1:]}: {error}{mend}") from error
     place = rows_of(path)
     return Found(samples=texts_of(texts, place), labels=labels_of(labels, place), place=place)
 

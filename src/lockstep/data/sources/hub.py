@@ -105,7 +105,7 @@ def _load(config: Config, split: str) -> Part:
     from datasets import Image
 
     where = f"{config.name}, split {split}"
-    require([config.sample_column, config.label_column], table.column_names, where)
+    require([config.sample_column, config.label_column], table.column_names, where, kind=config.modality)
     feature = table.features[config.sample_column]
     if config.modality == "image" and not isinstance(feature, Image):
         raise DataError(
