@@ -391,6 +391,7 @@ def place(
         precision=precision,
         rate=rate,
         randomness=randomness,
+        term_counts=model.term_counts,
         ema=MovingAverage(module, recipe.train.ema) if recipe.train.ema else None,
     )
 

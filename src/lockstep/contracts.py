@@ -51,6 +51,10 @@ class LossSum:
     """How many it is the sum of: samples, or tokens that count."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Further sums over the same samples, such as {"accuracy": number right}; logged as sum / count."""
+    terms: Mapping[str, "LossSum"] = field(default_factory=dict)
+    """Parts of the loss with counts of their own, such as {"boxes": LossSum(total, boxes)}: the loss is total / count
+    and total / count of each, added up. `count` is then the number of samples, and Model.term_counts gives the terms'
+    before the forward pass."""
     by_shard: Tensor | None = None
     """Totals per shard [V], on a step's result only; tells which shard a NaN came from."""
     is_counted: bool = False
@@ -74,6 +78,8 @@ class MicroBatch:
     """The shards of this step, on all ranks, that hold samples (all V, but for the last step of an epoch)."""
     left_out: Mapping[int, str] = field(default_factory=dict)
     """Samples that could not be read, and why (data.on_bad_sample=skip); not among `indices`."""
+    weights: Mapping[str, float] | None = None
+    """Of the terms of the loss: samples of the step / what the term counts in it. None stands for 1."""
 
     @property
     def is_void(self) -> bool:
@@ -140,6 +146,9 @@ class Model(nn.Module, ABC):
 
     _lockstep_notes: tuple[str, ...] = ()
     """What is said of the model when a run starts, a sentence each."""
+
+    term_counts: Callable[[Batch], Mapping[str, float]] | None = None
+    """What each of LossSum.terms counts in a batch; None for a loss without terms."""
 
     @abstractmethod
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:

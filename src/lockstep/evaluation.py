@@ -87,6 +87,8 @@ class Measured:
     total: float
     count: float
     sums: dict[str, float]
+    terms: dict[str, tuple[float, float]]
+    """Total and count of each term of the loss."""
     parts: dict[str, Part]
     """Of each metric."""
     rows: tuple[Tensor, Tensor] | None
@@ -101,6 +103,7 @@ class Whole:
     tallies: dict[str, Replayed] = field(init=False)
     losses: list[tuple[float, float, float]] = field(default_factory=list)
     sums: list[dict[str, float]] = field(default_factory=list)
+    terms: list[dict[str, tuple[float, float]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         device = self.subject.device
@@ -118,6 +121,7 @@ class Whole:
             total=float(loss.total),
             count=float(loss.count),
             sums={name: float(value) for name, value in loss.sums.items()},
+            terms={name: (float(term.total), float(term.count)) for name, term in loss.terms.items()},
             parts=parts,
             rows=self.predictions.rows(outputs, batch) if self.predictions is not None else None,
         )
@@ -126,6 +130,7 @@ class Whole:
         """Join what a micro-batch adds."""
         self.losses.append((measured.total, measured.count, len(measured.indices)))
         self.sums.append(measured.sums)
+        self.terms.append(measured.terms)
         for name, part in measured.parts.items():
             self.tallies[name].join(measured.number, part)
         if self.predictions is not None and measured.rows is not None:
@@ -139,12 +144,24 @@ class Whole:
             self.take(measured)
 
     def losses_and_sums(self) -> tuple[int, dict[str, float]]:
-        """(samples, name -> mean over what the loss counts)."""
+        """(samples, name -> mean over what the loss, or one of its terms, counts)."""
         total, count, samples = torch.tensor(self.losses, dtype=torch.float64).sum(0).tolist()
         names = sorted({name for row in self.sums for name in row if is_asked(name, self.subject.asked)})
         table = torch.tensor([[row.get(name, 0.0) for name in names] for row in self.sums], dtype=torch.float64)
         wholes = zip([*names, "loss"], [*table.sum(0).tolist(), total], strict=True)
-        return int(samples), {name: value / count if count else float("nan") for name, value in wholes}
+        means = {name: value / count if count else float("nan") for name, value in wholes}
+        terms = self.means_of_terms()
+        means["loss"] += sum(terms.values())
+        return int(samples), {**{n: value for n, value in terms.items() if is_asked(n, self.subject.asked)}, **means}
+
+    def means_of_terms(self) -> dict[str, float]:
+        """Name -> mean over what the term counts; 0 where that is nothing."""
+        names = sorted({name for row in self.terms for name in row})
+        sums = {
+            name: torch.tensor([row.get(name, (0.0, 0.0)) for row in self.terms], dtype=torch.float64).sum(0).tolist()
+            for name in names
+        }
+        return {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
 
     def result(self) -> Evaluation:
         """When all have been taken."""

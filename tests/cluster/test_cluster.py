@@ -123,7 +123,7 @@ def test_a_preempted_job_is_requeued(slurm, tmp_path):
     stay = "trap 'echo asked' TERM; echo ready; while :; do sleep 1; done"
     body = f'echo start $SLURM_RESTART_COUNT; srun bash -c "{stay}"'
     job = slurm.submit(script(tmp_path, body, "--nodes=2", "--exclusive"))
-    until(lambda: "ready" in said(tmp_path), "a step")
+    until(lambda: said(tmp_path).count("ready") == 2, "a step on both nodes")
     urgent = slurm.submit("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     slurm.wait_for(urgent, "COMPLETED")
     slurm.wait_for(job, "RUNNING")

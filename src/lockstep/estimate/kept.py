@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.contracts import Batch, Model
 from lockstep.runtime.blocks import with_weights
+from lockstep.runtime.loss import unweighted
 from lockstep.runtime.outputs import widened
 
 
@@ -48,7 +49,7 @@ def kept_by_block(model: Model, batch: Batch, autocast: Callable[[], Any]) -> li
         with saved_tensors_hooks(pack, lambda tensor: tensor), autocast():
             outputs = model(batch)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            total = model.loss(widened(outputs), batch).total
+            total = unweighted(model.loss(widened(outputs), batch)).total
         assert torch.is_tensor(total)  # alive until here, with all that it keeps
     finally:
         for handle in handles:

@@ -1,7 +1,7 @@
 """A model from the user's own Python file."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +14,8 @@ from lockstep.errors import ModelError
 from lockstep.runtime.blocks import blocks_of
 from lockstep.runtime.loss import checked, classification_loss
 from lockstep.runtime.outputs import register
+
+TermCounts = Callable[[Batch], Mapping[str, float]]
 
 
 class Config(PluginSection):
@@ -33,9 +35,11 @@ class Config(PluginSection):
 class UserModel(Model):
     """A user's module under Lockstep's contract; `network` is the module itself."""
 
-    def __init__(self, network: nn.Module, loss: Callable[[Outputs, Batch], LossSum]) -> None:
+    def __init__(
+        self, network: nn.Module, loss: Callable[[Outputs, Batch], LossSum], term_counts: TermCounts | None = None
+    ) -> None:
         super().__init__()
-        self.network, self._loss = network, loss
+        self.network, self._loss, self.term_counts = network, loss, term_counts
 
     def forward(self, batch: Batch) -> Outputs:
         """Whatever the module makes of the batch: a tensor, or a tree of tensors."""
@@ -45,8 +49,14 @@ class UserModel(Model):
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         """The module's own loss, else the file's, else cross-entropy against batch["label"]. Raises ModelError where
-        it returns something else than sums."""
-        return checked(self._loss(outputs, batch))
+        it returns something else than sums, or terms that nobody counts."""
+        found = checked(self._loss(outputs, batch))
+        if found.terms and self.term_counts is None:
+            raise ModelError(
+                f"the loss has the terms {sorted(found.terms)}, but there is no function term_counts(batch) beside it, "
+                "which tells what they count: the counts of all processes have to be known before the backward pass"
+            )
+        return found
 
     def blocks(self) -> list[nn.Module]:
         """The module's own blocks, else its layers or children."""
@@ -61,7 +71,9 @@ def build(config: Config, spec: DataSpec) -> Model:
     network = module.build(config.options, spec)
     if not isinstance(network, nn.Module):
         raise ModelError(f"build() in {config.file} returned {type(network).__name__}, not a torch.nn.Module")
-    return UserModel(network, own_loss(network, getattr(module, "loss", None)) or classification_loss)
+    loss = own_loss(network, getattr(module, "loss", None)) or classification_loss
+    counts = [getattr(place, "term_counts", None) for place in (network, module)]
+    return UserModel(network, loss, next((each for each in counts if _is_function(each, arguments=1)), None))
 
 
 def own_blocks(network: nn.Module) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from lockstep import assembly, plugins
 from lockstep.assembly import Parts
 from lockstep.contracts import Batch, MicroBatch, Model
 from lockstep.prove.table import Row
+from lockstep.runtime.loss import unweighted
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness
 from lockstep.runtime.trace import descriptions, fingerprint
@@ -129,7 +130,7 @@ class Comparison:
     def error(self) -> float:
         """The largest difference of any gradient or the loss, relative to the largest gradient and the loss."""
         whole = joined([m.batch for m in self.micro_batches], self.parts.data.pad_id)
-        loss = self.model.loss(self.model(whole), whole)
+        loss = unweighted(self.model.loss(self.model(whole), whole))
         loss.total.backward()
         named = dict(self.model.named_parameters())
         expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
@@ -172,9 +173,9 @@ class Comparison:
                     "the others beside it (a mean, a normalisation or a division by the number of samples)"
                 )
         with torch.no_grad():
-            losses = [self.model.loss(outputs, whole), self.model.loss(own, second.batch)]
+            losses = [unweighted(self.model.loss(outputs, whole)), unweighted(self.model.loss(own, second.batch))]
             self.quiet()
-            losses.append(self.model.loss(called(self.model, first.batch)[1], first.batch))
+            losses.append(unweighted(self.model.loss(called(self.model, first.batch)[1], first.batch)))
         sums = [float(losses[1].total + losses[2].total), float(losses[0].total)]
         counts = [int(losses[1].count) + int(losses[2].count), int(losses[0].count)]
         if abs(sums[0] - sums[1]) > self.tolerance * abs(sums[1]) or counts[0] != counts[1]:

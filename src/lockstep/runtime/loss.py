@@ -1,6 +1,7 @@
 """Losses as sums, so that any split of a batch gives the same whole."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.contracts import Batch, LossSum
+from lockstep.contracts import Batch, LossSum, MicroBatch
 from lockstep.errors import ModelError
+from lockstep.runtime.collectives import gathered
 
 
 def classification_loss(outputs: Tensor, batch: Batch) -> LossSum:
@@ -44,9 +46,69 @@ def checked(found: Any) -> LossSum:
             'LossSum.sums is a dict of further sums over the same samples, one number each, such as {"accuracy": '
             f"number right}}; it is {_told(found.sums)}"
         )
+    if not isinstance(found.terms, Mapping):
+        raise ModelError(f"LossSum.terms is a dict of LossSums by name; it is {_told(found.terms)}")
+    terms = {name: checked(term) for name, term in found.terms.items()}
     count = found.count.reshape(()) if isinstance(found.count, Tensor) else found.count
     sums = {name: torch.as_tensor(value, device=found.total.device).reshape(()) for name, value in found.sums.items()}
-    return replace(found, total=found.total.reshape(()), count=count, sums=sums)
+    return replace(found, total=found.total.reshape(()), count=count, sums=sums, terms=terms)
+
+
+def unweighted(loss: LossSum) -> LossSum:
+    """The sum of all totals, for whoever asks what they depend on and whether they are sums; it is no loss."""
+    return replace(loss, total=sum((term.total for term in loss.terms.values()), start=loss.total), terms={})
+
+
+def weighted(loss: LossSum, micro_batch: MicroBatch) -> LossSum:
+    """The loss with its terms in the total, each as if it counted samples; they are logged under their names. Raises
+    ModelError where what they count was not told before, or is something else."""
+    if not loss.terms:
+        return loss
+    weights = micro_batch.weights
+    if weights is None:
+        return unweighted(loss)
+    if weights.keys() != loss.terms.keys():
+        raise ModelError(
+            f"the loss has the terms {sorted(loss.terms)}, but term_counts(batch) tells the counts of "
+            f"{sorted(weights)}: return a number for each term from `term_counts`, beside `loss`"
+        )
+    samples = len(micro_batch.indices)
+    if isinstance(loss.count, int) and loss.count != samples and not (micro_batch.ghost or micro_batch.is_void):
+        raise ModelError(
+            f"LossSum.count is {loss.count} for {samples} samples: of a loss with terms it is the number of samples; "
+            "make what counts tokens, or anything else, a term of its own"
+        )
+    parts = {name: term.total * weights[name] for name, term in loss.terms.items()}
+    total = sum(parts.values(), start=loss.total)
+    sums = {**loss.sums, **{name: part.detach() for name, part in parts.items()}}
+    return replace(loss, total=total, sums=sums, terms={})
+
+
+def with_term_weights(
+    micro_batches: Sequence[MicroBatch], term_counts: Callable[[Batch], Mapping[str, float]]
+) -> Sequence[MicroBatch]:
+    """A rank's micro-batches of a step, with the weights of the loss's terms. Every rank calls it, before any forward
+    pass; the counts of all shards are added in the order of their numbers. Raises ModelError."""
+    own = {
+        each.shard: (len(each.indices), {} if each.is_void else _counts(term_counts(each.batch)))
+        for each in micro_batches
+        if not each.ghost
+    }
+    shards = dict(sorted(item for found in gathered(own) for item in found.items()))
+    samples = sum(number for number, _ in shards.values())
+    names = sorted({name for _, counts in shards.values() for name in counts})
+    totals = {name: math.fsum(counts.get(name, 0.0) for _, counts in shards.values()) for name in names}
+    weights = {name: samples / total if total else 0.0 for name, total in totals.items()}
+    return [replace(each, weights=weights) for each in micro_batches]
+
+
+def _counts(found: Any) -> dict[str, float]:
+    if not isinstance(found, Mapping) or not all(map(_is_number, found.values())):
+        raise ModelError(
+            f'term_counts(batch) returns a dict of a number for each term of the loss, such as {{"boxes": 12}}; it '
+            f"returned {_told(found)}"
+        )
+    return {name: float(value) for name, value in found.items()}
 
 
 def _is_number(value: Any) -> bool:

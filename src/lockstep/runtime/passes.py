@@ -12,6 +12,7 @@ from lockstep.contracts import Batch, LossSum, MicroBatch, Model, Outputs
 from lockstep.errors import ModelError
 from lockstep.runtime.buffers import BufferUpdates
 from lockstep.runtime.collectives import add_disjoint
+from lockstep.runtime.loss import unweighted, weighted
 from lockstep.runtime.outputs import detached, widened
 from lockstep.runtime.precision import Precision
 from lockstep.runtime.seeds import Randomness
@@ -68,6 +69,7 @@ class Passes:
             refuse_weights_in_loss(self.model, outputs, micro_batch.batch)
             self.is_whole = True  # asked and answered
         found = self.model.loss(widened(outputs), micro_batch.batch)
+        found = weighted(found, micro_batch)
         return nothing_of(found) if micro_batch.is_void else found
 
     def run(
@@ -100,7 +102,7 @@ def nothing_of(loss: LossSum) -> LossSum:
 def refuse_weights_in_loss(model: Model, outputs: Outputs, batch: Batch) -> None:
     """Raise ModelError where a model's loss uses weights: where they are spread, evaluation does not have them."""
     with torch.enable_grad():
-        if model.loss(widened(detached(outputs)), batch).total.requires_grad:
+        if unweighted(model.loss(widened(detached(outputs)), batch)).total.requires_grad:
             raise ModelError(
                 "the loss uses weights of its own, which a process that holds only a part of the model does not have: "
                 "use them in forward() instead, or use parallel.kind=ddp"

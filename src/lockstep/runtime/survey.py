@@ -20,6 +20,7 @@ from lockstep.contracts import Batch
 from lockstep.errors import ModelError
 from lockstep.runtime.buffers import borrowed
 from lockstep.runtime.cut import Cuttable, Run
+from lockstep.runtime.loss import unweighted
 from lockstep.runtime.outputs import widened
 from lockstep.runtime.passes import refuse_weights_in_loss
 
@@ -127,7 +128,7 @@ class _Passage:
             with cut.visited(self._visit), autocast(), self.uses:
                 outputs = cut.model(batch)
             refuse_weights_in_loss(cut.model, outputs, batch)
-            loss = cut.model.loss(widened(outputs), batch).total
+            loss = unweighted(cut.model.loss(widened(outputs), batch)).total
         finally:
             handle.remove()
         self.marks.append(time.perf_counter())

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.contracts import Batch, MicroBatch, Model, Strategy
+from lockstep.contracts import Batch, LossSum, MicroBatch, Model, Strategy
 from lockstep.runtime.calls import LOSS, Call, Calls, first_difference, in_common
 from lockstep.runtime.checksum import checksum
 from lockstep.runtime.collectives import gathered
 from lockstep.runtime.findings import Finding
+from lockstep.runtime.loss import unweighted
 from lockstep.runtime.outside import Mark, Snapshot, changed
 from lockstep.runtime.seeds import Randomness, generators_restored
 from lockstep.runtime.trace import descriptions, fingerprint
@@ -110,8 +111,11 @@ class FirstSteps:
         later, *_ = self._passed(given)
         kept = changed(middle, Snapshot(self.model))
         seed = partial(self._seed, given)
-        loss = loss_findings(self.model.loss, outputs, given.batch, seed=seed, loss_is=self.loss_is)
+        loss = loss_findings(self._loss, outputs, given.batch, seed=seed, loss_is=self.loss_is)
         return Seen(calls=calls, later=later, kept=kept, parameters=parameters, loss=loss)
+
+    def _loss(self, outputs: Any, batch: Batch) -> LossSum:
+        return unweighted(self.model.loss(outputs, batch))
 
     def _seed(self, given: MicroBatch) -> None:
         self.randomness.at(given.step, given.shard)
@@ -123,7 +127,7 @@ class FirstSteps:
         with Calls(self.model) as calls:
             outputs = self.strategy.forward({name: column.clone() for name, column in given.batch.items()})
         with torch.no_grad():
-            total = self.model.loss(outputs, {name: column.clone() for name, column in given.batch.items()}).total
+            total = self._loss(outputs, {name: column.clone() for name, column in given.batch.items()}).total
         return [*calls.read(), (LOSS, int(calls.sum_of(outputs)), int(calls.sum_of(total)))], outputs, calls.changed
 
     @contextmanager

@@ -1,6 +1,6 @@
 """Everything that changes while training, and that a checkpoint has to bring back."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.contracts import Strategy
+from lockstep.contracts import Batch, Strategy
 from lockstep.optim import set_learning_rate
 from lockstep.runtime.parts import part_of
 from lockstep.runtime.precision import Precision
@@ -37,6 +37,8 @@ class TrainState:
     """Learning rate of a step."""
     randomness: Randomness | None = None
     """What seeds the forward passes."""
+    term_counts: Callable[[Batch], Mapping[str, float]] | None = None
+    """What the terms of the model's loss count in a batch; None where it has none."""
     ema: MovingAverage | None = None
     step: int = 0
     """Steps done."""

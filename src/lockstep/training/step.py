@@ -9,6 +9,7 @@ from torch import Tensor
 from lockstep.contracts import LossSum, MicroBatch
 from lockstep.optim import set_learning_rate
 from lockstep.runtime.gradient_norm import gradients, normalise_
+from lockstep.runtime.loss import with_term_weights
 from lockstep.training.state import TrainState
 
 
@@ -47,6 +48,8 @@ def step(
 ) -> Outcome:
     """Run step number state.step; nothing is committed before the gradient is whole on every rank, and
     nothing at all where the loss counts nothing: there is no mean of no samples."""
+    if state.term_counts is not None:
+        micro_batches = with_term_weights(micro_batches, state.term_counts)
     loss = state.strategy.forward_backward(micro_batches)
 
     state.precision.unscale(state.optimizer)
