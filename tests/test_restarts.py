@@ -175,19 +175,23 @@ wait()"""
         subprocess.run(["rmdir", str(group)], check=False)
 
 
-def test_an_exception_that_comes_again_is_not_tried_a_third_time(run):
-    """Though there are checkpoints in between."""
+@pytest.mark.parametrize(("step", "starts"), [("7", 2), ("start", 3)])
+def test_an_exception_that_comes_again_in_its_step_is_not_tried_a_third_time(run, step, starts):
+    """Though there are checkpoints in between; in another step it is another."""
     script = """
 import traceback
+from lockstep.user_code import noted
 checkpoint(start)
 try:
-    raise OSError(f"disk {start}")
+    with noted(STEP):
+        raise OSError(f"disk {start}")
 except OSError as error:
     facts = {"message": f"OSError: {error}", "extraInfo": {"timestamp": "1", "py_callstack": traceback.format_exc()}}
     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": facts}))
     sys.exit(1)
 """
-    code, said, starts = run(script, processes=1)
-    assert (code, starts) == (1, [1, 1])
-    assert "It is not started again: it has failed twice in the same way, at the same lines.\n" in said
-    assert "Go on from step-000000002 with: lockstep train " in said
+    code, said, found = run(script.replace("STEP", step), processes=1, max_restarts=2)
+    assert (code, found) == (1, [1] * starts)
+    is_again = "It is not started again: it has failed twice in the same way, at the same lines.\n" in said
+    assert is_again == (starts == 2)
+    assert f"Go on from step-00000000{starts} with: lockstep train " in said

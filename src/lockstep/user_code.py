@@ -4,6 +4,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ MOST_LINES = 80
 MOST_CHARACTERS = 1000
 """Of a line: a message may hold a whole tensor."""
 MARK = "  | "
+STEP = re.compile(r"^in step \d+$", re.MULTILINE)
 CALL = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
@@ -98,13 +100,24 @@ def quoted(error: BaseException) -> str:
     return "\n".join(MARK + _short(line) for line in lines)
 
 
+@contextmanager
+def noted(step: int) -> Iterator[None]:
+    """An error inside says in which step, from 1, it was raised."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in step {step}")
+        raise
+
+
 def alike(message: str, traceback_text: str) -> str:
-    """What is the same of two errors that befell a run in the same way: the kind, and the lines of code on the way to
-    it, the user's where there are any. Of an error of Lockstep's own also its words, which name samples and steps."""
+    """What is the same of two errors that befell a run in the same way: the kind, the step, and the lines of code on
+    the way to it, the user's where there are any. Of an error of Lockstep's own also its words, which name samples."""
     kind, lines = message.partition(":")[0], CALL.findall(traceback_text)
     theirs = [line for line in lines if Frame(line[0], line[2]).is_users]
     words = message if hasattr(errors, kind) else ""
-    return "\n".join([kind, words, *(f"{file}:{number}" for file, number, _ in theirs or lines)])
+    places = [f"{file}:{number}" for file, number, _ in theirs or lines]
+    return "\n".join([kind, words, *STEP.findall(traceback_text), *places])
 
 
 def _short(line: str) -> str:
