@@ -49,7 +49,7 @@ def is_even(batch):
 
 
 def term_counts(batch):
-    return {"ink": is_even(batch).sum()}
+    return {"ink": is_even(batch).sum()TOLD}
 
 
 def build(options, spec):
@@ -59,9 +59,9 @@ def build(options, spec):
 
 @pytest.fixture
 def config(tmp_path):
-    def written(name, *, named='"ink"', counts="term_counts", **sections):
+    def written(name, *, named='"ink"', counts="term_counts", told="", **sections):
         file = tmp_path / f"{name}.py"
-        file.write_text(MODEL.replace("NAMED", named).replace("def term_counts", f"def {counts}"))
+        file.write_text(MODEL.replace("NAMED", named).replace("TOLD", told).replace("def term_counts", f"def {counts}"))
         return config_in(tmp_path, name, model={"kind": "user", "file": str(file)}, **sections)
 
     return written
@@ -95,6 +95,8 @@ def test_terms_have_to_be_counted_before(ranks, config):
     assert re.search(
         r"ModelError: the loss has the terms \['inc'\], but term_counts\(batch\) tells .*\['ink'\]", message
     )
+    (message,) = ranks(1, run_on_rank, config("c", named='"ink"', told=" * 2"))
+    assert re.search(r"ModelError: the term 'ink' of the loss counts (\d+) in shard 0 of step 1, .* let both", message)
     (message,) = ranks(1, run_on_rank, config("b", counts="other_counts"))
     assert re.search(r"ModelError: the loss has the terms \['ink'\], but there is no function term_counts", message)
 

@@ -80,6 +80,8 @@ class MicroBatch:
     """Samples that could not be read, and why (data.on_bad_sample=skip); not among `indices`."""
     weights: Mapping[str, float] | None = None
     """Of the terms of the loss: samples of the step / what the term counts in it. None stands for 1."""
+    term_counts: Mapping[str, float] = field(default_factory=dict)
+    """What the terms count in this micro-batch, as Model.term_counts has told."""
 
     @property
     def is_void(self) -> bool:
@@ -93,7 +95,7 @@ class DataSpec:
 
     modality: str
     """"image", "text", or a user's own word."""
-    labels: tuple[str, ...]
+    labels: tuple[str, ...] = ()
     """Names of the classes; a sample's label is a position in it. () where there are none, as in a regression."""
     image_shape: tuple[int, int, int] | None = None
     """(C, H, W) of every image."""

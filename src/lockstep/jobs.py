@@ -68,6 +68,8 @@ def lines(folder: Path, rank: int | None, *, follows: bool) -> Iterator[str]:
     launcher, note = _job(folder)
     logs = folder / "logs"
     file = launcher.output(note, logs) if rank is None else logs / f"rank-{rank}.log"
+    if file.is_symlink():
+        raise LaunchError(f"{file} is a link, which is not followed: it may lead out of the run's folder")
     if not follows and not file.is_file():
         there = ", ".join(sorted(p.name for p in logs.glob("*") if p.is_file())) or "nothing"
         raise LaunchError(f"there is no {file} yet; in {logs} there is: {there}")

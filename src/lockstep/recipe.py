@@ -144,10 +144,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     A run's own recipe.yaml means the run that it lies in, which may have been moved since it was written.
     """
     if path.name == "recipe.yaml" and (path.parent / "checkpoints").is_dir():
-        run = path.absolute().parent
-        here = {"run.dir": str(run.parent), "run.name": run.name}
-        overrides = [*(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in here.items()), *overrides]
+        overrides = [*lying_in(path.absolute().parent), *overrides]
     return _completed(config.load(Recipe, path, overrides, check=contradictions))
+
+
+def lying_in(run: Path) -> list[str]:
+    """The overrides by which a recipe means the run of this absolute path, whatever it says itself."""
+    here = {"run.dir": str(run.parent), "run.name": run.name}
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in here.items()]
 
 
 def of_sections(sections: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:

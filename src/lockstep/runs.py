@@ -15,15 +15,16 @@ FILES = (".lock", "job.json", "launch.yaml", "metrics.jsonl", "recipe.yaml", "su
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError where what a run writes to lies there as something else, such as a FIFO or a dead link."""
+    """Raise ConfigError where what a run writes to lies there as something else, such as a FIFO or a link. Checkpoints
+    may lie on another disk, but not in another run, which would lose its own."""
     for path in (folder / name for name in (*FOLDERS, *FILES)):
-        is_folder = path.name in FOLDERS
-        is_right = path.is_dir() if is_folder else path.is_file() and not path.is_symlink()
-        if os.path.lexists(path) and not is_right:
-            raise ConfigError(
-                f"{path} is no {'folder' if is_folder else 'regular file'}, but a run writes to it: remove it, or "
-                "choose another run.name"
-            )
+        is_folder, is_link = path.name in FOLDERS, path.is_symlink()
+        if path.name == "checkpoints" and is_link:
+            is_link = (path.resolve().parent / "recipe.yaml").exists()
+        is_right = path.is_dir() if is_folder else path.is_file()
+        if os.path.lexists(path) and (is_link or not is_right):
+            what = "a link" if is_link else "no folder" if is_folder else "no regular file"
+            raise ConfigError(f"{path} is {what}, but a run writes to it: remove it, or choose another run.name")
 
 
 def is_run(path: Path) -> bool:
@@ -47,7 +48,8 @@ def place_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe
         root = folder / "checkpoints"
     if not (root.parent / "recipe.yaml").is_file():
         raise ConfigError(f"{path} is no run: there is no recipe.yaml in it (runs are folders such as runs/NAME)")
-    return recipes.load(root.parent / "recipe.yaml", overrides or []), root, checkpoint
+    overrides = [*recipes.lying_in(root.parent), *(overrides or [])]
+    return recipes.load(root.parent / "recipe.yaml", overrides), root, checkpoint
 
 
 def run_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path]:

@@ -63,15 +63,24 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
         if hasattr(recipe.model, "file"):
             shutil.copy(recipe.model.file, folder)
 
-    target = (to or recipe.folder / recipe.export.folder).absolute()
+    target = (to or _own(recipe.folder / recipe.export.folder)).absolute()
     samples = writing.Samples(few=assembly.first_samples(recipe, data, FEW), all=batches)
     return writing.export(model, target, section=recipe.export, facts=facts, samples=samples, beside=beside), target
 
 
+def _own(target: Path) -> Path:
+    """A folder that nobody has named, if it lies there itself. Raises ModelError for a link, which may lead to what is
+    another's."""
+    if target.is_symlink():
+        raise ModelError(f"{target} is a link, which is not followed: name the folder that it leads to with --to")
+    return target
+
+
 def export_space(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[Facts, Path]:
     """An export in the folder of a Hugging Face Space -> its facts, and that folder. Raises UserError."""
-    target = (to or run_of(path, overrides)[0].folder / space.FOLDER).absolute()
+    target = (to or _own(run_of(path, overrides)[0].folder / space.FOLDER)).absolute()
     space.check(target)
+    _own(target / space.MODEL)
     facts, _ = export(path, overrides, target / space.MODEL)
     space.write(target, facts)
     return facts, target

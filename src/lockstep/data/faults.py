@@ -2,15 +2,28 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
 
 from lockstep import files
 
 MOST_NAMED = 100
 """Of those left out, so many are named in the summary; the files name all."""
+MOST_OF_A_LINE = 1 << 20
+"""Bytes."""
 PATTERN = "bad-samples-rank-*.jsonl"
+
+
+class Listed(BaseModel):
+    """A line of such a file."""
+
+    split: Literal["train", "test"]
+    sample: int = Field(ge=0)
 
 
 @dataclass(kw_only=True)
@@ -62,10 +75,11 @@ def listed(logs: Path) -> dict[str, dict[str, Any]]:
     """What the ranks of a run have left out: split -> {"count", "indices": the first of them}; {} where nothing was."""
     found: dict[str, set[int]] = {}
     for file in logs.glob(PATTERN):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            if line.endswith("}"):  # a kill may have torn the last
-                one = json.loads(line)
-                found.setdefault(one["split"], set()).add(one["sample"])
+        with suppress(OSError), files.regular(file) as opened:  # what else lies there by this name is no list
+            for line in iter(partial(opened.readline, MOST_OF_A_LINE), b""):
+                with suppress(ValueError):  # a kill may have torn the last
+                    one = Listed.model_validate_json(line)
+                    found.setdefault(one.split, set()).add(one.sample)
     return {
         split: {"count": len(samples), "indices": sorted(samples)[:MOST_NAMED]}
         for split, samples in sorted(found.items())

@@ -15,6 +15,8 @@ from lockstep.runtime.seeds import generators_restored, seed_all
 TOLERANCE = 1e-3
 """An output may differ by this much, and by as much of the largest output where that is more than 1. Seen: 1e-6
 (onnxruntime), 3e-7 (the very weights at other addresses: a product with a single row depends on their alignment)."""
+FIXED_LENGTH = ("invalid dimensions", "Guard failed")
+"""What onnxruntime and torch.export say of inputs of another shape than those that were traced."""
 
 
 def compare(model: Forward, again: Forward, batches: Iterable[Batch]) -> Agreement:
@@ -86,7 +88,9 @@ def _outputs_again(forward: Forward, batch: Batch) -> Outputs:
         return outputs(forward, batch)
     except Exception as error:  # of torch, of onnxruntime, of somebody's code in another dtype than it was written for
         reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"the export was read back and cannot predict ({reason}); nothing was kept") from error
+        is_length = any(word in str(error) for word in FIXED_LENGTH)
+        mend = ". A graph may hold samples of one length alone: export.kind=pretrained takes any model" * is_length
+        raise ModelError(f"the export was read back and cannot predict ({reason}); nothing was kept{mend}") from error
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:

@@ -1,5 +1,6 @@
 """A Hugging Face Space: an export in a folder that is a git repository's, with what is needed to build and serve it."""
 
+import errno
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +19,8 @@ PACKAGE = "lockstep-train"
 ATTRIBUTES = ".gitattributes"
 LARGE = ("*.safetensors", "*.pt", "*.pt2", "*.pth", "*.bin", "*.ckpt", "*.onnx", "*.onnx.data", "tokenizer.json")
 """Files that may have more than the 10 MB that the hub takes without LFS."""
+MOST_BYTES = 1 << 20
+"""Of a file of words."""
 OURS = "# Written by `lockstep export --space`, each time anew."
 
 DOCKERFILE = """\
@@ -66,12 +69,24 @@ def check(folder: Path) -> None:
     reason = None
     if folder.exists() and not folder.is_dir():
         reason = "is no folder"
-    elif (folder / "Dockerfile").exists() and not (folder / "Dockerfile").read_text("utf-8").startswith(OURS):
-        reason = "has another Dockerfile"
-    elif (folder / "README.md").exists() and "\nsdk: docker\n" not in (folder / "README.md").read_text("utf-8"):
-        reason = "has a README.md that is no Docker Space's"
+    try:
+        if not (_there(folder / "Dockerfile") or OURS).startswith(OURS):
+            reason = "has another Dockerfile"
+        elif "\nsdk: docker\n" not in (_there(folder / "README.md") or "\nsdk: docker\n"):
+            reason = "has a README.md that is no Docker Space's"
+        _there(folder / ATTRIBUTES)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"holds a file that cannot be read ({error})"
     if reason is not None:
         raise ModelError(f"{folder} {reason}: name another folder with --to, such as the clone of a Docker Space")
+
+
+def _there(file: Path) -> str | None:
+    """The text of a file, if it is there. Raises OSError, also for a link, which might lead out of a repository, and
+    UnicodeDecodeError."""
+    if file.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link", str(file))
+    return files.read(file, MOST_BYTES).decode("utf-8") if file.exists() else None
 
 
 def write(folder: Path, facts: Facts) -> None:
@@ -86,7 +101,7 @@ def write(folder: Path, facts: Facts) -> None:
             if name == "Dockerfile" or not file.exists():
                 files.write(file, text)
             elif name == ATTRIBUTES:
-                there = file.read_text(encoding="utf-8").splitlines()
+                there = (_there(file) or "").splitlines()
                 told = {line.split()[0] for line in there if line.strip()}
                 lacking = [line for line in text.splitlines() if line.split()[0] not in told]
                 files.write(file, "\n".join([*there, *lacking, ""]))

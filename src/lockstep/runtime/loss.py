@@ -78,6 +78,14 @@ def weighted(loss: LossSum, micro_batch: MicroBatch) -> LossSum:
             f"LossSum.count is {loss.count} for {samples} samples: of a loss with terms it is the number of samples; "
             "make what counts tokens, or anything else, a term of its own"
         )
+    for name, term in loss.terms.items():
+        is_at_hand = not isinstance(term.count, Tensor) or term.count.device.type == "cpu"
+        counted = micro_batch.term_counts.get(name, 0.0)
+        if is_at_hand and not math.isclose(float(term.count), counted, rel_tol=1e-5):
+            raise ModelError(
+                f"the term {name!r} of the loss counts {float(term.count):g} in shard {micro_batch.shard} of step "
+                f"{micro_batch.step + 1}, where term_counts(batch) has told {counted:g}: let both count the same"
+            )
     parts = {name: term.total * weights[name] for name, term in loss.terms.items()}
     total = sum(parts.values(), start=loss.total)
     sums = {**loss.sums, **{name: part.detach() for name, part in parts.items()}}
@@ -89,17 +97,16 @@ def with_term_weights(
 ) -> Sequence[MicroBatch]:
     """A rank's micro-batches of a step, with the weights of the loss's terms. Every rank calls it, before any forward
     pass; the counts of all shards are added in the order of their numbers. Raises ModelError."""
+    counted = [replace(each, term_counts=_counts(term_counts(each.batch))) for each in micro_batches]
     own = {
-        each.shard: (len(each.indices), {} if each.is_void else _counts(term_counts(each.batch)))
-        for each in micro_batches
-        if not each.ghost
+        each.shard: (len(each.indices), {} if each.is_void else each.term_counts) for each in counted if not each.ghost
     }
     shards = dict(sorted(item for found in gathered(own) for item in found.items()))
     samples = sum(number for number, _ in shards.values())
     names = sorted({name for _, counts in shards.values() for name in counts})
     totals = {name: math.fsum(counts.get(name, 0.0) for _, counts in shards.values()) for name in names}
     weights = {name: samples / total if total else 0.0 for name, total in totals.items()}
-    return [replace(each, weights=weights) for each in micro_batches]
+    return [replace(each, weights=weights) for each in counted]
 
 
 def _counts(found: Any) -> dict[str, float]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lockstep import files, plugins
 from lockstep.contracts import Batch, Forward, Model
+from lockstep.errors import ModelError
 from lockstep.export.facts import Facts
 from lockstep.export.formats._graph import Traceable, cannot_be_traced, inputs_of, moving_dimensions, silence
 
@@ -22,6 +23,11 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
     """
     plugins.require("onnx", "onnx", "onnxscript", "onnxruntime", what="export.kind=onnx")
     inputs = inputs_of(batch)
+    if twice := sorted({*inputs} & {*facts.outputs}):
+        raise ModelError(
+            f"the outputs {twice} have the names of columns of the data, which an ONNX graph cannot tell apart: call "
+            "them something else in forward(), or use export.kind=pretrained"
+        )
     traceable, shapes = Traceable(model, list(inputs)).eval(), tuple(moving_dimensions(name) for name in inputs)
     try:
         with silence():

@@ -1,0 +1,96 @@
+"""A run folder from somebody else: links, FIFOs and words in it lead nowhere else, and cost neither time nor memory."""
+
+import os
+
+import pytest
+
+from lockstep import jobs, runs, using
+from lockstep.data import faults
+from lockstep.errors import ConfigError, LaunchError, ModelError
+from lockstep.export import space
+
+RECIPE = "data: {kind: digits}\nrun: {dir: %s, name: planted}\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "runs/own"
+    (made / "checkpoints").mkdir(parents=True)
+    (made / "recipe.yaml").write_text(RECIPE % (tmp_path / "outside"))
+    return made
+
+
+def test_a_run_is_where_it_lies_whatever_its_recipe_says(folder):
+    (folder / "checkpoints").rename(folder / "others")
+    (folder / "others/step-000000001").mkdir()
+    (folder / "others/step-000000001/manifest.json").write_text("{}")
+    for path in (folder, folder / "others/step-000000001"):
+        assert runs.place_of(path)[0].folder == folder
+
+
+def test_a_run_does_not_write_into_another(folder, tmp_path):
+    other = tmp_path / "runs/other"
+    other.mkdir()
+    (other / "checkpoints").symlink_to(folder / "checkpoints")
+    with pytest.raises(ConfigError, match=r"other/checkpoints is a link, but a run writes to it: remove it"):
+        runs.check_folder(other)
+    (other / "checkpoints").unlink()
+    (tmp_path / "disk").mkdir()
+    (other / "checkpoints").symlink_to(tmp_path / "disk")  # on another disk, say
+    runs.check_folder(other)
+    (other / "logs").symlink_to(tmp_path / "disk")
+    with pytest.raises(ConfigError, match="other/logs is a link"):
+        runs.check_folder(other)
+
+
+@pytest.mark.parametrize("name", ["space", "space/model"])
+def test_an_export_does_not_follow_a_link_that_lies_there(folder, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(using, "run_of", lambda *_: (runs.place_of(folder)[0], folder))
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(tmp_path)
+    with pytest.raises(ModelError, match=rf"{name} is a link, which is not followed: .* with --to"):
+        using.export_space(folder, None, None)
+
+
+def fifo(file):
+    os.mkfifo(file)
+
+
+def huge(file):
+    file.touch()
+    os.truncate(file, 6 << 30)
+
+
+def link(file):
+    file.with_name("precious").write_text("a secret")
+    file.symlink_to("precious")
+
+
+def other_bytes(file):
+    file.write_bytes(b"\xff\xfe")
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "README.md", ".gitattributes"])
+@pytest.mark.parametrize("made", [fifo, huge, link, other_bytes])
+def test_what_lies_in_the_folder_of_a_space_is_read_with_care(tmp_path, name, made):
+    made(tmp_path / name)
+    with pytest.raises(ModelError, match=r"holds a file that cannot be read \(.*\): name another folder with --to"):
+        space.check(tmp_path)
+
+
+def test_lists_of_bad_samples_are_read_with_care(tmp_path):
+    good = '{"split": "train", "sample": 3, "reason": "torn"}\n'
+    bad = ['{"sample":1}', "[1]", '{"split": "train", "sample": {}}', '{"split": "x", "sample": 1}', "[" * 99999, "}"]
+    faults.file_of(tmp_path, 0).write_text("".join(f"{line}\n{good}" for line in bad) + '{"split": "train", "sam')
+    os.mkfifo(faults.file_of(tmp_path, 7))
+    assert faults.listed(tmp_path) == {"train": {"count": 1, "indices": [3]}}
+
+
+def test_logs_do_not_follow_a_link(folder, tmp_path):
+    (tmp_path / "secret").write_text("precious")
+    (folder / "launch.yaml").write_text("data: {kind: digits}\n")
+    (folder / "job.json").write_text('{"kind": "local", "host": "x", "process": 4000000, "began": 1.0}')
+    (folder / "logs").mkdir()
+    (folder / "logs/rank-0.log").symlink_to(tmp_path / "secret")
+    with pytest.raises(LaunchError, match=r"rank-0.log is a link, which is not followed"):
+        list(jobs.lines(folder, 0, follows=False))
