@@ -223,6 +223,19 @@ def test_a_difference_between_logged_steps_is_no_secret(tmp_path):
     ]
 
 
+def test_where_an_evaluation_alone_differs_the_steps_before_it_are_not_suspected(tmp_path):
+    a, b = (
+        written(tmp_path / name, {10: {"loss": 0.5, "chain": "aa"}, 20: {"loss": 0.25, "chain": "ab"}}) for name in "ab"
+    )
+    for folder, value in ((a, 0.5), (b, 0.75)):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": "evaluation", "step": 20, "accuracy": value}) + "\n")
+    code, out, _ = compare(a, b)
+    assert code == 1
+    assert "  evaluation accuracy: 0.5 in A, 0.75 in B" in out
+    assert not any("they part in" in line for line in out)
+
+
 def test_a_loss_that_is_not_finite_is_another_value(tmp_path):
     a = written(tmp_path / "a", {1: {"loss": 0.5}}, optim={"lr": 0.1})
     b = written(tmp_path / "b", {1: {"loss": None}, 2: {"loss": None}})

@@ -135,3 +135,10 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, kind):
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"has no tokenizer: .* tokenizer\.save_pretrained\(FOLDER\)"):
         transformer.tokenizer(transformer.Config(kind="transformer", name=str(tmp_path)))
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer"])
+def test_more_layers_than_anybody_builds_are_refused_at_once(tmp_path, key):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "text_config": {key: 10**8}}))
+    with pytest.raises(ModelError, match=rf"config.json asks for 100,000,000 layers \({key}\), more than 10,000"):
+        transformer.tokenizer(transformer.Config(kind="transformer", name=str(tmp_path)))

@@ -264,7 +264,9 @@ def admitted(folder):
     trust.guard(folder / "export")
     try:
         trust.admit(folder / "export" / "linked.py", b"of nobody that is known")
-    except UntrustedCode:
+    except UntrustedCode as error:
+        sys.stdout.write(f"{error}\n")
+        sys.stdout.flush()
         return 2
     return 0
 

@@ -114,9 +114,12 @@ def _parting(a: Evidence, b: Evidence, *, common: list[int], first: int | None) 
     before = max((step for step in common if step < first), default=0)
     where = f"after step {before:,} was equal" if before else "the first that can be compared"
     yield f"different: at step {first:,}, {where}"
-    for name in _differing(a, b, first):
+    differing = _differing(a, b, first)
+    for name in differing:
         yield f"  {name.replace('_', ' ')}: {_value(a, first, name)} in A, {_value(b, first, name)} in B"
-    if first - before > 1:
+    knows_weights = not {"chain", "digest"}.isdisjoint(_shared(a, b, first))
+    is_evaluation = knows_weights and all(name.startswith(EVALUATION) for name in differing)
+    if first - before > 1 and not is_evaluation:
         yield f"  they part in one of steps {before + 1:,} to {first:,}; observe.log_every=1 would tell in which"
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -142,6 +143,7 @@ def _some(names: list[str]) -> str:
     return f"{', '.join(names[:NAMED])}{more} ({len(names)} weights)"
 
 
+MOST_LAYERS = 10_000
 LEAST_TOKENS = 3
 """Beside the special ones; where there are no files, transformers makes up a tokenizer of 0 to 2."""
 NAMED = 3
@@ -212,7 +214,7 @@ def read_back(folder: Path) -> Model:
     from transformers import AutoModelForSequenceClassification
 
     _quiet()
-    _refuse_code(str(folder))
+    _check_folder(str(folder))
     return TextClassifier(AutoModelForSequenceClassification.from_pretrained(folder, **WITHOUT_CODE))
 
 
@@ -226,7 +228,7 @@ def from_config(folder: Path) -> Model:
     """A model of the shape that `save_config` has written, with weights that mean nothing."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    _refuse_code(str(folder))
+    _check_folder(str(folder))
     shape = AutoConfig.from_pretrained(folder, **WITHOUT_CODE)
     return TextClassifier(AutoModelForSequenceClassification.from_config(shape, **WITHOUT_CODE))
 
@@ -237,7 +239,7 @@ def _loaded(kind: Any, config: Config, **options: Any) -> Any:
     _quiet()
     cached_only = Path(config.name).is_dir() or not hub_answers()
     if Path(config.name).is_dir():
-        _refuse_code(config.name)
+        _check_folder(config.name)
     options |= WITHOUT_CODE
     _refuse_other_tasks(config, cached_only=cached_only)
     try:
@@ -269,18 +271,32 @@ def _refuse_other_tasks(config: Config, *, cached_only: bool) -> None:
         )
 
 
-def _refuse_code(folder: str) -> None:
-    """Raise ModelError for a model folder whose files name Python code of its own, which transformers would import."""
+def _check_folder(folder: str) -> None:
+    """Raise ModelError for a model folder whose files name Python code of its own, which transformers would import, or
+    more layers than could be built in a day."""
     for name in ("config.json", "tokenizer_config.json"):
         try:
-            own = "auto_map" in json.loads(files.read(Path(folder, name), MOST_BYTES))
+            facts = json.loads(files.read(Path(folder, name), MOST_BYTES))
+            has_code, layers = "auto_map" in facts, dict(_numbers_of_layers(facts))
         except (OSError, ValueError, TypeError, RecursionError):
             continue  # reading the model says what is wrong
-        if own:
+        if has_code:
             raise ModelError(
                 f"{Path(folder, name)} names code of its own (auto_map), which is not executed: save the model without "
                 "it where transformers knows its kind, or bring it as your own file with model.kind=user"
             )
+        if many := next((key for key, number in layers.items() if number > MOST_LAYERS), None):
+            raise ModelError(
+                f"{Path(folder, name)} asks for {layers[many]:,} layers ({many}), more than {MOST_LAYERS:,}"
+            )
+
+
+def _numbers_of_layers(facts: Any) -> Iterator[tuple[str, int]]:
+    """Key and value of each such number in a config, at any depth."""
+    for key, value in facts.items() if isinstance(facts, dict) else ():
+        if isinstance(value, int) and key.endswith(("layers", "layer")):
+            yield key, value
+        yield from _numbers_of_layers(value)
 
 
 def _quiet() -> None:

@@ -99,7 +99,9 @@ def with_term_weights(
     pass; the counts of all shards are added in the order of their numbers. Raises ModelError."""
     counted = [replace(each, term_counts=_counts(term_counts(each.batch))) for each in micro_batches]
     own = {
-        each.shard: (len(each.indices), {} if each.is_void else each.term_counts) for each in counted if not each.ghost
+        each.shard: (len(each.indices), dict.fromkeys(each.term_counts, 0.0) if each.is_void else each.term_counts)
+        for each in counted
+        if not each.ghost
     }
     shards = dict(sorted(item for found in gathered(own) for item in found.items()))
     samples = sum(number for number, _ in shards.values())
