@@ -135,10 +135,10 @@ class Served:
         lines = [line for line in self.get("/metrics", **more).text.splitlines() if line.startswith(name)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
-    def queued(self, count, seconds=20):
-        """Wait until so many inputs wait, or more; seen several times, as an input waits a moment before it is taken."""
+    def queued(self, count, times=5, seconds=20):
+        """Wait until so many inputs wait, or more; `times` in a row, as an input waits a moment before it is taken."""
         end, seen = time.monotonic() + seconds, 0
-        while seen < 5:
+        while seen < times:
             seen = seen + 1 if self.metric("lockstep_queue_inputs") >= count else 0
             assert time.monotonic() < end, f"{count} inputs never waited"
             time.sleep(0.01)

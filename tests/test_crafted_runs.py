@@ -1,8 +1,10 @@
 """A run folder from somebody else: links, FIFOs and words in it lead nowhere else, and cost neither time nor memory."""
 
 import os
+import re
 
 import pytest
+from test_training import config_in, run_on_rank
 
 from lockstep import jobs, runs, using
 from lockstep.data import faults
@@ -94,3 +96,11 @@ def test_logs_do_not_follow_a_link(folder, tmp_path):
     (folder / "logs/rank-0.log").symlink_to(tmp_path / "secret")
     with pytest.raises(LaunchError, match=r"rank-0.log is a link, which is not followed"):
         list(jobs.lines(folder, 0, follows=False))
+
+
+@pytest.mark.parametrize("name", ["logs", "summary.json", "metrics.jsonl", ".lock"])
+def test_what_lies_in_the_way_is_told_before_training(ranks, tmp_path, name):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / name).symlink_to(tmp_path / "nowhere")
+    for message in ranks(2, run_on_rank, config_in(tmp_path, "a")):
+        assert re.search(rf"ConfigError: .*/a/{name} is a link, .*: remove it, or choose another run.name", message)

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch._dynamo  # transformers imports it, which sets a variable: better here than inside a test
 
+from lockstep.contracts import DataSpec
 from lockstep.errors import ModelError
 from lockstep.export import facts as telling
 from lockstep.export.reading import forward_of
@@ -110,3 +111,44 @@ def test_a_forward_pass_that_draws_numbers_is_exported(tmp_path):
     assert facts.agreement.same_weights and facts.agreement.largest_difference == 0
     with pytest.raises(ModelError, match="draws random numbers can be exported as weights"):
         case.export(tmp_path / "graph", "onnx")
+
+
+def test_an_output_with_the_name_of_a_column_is_no_graph(tmp_path):
+    case = several(tmp_path / "code", '{"image": x, "logits": self.head(x)}')
+    case.export(tmp_path / "export")
+    with pytest.raises(
+        ModelError, match=r"the outputs \['image'\] have the names of columns of the data, which an ONNX"
+    ):
+        case.export(tmp_path / "graph", "onnx")
+
+
+RECURRENT = """
+from torch import nn
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1)
+
+    def forward(self, batch):
+        return self.head(self.layer(batch["steps"])[0].mean(1))
+
+
+def build(options, spec):
+    return Recurrent()
+"""
+
+
+def walks(size, seed=0, length=None):
+    return {"steps": torch.randn(size, (length or 5) - seed, 4, generator=torch.Generator().manual_seed(seed))}
+
+
+@pytest.mark.parametrize("kind", ["onnx", "torch_export"])
+def test_a_graph_of_one_length_says_what_takes_any(tmp_path, kind):
+    case = exporting.user_case(tmp_path, RECURRENT, spec=DataSpec(modality="walks"), batch=walks)
+    case.export(tmp_path / "export")
+    with pytest.raises(
+        ModelError, match=r"A graph may hold samples of one length alone: export\.kind=pretrained takes"
+    ):
+        case.export(tmp_path / "graph", kind)

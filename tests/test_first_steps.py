@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import shutil
 
 import pytest
 import torch
@@ -37,9 +38,11 @@ SPREADS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2)]
 
 
 def own_model(tmp_path, file, name="a", **sections):
-    """The config of a short run of a model of tests/own."""
+    """The config of a short run of a model of tests/own, in a copy of its file: what a file keeps would else pass from
+    one test to the next, as processes serve several."""
     options, parallel = sections.pop("options"), sections.pop("parallel", {"kind": "ddp"})
-    model = {"kind": "user", "file": str(OWN / file), "options": options}
+    copy = shutil.copy(OWN / file, tmp_path)
+    model = {"kind": "user", "file": str(copy), "options": options}
     merged = {key: {**SHORT.get(key, {}), **sections.get(key, {})} for key in {*SHORT, *sections}}
     return config_in(tmp_path, name, model=model, parallel=parallel, **merged)
 
@@ -64,7 +67,7 @@ def test_a_planted_culprit_is_noticed(ranks, tmp_path, odd, kind, world):
     assert summary["digest_depends_on_world"] == found["what"]
     if expected != "parameter":
         file, line = found["where"].rstrip(")").rsplit(", ", 1)[1].rsplit(":", 1)
-        assert file == str(OWN / "culprits.py")
+        assert file == str(tmp_path / "culprits.py")
         text = (OWN / "culprits.py").read_text().splitlines()[int(line) - 1]
         assert where.split("(")[1].split(",")[0].split(".")[0] in text or where.split(" ")[0].split(".")[-1] in text
 

@@ -175,11 +175,11 @@ class Network(nn.Module):
         super().__init__()
         first = [nn.Flatten(), nn.Linear(pixels, WIDTH), nn.BatchNorm1d(WIDTH), odd, nn.ReLU(), nn.Dropout(0.2)]
         self.body = nn.Sequential(*first)
-        self.neck = nn.Linear(WIDTH, WIDTH)
+        self.neck, self.waist = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, classes)
 
     def forward(self, batch):
-        return self.head(torch.relu(self.neck(self.body(batch["image"] / 255))))
+        return self.head(torch.relu(self.waist(torch.relu(self.neck(self.body(batch["image"] / 255))))))
 
 
 class Lossy(Network):

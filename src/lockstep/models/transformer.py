@@ -277,7 +277,7 @@ def _check_folder(folder: str) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         try:
             facts = json.loads(files.read(Path(folder, name), MOST_BYTES))
-            has_code, layers = "auto_map" in facts, dict(_numbers_of_layers(facts))
+            has_code = "auto_map" in facts
         except (OSError, ValueError, TypeError, RecursionError):
             continue  # reading the model says what is wrong
         if has_code:
@@ -285,18 +285,20 @@ def _check_folder(folder: str) -> None:
                 f"{Path(folder, name)} names code of its own (auto_map), which is not executed: save the model without "
                 "it where transformers knows its kind, or bring it as your own file with model.kind=user"
             )
-        if many := next((key for key, number in layers.items() if number > MOST_LAYERS), None):
-            raise ModelError(
-                f"{Path(folder, name)} asks for {layers[many]:,} layers ({many}), more than {MOST_LAYERS:,}"
-            )
+        for key, number in _numbers_of_layers(facts):
+            if number > MOST_LAYERS:
+                raise ModelError(f"{Path(folder, name)} asks for {number:,} layers ({key}), more than {MOST_LAYERS:,}")
 
 
 def _numbers_of_layers(facts: Any) -> Iterator[tuple[str, int]]:
     """Key and value of each such number in a config, at any depth."""
-    for key, value in facts.items() if isinstance(facts, dict) else ():
-        if isinstance(value, int) and key.endswith(("layers", "layer")):
-            yield key, value
-        yield from _numbers_of_layers(value)
+    left = [facts]
+    while left:
+        found = left.pop()
+        for key, value in found.items() if isinstance(found, dict) else ():
+            if isinstance(value, int) and key.endswith(("layers", "layer")):
+                yield key, value
+            left.append(value)
 
 
 def _quiet() -> None:
