@@ -27,16 +27,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from networks import loopback, measured
 from reproducibility import MODELS, RESULTS, SHARDS, WideMLP, placed
 
+from lockstep.base.contracts import Batch, MicroBatch, Model
+from lockstep.base.events import Bus
+from lockstep.base.world import World
 from lockstep.checkpoint.layout import Manifest
 from lockstep.checkpoint.writer import Writer
-from lockstep.contracts import Batch, MicroBatch, Model
-from lockstep.events import Bus
-from lockstep.runtime import process_group
-from lockstep.runtime.precision import fix_numerics
+from lockstep.core.distributed import process_group
+from lockstep.core.numerics.precision import fix_numerics
 from lockstep.training.saving import Saving
 from lockstep.training.state import TrainState
 from lockstep.training.step import step
-from lockstep.world import World
 
 
 def mlp200() -> tuple[dict, Model, list[Batch]]:

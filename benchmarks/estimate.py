@@ -31,10 +31,10 @@ import psutil
 import torch
 from rich.console import Console
 
-from lockstep import recipe as recipes
-from lockstep.estimate.estimation import estimate
-from lockstep.estimate.machine import Wish
-from lockstep.estimate.table import Row
+from lockstep.run import recipe as recipes
+from lockstep.tools.estimate.estimation import estimate
+from lockstep.tools.estimate.forecast_table import Row
+from lockstep.tools.estimate.machine_measurement import Wish
 
 RESULTS = Path(__file__).parent / "results"
 LOOK_SECONDS = 0.02
@@ -95,7 +95,7 @@ MODELS = {"cnn": cnn, "encoder": encoder}
 def trained(path: Path, strategy: str, world: int) -> Real:
     """Run a training to its end, and look at its processes meanwhile."""
     name = f"{strategy}-{world}"
-    command = [sys.executable, "-m", "lockstep.cli", "train", str(path), f"run.dir={path.parent}", f"run.name={name}"]
+    command = [sys.executable, "-m", "lockstep", "train", str(path), f"run.dir={path.parent}", f"run.name={name}"]
     command += [f"parallel.kind={strategy}", f"launch.processes={world}", "launch.max_restarts=0"]
     folder, peak = path.parent / name, 0
     with (path.parent / f"{name}.log").open("w") as log:

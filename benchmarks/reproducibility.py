@@ -21,15 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep import assembly, plugins
-from lockstep import recipe as recipes
-from lockstep.contracts import Batch, DataSpec, LossSum, MicroBatch, Model
-from lockstep.runtime import process_group
-from lockstep.runtime.loss import classification_loss
-from lockstep.runtime.precision import fix_numerics
+from lockstep.base import plugins
+from lockstep.base.contracts import Batch, DataSpec, LossSum, MicroBatch, Model
+from lockstep.base.world import World
+from lockstep.core.distributed import process_group
+from lockstep.core.numerics.loss import classification_loss
+from lockstep.core.numerics.precision import fix_numerics
+from lockstep.run import build
+from lockstep.run import recipe as recipes
 from lockstep.training.state import TrainState
 from lockstep.training.step import step
-from lockstep.world import World
 
 sys.path.insert(0, str(Path(__file__).parent))
 from networks import Place, can_make_namespaces, loopback, measured, namespaces
@@ -110,7 +111,7 @@ def placed(name: str, kind: str) -> tuple[TrainState, list[list[MicroBatch]]]:
     torch.manual_seed(0)
     sections, model, batches = MODELS[name]()
     recipe = recipes.Recipe.model_validate({**sections, "run": {"reproducibility": kind}})
-    state = assembly.place(recipe, model, lambda: batches[0], total_steps=10_000, device=torch.device("cpu"))
+    state = build.place(recipe, model, lambda: batches[0], total_steps=10_000, device=torch.device("cpu"))
     micro_batches = [
         MicroBatch(
             step=0,

@@ -27,7 +27,7 @@ import torch
 from http_load import load
 from networks import free_port
 
-from lockstep.export.facts import read
+from lockstep.inference.export.export_facts import read
 
 CONCURRENCIES = (1, 8, 32, 128)
 TUTORIAL = """
@@ -77,7 +77,7 @@ TUTORIALS = ("tutorial, def", "tutorial, async def")
 
 def commands(export: Path, graphs: Sequence[Path] = ()) -> dict[str, list[str]]:
     """Name of a server -> its command, without the port."""
-    serve = [sys.executable, "-m", "lockstep.cli", "serve", "--port", "PORT"]
+    serve = [sys.executable, "-m", "lockstep", "serve", "--port", "PORT"]
     return {
         TUTORIALS[0]: [sys.executable, "-c", TUTORIAL, str(export), "PORT", "def"],
         TUTORIALS[1]: [sys.executable, "-c", TUTORIAL, str(export), "PORT", "async"],

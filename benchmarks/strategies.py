@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep import assembly
-from lockstep import recipe as recipes
-from lockstep.contracts import MicroBatch
-from lockstep.runtime import process_group
-from lockstep.runtime.collectives import gathered
-from lockstep.runtime.precision import fix_numerics
+from lockstep.base.contracts import MicroBatch
+from lockstep.base.world import World
+from lockstep.core.distributed import process_group
+from lockstep.core.distributed.collectives import gathered
+from lockstep.core.numerics.precision import fix_numerics
+from lockstep.run import build
+from lockstep.run import recipe as recipes
 from lockstep.training.step import step
-from lockstep.world import World
 
 sys.path.insert(0, str(Path(__file__).parent))
 from networks import loopback, measured
@@ -66,7 +66,7 @@ def work(name: str, seconds: float) -> None:
         if name == "torch.nn.DataParallel":  # as the model is called; blocks() and loss() stay its own
             model.network = nn.DataParallel(model.network)
         recipe = recipes.Recipe.model_validate({**sections, "parallel": ROWS[name][1]})
-        state = assembly.place(recipe, model, lambda: batches[0], total_steps=10_000, device=torch.device("cpu"))
+        state = build.place(recipe, model, lambda: batches[0], total_steps=10_000, device=torch.device("cpu"))
         every, times = frozenset(range(SHARDS)), []
         micro_batches = [
             MicroBatch(

@@ -24,8 +24,8 @@ def main(arguments: list[str]) -> int:
         print(f"GPUS should be a number above 0, not {wanted!r}; a config is named by CONFIG={wanted}", file=sys.stderr)
         return 2
 
-    from lockstep import recipe
-    from lockstep.errors import LockstepError
+    from lockstep.base.errors import LockstepError
+    from lockstep.run import recipe
 
     config = os.environ.get("CONFIG") or str(EXAMPLE)
     try:
@@ -39,17 +39,17 @@ def main(arguments: list[str]) -> int:
 
 
 def under_torchrun(processes: int, config: str, overrides: list[str]) -> int:
-    """As `torchrun --standalone --nproc-per-node=PROCESSES -m lockstep.worker CONFIG ...`, without its traceback."""
+    """As `torchrun --standalone --nproc-per-node=N -m lockstep.run.worker CONFIG ...`, without its traceback."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from lockstep.errors import Interrupted
+    from lockstep.base.errors import Interrupted
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own value, which it announces; run.threads replaces it
     if os.name == "nt":
         os.environ["USE_LIBUV"] = "0"  # PyTorch for Windows is built without it
-    command = ["--standalone", f"--nproc-per-node={processes}", "-m", "lockstep.worker", config, *overrides]
+    command = ["--standalone", f"--nproc-per-node={processes}", "-m", "lockstep.run.worker", config, *overrides]
     try:
         run.run(run.parse_args(command))
     except ChildFailedError as error:  # the processes have said what happened

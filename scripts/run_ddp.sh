@@ -4,7 +4,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # the active environment, else the one that `make setup` has made: the first Python that has Lockstep
 for python in python python3 "$here/../.venv/bin/python"; do
-    if "$python" -c 'from importlib.util import find_spec as find; exit(not (find("lockstep.worker") and find("torch")))' \
+    if "$python" -c 'from importlib.util import find_spec as find; exit(not (find("lockstep.run.worker") and find("torch")))' \
         >/dev/null 2>&1; then
         exec "$python" "$here/run_ddp.py" "$@"
     fi

@@ -14,8 +14,8 @@ import socket
 import sys
 import time
 
-from lockstep import worker
 from lockstep.checkpoint import verify
+from lockstep.run import worker
 from lockstep.training.saving import Saving
 
 for slow in (

@@ -6,11 +6,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from lockstep.contracts import DataSpec
+from lockstep.base.contracts import DataSpec
 from lockstep.data.collate import collate
-from lockstep.export import writing
-from lockstep.export.facts import facts_of
-from lockstep.export.section import ExportSection
+from lockstep.inference.export import export_writer
+from lockstep.inference.export.export_config import ExportSection
+from lockstep.inference.export.export_facts import facts_of
 from lockstep.models import cnn, transformer, user
 
 IMAGES = DataSpec(modality="image", labels=("cat", "dog", "owl"), image_shape=(1, 8, 8))
@@ -61,12 +61,12 @@ class Case:
             torch_version="2.13.0",
             recipe={"data": {"kind": "files"}, "model": self.section.model_dump(mode="json")},
         )
-        return writing.export(
+        return export_writer.export(
             self.model,
             target,
             section=ExportSection(kind=kind, **settings),
             facts=facts,
-            samples=writing.Samples(few=[self.batch(5), self.batch(1, seed=1)], all=self.all),
+            samples=export_writer.Samples(few=[self.batch(5), self.batch(1, seed=1)], all=self.all),
             beside=self.beside,
         )
 

@@ -1,7 +1,7 @@
 """Real commands on hostile input: each in a process of its own, forked from a warm one, and how it was answered.
 
 `commands.answer(["train", "c.yaml", "--dry-run"], folder=tmp_path)` runs `lockstep train c.yaml --dry-run` in that
-folder; "worker" as the first word is `python -m lockstep.worker`: a whole training in this one process. In place of
+folder; "worker" as the first word is `python -m lockstep.run.worker`: a whole training in this one process. In place of
 words there may be a top-level function with its arguments: `answer(function, *args, folder=...)`.
 """
 
@@ -27,7 +27,14 @@ MEMORY_BYTES = 6 << 30
 """That a process may map beyond what the warm one has: what reads /dev/zero to its end fails, and is a traceback."""
 GOOD = ("message", "done")
 KINDS = (*GOOD, "traceback", "silent", "hang", "executed")
-SLOW = ("lockstep.cli", "lockstep.worker", "pyarrow.csv", "pyarrow.parquet", "PIL.Image", "torchmetrics.classification")
+SLOW = (
+    "lockstep.cli._app",
+    "lockstep.run.worker",
+    "pyarrow.csv",
+    "pyarrow.parquet",
+    "PIL.Image",
+    "torchmetrics.classification",
+)
 CANARY = "executed"
 """A file that code in an input would make, in the folder of the input."""
 TRACEBACK = re.compile(r"^\s*(Traceback \(most recent call last\)|Fatal Python error|Exception ignored )", re.MULTILINE)
@@ -175,9 +182,9 @@ def _code_of(what, args):
     if callable(what):
         return what(*args) or 0
     if what[0] == "worker":
-        from lockstep import worker
+        from lockstep.run import worker
 
         return worker.main([str(word) for word in what[1:]])
-    from lockstep import cli
+    from lockstep.cli import _app
 
-    return cli.app([str(word) for word in what], prog_name="lockstep")
+    return _app.app([str(word) for word in what], prog_name="lockstep")

@@ -11,18 +11,19 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep import launching, worker
-from lockstep import recipe as recipes
-from lockstep.contracts import Request
-from lockstep.errors import Interrupted
-from lockstep.job import Job
+from lockstep.base.contracts import Request
+from lockstep.base.errors import Interrupted
+from lockstep.launch import launch_run
+from lockstep.run import recipe as recipes
+from lockstep.run import worker
+from lockstep.run.tasks.train import Job
 
 NUMBERED = '''
 """The digits, each with its number."""
 
 import numpy as np
 
-from lockstep.data.memory import Images
+from lockstep.data.in_memory import Images
 from lockstep.data.sources import digits
 
 
@@ -67,7 +68,7 @@ class RecordingJob(Job):
 def launch(config, processes, restarts):
     """As `lockstep train`, with this file in the worker's place."""
     recipe = recipes.load(Path(config), [f"launch.processes={processes}", f"launch.max_restarts={restarts}"])
-    launcher = launching.launcher_of(recipe)
+    launcher = launch_run.launcher_of(recipe)
     plan = launcher.plan(Request(recipe=Path(config)))
     plan = replace(plan, argv=(sys.executable, __file__, *plan.module[1:]))
     try:

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lockstep.contracts import DataSpec
-from lockstep.export.facts import facts_of
-from lockstep.export.section import ExportSection
-from lockstep.export.writing import Samples, export
+from lockstep.base.contracts import DataSpec
+from lockstep.core.numerics.digest import digest
+from lockstep.inference.export.export_config import ExportSection
+from lockstep.inference.export.export_facts import facts_of
+from lockstep.inference.export.export_writer import Samples, export
 from lockstep.models import cnn, transformer, user
-from lockstep.runtime.digest import digest
 
 LABELS = ("Business", "Sci/Tech", "Sports", "World")
 DIGITS = DataSpec(modality="image", labels=tuple("0123456789"), image_shape=(1, 8, 8))
@@ -155,7 +155,7 @@ def serving(target, *options, variables=None):
     """`lockstep serve TARGET ...` on a port of its own; nobody's leak, as it may stand for many tests."""
     environment = {k: v for k, v in os.environ.items() if k != "LOCKSTEP_TEST_SESSION"} | (variables or {})
     process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep.cli", "serve", str(target), "--port", "0", *options],
+        [sys.executable, "-m", "lockstep", "serve", str(target), "--port", "0", *options],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.using import open_predictor
+from lockstep.inference.trained_model import open_predictor
 
 BATCH = 50
 
@@ -19,7 +19,7 @@ def exports(tmp_path_factory, shared_data, minilm):
     folder = tmp_path_factory.mktemp("news")
 
     def lockstep(*arguments):
-        command = [sys.executable, "-m", "lockstep.cli", *map(str, arguments)]
+        command = [sys.executable, "-m", "lockstep", *map(str, arguments)]
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=600)
 
     settings = [

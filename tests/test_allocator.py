@@ -9,7 +9,7 @@ COUNT = """
 import random
 import resource
 import torch
-from lockstep.runtime import allocator
+from lockstep.core.host import malloc as allocator
 
 {before}
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.serving.batcher import PASS_TOKENS, Batcher, Full, Item, groups
+from lockstep.inference.serving.batcher import PASS_TOKENS, Batcher, Full, Item, groups
 
 
 class Model:

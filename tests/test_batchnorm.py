@@ -8,13 +8,13 @@ import torch.distributed as dist
 from test_training import config_in, run_on_rank
 from torch import nn
 
-from lockstep import assembly
-from lockstep.errors import LaunchError
-from lockstep.recipe import Recipe
-from lockstep.runtime.batchnorm import check_synchronised, has_batchnorm, synchronise
-from lockstep.runtime.buffers import BufferUpdates
-from lockstep.runtime.digest import digest
-from lockstep.world import World
+from lockstep.base.errors import LaunchError
+from lockstep.base.world import World
+from lockstep.core.modules.buffers import BufferUpdates
+from lockstep.core.numerics.batchnorm import check_synchronised, has_batchnorm, synchronise
+from lockstep.core.numerics.digest import digest
+from lockstep.run import build
+from lockstep.run.recipe import Recipe
 
 NORMED = {"kind": "user", "file": str(pathlib.Path(__file__).parent / "own" / "normed.py")}
 SYNC = {"batchnorm": "sync"}
@@ -65,7 +65,7 @@ def test_two_ranks_evaluate_what_they_cannot_train(ranks, tmp_path):
 def evaluate_on_rank(config):
     """A model, evaluated, and asked whether it could be trained, here and on GPUs."""
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    parts = assembly.assemble(Recipe.model_validate(config), world, torch.device("cpu"))
+    parts = build.assemble(Recipe.model_validate(config), world, torch.device("cpu"))
     parts.model.eval()
     return {
         "values": parts.evaluate().values,

@@ -9,8 +9,8 @@ from test_training import config_in, run_on_rank
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lockstep.errors import LockstepError
-from lockstep.runtime.buffers import borrowed
+from lockstep.base.errors import LockstepError
+from lockstep.core.modules.buffers import borrowed
 
 LAYOUTS = [
     ("ddp", 2, {}),

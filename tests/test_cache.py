@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.data import cache as token_cache
-from lockstep.data.cache import tokenised, verify
+from lockstep.base.errors import DataError
+from lockstep.data import token_cache as token_cache
 from lockstep.data.collate import collate
-from lockstep.data.memory import Texts
-from lockstep.errors import DataError
+from lockstep.data.in_memory import Texts
+from lockstep.data.token_cache import tokenised, verify
 from lockstep.models import transformer
 
 NAMES = ("short", "long")

@@ -8,12 +8,13 @@ from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep import plugins, using
-from lockstep.data.section import Origin
-from lockstep.errors import ConfigError
-from lockstep.export import card
-from lockstep.export.facts import Facts
-from lockstep.recipe import of_sections, starter
+from lockstep.base import plugins
+from lockstep.base.errors import ConfigError
+from lockstep.data.data_config import Origin
+from lockstep.inference import trained_model
+from lockstep.inference.export import model_card
+from lockstep.inference.export.export_facts import Facts
+from lockstep.run.recipe import of_sections, starter
 
 PLAIN = {
     "name": "a", "kind": "pretrained", "model": {"kind": "cnn"}, "modality": "image", "labels": ("0", "1"), "step": 1,
@@ -27,7 +28,7 @@ def facts(**more):
 
 def about(**sections):
     """What a recipe tells about itself."""
-    return using._about(of_sections(sections))
+    return trained_model._about(of_sections(sections))
 
 
 def front(text):
@@ -39,7 +40,7 @@ def front(text):
 
 def test_all_that_is_known_of_a_text_model():
     recipe = {"data": {"kind": "ag_news"}, "model": {"kind": "transformer"}, "export": {"license": "apache-2.0"}}
-    text = card.text(facts(model={"kind": "transformer", "name": "x"}, modality="text", **about(**recipe)))
+    text = model_card.text(facts(model={"kind": "transformer", "name": "x"}, modality="text", **about(**recipe)))
     found = front(text)
     assert (found.license, found.language, found.base_model) == ("apache-2.0", ["en"], "distilbert-base-uncased")
     assert (found.datasets, found.library_name, found.metrics) == (["fancyzhx/ag_news"], "transformers", ["accuracy"])
@@ -59,7 +60,7 @@ def test_nothing_is_invented(tmp_path, minilm):
         model={"kind": "transformer", "name": str(minilm)},
     )
     assert (mine["license"], mine["language"], mine["base_model"]) == (None, (), None)
-    text = card.text(facts(modality="text", model={"kind": "transformer"}, **mine))
+    text = model_card.text(facts(modality="text", model={"kind": "transformer"}, **mine))
     head = yaml.safe_load(text.split("---\n")[1])
     assert not {"license", "language", "base_model", "datasets"} & set(head)
     assert head["model-index"][0]["results"][0]["dataset"]["name"] == "reviews"
@@ -69,7 +70,7 @@ def test_nothing_is_invented(tmp_path, minilm):
         model={"kind": "transformer"},
         export={"license": "mit", "language": ["de", "pt-BR"], "base_model": "me/mine"},
     )  # fmt: skip
-    found = front(card.text(facts(modality="text", **named)))
+    found = front(model_card.text(facts(modality="text", **named)))
     assert (found.license, found.language, found.base_model) == ("mit", ["de", "pt-BR"], "me/mine")
     (result, *_) = found.eval_results
     assert (result.dataset_type, result.dataset_config, result.dataset_revision) == ("a/b", "c", "d")
@@ -78,7 +79,7 @@ def test_nothing_is_invented(tmp_path, minilm):
 
 @pytest.mark.parametrize("kind", [kind for kind in plugins.names("data.sources") if kind != "user"])
 def test_every_source_says_what_it_is(kind):
-    found = using._about(starter(kind))["origin"]
+    found = trained_model._about(starter(kind))["origin"]
     assert found.name and found.name != kind
 
 
@@ -101,7 +102,7 @@ def test_whatever_names_hold_the_card_says_the_same(label, name, value, metrics)
     """Front matter that reads back, and one line without Markdown or HTML for each name."""
     origin = Origin(name=name or "x", subset=value or None)
     recipe = {"data": {"kind": "user", "options": {"note": value}}}
-    text = card.text(facts(labels=(label, "1"), origin=origin, recipe=recipe, metrics=metrics))
+    text = model_card.text(facts(labels=(label, "1"), origin=origin, recipe=recipe, metrics=metrics))
     head, body = re.fullmatch(r"---\n(.*?)\n---\n(.*)", text, re.DOTALL).groups()
     found = yaml.safe_load(head)
     assert not {"license", "datasets", "base_model", "language"} & set(found)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.contracts import MicroBatch
-from lockstep.prove.cause import REPEATED, SPREAD, Traced, explained, first_difference
-from lockstep.prove.unsplit import agree
-from lockstep.runtime.trace import Trace, fingerprint
+from lockstep.base.contracts import MicroBatch
+from lockstep.core.modules.module_trace import Trace, fingerprint
+from lockstep.tools.prove.batch_split import agree
+from lockstep.tools.prove.trace_diff import REPEATED, SPREAD, Traced, explained, first_difference
 
 
 def call(name, inputs="a", hash="b"):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import save
 
-from lockstep.checkpoint import keeper, layout, reader, verify
+from lockstep.base.errors import CheckpointError
+from lockstep.checkpoint import layout, reader, retention, verify
 from lockstep.checkpoint.layout import CheckpointSection, Manifest
-from lockstep.errors import CheckpointError
 
 
 def manifest_of(step, **metrics):
@@ -173,9 +173,9 @@ def section(keep=1, best=None):
     ],
 )
 def test_the_newest_and_the_best_stay(root, keep, best, stay):
-    keeper.tidy(root, section(keep, best))
+    retention.tidy(root, section(keep, best))
     assert names(root) == step_names(*stay)
-    keeper.tidy(root, section(keep, best))
+    retention.tidy(root, section(keep, best))
     assert names(root) == step_names(*stay)
 
 
@@ -186,7 +186,7 @@ def test_the_newest_and_the_best_stay(root, keep, best, stay):
 def test_one_every_few_hours_stays(root, hours, stay):
     """They were saved ten hours apart; which ones stay does not change when it is asked again, nor with new ones."""
     for _ in range(2):
-        keeper.tidy(root, CheckpointSection(keep=1, keep_every_hours=hours))
+        retention.tidy(root, CheckpointSection(keep=1, keep_every_hours=hours))
         assert names(root) == step_names(*stay)
 
 
@@ -195,7 +195,7 @@ def test_leftovers_of_killed_saves_go(root):
         (root / name).mkdir()
         (root / name / "__0_0.distcp").write_text("torn")
     (root / "notes.txt").write_text("mine")
-    keeper.tidy(root, section(9))
+    retention.tidy(root, section(9))
     assert names(root) == ["notes.txt", *step_names(10, 20, 30, 40)]
 
 
@@ -206,7 +206,7 @@ def test_the_good_ones_outlive_damaged_newer_ones(root, keep, damaged):
     for step in damaged:
         flip(root / f"step-{step:09}", random.Random(step))
     good = verify.newest(root, lambda *_: None)
-    keeper.tidy(root, section(keep))
+    retention.tidy(root, section(keep))
     assert good.is_dir()
     assert verify.newest(root, lambda *_: None) == good
     assert len(names(root)) <= keep
@@ -215,21 +215,21 @@ def test_the_good_ones_outlive_damaged_newer_ones(root, keep, damaged):
 def test_when_none_is_good_none_is_deleted(root):
     for folder in layout.listed(root):
         add(folder, random.Random(1))
-    keeper.tidy(root, section(1))
+    retention.tidy(root, section(1))
     assert names(root) == step_names(10, 20, 30, 40)
 
 
 def test_an_unreadable_manifest_stops_nobody(root):
     (root / "step-000000010" / "manifest.json").write_text("{")
-    assert keeper.best(keeper.manifests(root), "accuracy") == root / "step-000000020"
-    keeper.tidy(root, section(1, "accuracy"))
+    assert retention.best(retention.manifests(root), "accuracy") == root / "step-000000020"
+    retention.tidy(root, section(1, "accuracy"))
     assert names(root) == step_names(20, 40)
 
 
 @pytest.mark.parametrize(("best", "step"), [(None, 40), ("accuracy", 10), ("loss", 20), ("f1", 40)])
 def test_a_finished_run_stands_for(root, best, step):
-    assert keeper.chosen(root, section(best=best)) == root / f"step-{step:09}"
-    assert keeper.chosen(root / "nowhere", section(best=best)) is None
+    assert retention.chosen(root, section(best=best)) == root / f"step-{step:09}"
+    assert retention.chosen(root / "nowhere", section(best=best)) is None
 
 
 NAN = float("nan")
@@ -247,7 +247,7 @@ NAN = float("nan")
     ],
 )
 def test_is_better(metric, new, old, expected):
-    assert keeper.is_better(metric, new, old) is expected
+    assert retention.is_better(metric, new, old) is expected
 
 
 # ---- loading

@@ -10,10 +10,10 @@ from conftest import save
 from test_checkpoint_files import manifest_of, names, save_all, step_names
 from torch import nn
 
+from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint import layout, reader, verify, weights
 from lockstep.checkpoint.writer import Writer, share
-from lockstep.errors import CheckpointError
-from lockstep.runtime.digest import digest
+from lockstep.core.numerics.digest import digest
 
 resource = pytest.importorskip("resource")  # sets limits; Windows has none
 

@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from typer.testing import CliRunner
 
-from lockstep import cli, config
-from lockstep.checkpoint import inventory, keeper, layout, verify
+from lockstep.base import config
+from lockstep.checkpoint import inventory, layout, retention, verify
 from lockstep.checkpoint import listing as table
 from lockstep.checkpoint.layout import CheckpointSection, Manifest, folder_of
-from lockstep.recipe import starter
+from lockstep.cli import _app
+from lockstep.run.recipe import starter
 
 SECTION = "{keep: 1, best: accuracy, keep_every_hours: 6}"
 STEPS = (10, 20, 30, 40)
@@ -70,7 +71,7 @@ def listing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
-        result = CliRunner().invoke(cli.app, ["checkpoints", *map(str, arguments)])
+        result = CliRunner().invoke(_app.app, ["checkpoints", *map(str, arguments)])
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         return result.exit_code, plain(result.stdout), result.stderr
 
@@ -159,7 +160,7 @@ def test_it_says_what_the_keeper_does(root, keep, best, hours, damaged):
     section = CheckpointSection(keep=keep, best=best, keep_every_hours=hours)
     found = inventory.look(root, section, every_byte=True)
     assert (found.resumed, found.is_certain) == (verify.newest(root, lambda *_: None), True)
-    keeper.tidy(root, section)
+    retention.tidy(root, section)
     assert layout.listed(root) == [entry.folder for entry in found.entries if entry.kept_for != ["nothing"]]
 
 
@@ -267,7 +268,7 @@ def test_set_aside_and_leftovers_are_counted(listing, root):
         f"1 set aside when the run went back to an older one ({weight}): kept until you delete set-aside-* by hand",
         "2 unfinished (1.4 kB): being saved now, or leftovers of saves that were killed, which the next save deletes",
     ]
-    keeper.tidy(root, CheckpointSection(keep=9))
+    retention.tidy(root, CheckpointSection(keep=9))
     assert listing("runs/a")[1] == lines[:7], "the next save leaves what was set aside and nothing else"
 
 
@@ -321,7 +322,7 @@ def test_a_recipe_that_is_wrong_and_a_folder_that_is_none(listing, root):
 
 @pytest.mark.parametrize("every_byte", [False, True])
 @pytest.mark.parametrize(
-    "vanish", [keeper.remove, shutil.rmtree, lambda folder: (folder / layout.MANIFEST).unlink()], ids=range(3)
+    "vanish", [retention.remove, shutil.rmtree, lambda folder: (folder / layout.MANIFEST).unlink()], ids=range(3)
 )
 def test_what_vanishes_while_it_is_looked_at_is_left_out(root, every_byte, vanish):
     """Deleted at the worst moment: it has been listed, and its files are opened next."""

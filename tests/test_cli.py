@@ -8,14 +8,15 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from lockstep import cli, config, plugins
+from lockstep.base import config, plugins
 from lockstep.checkpoint.layout import Manifest, folder_of
-from lockstep.recipe import load, starter
-from lockstep.runs import run_of
+from lockstep.cli import _app
+from lockstep.launch.run_folder import run_of
+from lockstep.run.recipe import load, starter
 
 SOURCES = plugins.names("data.sources")
 EXAMPLES = sorted((pathlib.Path(__file__).parents[1] / "examples").glob("*.yaml"))
-COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands]
+COMMANDS = plugins.names("cli")
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def lockstep(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments):
-        result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+        result = CliRunner().invoke(_app.app, [str(argument) for argument in arguments])
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         return result.exit_code, result.stdout, result.stderr
 
@@ -85,7 +86,7 @@ def test_plugins_lists_every_plugin_file(lockstep):
     code, out, _ = lockstep("plugins")
     assert code == 0
     for title, family in plugins.FAMILIES.items():
-        folder = pathlib.Path(plugins.__file__).parent.joinpath(*family.split("."))
+        folder = plugins.ROOT.joinpath(*family.split("."))
         rows = [line for line in out.split(title, 1)[1].splitlines() if "│" in line]
         files = sorted(file for file in folder.glob("*.py") if not file.name.startswith("_"))
         assert files
@@ -169,7 +170,7 @@ def test_what_init_writes_trains(lockstep, tmp_path, minilm, task):
         (tmp_path / "data").mkdir()
         rows = [f"{word} number {number},{word}" for number in range(30) for word in ("good", "bad")]
         (tmp_path / "data" / "train.csv").write_text("\n".join(["text,label", *rows]))
-    command = [sys.executable, "-m", "lockstep.worker", f"{task}.yaml", *settings]
+    command = [sys.executable, "-m", "lockstep.run.worker", f"{task}.yaml", *settings]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert "finished after" in done.stdout
@@ -260,7 +261,7 @@ def test_dry_run_shows_plan_and_recipe_and_writes_nothing(lockstep, tmp_path, ex
     assert plan.splitlines() == [
         "OMP_NUM_THREADS=2",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING=1",
-        f"3 x {sys.executable} -P -m lockstep.worker {folder / 'launch.yaml'} --resume never",
+        f"3 x {sys.executable} -P -m lockstep.run.worker {folder / 'launch.yaml'} --resume never",
         "",
     ]
     assert all_files(tmp_path) == []
@@ -302,7 +303,7 @@ def test_folder_of_runs_that_cannot_be_written(lockstep, tmp_path):
             2,
             ["a.yaml:2: train.epoch: unknown key", "'epochs'?"],
         ),
-        ([sys.executable, "-m", "lockstep.worker"], 2, ["a.yaml:2: train.epoch: unknown key", "'epochs'?"]),
+        ([sys.executable, "-m", "lockstep.run.worker"], 2, ["a.yaml:2: train.epoch: unknown key", "'epochs'?"]),
     ],
     ids=["lockstep", "worker"],
 )

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lockstep.contracts import DataSpec
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import DataError
 from lockstep.data.collate import Unfit, collate
-from lockstep.errors import DataError
 
 KEPT = ["float16", "float32", "float64", "uint8", "bool", "complex64"]
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from test_training import config_in, lines, run_on_rank
 from typer.testing import CliRunner
 
-from lockstep import cli, config
+from lockstep.base import config
 from lockstep.checkpoint import layout, reader
-from lockstep.compare.tensors import difference, differences, ulps
-from lockstep.recipe import starter
-from lockstep.runtime.digest import digest
-from lockstep.training.chain import link
+from lockstep.cli import _app
+from lockstep.core.numerics.digest import digest
+from lockstep.run.recipe import starter
+from lockstep.tools.compare.tensor_differences import difference, differences, ulps
+from lockstep.training.digest_chain import link
 
 CONSTANT = {"schedule": {"shape": "constant"}, "train": {"steps": 14, "epochs": None}}
 
@@ -40,7 +41,7 @@ def copied(runs, tmp_path):
 
 def compare(a, b):
     """(exit code, lines on stdout, stderr); an error of ours is no exit."""
-    result = CliRunner().invoke(cli.app, ["compare", str(a), str(b)])
+    result = CliRunner().invoke(_app.app, ["compare", str(a), str(b)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout.splitlines(), result.stderr
 

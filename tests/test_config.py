@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep import config, plugins
-from lockstep.errors import ConfigError, nearest
-from lockstep.recipe import Recipe, contradictions, load, starter
+from lockstep.base import config, plugins
+from lockstep.base.errors import ConfigError, nearest
+from lockstep.run.recipe import Recipe, contradictions, load, starter
 
 EXAMPLES = sorted((pathlib.Path(__file__).parents[1] / "examples").glob("*.yaml"))
 SECTIONS = ("data.sources", "models", "parallel", "launch")

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import save
 from crafting import CANARY, Shell, pickled, sealed
 
-from lockstep.checkpoint import layout, reader, table, verify
+from lockstep.checkpoint import dcp_metadata, layout, reader, verify
 from lockstep.training import resume
 
 PROGRESS = {
@@ -160,7 +160,7 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_a_crafted_table_is_passed_over(root, newest, name):
     text = TABLES[name](newest)
-    (newest / table.FILE).write_bytes(text)
+    (newest / dcp_metadata.FILE).write_bytes(text)
     sealed(newest)
     problem = verify.problem(newest)
     assert problem.startswith("cannot be read: .metadata "), problem
@@ -180,7 +180,7 @@ def replaced(folder, part):
     place.offset, place.length = file.stat().st_size, len(part)
     with file.open("ab") as parts:
         parts.write(part)
-    (folder / table.FILE).write_bytes(pickle.dumps(found))
+    (folder / dcp_metadata.FILE).write_bytes(pickle.dumps(found))
     sealed(folder)
 
 
@@ -264,8 +264,8 @@ def fifo(folder):
 
 
 def fifo_beside(folder):
-    (folder / table.FILE).unlink()
-    os.mkfifo(folder / table.FILE)
+    (folder / dcp_metadata.FILE).unlink()
+    os.mkfifo(folder / dcp_metadata.FILE)
 
 
 def device(folder):

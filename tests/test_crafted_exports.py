@@ -12,9 +12,9 @@ import torch
 from crafting import CANARY, archived, pickled
 from exporting import image_case, user_case
 
-from lockstep import trust
-from lockstep.errors import ModelError
-from lockstep.export import facts as telling
+from lockstep.base import trust
+from lockstep.base.errors import ModelError
+from lockstep.inference.export import export_facts as telling
 
 WEIGHTS = {
     "safetensors": "model.safetensors",

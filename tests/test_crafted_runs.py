@@ -6,10 +6,11 @@ import re
 import pytest
 from test_training import config_in, run_on_rank
 
-from lockstep import jobs, runs, using
-from lockstep.data import faults
-from lockstep.errors import ConfigError, LaunchError, ModelError
-from lockstep.export import space
+from lockstep.base.errors import ConfigError, LaunchError, ModelError
+from lockstep.data import bad_samples
+from lockstep.inference import trained_model
+from lockstep.inference.export import space
+from lockstep.launch import run_control, run_folder
 
 RECIPE = "data: {kind: digits}\nrun: {dir: %s, name: planted}\n"
 
@@ -27,7 +28,7 @@ def test_a_run_is_where_it_lies_whatever_its_recipe_says(folder):
     (folder / "others/step-000000001").mkdir()
     (folder / "others/step-000000001/manifest.json").write_text("{}")
     for path in (folder, folder / "others/step-000000001"):
-        assert runs.place_of(path)[0].folder == folder
+        assert run_folder.place_of(path)[0].folder == folder
 
 
 def test_a_run_does_not_write_into_another(folder, tmp_path):
@@ -35,23 +36,23 @@ def test_a_run_does_not_write_into_another(folder, tmp_path):
     other.mkdir()
     (other / "checkpoints").symlink_to(folder / "checkpoints")
     with pytest.raises(ConfigError, match=r"other/checkpoints is a link, but a run writes to it: remove it"):
-        runs.check_folder(other)
+        run_folder.check_folder(other)
     (other / "checkpoints").unlink()
     (tmp_path / "disk").mkdir()
     (other / "checkpoints").symlink_to(tmp_path / "disk")  # on another disk, say
-    runs.check_folder(other)
+    run_folder.check_folder(other)
     (other / "logs").symlink_to(tmp_path / "disk")
     with pytest.raises(ConfigError, match="other/logs is a link"):
-        runs.check_folder(other)
+        run_folder.check_folder(other)
 
 
 @pytest.mark.parametrize("name", ["space", "space/model"])
 def test_an_export_does_not_follow_a_link_that_lies_there(folder, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(using, "run_of", lambda *_: (runs.place_of(folder)[0], folder))
+    monkeypatch.setattr(trained_model, "run_of", lambda *_: (run_folder.place_of(folder)[0], folder))
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).symlink_to(tmp_path)
     with pytest.raises(ModelError, match=rf"{name} is a link, which is not followed: .* with --to"):
-        using.export_space(folder, None, None)
+        trained_model.export_space(folder, None, None)
 
 
 def fifo(file):
@@ -83,9 +84,9 @@ def test_what_lies_in_the_folder_of_a_space_is_read_with_care(tmp_path, name, ma
 def test_lists_of_bad_samples_are_read_with_care(tmp_path):
     good = '{"split": "train", "sample": 3, "reason": "torn"}\n'
     bad = ['{"sample":1}', "[1]", '{"split": "train", "sample": {}}', '{"split": "x", "sample": 1}', "[" * 99999, "}"]
-    faults.file_of(tmp_path, 0).write_text("".join(f"{line}\n{good}" for line in bad) + '{"split": "train", "sam')
-    os.mkfifo(faults.file_of(tmp_path, 7))
-    assert faults.listed(tmp_path) == {"train": {"count": 1, "indices": [3]}}
+    bad_samples.file_of(tmp_path, 0).write_text("".join(f"{line}\n{good}" for line in bad) + '{"split": "train", "sam')
+    os.mkfifo(bad_samples.file_of(tmp_path, 7))
+    assert bad_samples.listed(tmp_path) == {"train": {"count": 1, "indices": [3]}}
 
 
 def test_logs_do_not_follow_a_link(folder, tmp_path):
@@ -95,7 +96,7 @@ def test_logs_do_not_follow_a_link(folder, tmp_path):
     (folder / "logs").mkdir()
     (folder / "logs/rank-0.log").symlink_to(tmp_path / "secret")
     with pytest.raises(LaunchError, match=r"rank-0.log is a link, which is not followed"):
-        list(jobs.lines(folder, 0, follows=False))
+        list(run_control.lines(folder, 0, follows=False))
 
 
 @pytest.mark.parametrize("name", ["logs", "summary.json", "metrics.jsonl", ".lock"])

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.diagnose.desync import Comparison, checksum
-from lockstep.diagnose.stacks import Place, places_in, stack_of, telling
-from lockstep.diagnose.verdict import Report, ranks_text, verdict
-from lockstep.errors import Desync
-from lockstep.runtime import loader_stacks, whereabouts
+from lockstep.base.errors import Desync
+from lockstep.core.host import activity, loader_stacks
+from lockstep.observe.diagnose.desync import Comparison, checksum
+from lockstep.observe.diagnose.hang_verdict import Report, ranks_text, verdict
+from lockstep.observe.diagnose.stacks import Place, places_in, stack_of, telling
 from lockstep.training import deadline
 from lockstep.training.deadline import Deadline
 
@@ -85,12 +85,12 @@ def test_the_users_own_line_is_the_telling_one():
 
 def test_a_thread_waits_in_the_innermost_place():
     me = threading.get_ident()
-    assert whereabouts.waits(me) is None
-    with whereabouts.waiting_in("a"), whereabouts.waiting_in("b"):
-        assert whereabouts.waits(me) == "b"
-    assert whereabouts.waits(me) is None
-    whereabouts.progress()
-    assert whereabouts.seconds_without_progress() < 1
+    assert activity.waits(me) is None
+    with activity.waiting_in("a"), activity.waiting_in("b"):
+        assert activity.waits(me) == "b"
+    assert activity.waits(me) is None
+    activity.progress()
+    assert activity.seconds_without_progress() < 1
 
 
 def dawdle(files, ready):

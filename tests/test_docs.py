@@ -17,7 +17,7 @@ def blocks(page, language):
 
 
 def lockstep(folder, *arguments):
-    command = [sys.executable, "-m", "lockstep.cli", *arguments]
+    command = [sys.executable, "-m", "lockstep", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(next((folder / "runs").glob("*/summary.json")).read_text())
@@ -48,7 +48,7 @@ def test_links_lead_somewhere(page):
 
 def test_readmes_config_is_one(tmp_path):
     (tmp_path / "c.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
-    command = [sys.executable, "-m", "lockstep.cli", "train", "c.yaml", "--dry-run"]
+    command = [sys.executable, "-m", "lockstep", "train", "c.yaml", "--dry-run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "epochs: 20" in done.stdout

@@ -14,15 +14,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from lockstep import recipe as recipes
-from lockstep.contracts import Batch, LossSum
-from lockstep.errors import ConfigError
-from lockstep.estimate import estimation
-from lockstep.estimate.forecast import Cluster
-from lockstep.estimate.kept import kept_by_block
-from lockstep.estimate.machine import FAMILY, Wish, measure
-from lockstep.estimate.memory import copied, held
-from lockstep.runtime.tree_reduce import cover, root
+from lockstep.base.contracts import Batch, LossSum
+from lockstep.base.errors import ConfigError
+from lockstep.core.reduction.tree import cover, root
+from lockstep.run import recipe as recipes
+from lockstep.tools.estimate import estimation
+from lockstep.tools.estimate.forecast import Cluster
+from lockstep.tools.estimate.machine_measurement import FAMILY, Wish, measure
+from lockstep.tools.estimate.memory_forecast import copied, held
+from lockstep.tools.estimate.saved_tensors import kept_by_block
 
 MIB = 2**20
 WIDE = """
@@ -138,7 +138,7 @@ def test_the_peak_is_that_of_a_real_training(whole, tmp_path, world):
     rows, _ = whole
     (tmp_path / "my_model.py").write_text(WIDE)
     (tmp_path / "c.yaml").write_text(CONFIG)
-    command = [sys.executable, "-m", "lockstep.cli", "train", "c.yaml", f"launch.processes={world}", "run.name=r"]
+    command = [sys.executable, "-m", "lockstep", "train", "c.yaml", f"launch.processes={world}", "run.name=r"]
     launcher, peak = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE), 0
     while launcher.poll() is None:
         with suppress(psutil.Error, OSError):
@@ -255,7 +255,7 @@ def test_processes_beyond_the_cores_share_them():
     ],
 )
 def test_a_mistake_is_one_message(tmp_path, capsys, monkeypatch, arguments, words):
-    from lockstep.cli import app
+    from lockstep.cli._app import app
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text("data: {kind: digits}\n")

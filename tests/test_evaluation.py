@@ -18,23 +18,24 @@ from PIL import Image
 from rich.console import Console
 from sklearn.metrics import classification_report, confusion_matrix, f1_score, log_loss
 
-from lockstep import using
-from lockstep.contracts import DataSpec
-from lockstep.data.memory import Texts
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import ConfigError, DataError, ModelError
+from lockstep.base.world import World
+from lockstep.core.host.signals import Interruption
+from lockstep.data.in_memory import Texts
 from lockstep.data.sources import digits
-from lockstep.errors import ConfigError, DataError, ModelError
-from lockstep.evaluate import drawing, evaluating, page, report
-from lockstep.evaluate.calibration import ece, fitted, half
-from lockstep.evaluate.process import EvaluationJob
-from lockstep.evaluate.samples import of_file
-from lockstep.evaluate.task import Task
-from lockstep.evaluation import Predictions
-from lockstep.export import facts as telling
-from lockstep.job import Job
+from lockstep.inference import trained_model
+from lockstep.inference.evaluate import evaluate_model, evaluation_page, evaluation_report
+from lockstep.inference.evaluate import figures as drawing
+from lockstep.inference.evaluate.calibration import ece, fitted, half
+from lockstep.inference.evaluate.evaluation_request import Task
+from lockstep.inference.evaluate.evaluation_samples import of_file
+from lockstep.inference.export import export_facts as telling
 from lockstep.models import transformer
-from lockstep.recipe import Recipe
-from lockstep.runtime.interruption import Interruption
-from lockstep.world import World
+from lockstep.run.recipe import Recipe
+from lockstep.run.tasks.evaluate import EvaluationJob
+from lockstep.run.tasks.train import Job
+from lockstep.training.evaluation import Predictions
 
 KINDS = ["pretrained", "safetensors", "state_dict", "onnx", "torch_export"]
 MODEL = """
@@ -42,7 +43,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchmetrics.classification import MulticlassCalibrationError
 
-from lockstep.contracts import LossSum
+from lockstep import LossSum
 
 
 class Sure(nn.Module):
@@ -111,11 +112,11 @@ def evaluate(ranks, monkeypatch):
         ranks(processes, measure_there, recipe, task.model_dump_json())
         return 0
 
-    monkeypatch.setattr(evaluating, "_launched", launched)
+    monkeypatch.setattr(evaluate_model, "_launched", launched)
 
     def evaluate(target, *overrides, **wishes):
         console = Console(file=io.StringIO(), width=200)
-        assert evaluating.evaluate(target, overrides, evaluating.Wishes(**wishes), console=console) == 0
+        assert evaluate_model.evaluate(target, overrides, evaluate_model.Wishes(**wishes), console=console) == 0
         to = wishes.get("to") or (
             target if "export" in target.name else target.parents[1] if "step" in target.name else target
         )
@@ -129,7 +130,7 @@ def exports(run, tmp_path_factory):
     """One of each kind, in a place of their own."""
     folder = tmp_path_factory.mktemp("exports")
     for kind in KINDS:
-        using.export(run, [f"export.kind={kind}"], folder / f"export-{kind}")
+        trained_model.export(run, [f"export.kind={kind}"], folder / f"export-{kind}")
     return folder
 
 
@@ -140,7 +141,7 @@ def digits_to_test():
 @pytest.fixture(scope="module")
 def expected(run):
     """Plain predictions of the test split -> logits, labels."""
-    split, predictor = digits_to_test(), using.open_predictor(run)
+    split, predictor = digits_to_test(), trained_model.open_predictor(run)
     return predictor.logits(list(split.images)), torch.from_numpy(split.labels)
 
 
@@ -231,13 +232,13 @@ def test_mistakes_are_told_before_anything_is_started(run, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.pdf").write_text("")
     with pytest.raises((ConfigError, DataError), match=error):
-        evaluating.evaluate(run, [], evaluating.Wishes(**wishes), console=Console())
+        evaluate_model.evaluate(run, [], evaluate_model.Wishes(**wishes), console=Console())
 
 
 def test_two_evaluations_of_a_run_do_not_mix(run):
     """Their logs and what they are asked lie in its folder."""
     with FileLock(run / ".evaluate.lock"), pytest.raises(ConfigError, match="just being evaluated by another process"):
-        evaluating.evaluate(run, [], evaluating.Wishes(), console=Console())
+        evaluate_model.evaluate(run, [], evaluate_model.Wishes(), console=Console())
 
 
 IMAGES = DataSpec(modality="image", labels=("cat", "dog"), image_shape=(1, 8, 8))
@@ -291,7 +292,7 @@ def test_a_table_of_texts(texts_export, evaluate, tmp_path):
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
     columns = ["data.text_column=body", "data.label_column=kind", f"data.cache={tmp_path / 'cache'}"]
     found = evaluate(texts_export, *columns, "launch.processes=2", file=tmp_path / "t.jsonl", worst=30)
-    predictor = using.open_predictor(texts_export)
+    predictor = trained_model.open_predictor(texts_export)
     probabilities = [predictor.logits(predictor.encode([text]))[0].double().softmax(0).numpy() for text in texts]
     labels = [["cat", "dog"].index(row["kind"]) for row in rows]
     assert found["samples"] == 21
@@ -305,9 +306,11 @@ def test_names_and_texts_are_escaped():
     predictions = Predictions(2, 2)
     predictions.logits[:] = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
     names = ["<b>&\"cat'", "dog</title>"]
-    wrong = report.worst(predictions, Texts([EVIL, "fine"], np.array([0, 0]), names), names, count=2, temperature=1.0)
+    wrong = evaluation_report.worst(
+        predictions, Texts([EVIL, "fine"], np.array([0, 0]), names), names, count=2, temperature=1.0
+    )
     found = {"data": "<i>d", "checkpoint": "<u>c", "step": 1, "digest": "0", "samples": 2, "metrics": {"<s>": 0.5}}
-    html = page.html(found | {"classes": report.by_class(predictions, names)}, wrong, matrix="")
+    html = evaluation_page.html(found | {"classes": evaluation_report.by_class(predictions, names)}, wrong, matrix="")
     assert not [evil for evil in ("<b>&", "<i>d", "<u>c", "<s>", "<script", "dog</title>") if evil in html]
     assert "alert(&#39;x&#39;)" in html
     html.encode()  # half a pair would not
@@ -352,10 +355,10 @@ def test_an_export_is_calibrated(exports, evaluate, tmp_path):
     target = tmp_path / "export"
     shutil.copytree(exports / "export-pretrained", target)
     images = list(digits_to_test().images[:20])
-    before = using.open_predictor(target)
+    before = trained_model.open_predictor(target)
     found = evaluate(target, calibrates=True, split="train")["calibration"]
     assert found["is_kept"] and found["ece_after"] < found["ece_before"] and found["temperature"] != 1
-    after = using.open_predictor(target)
+    after = trained_model.open_predictor(target)
     scaled = (before.logits(images) / found["temperature"]).softmax(1).numpy()
     assert np.array_equal(after.probabilities(images), scaled)
     assert not np.allclose(after.probabilities(images), before.probabilities(images), atol=1e-3)
@@ -367,17 +370,17 @@ def test_a_run_hands_its_calibration_to_its_exports(run, evaluate, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     found = evaluate(copy, calibrates=True, split="train", to=tmp_path / "out")["calibration"]
-    assert using.export(copy, [], tmp_path / "a")[0].calibration.temperature == found["temperature"]
+    assert trained_model.export(copy, [], tmp_path / "a")[0].calibration.temperature == found["temperature"]
     kept = json.loads((copy / "calibration.json").read_text())
     (copy / "calibration.json").write_text(json.dumps(kept | {"digest": "of other weights"}))
-    assert using.export(copy, [], tmp_path / "b")[0].calibration is None
+    assert trained_model.export(copy, [], tmp_path / "b")[0].calibration is None
 
 
 def test_outputs_that_are_not_finite():
     predictions = Predictions(3, 2)
     predictions.logits[1, 0] = torch.nan
     with pytest.raises(ModelError, match="not finite for 1 of 3 samples, the first of them sample 1"):
-        report.check(predictions, Texts(["a", "b", "c"], np.zeros(3), ["x", "y"]))
+        evaluation_report.check(predictions, Texts(["a", "b", "c"], np.zeros(3), ["x", "y"]))
 
 
 def test_the_command_itself(exports, tmp_path):
@@ -385,7 +388,7 @@ def test_the_command_itself(exports, tmp_path):
     shutil.copytree(exports / "export-onnx", tmp_path / "alone")
     (tmp_path / "pets" / "cat").mkdir(parents=True)
     Image.new("L", (8, 8)).save(tmp_path / "pets" / "cat" / "1.png")
-    command = [sys.executable, "-m", "lockstep.cli", "evaluate", "alone", "launch.processes=2"]
+    command = [sys.executable, "-m", "lockstep", "evaluate", "alone", "launch.processes=2"]
     files = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     good, wrong = (subprocess.Popen([*command, *more], **files) for more in ((), ("--file", "pets", "--to", "pets")))
     out, err = good.communicate(timeout=100)

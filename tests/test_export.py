@@ -14,11 +14,11 @@ import torch._dynamo  # transformers imports it, which sets a variable: better h
 from filelock import FileLock
 from safetensors.torch import load_file
 
-from lockstep.contracts import DataSpec
-from lockstep.errors import ConfigError, ModelError
-from lockstep.export import facts as telling
-from lockstep.export.reading import forward_of, is_export
-from lockstep.export.section import ExportSection, check
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import ConfigError, ModelError
+from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export.export_config import ExportSection, check
+from lockstep.inference.export.export_reader import forward_of, is_export
 
 WEIGHTS = ["pretrained", "safetensors", "state_dict"]
 """Kinds that take no second to write."""
@@ -212,7 +212,7 @@ FULL = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
 import pathlib, exporting
-from lockstep.errors import ModelError
+from lockstep.base.errors import ModelError
 
 case, root = exporting.image_case(), pathlib.Path(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

@@ -7,11 +7,11 @@ import torch
 import torch._dynamo  # transformers imports it, which sets a variable: better here than inside a test
 from test_export import listing, names
 
-from lockstep import using
-from lockstep.errors import ModelError
-from lockstep.export import facts as telling
-from lockstep.export.checking import same_weights
-from lockstep.export.facts import Calibration
+from lockstep.base.errors import ModelError
+from lockstep.inference import trained_model
+from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export.export_facts import Calibration
+from lockstep.inference.export.round_trip import same_weights
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_figure_that_is_no_number_is_no_hindrance(case, tmp_path):
     case.export(tmp_path / "e")
     told = telling.read(tmp_path / "e").model_copy(update={"metrics": {"auroc": float("nan")}})
     telling.write(told, tmp_path / "e")
-    assert np.isnan(using.open_predictor(tmp_path / "e").facts.metrics["auroc"])
+    assert np.isnan(trained_model.open_predictor(tmp_path / "e").facts.metrics["auroc"])
 
 
 def test_buffers_that_no_file_holds_may_be_computed_anew():

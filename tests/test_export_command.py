@@ -13,12 +13,14 @@ import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
-from lockstep import cli, launching, using
-from lockstep import recipe as recipes
+from lockstep.base.errors import DataError, ModelError
+from lockstep.cli import _app
 from lockstep.data.images import MOST_PIXELS
-from lockstep.errors import DataError, ModelError
-from lockstep.export import facts as telling
-from lockstep.export.reading import is_export
+from lockstep.inference import trained_model
+from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export.export_reader import is_export
+from lockstep.launch import launch_run
+from lockstep.run import recipe as recipes
 
 KINDS = {
     "export": [],
@@ -38,7 +40,7 @@ def run(tmp_path_factory):
     root.mkdir()
     settings = [f"run.dir={root}", "run.name=a", "train.steps=8", "data.limit=200", "launch.environment.TOKEN=hunter2"]
     (root / "c.yaml").write_text("data: {kind: digits}\nparallel: {kind: single}\n")
-    assert launching.launch(recipes.load(root / "c.yaml", settings), ("--resume", "never")) == 0
+    assert launch_run.launch(recipes.load(root / "c.yaml", settings), ("--resume", "never")) == 0
     return root / "a"
 
 
@@ -47,7 +49,7 @@ def exports(run):
     """What the command said for each kind, all of one run."""
     said = {}
     for name, settings in KINDS.items():
-        result = CliRunner().invoke(cli.app, ["export", str(run), *settings])
+        result = CliRunner().invoke(_app.app, ["export", str(run), *settings])
         assert result.exit_code == 0, result.output
         assert result.stderr == ""
         said[name] = result.stdout
@@ -80,7 +82,7 @@ def test_facts_are_those_of_the_run(run, exports):
 
 def test_another_export_takes_the_place_of_the_first(run, exports):
     before = {path: path.read_bytes() for path in (run / "export-state_dict").iterdir()}
-    again = CliRunner().invoke(cli.app, ["export", str(run), "export.kind=state_dict", "export.file=again.pt"])
+    again = CliRunner().invoke(_app.app, ["export", str(run), "export.kind=state_dict", "export.file=again.pt"])
     assert (again.exit_code, again.stderr) == (0, "")
     assert {path.name for path in (run / "export-state_dict").iterdir()} == {"README.md", "again.pt", "lockstep.json"}
     assert (run / "export-state_dict" / "again.pt").exists() and not (run / "export-state_dict" / "digits.pt").exists()
@@ -98,7 +100,7 @@ def test_another_export_takes_the_place_of_the_first(run, exports):
     ],
 )
 def test_mistakes_are_told_in_one_line(run, settings, message):
-    result = CliRunner().invoke(cli.app, ["export", str(run), *settings])
+    result = CliRunner().invoke(_app.app, ["export", str(run), *settings])
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
@@ -125,7 +127,7 @@ def test_what_only_concerns_a_machine_stays_there(run, tmp_path, monkeypatch):
     """Folders of one's home, accounts, variables: an export is given to others."""
     home = run.parents[1]
     monkeypatch.setenv("HOME", str(home))
-    using.export(run, None, tmp_path / "e")
+    trained_model.export(run, None, tmp_path / "e")
     assert "hunter2" in (run / "recipe.yaml").read_text()
     for file in (tmp_path / "e").iterdir():
         assert b"hunter2" not in file.read_bytes() and str(home).encode() not in file.read_bytes()
@@ -149,8 +151,8 @@ def pictures():
 @pytest.mark.parametrize("name", ["checkpoints/step-000000008", *KINDS])
 def test_a_predictor_out_of_anything(run, exports, pictures, name):
     """A run, a checkpoint and every export of it say the same."""
-    expected = using.open_predictor(run)
-    predictor = using.open_predictor(run / name)
+    expected = trained_model.open_predictor(run)
+    predictor = trained_model.open_predictor(run / name)
     samples = predictor.encode(pictures)
     assert samples[0].shape == (1, 8, 8)
     probabilities = predictor.probabilities(samples)
@@ -162,11 +164,11 @@ def test_a_predictor_out_of_anything(run, exports, pictures, name):
 
 
 def test_a_predictor_in_another_dtype(run, exports, pictures):
-    predictor = using.open_predictor(run / "export", dtype="bf16")
+    predictor = trained_model.open_predictor(run / "export", dtype="bf16")
     assert {parameter.dtype for parameter in predictor.forward.parameters()} == {torch.bfloat16}
     assert predictor.probabilities(predictor.encode(pictures)).dtype == np.float32
     with pytest.raises(ModelError, match="runs on the processor as fp32: leave --device and --dtype out"):
-        using.open_predictor(run / "export-onnx", dtype="bf16")
+        trained_model.open_predictor(run / "export-onnx", dtype="bf16")
 
 
 def picture(image, form="PNG"):
@@ -176,7 +178,7 @@ def picture(image, form="PNG"):
 
 
 def test_images_of_any_form_are_taken(run, exports, tmp_path):
-    predictor = using.open_predictor(run / "export")
+    predictor = trained_model.open_predictor(run / "export")
     grey = np.linspace(0, 255, 64).astype(np.uint8).reshape(8, 8)
     plain = predictor.encode([picture(Image.fromarray(grey))])[0]
     assert np.array_equal(plain[0], grey)
@@ -194,7 +196,7 @@ def test_images_of_any_form_are_taken(run, exports, tmp_path):
 
 
 def test_what_is_no_image_is_told(run, exports, tmp_path):
-    predictor = using.open_predictor(run / "export")
+    predictor = trained_model.open_predictor(run / "export")
     bomb = picture(Image.new("1", (MOST_PIXELS // 8000 + 1, 8000)))
     assert len(bomb) < 100_000
     whole = picture(Image.new("L", (50, 50), 9))
@@ -208,7 +210,7 @@ def test_texts_that_cannot_be_encoded(minilm, tmp_path):
 
     (tmp_path / "bert").mkdir()
     exporting.text_case(tmp_path / "bert", minilm).export(tmp_path / "e")
-    predictor = using.open_predictor(tmp_path / "e")
+    predictor = trained_model.open_predictor(tmp_path / "e")
     short, empty, long, odd = predictor.encode(["the striker scored", "", "word " * 500, "caf\u00e9 \U0001f600 \x00"])
     assert (len(empty), len(long)) == (2, 24)
     probabilities = predictor.probabilities([short, empty, long, odd])
@@ -236,7 +238,7 @@ def test_facts_that_cannot_be_used(run, exports, tmp_path, text, reason):
     (tmp_path / "lockstep.json").write_bytes(text.encode(errors="surrogateescape"))
     assert is_export(tmp_path)
     with pytest.raises(ModelError, match=re.escape(reason)) as caught:
-        using.open_predictor(tmp_path)
+        trained_model.open_predictor(tmp_path)
     assert "\n" not in str(caught.value)
     assert "newer version of Lockstep" in str(caught.value)
 
@@ -249,19 +251,19 @@ def test_facts_of_a_later_version(run, exports, tmp_path, key, value):
     facts = {**json.loads((run / "export" / "lockstep.json").read_text()), "new": 1}
     (tmp_path / "model.safetensors").write_bytes((run / "export" / "model.safetensors").read_bytes())
     (tmp_path / "lockstep.json").write_text(json.dumps(facts))
-    assert using.open_predictor(tmp_path).facts == telling.read(run / "export")
+    assert trained_model.open_predictor(tmp_path).facts == telling.read(run / "export")
     (tmp_path / "lockstep.json").write_text(json.dumps({**facts, key: value}))
     with pytest.raises(ModelError, match=f"the export {tmp_path} cannot be "):
-        using.open_predictor(tmp_path)
+        trained_model.open_predictor(tmp_path)
 
 
 def test_what_is_neither_export_nor_run(tmp_path):
     with pytest.raises(ModelError, match=r"is no export: there is no lockstep.json in it; `lockstep export RUN`"):
         telling.read(tmp_path)
     with pytest.raises(Exception, match="is neither an export .* nor a run"):
-        using.open_predictor(tmp_path)
+        trained_model.open_predictor(tmp_path)
     with pytest.raises(Exception, match="is neither an export .* nor a run"):
-        using.open_predictor(Path("/dev/null"))
+        trained_model.open_predictor(Path("/dev/null"))
     (tmp_path / "recipe.yaml").write_text("mdoel: {}\n")
     with pytest.raises(Exception, match="mdoel"):
-        using.open_predictor(tmp_path)
+        trained_model.open_predictor(tmp_path)

@@ -12,12 +12,12 @@ import torch._dynamo  # transformers imports it, which sets a variable: better h
 from safetensors.torch import load_file
 from torch.onnx._internal.exporter import _onnx_program
 
-from lockstep import plugins, trust
-from lockstep.errors import ConfigError, MissingExtra, ModelError
-from lockstep.export import facts as telling
-from lockstep.export.checking import TOLERANCE
-from lockstep.export.reading import forward_of, tokenizer_of
-from lockstep.export.section import FORMATS
+from lockstep.base import plugins, trust
+from lockstep.base.errors import ConfigError, MissingExtra, ModelError
+from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export.export_config import FORMATS
+from lockstep.inference.export.export_reader import forward_of, tokenizer_of
+from lockstep.inference.export.round_trip import TOLERANCE
 
 KINDS = ("onnx", "pretrained", "safetensors", "state_dict", "torch_export")
 FILES = {

@@ -5,12 +5,12 @@ import pytest
 import torch
 import torch._dynamo  # transformers imports it, which sets a variable: better here than inside a test
 
-from lockstep.contracts import DataSpec
-from lockstep.errors import ModelError
-from lockstep.export import facts as telling
-from lockstep.export.reading import forward_of
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import ModelError
+from lockstep.core.modules.outputs import are_equal, logits_of, tensors
+from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export.export_reader import forward_of
 from lockstep.inference.predictor import predictor
-from lockstep.runtime.outputs import are_equal, logits_of, tensors
 
 CODE = """
 from dataclasses import dataclass

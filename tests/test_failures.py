@@ -10,8 +10,8 @@ import pytest
 from test_launch import family, lockstep, started, summary, wait_for_steps, workers
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lockstep.agent.failure import failure_of, oom_kills
-from lockstep.errors import PeerLost
+from lockstep.base.errors import PeerLost
+from lockstep.launch.elastic.failure import failure_of, oom_kills
 
 FAULTY = """
 import ctypes
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.data.memory import Images
+from lockstep.data.in_memory import Images
 
 
 def fault(kind):

@@ -9,10 +9,10 @@ import torch
 from test_training import config_in, run_on_rank
 from torch import nn
 
-from lockstep.job import Job
-from lockstep.runtime.calls import Calls
-from lockstep.runtime.checksum import checksum
-from lockstep.runtime.outside import Snapshot, changed
+from lockstep.core.modules.call_checksums import Calls
+from lockstep.core.modules.hidden_state import Snapshot, changed
+from lockstep.core.numerics.checksum import checksum
+from lockstep.run.tasks.train import Job
 
 OWN = pathlib.Path(__file__).parent / "own"
 SHORT = {"train": {"epochs": None, "steps": 2}, "evaluate": {"every_epochs": None}}

@@ -14,7 +14,7 @@ from fuzzing import table
 from PIL import Image
 from pyarrow import feather, parquet
 
-from lockstep import recipe
+from lockstep.run import recipe
 
 SEED = 20
 SECONDS = 30.0

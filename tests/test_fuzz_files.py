@@ -13,8 +13,8 @@ from crafting import archived, pickled, sealed
 from exporting import image_case
 from fuzzing import table
 
-from lockstep import using
-from lockstep.errors import UserError
+from lockstep.base.errors import UserError
+from lockstep.inference import trained_model
 
 SEED = 20261
 INPUTS = {"checkpoint": 40, "run folder": 30, "job file": 20, "export": 50}
@@ -139,7 +139,7 @@ def answers():
 def opened(path):
     """What serving and predicting do, to the end of opening, and one prediction."""
     try:
-        predictor = using.open_predictor(Path(path))
+        predictor = trained_model.open_predictor(Path(path))
     except UserError as error:
         sys.stdout.write(f"{error}\n")
         return 2

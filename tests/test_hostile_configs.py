@@ -5,10 +5,10 @@ import socket
 
 import pytest
 
-from lockstep import config
-from lockstep.errors import ConfigError, printable
-from lockstep.recipe import Recipe, contradictions, load
-from lockstep.yaml_text import MOST_BYTES
+from lockstep.base import config
+from lockstep.base.errors import ConfigError, printable
+from lockstep.base.yaml_text import MOST_BYTES
+from lockstep.run.recipe import Recipe, contradictions, load
 
 LAUGHS = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10) if i else 'lol'}]" for i in range(12))
 """10^11 values in 12 lines."""

@@ -46,7 +46,7 @@ def test_ctrl_c_while_modules_are_read(tmp_path, arguments):
     assert process.returncode == 130
 
 
-@pytest.mark.parametrize("module", ["lockstep.worker", "lockstep.evaluate.process"])
+@pytest.mark.parametrize("module", ["lockstep.run.worker", "lockstep.run.tasks.evaluate"])
 def test_a_process_that_a_launcher_has_started_leaves_the_answer_to_it(tmp_path, module):
     process = started(tmp_path, "c.yaml", "--launcher", str(os.getpid()), module=module)
     wait_for_torch(process)
@@ -59,7 +59,7 @@ def test_ctrl_c_is_kept_back_until_it_can_be_answered(tmp_path):
     """As the launchers start their processes: the signal is there before Python is."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        process = started(tmp_path, "c.yaml", "--launcher", str(os.getpid()), module="lockstep.worker")
+        process = started(tmp_path, "c.yaml", "--launcher", str(os.getpid()), module="lockstep.run.worker")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.killpg(process.pid, signal.SIGINT)

@@ -9,16 +9,16 @@ import yaml
 from test_kubernetes import LEAST, complaints, launcher
 from typer.testing import CliRunner
 
-from lockstep import cli
-from lockstep.errors import LaunchError
-from lockstep.launch.kubernetes import State
+from lockstep.base.errors import LaunchError
+from lockstep.cli import _app
+from lockstep.launch.launchers.kubernetes import State
 
 
 def handed_in(folder, *overrides):
     (folder / "c.yaml").write_text("data: {kind: digits}\n")
     settings = [f"launch.{key}={value}" for key, value in LEAST.items()]
     arguments = ["train", "c.yaml", "run.name=a", "launch.kind=kubernetes", *settings, *overrides]
-    return CliRunner().invoke(cli.app, arguments)
+    return CliRunner().invoke(_app.app, arguments)
 
 
 def test_without_kubectl_the_manifest_is_written_and_the_message_says_what_to_do(tmp_path, monkeypatch):

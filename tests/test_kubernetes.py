@@ -21,11 +21,11 @@ from pydantic import ValidationError
 from referencing import Registry, Resource
 from typer.testing import CliRunner
 
-from lockstep import cli
-from lockstep.contracts import Request
-from lockstep.errors import LaunchError
-from lockstep.launch import _kubernetes_manifest as manifests
-from lockstep.launch.kubernetes import Config, build
+from lockstep.base.contracts import Request
+from lockstep.base.errors import LaunchError
+from lockstep.cli import _app
+from lockstep.launch.launchers import _kubernetes_manifest as manifests
+from lockstep.launch.launchers.kubernetes import Config, build
 
 SCHEMAS = pathlib.Path(__file__).parent / "schemas"
 LEAST = {"image": "registry.example/lockstep:1", "volume": "shared"}
@@ -332,7 +332,7 @@ def test_the_page_shows_configs_that_are_ones(tmp_path, monkeypatch):
     (tmp_path / "big.yaml").write_text(recipe)
     monkeypatch.chdir(tmp_path)
     (command,) = re.findall(r"^lockstep (train .*--dry-run)", page, re.MULTILINE)
-    shown = CliRunner().invoke(cli.app, [*command.split(), "launch.extra.spec.priorityClassName=high"])
+    shown = CliRunner().invoke(_app.app, [*command.split(), "launch.extra.spec.priorityClassName=high"])
     assert shown.exit_code == 0, shown.output
     assert "priorityClassName: high" in shown.stdout and "jobset" in shown.stdout.lower()
     settings = set(re.findall(r"`launch\.(\w+)", page))

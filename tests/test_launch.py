@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
+LOCKSTEP = [sys.executable, "-m", "lockstep"]
 SHORT = ["train.epochs=4", "data.limit=400", "train.global_batch=32", "train.micro_batch=8", "observe.log_every=1"]
 LONG = ["train.epochs=1000", *SHORT[1:]]
 
@@ -64,7 +64,7 @@ def family(process):
 
 def workers(process):
     """The ranks, in order."""
-    found = [p for p in family(process) if "lockstep.worker" in p.cmdline()]
+    found = [p for p in family(process) if "lockstep.run.worker" in p.cmdline()]
     return sorted(found, key=lambda p: int(p.environ()["RANK"]))
 
 
@@ -149,7 +149,7 @@ def test_an_error_in_the_users_code_keeps_its_traceback(config):
     """A data set that fails on one rank: the message names the samples, the file and the line."""
     (config / "mine.py").write_text(
         "import numpy as np\n"
-        "from lockstep.data.memory import Images\n\n"
+        "from lockstep.data.in_memory import Images\n\n"
         "class Source(Images):\n"
         "    def __getitems__(self, indices):\n"
         "        if 77 in indices:\n"

@@ -42,9 +42,7 @@ def listening(words, folder, *, until=None, under=()):
     what it said."""
     log = folder / "said.log"
     with log.open("wb") as out:
-        process = psutil.Popen(
-            [*under, sys.executable, "-m", "lockstep.cli", *words], cwd=folder, stdout=out, stderr=out
-        )
+        process = psutil.Popen([*under, sys.executable, "-m", "lockstep", *words], cwd=folder, stdout=out, stderr=out)
     found = set()
     while process.poll() is None:
         with suppress(psutil.Error):
@@ -95,8 +93,8 @@ def test_a_group_of_one_machine_takes_no_other_interface(tmp_path):
     """Gloo listens where the machine's name leads to, which here may be anywhere: the variable decides."""
     script = (
         "import json, os, torch\n"
-        "from lockstep.runtime import process_group\n"
-        "from lockstep.world import World\n"
+        "from lockstep.core.distributed import process_group\n"
+        "from lockstep.base.world import World\n"
         "with process_group.opened(World(), torch.device('cpu')):\n"
         "    print(json.dumps(os.environ.get('GLOO_SOCKET_IFNAME')))\n"
         "print(json.dumps(os.environ.get('GLOO_SOCKET_IFNAME')))\n"

@@ -15,7 +15,7 @@ import pytest
 from http_load import ask, request_of
 from served import serving, text_export
 
-from lockstep.using import open_predictor
+from lockstep.inference.trained_model import open_predictor
 
 CLIENTS, BAD_ONE_IN = 16, 100
 HEAD = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.contracts import DataSpec
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import SampleError
+from lockstep.core.reduction.shard_assignment import neighbouring
 from lockstep.data.collate import collate
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, Request, TrainingRequests, step_requests
-from lockstep.errors import SampleError
-from lockstep.runtime.ownership import neighbouring
 
 LENGTHS = np.random.default_rng(4).integers(1, 60, 90)
 

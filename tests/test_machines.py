@@ -20,7 +20,7 @@ SETTINGS = [
 
 def run(folder, places, name):
     """A worker at each place, to its end -> the run's summary, and what rank 0 said."""
-    arguments = ["-m", "lockstep.worker", "c.yaml", *SETTINGS, f"run.name={name}"]
+    arguments = ["-m", "lockstep.run.worker", "c.yaml", *SETTINGS, f"run.name={name}"]
     started = [
         subprocess.Popen(
             [*place.prefix, sys.executable, *arguments],

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import assembly
-from lockstep.recipe import Recipe
-from lockstep.runtime.digest import digest
-from lockstep.runtime.precision import fix_numerics
+from lockstep.base.world import World
+from lockstep.core.numerics.digest import digest
+from lockstep.core.numerics.precision import fix_numerics
+from lockstep.run import build
+from lockstep.run.recipe import Recipe
 from lockstep.training.step import step
-from lockstep.world import World
 
 OWN = pathlib.Path(__file__).parent / "own"
 GLOBAL_BATCH, EPOCHS, CLIP, FIRST_SCALE = 40, 3, 0.1, 2.0**16
@@ -119,7 +119,7 @@ def train_on_rank(config):
     recipe = Recipe.model_validate(config)
     fix_numerics(threads=1, exact=True)
     world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    parts = assembly.assemble(recipe, world, torch.device("cpu"))
+    parts = build.assemble(recipe, world, torch.device("cpu"))
     first, told = digest(parts.strategy.state()), []
     for micro_batches in parts.steps(0):
         outcome = step(parts.state, micro_batches, clip=recipe.optim.clip)

@@ -20,12 +20,12 @@ from torchmetrics.regression import (
 )
 from torchmetrics.wrappers import BootStrapper, MinMaxMetric, MultioutputWrapper, Running
 
-from lockstep.contracts import DataSpec, LossSum, MicroBatch
+from lockstep.base.contracts import DataSpec, LossSum, MicroBatch
+from lockstep.base.errors import EvaluationFailed, LockstepError, ModelError
 from lockstep.data.sampler import EvaluationRequests
-from lockstep.errors import EvaluationFailed, LockstepError, ModelError
-from lockstep.evaluation import Evaluation, Subject, evaluate, tried
-from lockstep.metrics.declared import measures
-from lockstep.metrics.tally import Merged, Replayed, tally
+from lockstep.training.evaluation import Evaluation, Subject, evaluate, tried
+from lockstep.training.metrics.declared_metrics import measures
+from lockstep.training.metrics.metric_tally import Merged, Replayed, tally
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets")]
 SAMPLES, SIZE = 83, 8
@@ -247,7 +247,7 @@ def test_an_error_of_one_rank_is_raised_by_all(ranks, rank, where):
     message, is_shared = found[0]
     assert is_shared
     assert f"ZeroDivisionError: from {where}" in message and "test_metrics.py" in message
-    assert "lockstep/evaluation.py" not in message
+    assert "lockstep/training/evaluation.py" not in message
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,16 @@ import pytest
 from test_training import config_in, run_on_rank
 from torch import nn
 
-from lockstep.errors import ModelError
+from lockstep.base.errors import ModelError
+from lockstep.core.modules.blocks import blocks_of
 from lockstep.models.user import own_blocks, own_loss
-from lockstep.runtime.blocks import blocks_of
 
 HEAD = """
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.contracts import LossSum
+from lockstep import LossSum
 """
 
 MODELS = {
@@ -59,7 +59,7 @@ class Network(nn.Module):
         return self.head(self.blocks(batch["image"].flatten(1) / 255))
 """,
     "a Model of Lockstep's own": """
-from lockstep.contracts import Model
+from lockstep import Model
 
 class Network(Model):
     def __init__(self):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from networks import can_make_namespaces, namespaces
 
-LOCKSTEP = [sys.executable, "-m", "lockstep.cli", "train", "c.yaml"]
+LOCKSTEP = [sys.executable, "-m", "lockstep", "train", "c.yaml"]
 SETTINGS = ["train.epochs=2", "data.limit=170", "train.global_batch=32", "train.micro_batch=4", "launch.processes=1"]
 LONG = ["train.steps=100000", *SETTINGS[1:], "evaluate.every_epochs=null", "checkpoint.every_steps=50"]
 NODES = pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root and iproute2")
@@ -86,7 +86,7 @@ def test_two_machines_by_hand(top, machines, started):
     time.sleep(1)
     first = started([*prefixes[0], *words, "--node-rank", "0"], top, "first")
     lone = subprocess.run(
-        [sys.executable, "-m", "lockstep.worker", "c.yaml", *SETTINGS, "run.name=lone"],
+        [sys.executable, "-m", "lockstep.run.worker", "c.yaml", *SETTINGS, "run.name=lone"],
         cwd=top,
         capture_output=True,
         timeout=100,

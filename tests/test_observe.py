@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from lockstep import plugins
-from lockstep.events import (
+from lockstep.base import plugins
+from lockstep.base.events import (
     Bus,
     CheckpointSaved,
     EpochDone,
@@ -20,7 +20,7 @@ from lockstep.events import (
     Warned,
 )
 from lockstep.observe import meters
-from lockstep.observe.section import ObserveSection
+from lockstep.observe.observe_config import ObserveSection
 from lockstep.observe.sinks import jsonl, tensorboard
 
 

@@ -43,7 +43,8 @@ class Without:
         return None if name.partition(".")[0] in {modules} else self.finder.find_spec(name, path, target)
 
 sys.meta_path[:] = map(Without, sys.meta_path)
-from lockstep import cli, worker
+from lockstep.cli import _app as cli
+from lockstep.run import worker
 sys.exit(worker.main(sys.argv[2:]) if sys.argv[1] == "worker" else cli.app(sys.argv[1:]))
 """
 """A Lockstep without the packages of its extras."""
@@ -136,7 +137,7 @@ def test_a_wheel_holds_all_of_the_package(wheel):
         )
     ours = {p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*") if p.is_file() and p.suffix != ".pyc"}
     assert held == ours
-    assert {"py.typed", "serving/page.html", "evaluate/page.html"} <= held
+    assert {"py.typed", "inference/serving/page.html", "inference/evaluate/page.html"} <= held
     assert "License-Expression: Apache-2.0\n" in about
     always = [line for line in about.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
     assert names(line.partition(": ")[2] for line in always) == names(PROJECT["dependencies"])
@@ -211,9 +212,7 @@ def test_the_version_is_told_without_torch():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     versions = f"torch {metadata.version('torch')}, Python {sys.version.split()[0]}\n"
     assert (done.returncode, done.stdout.partition(", ")[2]) == (0, versions), done.stderr
-    slow = subprocess.run(
-        [sys.executable, "-m", "lockstep.cli", "--version"], capture_output=True, text=True, timeout=60
-    )
+    slow = subprocess.run([sys.executable, "-m", "lockstep", "--version"], capture_output=True, text=True, timeout=60)
     assert slow.stdout == done.stdout
 
 

@@ -12,8 +12,8 @@ import yaml
 from test_kubernetes import LEAST, complaints, documents, pod_of
 from typer.testing import CliRunner
 
-from lockstep import cli
-from lockstep.launch import _kubernetes_manifest as manifests
+from lockstep.cli import _app
+from lockstep.launch.launchers import _kubernetes_manifest as manifests
 
 
 def started(resource, folder, index, port_host="127.0.0.1"):
@@ -28,7 +28,7 @@ def started(resource, folder, index, port_host="127.0.0.1"):
     )
     command = folder / "bin" / "lockstep"
     command.parent.mkdir(exist_ok=True)
-    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m lockstep.cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m lockstep "$@"\n')
     command.chmod(0o755)
     own = {each["name"]: each["value"] for each in container["env"]}
     path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
@@ -59,7 +59,7 @@ def test_two_pods_train_by_the_command_of_the_manifest(tmp_path, monkeypatch, fr
         "join_timeout_seconds": 60,
     }
     overrides = [f"launch.{key}={value}" for key, value in settings.items()]
-    shown = CliRunner().invoke(cli.app, ["train", "c.yaml", "run.name=Two_pods", *overrides, "--dry-run"])
+    shown = CliRunner().invoke(_app.app, ["train", "c.yaml", "run.name=Two_pods", *overrides, "--dry-run"])
     assert shown.exit_code == 0, shown.output
     text = shown.stdout.partition("kubernetes.yaml\n\n# ")[2].partition(f"\n# {tmp_path}/runs/Two_pods/launch.yaml\n")[
         0

@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
-from lockstep.runtime.precision import Precision
+from lockstep.core.numerics.precision import Precision
 
 PROGRAM = """
 import torch
 from torch.utils.data import DataLoader
-from lockstep.runtime.precision import fix_numerics
+from lockstep.core.numerics.precision import fix_numerics
 
 class Tiny(torch.utils.data.Dataset):
     def __len__(self):

@@ -23,16 +23,16 @@ from pyarrow import csv, parquet
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
-from lockstep import cli
-from lockstep.contracts import DataSpec
+from lockstep.base.contracts import DataSpec
+from lockstep.cli import _app
 from lockstep.data.collate import collate
-from lockstep.export import facts as telling
-from lockstep.export.section import ExportSection
-from lockstep.export.writing import Samples, export
+from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export.export_config import ExportSection
+from lockstep.inference.export.export_writer import Samples, export
+from lockstep.inference.predict import worker_pool
+from lockstep.inference.predict.input_rows import ROWS
+from lockstep.inference.trained_model import open_predictor
 from lockstep.models import transformer, user
-from lockstep.predict import crew
-from lockstep.predict.tables import ROWS
-from lockstep.using import open_predictor
 
 LABELS = ("World", "Sports", "Sci/Tech")
 NETWORK = """
@@ -125,7 +125,7 @@ def table(words):
 def prepared():
     """What all processes need is imported once for all of these tests, whoever has started processes before."""
     forkserver._forkserver._stop()
-    multiprocessing.set_forkserver_preload([*crew.PRELOADED, *crew.PRELOADED_FOR_TEXTS])
+    multiprocessing.set_forkserver_preload([*worker_pool.PRELOADED, *worker_pool.PRELOADED_FOR_TEXTS])
     forkserver.ensure_running()
 
 
@@ -136,7 +136,7 @@ def predict(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
 
     def run(*arguments, code=0):
-        result = CliRunner().invoke(cli.app, ["predict", *map(str, arguments)])
+        result = CliRunner().invoke(_app.app, ["predict", *map(str, arguments)])
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         assert result.exit_code == code, result.output
         return result.output
@@ -247,7 +247,7 @@ def test_rows_that_kill_are_told_of(predict, images_model, photos):
 
 def begun(*command):
     """`lockstep predict` in a terminal of its own, when it has done something -> it, and the processes that predict."""
-    argv = [sys.executable, "-m", "lockstep.cli", "predict", *map(str, command)]
+    argv = [sys.executable, "-m", "lockstep", "predict", *map(str, command)]
     process = subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

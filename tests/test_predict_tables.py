@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from lockstep.errors import DataError
-from lockstep.predict.survey import survey
-from lockstep.predict.tables import ROWS, opened
+from lockstep.base.errors import DataError
+from lockstep.inference.predict.input_rows import ROWS, opened
+from lockstep.inference.predict.input_scan import survey
 
 TABLES = {
     "empty.csv": ("text\n", "holds no row"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from rich.console import Console
 from test_observe import ended, evaluated, run, started, step
 
-from lockstep.events import CheckpointSaved, EpochDone, Preparing, Warned
+from lockstep.base.events import CheckpointSaved, EpochDone, Preparing, Warned
 from lockstep.observe.sinks import progress
 
 

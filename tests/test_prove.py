@@ -11,9 +11,9 @@ import psutil
 import pytest
 from test_prove_strategies import proof_of
 
-from lockstep.prove.proof import half_time
+from lockstep.tools.prove.proof import half_time
 
-PROVE = [sys.executable, "-m", "lockstep.cli", "prove", "c.yaml"]
+PROVE = [sys.executable, "-m", "lockstep", "prove", "c.yaml"]
 MODEL = """
 import math
 import numpy as np
@@ -73,7 +73,7 @@ def build(options, spec):
 
 
 def loss(outputs, batch):
-    from lockstep.contracts import LossSum
+    from lockstep.base.contracts import LossSum
 
     total = F.cross_entropy(outputs, batch["label"], reduction="sum")
     return LossSum(total / (len(outputs) if options_mean else 1), len(outputs))
@@ -246,7 +246,7 @@ def test_a_signal_ends_all_runs_and_leaves_nothing(folder):
     while time.monotonic() < end and not list((folder / "tmp").glob("lockstep-prove-*/world-1/metrics.jsonl")):
         time.sleep(0.1)
     family = psutil.Process(process.pid).children(recursive=True)
-    assert [p for p in family if "lockstep.prove.process" in p.cmdline()]
+    assert [p for p in family if "lockstep.run.tasks.proof" in p.cmdline()]
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output

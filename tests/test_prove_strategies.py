@@ -13,18 +13,19 @@ from rich.console import Console
 from test_first_steps import CULPRITS, OWN
 from test_training import config_in
 
-from lockstep import assembly, plugins
-from lockstep import recipe as recipes
-from lockstep.errors import LockstepError
-from lockstep.prove.process import ProofJob
-from lockstep.prove.proof import Proof
-from lockstep.prove.runs import Run, Runs
-from lockstep.prove.strategies import fitting
-from lockstep.prove.table import tell
-from lockstep.prove.task import Task
-from lockstep.recipe import Recipe
-from lockstep.runtime.interruption import Interruption
-from lockstep.world import World
+from lockstep.base import plugins
+from lockstep.base.errors import LockstepError
+from lockstep.base.world import World
+from lockstep.core.host.signals import Interruption
+from lockstep.run import build
+from lockstep.run import recipe as recipes
+from lockstep.run.recipe import Recipe
+from lockstep.run.tasks.proof import ProofJob
+from lockstep.tools.prove.proof import Proof
+from lockstep.tools.prove.proof_request import Task
+from lockstep.tools.prove.proof_runs import Run, Runs
+from lockstep.tools.prove.proof_table import tell
+from lockstep.tools.prove.strategy_choice import fitting
 
 QUICK = [("Unseeded", "ddp"), ("Unseeded", "fsdp"), ("Dice", "ddp"), ("Dice", "fsdp"), ("Ranked", "fsdp")]
 KINDS = ("single", "ddp", "fsdp", "pipeline")
@@ -93,7 +94,7 @@ class WarmRuns(Runs):
 def proof_of(ranks, folder, steps=4, **sections):
     recipe = Recipe.model_validate(config_in(folder, "a", **sections))
     said = []
-    data = assembly.prepare(recipe, lambda _: None)
+    data = build.prepare(recipe, lambda _: None)
     proof = Proof(recipe=recipe, folder=folder / "proof", steps=steps, data=data, say=said.append)
     proof.runs = WarmRuns(**vars(proof.runs))
     proof.runs.ranks, proof.said = ranks, said
@@ -183,7 +184,7 @@ def test_a_sound_model_is_proven_with_every_strategy(ranks, tmp_path):
     ids=["stages", "replicas", "cut"],
 )
 def test_groups_are_left_out_where_processes_cannot_form_them(parallel):
-    section = plugins.find("parallel", parallel["kind"]).Config(**parallel)
+    section = plugins.find("parallel.strategies", parallel["kind"]).Config(**parallel)
     least = 3 if "cut" in parallel else 2
     assert fitting(section, least) == section == fitting(section, 2 * least)
     assert fitting(section, 1) == section.model_copy(
@@ -213,7 +214,7 @@ def test_a_loss_that_differs_by_itself_is_told_apart_from_the_weights(ranks, tmp
     """A number that depends on the rank is added to it: every gradient is the same."""
     (tmp_path / "culprits.py").write_text((OWN / "culprits.py").read_text())
     (tmp_path / "own.py").write_text(
-        "import torch\n\nfrom culprits import build\nfrom lockstep.contracts import LossSum\n\n\n"
+        "import torch\n\nfrom culprits import build\nfrom lockstep import LossSum\n\n\n"
         "def loss(outputs, batch):\n"
         "    total = torch.nn.functional.cross_entropy(outputs, batch['label'], reduction='sum')\n"
         "    return LossSum(total + 0.25 * torch.distributed.get_rank() * torch.is_grad_enabled(), len(outputs))\n"

@@ -10,18 +10,18 @@ from test_training import config_in, run_on_rank
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import assembly
-from lockstep import recipe as recipes
-from lockstep.contracts import DataSpec
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import DataError, SampleError
+from lockstep.core.numerics.seeds import Randomness
+from lockstep.core.reduction.shard_assignment import neighbouring
 from lockstep.data.augment import Augmented, augmented
+from lockstep.data.data_config import DataSection
+from lockstep.data.in_memory import Images
 from lockstep.data.loader import Loader
-from lockstep.data.memory import Images
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
-from lockstep.data.section import DataSection
-from lockstep.errors import DataError, SampleError
-from lockstep.runtime.ownership import neighbouring
-from lockstep.runtime.seeds import Randomness
+from lockstep.run import build
+from lockstep.run import recipe as recipes
 
 NOISY = str(pathlib.Path(__file__).parent / "own" / "noisy.py")
 
@@ -123,14 +123,14 @@ def test_a_users_data_file_brings_its_own(tmp_path):
     """No setting is needed then; only training samples pass through it."""
     (tmp_path / "a.py").write_text(
         "import numpy as np\n"
-        "from lockstep.data.memory import Images\n\n"
+        "from lockstep.data.in_memory import Images\n\n"
         "def source(options, split):\n"
         "    return Images(np.ones((9, 1, 8, 8), np.uint8), np.zeros(9, int), ['a', 'b'])\n\n"
         "def augment(sample):\n"
         "    return {**sample, 'image': sample['image'] + 1}\n"
     )
     recipe = recipes.Recipe.model_validate({"data": {"kind": "user", "file": str(tmp_path / "a.py"), "limit": 5}})
-    data = assembly.open_data(recipe)
+    data = build.open_data(recipe)
     assert isinstance(data.train, Augmented)
     assert not isinstance(data.test, Augmented)
     assert {tuple(np.unique(row["image"])) for row in epochs(data.train).values()} == {(2,)}

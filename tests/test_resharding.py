@@ -12,16 +12,16 @@ import torch.distributed as dist
 from test_strategies import CPU, prepared
 from torch import nn
 
-from lockstep import assembly
-from lockstep import recipe as recipes
+from lockstep.base.contracts import LossSum, MicroBatch, Model
 from lockstep.checkpoint.layout import Manifest, folder_of, read_manifest
 from lockstep.checkpoint.reader import load
 from lockstep.checkpoint.writer import Writer
-from lockstep.contracts import LossSum, MicroBatch, Model
-from lockstep.runtime.deferred import deferred
-from lockstep.runtime.digest import digest_of, world_lines
-from lockstep.runtime.process_group import world_group
-from lockstep.runtime.seeds import seed_all
+from lockstep.core.distributed.process_group import world_group
+from lockstep.core.modules.deferred_init import deferred
+from lockstep.core.numerics.digest import digest_of, world_lines
+from lockstep.core.numerics.seeds import seed_all
+from lockstep.run import build as assembly
+from lockstep.run import recipe as recipes
 from lockstep.training.step import step
 
 MIB = 1 << 20
@@ -86,7 +86,7 @@ def test_the_command_goes_through_every_strategy(tmp_path):
         settings = {"run.dir": tmp_path, "run.name": name, "train.steps": steps, "schedule.shape": "constant"}
         settings |= {"schedule.warmup": 5}
         settings |= {"parallel.kind": kind, "launch.processes": processes, "train.epochs": "null"}
-        command = [sys.executable, "-m", "lockstep.cli", "train", "examples/digits.yaml"]
+        command = [sys.executable, "-m", "lockstep", "train", "examples/digits.yaml"]
         command += [f"{key}={value}" for key, value in settings.items()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stderr

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.agent.failure import LESS_MEMORY
-from lockstep.contracts import Plan
-from lockstep.launch.local import Config, Local
+from lockstep.base.contracts import Plan
+from lockstep.launch.elastic.failure import LESS_MEMORY
+from lockstep.launch.launchers.local import Config, Local
 
 pytestmark = [  # the agent, in this process, leaves its children's logs open until they are collected
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -180,7 +180,7 @@ def test_an_exception_that_comes_again_in_its_step_is_not_tried_a_third_time(run
     """Though there are checkpoints in between; in another step it is another."""
     script = """
 import traceback
-from lockstep.user_code import noted
+from lockstep.base.user_code import noted
 checkpoint(start)
 try:
     with noted(STEP):

@@ -14,10 +14,10 @@ from PIL import Image
 from test_training import config_in, run_on_rank
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from lockstep.contracts import DataSpec
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import DataError
 from lockstep.data.collate import collate
-from lockstep.data.samples import as_source
-from lockstep.errors import DataError
+from lockstep.data.torch_dataset import as_source
 
 
 class Listed(Dataset):
@@ -135,7 +135,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from lockstep.contracts import LossSum
+from lockstep import LossSum
 
 BAD = {3: "x", 17: None, 40: "dtype", **{i: "x" for i in range(100, 116)}}
 
@@ -273,10 +273,10 @@ import resource
 import sys
 import json
 import torch.distributed as dist
-from lockstep.job import Job
-from lockstep.recipe import Recipe
-from lockstep.runtime.interruption import Interruption
-from lockstep.world import World
+from lockstep.run.tasks.train import Job
+from lockstep.run.recipe import Recipe
+from lockstep.core.host.signals import Interruption
+from lockstep.base.world import World
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

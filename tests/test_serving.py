@@ -24,7 +24,7 @@ from served import (
     text_export,
 )
 
-from lockstep.using import open_predictor
+from lockstep.inference.trained_model import open_predictor
 
 HEADLINES = [
     "Oil prices rise",

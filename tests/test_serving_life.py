@@ -10,7 +10,7 @@ import pytest
 from served import PICTURE, asking, image_export, png, serving, slow_export
 from typer.testing import CliRunner
 
-from lockstep.cli import app
+from lockstep.cli._app import app
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.runtime import shared_memory
-from lockstep.runtime.background import Thread
-from lockstep.runtime.exchange import Exchange
-from lockstep.runtime.neighbours import neighbours, this_machine
-from lockstep.runtime.process_group import world_group
-from lockstep.runtime.shared_memory import SharedMemory
-from lockstep.runtime.tree_reduce import TreeSum, tree_sum
+from lockstep.core.distributed.process_group import world_group
+from lockstep.core.distributed.topology import neighbours, this_machine
+from lockstep.core.reduction import transport as shared_memory
+from lockstep.core.reduction.all_reduce import Exchange
+from lockstep.core.reduction.transport import SharedMemory
+from lockstep.core.reduction.tree import TreeSum, tree_sum
+from lockstep.parallel.comm_thread import Thread
 
 
 def rows_of(shards, numbers, dtype):

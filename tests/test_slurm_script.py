@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from golden import matches
 
-from lockstep.config import parse
-from lockstep.contracts import Request
-from lockstep.errors import ConfigError
-from lockstep.launch._batch_script import Script
-from lockstep.launch.slurm import Slurm
-from lockstep.recipe import Recipe
+from lockstep.base.config import parse
+from lockstep.base.contracts import Request
+from lockstep.base.errors import ConfigError
+from lockstep.launch.launchers._batch_script import Script
+from lockstep.launch.launchers.slurm import Slurm
+from lockstep.run.recipe import Recipe
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "slurm" / "train.slurm"
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
@@ -108,7 +108,7 @@ def test_dry_run_hands_nothing_in(tmp_path):
     (tmp_path / "c.yaml").write_text(
         "launch: {kind: slurm, nodes: 2, debug: true, environment: {A: b}, time: 1:30:00}\n"
     )
-    command = [sys.executable, "-m", "lockstep.cli", "train", "c.yaml", "--dry-run"]
+    command = [sys.executable, "-m", "lockstep", "train", "c.yaml", "--dry-run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     for line in ("OMP_NUM_THREADS=1", "NCCL_DEBUG=INFO", "A=b", "#SBATCH --nodes=2", "#SBATCH --time=1:30:00"):
@@ -118,7 +118,7 @@ def test_dry_run_hands_nothing_in(tmp_path):
 
 def test_without_slurm_it_says_where_slurm_is(tmp_path):
     (tmp_path / "c.yaml").write_text("launch: {kind: slurm}\n")
-    command = [sys.executable, "-m", "lockstep.cli", "train", "c.yaml"]
+    command = [sys.executable, "-m", "lockstep", "train", "c.yaml"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env={**os.environ, "PATH": str(tmp_path)}
     )

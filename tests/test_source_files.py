@@ -8,9 +8,10 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from lockstep.data import images, tables
+from lockstep.base.errors import DataError
+from lockstep.data import columns as tables
+from lockstep.data import images
 from lockstep.data.sources import files
-from lockstep.errors import DataError
 
 WORDS = [("good", "yes"), ("bad", "no"), ("fine", "yes"), ("awful", "no")]
 

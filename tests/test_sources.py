@@ -17,10 +17,10 @@ import pydantic
 import pytest
 from PIL import Image
 
-from lockstep.contracts import Source
+from lockstep.base.contracts import Source
+from lockstep.base.errors import DataError
 from lockstep.data import huggingface
 from lockstep.data.sources import ag_news, hub, mnist
-from lockstep.errors import DataError
 
 SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="real MNIST and AG News are not at hand")

@@ -10,9 +10,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
-from lockstep import cli
-from lockstep.export import facts as telling
-from lockstep.export import space
+from lockstep.cli import _app
+from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import space
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLE = ROOT / "deploy" / "space"
@@ -61,14 +61,14 @@ def test_weights_go_to_lfs(tmp_path):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digits")
     settings = ["train.epochs=1", "data.limit=200", "run.name=a", f"run.dir={folder}", "launch.processes=1"]
-    command = [sys.executable, "-m", "lockstep.cli", "train", str(ROOT / "examples" / "digits.yaml"), *settings]
+    command = [sys.executable, "-m", "lockstep", "train", str(ROOT / "examples" / "digits.yaml"), *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "a"
 
 
 def lockstep(*arguments, code=0):
-    result = CliRunner().invoke(cli.app, list(map(str, arguments)))
+    result = CliRunner().invoke(_app.app, list(map(str, arguments)))
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
 

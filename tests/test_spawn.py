@@ -16,8 +16,8 @@ from test_launch import LONG, SHORT, family, started, summary, wait_for_steps
 from test_launch import lockstep as command
 
 import lockstep
-from lockstep import recipe as recipes
-from lockstep.errors import ConfigError
+from lockstep.base.errors import ConfigError
+from lockstep.run import recipe as recipes
 
 SPAWN = ["launch.kind=spawn", "launch.processes=2"]
 SECTIONS = {
@@ -106,7 +106,7 @@ def test_what_went_wrong_is_raised(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import os\n"
         "import numpy as np\n"
-        "from lockstep.data.memory import Images\n\n"
+        "from lockstep.data.in_memory import Images\n\n"
         "class Source(Images):\n"
         "    def __getitems__(self, indices):\n"
         "        if os.environ['RANK'] == '1':\n"
@@ -226,7 +226,7 @@ def test_an_interrupt_in_python_leaves_a_resumable_run(tmp_path):
         textwrap.dedent(
             f"""
             import json, lockstep
-            from lockstep.errors import Interrupted
+            from lockstep.base.errors import Interrupted
             try:
                 lockstep.spawn({SECTIONS}, "run.name=a", "train.epochs=1000", processes=2)
             except Interrupted as error:

@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from test_strategies import CPU
 from torch import nn
 
-from lockstep import assembly
-from lockstep import recipe as recipes
-from lockstep.contracts import LossSum, MicroBatch, Model
-from lockstep.errors import LockstepError
-from lockstep.runtime.deferred import deferred
-from lockstep.runtime.digest import digest_of, world_lines
-from lockstep.runtime.process_group import world_group
-from lockstep.runtime.seeds import seed_all
+from lockstep.base.contracts import LossSum, MicroBatch, Model
+from lockstep.base.errors import LockstepError
+from lockstep.core.distributed.process_group import world_group
+from lockstep.core.modules.deferred_init import deferred
+from lockstep.core.numerics.digest import digest_of, world_lines
+from lockstep.core.numerics.seeds import seed_all
+from lockstep.run import build as assembly
+from lockstep.run import recipe as recipes
 from lockstep.training.step import step
 
 SHARDS = 4

@@ -9,18 +9,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep import assembly, plugins
-from lockstep import recipe as recipes
-from lockstep.contracts import DataSpec, LossSum, Model
+from lockstep.base import plugins
+from lockstep.base.contracts import DataSpec, LossSum, Model
+from lockstep.base.errors import LockstepError
+from lockstep.core.distributed.process_group import world_group
+from lockstep.core.numerics.digest import digest_of, world_lines
+from lockstep.core.numerics.seeds import seed_all
+from lockstep.data.in_memory import Images
 from lockstep.data.loader import Loader
-from lockstep.data.memory import Images
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
-from lockstep.errors import LockstepError
 from lockstep.models.transformer import TextClassifier
-from lockstep.runtime.digest import digest_of, world_lines
-from lockstep.runtime.process_group import world_group
-from lockstep.runtime.seeds import seed_all
+from lockstep.run import build as assembly
+from lockstep.run import recipe as recipes
 from lockstep.training.step import step
 
 CPU = torch.device("cpu")
@@ -147,7 +148,7 @@ EVERY = [pytest.param(task, train, marks=pytest.mark.matrix) for task in TASKS f
 @pytest.mark.parametrize(("task", "train"), [("images", {}), ("images", SCALED), ("texts", RECOMPUTED), *EVERY])
 def test_every_strategy_gives_the_bits_of_one_process(ranks, task, train):
     (expected,) = ranks(1, trained, task, "single", {}, train)
-    for kind in plugins.names("parallel"):
+    for kind in plugins.names("parallel.strategies"):
         for world, config in LAYOUTS[kind]:
             for rank, found in enumerate(ranks(world, trained, task, kind, config, train)):
                 for number, (one, other) in enumerate(zip(found, expected, strict=True)):
@@ -187,7 +188,7 @@ def test_recomputing_changes_no_bit(ranks):
 
 def test_gathering_in_bf16_is_told_and_does_not_depend_on_the_world(ranks):
     settings = {"gather": "bf16"}
-    assert plugins.find("parallel", "fsdp").Config(kind="fsdp", **settings).numeric(2) == {"gather": "bf16"}
+    assert plugins.find("parallel.strategies", "fsdp").Config(kind="fsdp", **settings).numeric(2) == {"gather": "bf16"}
     (expected,) = ranks(1, trained, "texts", "single", {}, {})
     found = [ranks(world, trained, "texts", "fsdp", settings, {})[0] for world in (2, 3, 4)]
     assert found[0] == found[1] == found[2] != expected

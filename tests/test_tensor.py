@@ -7,18 +7,19 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import optim, plugins
+from lockstep.base import plugins
+from lockstep.base.contracts import DataSpec, LossSum, MicroBatch, Model, TensorPlan
+from lockstep.base.errors import LockstepError, ModelError
 from lockstep.checkpoint import reader
 from lockstep.checkpoint.layout import Manifest, folder_of, read_manifest
 from lockstep.checkpoint.writer import Writer
-from lockstep.contracts import DataSpec, LossSum, MicroBatch, Model, TensorPlan
-from lockstep.errors import LockstepError, ModelError
+from lockstep.core.distributed.process_group import world_group
+from lockstep.core.numerics.digest import digest, digest_of, world_lines
+from lockstep.core.numerics.precision import Precision
+from lockstep.core.numerics.seeds import Randomness, seed_all
 from lockstep.models import transformer
-from lockstep.runtime.digest import digest, digest_of, world_lines
-from lockstep.runtime.precision import Precision
-from lockstep.runtime.process_group import world_group
-from lockstep.runtime.seeds import Randomness, seed_all
-from lockstep.runtime.split import planned
+from lockstep.parallel.tensor_plan import planned
+from lockstep.training import optim
 from lockstep.training.state import TrainState, initialise
 from lockstep.training.step import step
 
@@ -83,7 +84,7 @@ def placed(folder, kind, options=None):
     model = transformer.build(transformer.Config(kind="transformer", name=str(folder)), spec)
     randomness, precision = Randomness(3), Precision(options.get("precision", "fp32"), CPU)
     randomness.watch(model.blocks(), recompute=options.get("recompute", False))
-    module = plugins.find("parallel", kind)
+    module = plugins.find("parallel.strategies", kind)
     config = module.Config(kind=kind, **options.get("config", {}) if kind == "tensor" else {})
     strategy = module.build(config, randomness=randomness, precision=precision, exact=True)
     held = strategy.place(model.train(), sample)
@@ -276,7 +277,7 @@ def test_plans_that_do_not_fit_the_weights():
 
 
 def test_settings_say_what_they_change():
-    module = plugins.find("parallel", "tensor")
+    module = plugins.find("parallel.strategies", "tensor")
     assert module.Config(kind="tensor", size=2).numeric(4) == {"kind": "tensor", "size": 2}
     assert module.Config(kind="tensor").numeric(4) == {"kind": "tensor", "size": 4}
     assert "number of processes" in module.Config(kind="tensor").leaves_the_promise

@@ -9,11 +9,11 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.base.errors import DataError, printable
+from lockstep.base.escaping import EscapingConsole, named
 from lockstep.data.images import ImageSection, decode
 from lockstep.data.sources import files
-from lockstep.errors import DataError, printable
-from lockstep.escaping import EscapingConsole, named
-from lockstep.evaluate import table
+from lockstep.inference.evaluate import evaluation_table
 from lockstep.observe.sinks.progress import readable
 
 HOSTILE = "a\x1b[31mb\x9b2J\r\x07\x00\u202e\n[bold]c"
@@ -42,7 +42,7 @@ def test_an_evaluation_with_hostile_names():
     file = io.StringIO()
     one = {"label": HOSTILE, "precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 3}
     found = {"samples": 3, "data": HOSTILE, "metrics": {HOSTILE: 1.0}, "classes": [one]}
-    table.show(found, EscapingConsole(file=file, width=400, markup=False, emoji=False))
+    evaluation_table.show(found, EscapingConsole(file=file, width=400, markup=False, emoji=False))
     assert "\x1b" not in file.getvalue()
     assert file.getvalue().count("\\n[bold]c") == 3
     assert "\n" not in readable({HOSTILE: 1.0, "loss": 2.0})

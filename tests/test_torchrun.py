@@ -16,7 +16,7 @@ SHORT = ["data.limit=400", "train.epochs=2", "train.global_batch=32", "train.mic
 
 
 def worker(name):
-    return ["-m", "lockstep.worker", "c.yaml", *SHORT, f"run.name={name}"]
+    return ["-m", "lockstep.run.worker", "c.yaml", *SHORT, f"run.name={name}"]
 
 
 def ran(folder, *commands, environment=None, **variables):

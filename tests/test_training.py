@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 
-from lockstep import assembly
-from lockstep import recipe as recipes
+from lockstep.base.errors import LockstepError
+from lockstep.base.world import World
+from lockstep.core.host.signals import Interruption
 from lockstep.data.dataset import Subset
-from lockstep.errors import LockstepError
-from lockstep.job import Job
-from lockstep.recipe import Recipe
-from lockstep.runtime.interruption import Interruption
-from lockstep.world import World
+from lockstep.run import build
+from lockstep.run import recipe as recipes
+from lockstep.run.recipe import Recipe
+from lockstep.run.tasks.train import Job
 
 
 class StopAfter(Interruption):
@@ -196,7 +196,7 @@ def build(options, spec):
 def exploding(tmp_path):
     """A model that fails on the brightest of the 200 samples, and that sample's number."""
     section = recipes.Recipe.model_validate({"data": {"limit": 200}}).data
-    source = assembly.open_source(section, "train")
+    source = build.open_source(section, "train")
     light = source.__getitems__(range(len(source)))["image"].reshape(200, -1).sum(1) / 255
     brightest = int(light.argmax())
     threshold = (sorted(light)[-1] + sorted(light)[-2]) / 2
@@ -214,7 +214,7 @@ def test_a_loss_that_is_not_finite_stops_and_says_where(ranks, tmp_path, world):
         (number,) = [int(w.rstrip(":")) for w in message.split("in step ")[1].split()[:1]]
         shard = int(message.split("shard ")[1].split(",")[0])
         assert f"rank {shard * world // 4}" in message
-        order = assembly.Order(seed=0, samples=200, global_batch=32, micro_batch=8)
+        order = build.Order(seed=0, samples=200, global_batch=32, micro_batch=8)
         assert brightest in order.shards(number - 1)[shard]
         assert str(order.shards(number - 1)[shard].tolist()) in message
     saved = [int(folder.name[5:]) for folder in (tmp_path / "a" / "checkpoints").glob("step-*")]
@@ -381,8 +381,8 @@ def test_evaluation_counts_every_sample_once(ranks, tmp_path):
 def evaluate_on_rank(folder):
     rank, size = dist.get_rank(), dist.get_world_size()
     recipe = Recipe.model_validate({"run": {"dir": folder, "name": f"e{size}"}})
-    parts = assembly.assemble(recipe, World(rank=rank, size=size), torch.device("cpu"))
-    parts.data = assembly.Data(parts.data.train, Subset(parts.data.train, torch.arange(1003).numpy()), None)
+    parts = build.assemble(recipe, World(rank=rank, size=size), torch.device("cpu"))
+    parts.data = build.Data(parts.data.train, Subset(parts.data.train, torch.arange(1003).numpy()), None)
     parts.model.eval()
     result = parts.evaluate()
     columns = parts.data.test.__getitems__(range(1003))

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.contracts import DataSpec
-from lockstep.errors import ModelError
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import ModelError
 from lockstep.models import transformer
 
 LABELS = ("World", "Sports", "Business", "Sci/Tech")
@@ -19,7 +19,7 @@ TEXTS = ["stocks fell in late trading", "the striker scored twice in the final",
 
 
 def lockstep(folder, *arguments):
-    command = [sys.executable, "-m", "lockstep.cli", *arguments]
+    command = [sys.executable, "-m", "lockstep", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -8,8 +8,8 @@ import torch
 from test_training import run_on_rank
 from test_transformer import LABELS, TEXTS
 
-from lockstep.contracts import DataSpec
-from lockstep.errors import ModelError
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import ModelError
 from lockstep.models import transformer
 
 SPEC = DataSpec(modality="text", labels=LABELS)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.runtime.exchange import Exchange
-from lockstep.runtime.process_group import world_group
-from lockstep.runtime.tree_reduce import TreeSum, cover, root, tree_sum
+from lockstep.core.distributed.process_group import world_group
+from lockstep.core.reduction.all_reduce import Exchange
+from lockstep.core.reduction.tree import TreeSum, cover, root, tree_sum
 
 SHARDS = st.integers(1, 40).flatmap(lambda v: st.tuples(st.just(v), st.sets(st.integers(0, v - 1), min_size=1)))
 

@@ -13,9 +13,9 @@ import pytest
 from crafting import CANARY
 from fuzzing import table
 
-from lockstep import files, trust
-from lockstep import recipe as recipes
-from lockstep.errors import UntrustedCode
+from lockstep.base import storage, trust
+from lockstep.base.errors import UntrustedCode
+from lockstep.run import recipe as recipes
 
 MARK = f"import os\nopen(os.path.join({{folder!r}}, {CANARY!r}), 'w').close()\n"
 CODE = """
@@ -190,7 +190,7 @@ def asked(words, folder, answer):
     """What a command says on a terminal, where its question is answered -> exit code, what was said."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep.cli", *words], cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs
+        [sys.executable, "-m", "lockstep", *words], cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs
     )
     os.close(theirs)
     said = b""
@@ -306,5 +306,5 @@ def test_what_is_appended_to_is_a_file_of_the_run(tmp_path, make):
     (tmp_path / "outside").write_text("mine")
     make(tmp_path / "log")
     with pytest.raises(OSError):
-        files.append(tmp_path / "log")
+        storage.append(tmp_path / "log")
     assert (tmp_path / "outside").read_text() == "mine"

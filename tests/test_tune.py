@@ -16,17 +16,18 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from lockstep import assembly, cli
-from lockstep import recipe as recipes
-from lockstep.tune import trial
-from lockstep.tune.curve import Curve, rates_between
-from lockstep.tune.learning_rate import hopeless
-from lockstep.tune.plot import svg
-from lockstep.tune.process import longest
-from lockstep.tune.rows import Row, told
-from lockstep.tune.search import candidates, largest
-from lockstep.tune.task import Task
-from lockstep.world import World
+from lockstep.base.world import World
+from lockstep.cli import _app
+from lockstep.run import build
+from lockstep.run import recipe as recipes
+from lockstep.tools.tune import trial_process
+from lockstep.tools.tune.curve_plot import svg
+from lockstep.tools.tune.learning_rate_finder import hopeless
+from lockstep.tools.tune.loss_curve import Curve, rates_between
+from lockstep.tools.tune.micro_batch_table import Row, told
+from lockstep.tools.tune.size_search import candidates, largest
+from lockstep.tools.tune.trial_request import Task
+from lockstep.tools.tune.trial_work import longest
 
 MODEL = """
 import os
@@ -36,7 +37,7 @@ import signal
 import numpy as np
 from torch import nn
 
-from lockstep.contracts import DataSpec
+from lockstep import DataSpec
 
 
 class Wide(nn.Module):
@@ -99,7 +100,7 @@ def tune(tmp_path, monkeypatch):
     before = list(tmp_path.iterdir())
 
     def run(*arguments, leaves=()):
-        result = CliRunner().invoke(cli.app, ["tune", *map(str, arguments)])
+        result = CliRunner().invoke(_app.app, ["tune", *map(str, arguments)])
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         made = [path.name for path in tmp_path.iterdir() if path not in before and path.name != "__pycache__"]
         assert made == [*leaves]  # no run, no weights
@@ -210,7 +211,7 @@ def test_the_longest_samples_are_what_a_trial_begins_with(lone, tune, tmp_path):
     """And its steps are the run's own afterwards."""
     data = ["data={kind: user, file: model.py}", "model.options={width: 1}"]
     recipe = recipes.load(tmp_path / "c.yaml", [*data, "parallel.kind=single", "launch.processes=1"])
-    parts = assembly.assemble(recipe, World(), torch.device("cpu"))
+    parts = build.assemble(recipe, World(), torch.device("cpu"))
     first, own = next(longest(replace(parts, total_steps=3)).steps(0)), next(parts.steps(0))
     assert min(m.batch["x"].shape[1] for m in first) > 1000 - len(first) == 940
     assert sorted(m.indices for m in own) == sorted((row,) for shard in parts.order.shards(0) for row in shard)
@@ -343,6 +344,6 @@ def test_a_trial_that_prints_and_crashes_is_quoted(tmp_path):
     (tmp_path / "model.py").write_text("import os\nprint('my last words', flush=True)\nos.kill(os.getpid(), 11)\n")
     (tmp_path / "c.yaml").write_text(CONFIG)
     recipe = recipes.load(tmp_path / "c.yaml", [f"model.file={tmp_path}/model.py"])
-    done = trial.run(Task(recipe=trial.varied(recipe, data={}, train={"steps": 1})))
+    done = trial_process.run(Task(recipe=trial_process.varied(recipe, data={}, train={"steps": 1})))
     assert done.has_failed and done.killed_by is None
     assert str(done.failure("the trial")) == "my last words\nthe trial ended with exit code -11"

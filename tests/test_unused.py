@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from test_strategies import trained
 from torch import nn
 
-from lockstep.contracts import DataSpec, LossSum, Model
+from lockstep.base.contracts import DataSpec, LossSum, Model
+from lockstep.base.errors import LockstepError
+from lockstep.core.reduction.gradient_norm import normalise_
 from lockstep.data.order import Order
-from lockstep.errors import LockstepError
-from lockstep.runtime.gradient_norm import normalise_
 
 
 class Heads(Model):

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from lockstep.base import user_code
+
 FILE = """
 import multiprocessing
 import subprocess
@@ -178,7 +180,7 @@ import sys
 
 import numpy as np
 
-from lockstep.data.memory import Images
+from lockstep.data.in_memory import Images
 
 
 class Source(Images):
@@ -208,3 +210,8 @@ def test_a_data_set_that_raises_names_the_sample(commands, tmp_path, error, work
     assert error.partition("(")[0] in found.output
     if workers or error != "KeyboardInterrupt":
         assert "sample 7 of the training split of data.kind=user could not be fetched" in found.output
+
+
+def test_the_places_that_call_a_users_code_are_there():
+    for file, function in [*user_code.PLACES, user_code.IMPORT]:
+        assert f"def {function}(" in (user_code.ROOT / file).read_text(), (file, function)

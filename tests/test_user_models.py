@@ -6,9 +6,9 @@ import pytest
 from test_compare import compare
 from test_training import config_in, lines, run_on_rank
 
-from lockstep import using
+from lockstep.base.contracts import DataSpec
 from lockstep.checkpoint import layout
-from lockstep.contracts import DataSpec
+from lockstep.inference import trained_model
 from lockstep.models import user
 
 FILE = """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
 from transformers.utils import ModelOutput
 
-from lockstep.contracts import DataSpec, LossSum
+from lockstep import DataSpec, LossSum
 
 HERE = Path(__file__).parent
 
@@ -254,7 +254,7 @@ class Breaks:
 
 
 def run_on_rank_that_breaks(config, step, path):
-    from lockstep.job import Job
+    from lockstep.run.tasks.train import Job
 
     plain = Job.watch
     try:
@@ -329,7 +329,7 @@ def test_the_digest_covers_what_is_used(ranks, file):
         assert found[kind]["training_digest"] == plain["digest"], kind
         assert found[kind]["digest"] == found["single"]["digest"] != plain["digest"]
         assert manifest(file.parent / f"ema-{kind}").digest == found[kind]["digest"]
-    facts, _ = using.export(file.parent / "ema-ddp", ["export.kind=safetensors"], file.parent / "export")
+    facts, _ = trained_model.export(file.parent / "ema-ddp", ["export.kind=safetensors"], file.parent / "export")
     assert facts.digest == found["ddp"]["digest"]
     code, out, _ = compare(file.parent / "plain", file.parent / "ema-ddp")
     assert code == 1 and "different: at step 4" in out[2]

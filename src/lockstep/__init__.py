@@ -1,25 +1,33 @@
-"""What is called from Python: `lockstep.spawn(...)`. Importing this costs nothing."""
+"""What is called from Python, and what a user's own file implements. Importing this imports nothing else."""
 
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.notebook import spawn as spawn
+    from lockstep.base.contracts import DataSpec as DataSpec
+    from lockstep.base.contracts import LossSum as LossSum
+    from lockstep.base.contracts import Model as Model
+    from lockstep.base.contracts import Source as Source
+    from lockstep.base.contracts import TensorPlan as TensorPlan
+    from lockstep.run.api import spawn as spawn
 
     __version__: str
 
-__all__ = ["__version__", "spawn"]
+__all__ = ["DataSpec", "LossSum", "Model", "Source", "TensorPlan", "__version__", "spawn"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        return importlib.metadata.version("lockstep-train")
+    if name == "spawn":
+        from lockstep.run.api import spawn
 
-        return version("lockstep-train")
-    if name != "spawn":
-        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    from lockstep.notebook import spawn
+        return spawn
+    if name in __all__:
+        from lockstep.base import contracts
 
-    return spawn
+        return getattr(contracts, name)
+    raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

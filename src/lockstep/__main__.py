@@ -1,24 +1,18 @@
-"""The command `lockstep`, also as `python -m lockstep`: what needs no torch is answered before torch is imported."""
+"""The command `lockstep`, also as `python -m lockstep`: Ctrl-C is answered before anything slow is imported."""
 
 import os
-import sys
 
-from lockstep import ctrl_c, output
+from lockstep.base import closed_output, ctrl_c
 
 
 def main() -> None:
-    """Answer --version at once, everything else by the command line."""
+    """Run the command line."""
     ctrl_c.ends_at_once()
     os.environ["PYTHONSAFEPATH"] = "1"  # noqa: TID251 (what is started imports nothing from the working folder)
-    output.survives()
-    if sys.argv[1:] == ["--version"]:
-        from lockstep.terminal import versions  # noqa: PLC0415 (Ctrl-C has to be answered before)
+    closed_output.survives()
+    from lockstep.cli import _app  # noqa: PLC0415 (Ctrl-C has to be answered before)
 
-        sys.stdout.write(f"{versions()}\n")
-        return
-    from lockstep import cli  # noqa: PLC0415 (it imports torch, which takes seconds)
-
-    cli.main()
+    _app.main()
 
 
 if __name__ == "__main__":

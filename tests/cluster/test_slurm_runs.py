@@ -12,7 +12,7 @@ import pytest
 from cluster import PATIENCE_SECONDS, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(4 * PATIENCE_SECONDS)]
-LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
+LOCKSTEP = [sys.executable, "-m", "lockstep"]
 SETTINGS = [
     "train.steps=600",
     "train.global_batch=32",
@@ -108,7 +108,7 @@ def plain(tmp_path_factory):
     """The digest of the same settings on a lone process of this machine."""
     folder = tmp_path_factory.mktemp("plain")
     write(folder, is_held=False)
-    command = [sys.executable, "-m", "lockstep.worker", "c.yaml", *SETTINGS, "run.name=a"]
+    command = [sys.executable, "-m", "lockstep.run.worker", "c.yaml", *SETTINGS, "run.name=a"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
     return json.loads((folder / "runs" / "a" / "summary.json").read_text())["digest"]
 
@@ -164,7 +164,7 @@ def test_a_machine_that_is_cut_off(slurm, tmp_path, plain):
     run.is_held()
     slurm.cut("node2")
     run.says("Starting again on 1 process of 1 machine from step-")
-    alone = lambda: not slurm.run("node2", "pgrep", "-f", "lockstep.worker").stdout  # noqa: E731
+    alone = lambda: not slurm.run("node2", "pgrep", "-f", "lockstep.run.worker").stdout  # noqa: E731
     run.until(alone, "the end of the processes that were cut off")
     slurm.heal("node2")
     run.goes_on()

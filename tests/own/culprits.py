@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.contracts import LossSum
+from lockstep import LossSum
 
 CALLS = 0
 GENERATOR = np.random.default_rng(3)

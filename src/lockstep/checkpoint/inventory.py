@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 
-from lockstep.checkpoint import keeper, verify
+from lockstep.base.errors import CheckpointError
+from lockstep.checkpoint import retention, verify
 from lockstep.checkpoint.layout import MANIFEST, CheckpointSection, Manifest, listed, read_manifest
-from lockstep.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def look(
             reading(folder)
             is_asked = every_byte and only in (None, folder)
             problems[folder] = verify.problem(folder, every_byte=is_asked)
-        manifests = keeper.manifests(root)
+        manifests = retention.manifests(root)
         there = {folder: problem for folder, problem in problems.items() if (folder / MANIFEST).is_file()}
         set_aside, unfinished = ([weight(f) for f in root.glob(each)] for each in ("set-aside-*", "step-*.tmp-*"))
     except OSError as error:
@@ -102,10 +102,10 @@ def _reasons(
     reasons: dict[Path, list[str]] = {folder: [] for folder in finished}
     for folder in whole[: section.keep]:
         reasons[folder].append("newest")
-    if section.best and (champion := keeper.best(known, section.best)):
+    if section.best and (champion := retention.best(known, section.best)):
         reasons[champion].append("best")
     if section.keep_every_hours:
-        for folder in keeper.spaced(known, section.keep_every_hours):
+        for folder in retention.spaced(known, section.keep_every_hours):
             reasons[folder].append(f"every {section.keep_every_hours:g} h")
     return {folder: found or ["nothing" if whole else "lack of a whole one"] for folder, found in reasons.items()}
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar
 import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from lockstep import files
-from lockstep.config import MANY, Section
+from lockstep.base import storage
+from lockstep.base.config import MANY, Section
 
 MANIFEST = "manifest.json"
 MOST_BYTES = 8 << 20
@@ -55,7 +55,7 @@ class Manifest:
     progress: Mapping[str, Any]
     """Small state that is no tensor: chain, drift, scaler, best so far, patience."""
     digest: str = ""
-    """sha256 over the weights, as of runtime/digest.py; the writer fills it in."""
+    """sha256 over the weights, as of core/numerics/digest.py; the writer fills it in."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The evaluation at this step, if there was one."""
     files: Mapping[FileName, tuple[Count, str]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; raises OSError or ValueError when there is none that can be used."""
-    text = files.read(folder / MANIFEST, MOST_BYTES)
+    text = storage.read(folder / MANIFEST, MOST_BYTES)
     body = pydantic_core.from_json(text)  # no recursion, where json's has no end
     if not isinstance(body, dict):
         raise ValueError("the manifest is no section")

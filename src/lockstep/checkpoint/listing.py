@@ -10,9 +10,9 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.base.escaping import EscapingConsole
 from lockstep.checkpoint.inventory import Entry, Inventory, weight
 from lockstep.checkpoint.layout import CheckpointSection
-from lockstep.escaping import EscapingConsole
 
 UNITS = (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48), ("d", 86400, None))
 """Of an age: name, seconds, and how many of them are told in a larger unit instead."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.runtime.parts import offset_of, part_of
+from lockstep.core.modules.dtensors import offset_of, part_of
 
 BYTES = 8 << 20
 """Of a piece, as far as whole rows allow. Reading takes this much memory besides what is read into."""

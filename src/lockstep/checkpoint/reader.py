@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import files
-from lockstep.checkpoint import table
-from lockstep.errors import CheckpointError
-from lockstep.runtime.collectives import together
+from lockstep.base import storage
+from lockstep.base.errors import CheckpointError
+from lockstep.checkpoint import dcp_metadata
+from lockstep.core.distributed.collectives import together
 
 
 class DamagedError(CheckpointError):
@@ -27,7 +27,7 @@ def contents(folder: Path) -> dict[str, Tensor]:
     Raises DamagedError.
     """
     try:
-        stored = table.read(folder).tensors
+        stored = dcp_metadata.read(folder).tensors
     except (OSError, ValueError) as error:
         raise DamagedError(f"{folder} cannot be read: {error}") from None
     return {
@@ -47,17 +47,17 @@ def _careful() -> Any:
 
     class Careful(dcp.FileSystemReader):
         def read_metadata(self, *_: Any, **__: Any) -> Any:
-            return _metadata(table.read(Path(self.path)))
+            return _metadata(dcp_metadata.read(Path(self.path)))
 
         def _slice_file(self, file: Any, place: Any) -> Any:
             view: Any = View(file, place.offset, place.length)
-            files.check_archive(view, place.length)
+            storage.check_archive(view, place.length)
             return super()._slice_file(file, place)
 
     return Careful
 
 
-def _metadata(found: table.Table) -> Any:
+def _metadata(found: dcp_metadata.Table) -> Any:
     """The same as DCP has it."""
     from torch.distributed.checkpoint import metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo

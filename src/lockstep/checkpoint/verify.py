@@ -4,8 +4,8 @@ anything is loaded."""
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep import files
-from lockstep.checkpoint import table
+from lockstep.base import storage
+from lockstep.checkpoint import dcp_metadata
 from lockstep.checkpoint.layout import MANIFEST, listed, read_manifest
 
 
@@ -22,12 +22,12 @@ def problem(folder: Path, *, every_byte: bool = True) -> str | None:
         for name, (size, sha256) in manifest.files.items():
             if (folder / name).stat().st_size != size:
                 return f"{name} has {(folder / name).stat().st_size} bytes instead of {size}"
-            if every_byte and files.sha256(folder / name) != sha256:
+            if every_byte and storage.sha256(folder / name) != sha256:
                 return f"{name} has been changed (its sha256 differs)"
         if (
-            every_byte and table.FILE in manifest.files
+            every_byte and dcp_metadata.FILE in manifest.files
         ):  # whoever wrote the manifest may have written anything into what it vouches for
-            table.read(folder)
+            dcp_metadata.read(folder)
     except (OSError, ValueError) as error:
         return f"cannot be read: {' '.join(str(error).split())}"
     return None

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint.reader import contents, load
 from lockstep.checkpoint.verify import problem
-from lockstep.errors import CheckpointError
 
 MODEL, AVERAGE = "model.", "ema."
 """How the names of weights and buffers begin in a checkpoint, and those of a moving average."""

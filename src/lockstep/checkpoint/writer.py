@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import files
+from lockstep.base import storage
 from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of, read_manifest
 from lockstep.checkpoint.pieces import in_pieces
 from lockstep.checkpoint.verify import problem
 from lockstep.checkpoint.weights import MODEL
-from lockstep.runtime.collectives import decided, gathered
-from lockstep.runtime.digest import digest_of, world_lines
-from lockstep.runtime.parts import like, part_of
+from lockstep.core.distributed.collectives import decided, gathered
+from lockstep.core.modules.dtensors import like, part_of
+from lockstep.core.numerics.digest import digest_of, world_lines
 
 TIMEOUT = timedelta(hours=2)
 """How long ranks wait for each other's disk."""
@@ -178,7 +178,7 @@ class Writer:
     def _with_room(self, reasons: str) -> str:
         """With the free space, where the folder is still there."""
         try:
-            return f"{reasons}; {files.room(self.root)}"
+            return f"{reasons}; {storage.room(self.root)}"
         except OSError:
             return reasons
 
@@ -236,22 +236,22 @@ def _reason(error: BaseException, rank: int) -> str:
 def _sums(folder: Path, *patterns: str) -> dict[str, tuple[int, str]]:
     """File name -> (size, sha256) of what matches."""
     found = sorted(path for pattern in patterns for path in folder.glob(pattern))
-    return {path.name: (path.stat().st_size, files.sha256(path)) for path in found}
+    return {path.name: (path.stat().st_size, storage.sha256(path)) for path in found}
 
 
 def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     """The manifest, then the name that makes a checkpoint exist. A whole one of the same step stays: the state is the
     same, and there would be none while one takes the other's place."""
-    files.write(temporary / MANIFEST, manifest.text())
+    storage.write(temporary / MANIFEST, manifest.text())
     if not final.exists():
         temporary.replace(final)
     elif problem(final) is None:
         known = read_manifest(final)
         if manifest.metrics and not known.metrics:  # it has been evaluated since
             evaluated = replace(known, metrics=manifest.metrics, progress=manifest.progress)
-            files.write(final / MANIFEST, evaluated.text())
+            storage.write(final / MANIFEST, evaluated.text())
         shutil.rmtree(temporary)
     else:
         final.replace(temporary.with_name(f"{temporary.name}-damaged"))
         temporary.replace(final)
-    files.sync(final.parent)
+    storage.sync(final.parent)

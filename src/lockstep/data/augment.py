@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from lockstep import plugins
-from lockstep.contracts import Columns, Source
+from lockstep.base import plugins
+from lockstep.base.contracts import Columns, Source
+from lockstep.base.errors import DataError
+from lockstep.core.numerics.seeds import seed_all
 from lockstep.data.collate import Collated
+from lockstep.data.data_config import DataSection
 from lockstep.data.order import mix
-from lockstep.data.section import DataSection
-from lockstep.errors import DataError
-from lockstep.runtime.seeds import seed_all
 
 Sample = Mapping[str, Any]
 """One row of a micro-batch's columns: column name -> array [...], number or string."""

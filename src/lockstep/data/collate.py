@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lockstep.contracts import Batch, Columns, DataSpec
-from lockstep.errors import DataError
+from lockstep.base.contracts import Batch, Columns, DataSpec
+from lockstep.base.errors import DataError
 
 MULTIPLE = 8
 """Lengths are rounded up to this, so that kernels meet few shapes (and tensor cores whole tiles)."""

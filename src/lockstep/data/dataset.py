@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from lockstep import plugins
-from lockstep.contracts import Columns, Source, Tokenizer
-from lockstep.data.cache import tokenised
-from lockstep.data.section import DataSection
-from lockstep.errors import DataError
-from lockstep.events import Preparing
+from lockstep.base import plugins
+from lockstep.base.contracts import Columns, Source, Tokenizer
+from lockstep.base.errors import DataError
+from lockstep.base.events import Preparing
+from lockstep.data.data_config import DataSection
+from lockstep.data.token_cache import tokenised
 
 
 class EvenRows:

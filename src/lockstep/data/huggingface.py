@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep import plugins
-from lockstep.errors import DataError
-from lockstep.runtime.hub import hub_answers
+from lockstep.base import plugins
+from lockstep.base.errors import DataError
+from lockstep.core.host.hub_access import hub_answers
 
 
 def load_split(name: str, split: str, *, subset: str | None = None, revision: str | None = None) -> Any:

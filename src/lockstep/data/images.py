@@ -12,9 +12,9 @@ import psutil
 from PIL import Image, ImageOps
 from pydantic import PositiveInt
 
-from lockstep.data.section import DataSection
-from lockstep.data.tables import Place
-from lockstep.errors import DataError
+from lockstep.base.errors import DataError
+from lockstep.data.columns import Place
+from lockstep.data.data_config import DataSection
 
 MOST_PIXELS = 64_000_000
 """Of one image: a small file may unpack to gigabytes."""

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.contracts import MicroBatch, Source
-from lockstep.data.faults import Faults
-from lockstep.data.fetched import Fetched
+from lockstep.base.contracts import MicroBatch, Source
+from lockstep.base.errors import DataError, LockstepError
+from lockstep.core.host.lifetime import end_with_parent
+from lockstep.core.host.loader_stacks import StackFiles
+from lockstep.data.bad_samples import Faults
+from lockstep.data.fetching import Fetched
 from lockstep.data.sampler import Request
-from lockstep.errors import DataError, LockstepError
-from lockstep.runtime.loader_stacks import StackFiles
-from lockstep.runtime.parent import end_with_parent
 
 PREFETCH = 4
 """Micro-batches that each worker process keeps ready."""

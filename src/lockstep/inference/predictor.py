@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.contracts import Batch, Forward, Tokenizer, samples_of
+from lockstep.base.contracts import Batch, Forward, Tokenizer, samples_of
+from lockstep.base.errors import DataError, LockstepError, ModelError
+from lockstep.core.modules.outputs import logits_of
 from lockstep.data.collate import collate
 from lockstep.data.images import pixels_of
-from lockstep.errors import DataError, LockstepError, ModelError
-from lockstep.export.facts import Facts
-from lockstep.runtime.outputs import logits_of
+from lockstep.inference.export.export_facts import Facts
 
 Input = str | bytes | Path
 """A text; or an image file, or its contents."""

@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from lockstep.config import PluginSection
-from lockstep.contracts import Batch, DataSpec, LossSum, Model
-from lockstep.errors import ModelError
-from lockstep.runtime.loss import classification_loss
+from lockstep.base.config import PluginSection
+from lockstep.base.contracts import Batch, DataSpec, LossSum, Model
+from lockstep.base.errors import ModelError
+from lockstep.core.numerics.loss import classification_loss
 
 
 class Config(PluginSection):

@@ -10,13 +10,13 @@ import numpy as np
 from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
-from lockstep import files
-from lockstep.config import PluginSection
-from lockstep.contracts import Batch, DataSpec, LossSum, Model, TensorPlan
-from lockstep.errors import ModelError
-from lockstep.runtime.blocks import blocks_of
-from lockstep.runtime.hub import hub_answers
-from lockstep.runtime.loss import classification_loss
+from lockstep.base import storage
+from lockstep.base.config import PluginSection
+from lockstep.base.contracts import Batch, DataSpec, LossSum, Model, TensorPlan
+from lockstep.base.errors import ModelError
+from lockstep.core.host.hub_access import hub_answers
+from lockstep.core.modules.blocks import blocks_of
+from lockstep.core.numerics.loss import classification_loss
 
 
 def _absolute_folder(name: str) -> str:
@@ -276,7 +276,7 @@ def _check_folder(folder: str) -> None:
     more layers than could be built in a day."""
     for name in ("config.json", "tokenizer_config.json"):
         try:
-            facts = json.loads(files.read(Path(folder, name), MOST_BYTES))
+            facts = json.loads(storage.read(Path(folder, name), MOST_BYTES))
             has_code = "auto_map" in facts
         except (OSError, ValueError, TypeError, RecursionError):
             continue  # reading the model says what is wrong

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 from torch import nn
 
-from lockstep import plugins
-from lockstep.config import LocalPath, PluginSection
-from lockstep.contracts import Batch, DataSpec, LossSum, Model, Outputs
-from lockstep.errors import ModelError
-from lockstep.runtime.blocks import blocks_of
-from lockstep.runtime.loss import checked, classification_loss
-from lockstep.runtime.outputs import register
+from lockstep.base import plugins
+from lockstep.base.config import LocalPath, PluginSection
+from lockstep.base.contracts import Batch, DataSpec, LossSum, Model, Outputs
+from lockstep.base.errors import ModelError
+from lockstep.core.modules.blocks import blocks_of
+from lockstep.core.modules.outputs import register
+from lockstep.core.numerics.loss import checked, classification_loss
 
 TermCounts = Callable[[Batch], Mapping[str, float]]
 

@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep import user_code
-from lockstep.checkpoint.keeper import is_better
+from lockstep.base import user_code
+from lockstep.base.contracts import MicroBatch
+from lockstep.base.errors import CheckpointError, ConfigError, Interrupted, LockstepError, NonFiniteLoss
+from lockstep.base.events import Bus, EpochDone, Evaluated, StepDone, Warned
 from lockstep.checkpoint.layout import CheckpointSection
-from lockstep.contracts import MicroBatch
-from lockstep.errors import CheckpointError, ConfigError, Interrupted, LockstepError, NonFiniteLoss
-from lockstep.events import Bus, EpochDone, Evaluated, StepDone, Warned
+from lockstep.checkpoint.retention import is_better
+from lockstep.core.distributed.collectives import Agreement, decided
 from lockstep.observe.meters import Throughput
-from lockstep.runtime.collectives import Agreement, decided
-from lockstep.training.chain import link
 from lockstep.training.deadline import Deadline
+from lockstep.training.digest_chain import link
 from lockstep.training.saving import Saving
-from lockstep.training.settings import EvaluateSection, TrainSection
 from lockstep.training.state import Record, TrainState
 from lockstep.training.step import Outcome, step
+from lockstep.training.training_config import EvaluateSection, TrainSection
 
 
 @dataclass(kw_only=True)

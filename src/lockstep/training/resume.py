@@ -9,10 +9,10 @@ from typing import Annotated, Any, Self
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint import layout, reader, verify
 from lockstep.checkpoint.layout import Count
-from lockstep.errors import CheckpointError
-from lockstep.runtime.collectives import decided, together
+from lockstep.core.distributed.collectives import decided, together
 from lockstep.training.state import Record, TrainState
 
 

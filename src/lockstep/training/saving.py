@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.errors import CheckpointError
+from lockstep.base.events import Bus, CheckpointSaved, SaveStarted, Warned
 from lockstep.checkpoint.layout import Manifest
 from lockstep.checkpoint.writer import Saved, Writer
-from lockstep.errors import CheckpointError
-from lockstep.events import Bus, CheckpointSaved, SaveStarted, Warned
-from lockstep.runtime.whereabouts import SAVE, waiting_in
+from lockstep.core.host.activity import SAVE, waiting_in
 from lockstep.training.state import TrainState
 
 WORTH_SAYING_SECONDS = 0.5

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.contracts import Batch, Strategy
-from lockstep.optim import set_learning_rate
-from lockstep.runtime.parts import part_of
-from lockstep.runtime.precision import Precision
-from lockstep.runtime.seeds import Randomness
+from lockstep.base.contracts import Batch, Strategy
+from lockstep.core.modules.dtensors import part_of
+from lockstep.core.numerics.precision import Precision
+from lockstep.core.numerics.seeds import Randomness
 from lockstep.training.ema import MovingAverage
+from lockstep.training.optim import set_learning_rate
 
 
 @dataclass(kw_only=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.contracts import LossSum, MicroBatch
-from lockstep.optim import set_learning_rate
-from lockstep.runtime.gradient_norm import gradients, normalise_
-from lockstep.runtime.loss import with_term_weights
+from lockstep.base.contracts import LossSum, MicroBatch
+from lockstep.core.numerics.loss import with_term_weights
+from lockstep.core.reduction.gradient_norm import gradients, normalise_
+from lockstep.training.optim import set_learning_rate
 from lockstep.training.state import TrainState
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.contracts import DataSpec, LossSum
+from lockstep import DataSpec, LossSum
 
 
 class Table:

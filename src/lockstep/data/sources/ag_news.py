@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.config import LocalPath
+from lockstep.base.config import LocalPath
+from lockstep.base.errors import DataError
+from lockstep.data.data_config import DataSection, Origin
 from lockstep.data.huggingface import load_split
-from lockstep.data.memory import Texts
-from lockstep.data.section import DataSection, Origin
-from lockstep.errors import DataError
+from lockstep.data.in_memory import Texts
 
 NAMES = ("World", "Sports", "Business", "Sci/Tech")
 HUB_NAME = "fancyzhx/ag_news"

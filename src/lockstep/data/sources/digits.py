@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from lockstep import plugins
-from lockstep.data.memory import Images
-from lockstep.data.section import DataSection, Origin
+from lockstep.base import plugins
+from lockstep.data.data_config import DataSection, Origin
+from lockstep.data.in_memory import Images
 
 
 class Config(DataSection):

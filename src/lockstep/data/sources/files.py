@@ -12,13 +12,13 @@ import pyarrow
 from pyarrow import csv, parquet
 from pydantic import Field
 
-from lockstep.config import LocalPath
+from lockstep.base.config import LocalPath
+from lockstep.base.errors import DataError
+from lockstep.data.columns import Place, labels_of, names_of, positions, require, rows_of, texts_of
+from lockstep.data.data_config import Origin
 from lockstep.data.images import ImageSection, decode
-from lockstep.data.memory import Images, Texts
+from lockstep.data.in_memory import Images, Texts
 from lockstep.data.order import mix
-from lockstep.data.section import Origin
-from lockstep.data.tables import Place, labels_of, names_of, positions, require, rows_of, texts_of
-from lockstep.errors import DataError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 CSV_BLOCK = 1 << 26

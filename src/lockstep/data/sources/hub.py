@@ -8,12 +8,12 @@ from typing import Any, Self
 import numpy as np
 from pydantic import model_validator
 
+from lockstep.base.errors import DataError
+from lockstep.data.columns import Place, labels_of, names_of, positions, require, rows_of, texts_of
+from lockstep.data.data_config import Origin
 from lockstep.data.huggingface import load_split
 from lockstep.data.images import ImageFile, ImageSection, decode
-from lockstep.data.memory import Images, Texts
-from lockstep.data.section import Origin
-from lockstep.data.tables import Place, labels_of, names_of, positions, require, rows_of, texts_of
-from lockstep.errors import DataError
+from lockstep.data.in_memory import Images, Texts
 
 
 class Config(ImageSection):

@@ -8,10 +8,10 @@ import numpy as np
 import pooch
 import requests
 
-from lockstep.config import LocalPath
-from lockstep.data.memory import Images
-from lockstep.data.section import DataSection, Origin
-from lockstep.errors import DataError
+from lockstep.base.config import LocalPath
+from lockstep.base.errors import DataError
+from lockstep.data.data_config import DataSection, Origin
+from lockstep.data.in_memory import Images
 
 MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep import plugins
-from lockstep.config import LocalPath
-from lockstep.contracts import Source
-from lockstep.data.samples import as_source
-from lockstep.data.section import DataSection
-from lockstep.errors import DataError
+from lockstep.base import plugins
+from lockstep.base.config import LocalPath
+from lockstep.base.contracts import Source
+from lockstep.base.errors import DataError
+from lockstep.data.data_config import DataSection
+from lockstep.data.torch_dataset import as_source
 
 
 class Config(DataSection):

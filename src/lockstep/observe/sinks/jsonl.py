@@ -9,8 +9,8 @@ from typing import Any
 
 import pydantic_core
 
-from lockstep import files
-from lockstep.events import Evaluated, RunStarted, StepDone
+from lockstep.base import storage
+from lockstep.base.events import Evaluated, RunStarted, StepDone
 
 
 class Jsonl:
@@ -41,7 +41,7 @@ class Jsonl:
         self.waiting += json.dumps(strict, allow_nan=False) + "\n"
         before = self.path.stat().st_size if self.path.exists() else 0
         try:
-            with files.append(self.path) as file:
+            with storage.append(self.path) as file:
                 file.write(self.waiting)
             self.waiting = ""
         except OSError:  # failed saves are told loudly; a part of a line must not stay
@@ -52,7 +52,7 @@ class Jsonl:
         if not self.path.exists():
             return
         kept = [line for line in self.path.read_bytes().split(b"\n") if _step_of(line) <= step]
-        files.write(self.path, b"".join(line + b"\n" for line in kept))
+        storage.write(self.path, b"".join(line + b"\n" for line in kept))
 
 
 def _step_of(line: bytes) -> float:

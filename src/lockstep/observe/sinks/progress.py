@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lockstep import files
-from lockstep.errors import ConfigError
-from lockstep.escaping import EscapingConsole, named
-from lockstep.events import CheckpointSaved, Evaluated, Preparing, RunEnded, RunStarted, StepDone, Warned
+from lockstep.base import storage
+from lockstep.base.errors import ConfigError
+from lockstep.base.escaping import EscapingConsole, named
+from lockstep.base.events import CheckpointSaved, Evaluated, Preparing, RunEnded, RunStarted, StepDone, Warned
 
 QUIET_SECONDS = 5.0
 """Plain lines for steps come at most this often."""
@@ -142,7 +142,7 @@ class Both:
         logs = folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         try:
-            self.file = files.append(logs / "rank-0.log")
+            self.file = storage.append(logs / "rank-0.log")
         except OSError as error:
             raise ConfigError(f"{logs / 'rank-0.log'} cannot be written: {error.strerror}; remove it") from None
         log = EscapingConsole(file=self.file, width=200, color_system=None)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lockstep.events import CheckpointSaved, Evaluated, RunEnded, RunStarted, SaveStarted, StepDone
+from lockstep.base.events import CheckpointSaved, Evaluated, RunEnded, RunStarted, SaveStarted, StepDone
 
 
 class TensorBoard:

@@ -1,0 +1,148 @@
+"""A plugin is a file: the folder listing is the registry, and the only place that imports by name."""
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from lockstep.base import trust
+from lockstep.base.errors import ConfigError, MissingExtra, nearest
+
+CODE = "__lockstep_sha256__"
+"""Of a user's file, as it was when it was imported: an export may be replaced under a running server."""
+ROOT = Path(__file__).parents[1]
+FAMILIES = {
+    "models": "models",
+    "sources": "data.sources",
+    "strategies": "parallel.strategies",
+    "launchers": "launch.launchers",
+}
+"""What `lockstep plugins` calls a family -> its folder, dotted."""
+
+
+def names(family: str) -> list[str]:
+    """Names of the plugins in a family's folder (dotted, below the package), sorted."""
+    folder = ROOT.joinpath(*family.split("."))
+    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
+
+
+def find(family: str, name: str) -> Any:
+    """The module `name` of a family; raises ConfigError with the nearest name when there is no such file."""
+    known = names(family)
+    if name not in known:
+        raise ConfigError(f"there is no {name!r}{nearest(name, known)} (there is: {', '.join(known)})")
+    return importlib.import_module(f"lockstep.{family}.{name}")
+
+
+def load_file(path: Path, setting: str) -> ModuleType:
+    """Import the Python file that a setting names as a module, with its folder importable beside it, from source alone.
+
+    Raises ConfigError when the file does not exist, UntrustedCode for somebody else's; errors inside the file keep
+    their own traceback.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{setting}: there is no file {path}; a relative path counts from the folder you are in")
+    name = f"lockstep_user_{path.stem}"
+    loader = UserCode(name, str(path))
+    code = hashlib.sha256(loader.source()).hexdigest()
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(path) and vars(known).get(CODE) == code:
+        return known
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    vars(module)[CODE] = code
+    sys.modules[name] = module
+    importable(path.parent)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # else the next call would find half a module and call it whole
+        raise
+    return module
+
+
+class UserCode(importlib.machinery.SourceFileLoader):
+    """Executes the very bytes that were let pass: no .pyc, which somebody may have put beside the source."""
+
+    def source(self) -> bytes:
+        """The bytes, read once."""
+        if not hasattr(self, "_source"):
+            self._source = Path(self.path).read_bytes()
+        return self._source
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compiled from source. Raises UntrustedCode."""
+        trust.admit(Path(self.path), self.source())
+        return self.source_to_code(self.source(), self.path)
+
+
+class UserExtension(importlib.machinery.ExtensionFileLoader):
+    """A compiled module beside a user's file."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """As the system does it. Raises UntrustedCode."""
+        trust.admit(Path(self.path), Path(self.path).read_bytes())
+        return super().create_module(spec)
+
+
+_FOLDERS: set[Path] = set()
+"""Where users' files lie."""
+
+
+def importable(folder: Path) -> None:
+    """Let a user's file import what lies beside it, where nothing installed has that name."""
+    if not _FOLDERS:
+        sys.path_hooks.insert(0, _finder)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    if folder not in _FOLDERS:
+        _FOLDERS.add(folder)
+        for known in filter(_is_users, list(sys.path_importer_cache)):
+            del sys.path_importer_cache[known]
+
+
+def _is_users(path: str) -> bool:
+    """Whether a folder of modules belongs to a user's file, and not to an environment or a package that lies deeper."""
+    owners = [Path(entry) for entry in sys.path if entry and Path(path).is_relative_to(entry)]
+    folder = max(owners, key=lambda owner: len(owner.parts), default=None)
+    if folder not in _FOLDERS:
+        return False
+    inner = Path(path).relative_to(folder).parts
+    package = sys.modules.get(inner[0]) if inner else None
+    return getattr(package, "__file__", None) is None or isinstance(package.__loader__, UserCode)  # type: ignore[union-attr]
+
+
+def _finder(path: str) -> importlib.machinery.FileFinder:
+    """Python's own for a folder, but with our loaders; ImportError hands the folder on to Python's."""
+    if not _is_users(path) or not Path(path).is_dir():
+        raise ImportError(path)
+    return importlib.machinery.FileFinder(
+        path,
+        (UserExtension, importlib.machinery.EXTENSION_SUFFIXES),
+        (UserCode, importlib.machinery.SOURCE_SUFFIXES),
+    )
+
+
+def require(extra: str, *modules: str, what: str) -> None:
+    """Import packages that only one of the extras installs, before `what` begins.
+
+    Raises MissingExtra, with the command that installs it, when one of them is missing or cannot be imported.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise MissingExtra(
+                f"{what} needs packages that are not installed: pip install 'lockstep-train[{extra}]' ({error})"
+            ) from None
+
+
+def package_folder(name: str) -> Path:
+    """Where an installed package lies, without importing it."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.origin is not None, f"{name} is a dependency of lockstep and is not installed"
+    return Path(spec.origin).parent

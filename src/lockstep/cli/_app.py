@@ -1,0 +1,61 @@
+"""The command line: a file of this folder is a command, which imports what it needs when it is called."""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from lockstep.base import plugins
+from lockstep.cli._common import versions
+
+FAMILY = "cli"
+ORDER = ["init", "data", "train", "status", "logs", "cancel", "checkpoints", "evaluate", "export", "predict", "serve"]
+"""As a person comes to need them; the others follow by name."""
+
+
+class Commands(TyperGroup):
+    """The files of this folder."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Every name, in the order of the help."""
+        known = plugins.names(FAMILY)
+        return [*(name for name in ORDER if name in known), *(name for name in known if name not in ORDER)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The function `command` of that name's file; None where there is no such file."""
+        if cmd_name not in plugins.names(FAMILY):
+            return None
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        alone.command(cmd_name)(plugins.find(FAMILY, cmd_name).command)
+        return typer.main.get_command(alone)
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Distributed PyTorch training; the weights are a function of the config and the data, not of the cluster.",
+)
+
+
+def _show_versions(asked: bool) -> None:
+    if asked:
+        typer.echo(versions())
+        raise typer.Exit
+
+
+@app.callback()
+def everywhere(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_versions, is_eager=True, help="Show versions, and end."),
+    ] = False,
+) -> None:
+    """Nothing is done before a command."""
+
+
+def main() -> None:
+    """The command `lockstep`."""
+    sys.exit(app())

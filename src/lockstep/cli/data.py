@@ -1,0 +1,25 @@
+"""`lockstep data`."""
+
+from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, honest, settled
+
+
+@honest
+def command(path: ConfigFile, overrides: Overrides = None, trust_code: TrustCode = False) -> None:
+    """Fetch and prepare data, tokens and the pretrained model, without training; goes on where it was stopped."""
+    from lockstep.base import plugins
+    from lockstep.base.events import Bus
+    from lockstep.run import build
+
+    recipe = settled(path, overrides, trusts=trust_code)
+    bus = Bus()
+    bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
+    try:
+        found = build.prepare(recipe, bus.publish)
+        model = build.build_model(recipe, found.train.spec)
+    finally:
+        bus.close()
+    parameters = sum(p.numel() for p in model.parameters())
+    console.print(
+        f"ready: {len(found.train):,} training and {len(found.test):,} test samples, "
+        f"{len(found.train.spec.labels)} labels; model {recipe.model.kind} with {parameters:,} parameters"
+    )

@@ -1,0 +1,34 @@
+"""`lockstep evaluate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli._common import Overrides, Trained, TrustCode, console, honest
+
+
+@honest
+def command(
+    target: Trained,
+    overrides: Overrides = None,
+    split: Annotated[str, typer.Option(help="test or train.")] = "test",
+    file: Annotated[
+        Path | None, typer.Option(help="Measure on this table, or folder of images, in place of a split.")
+    ] = None,
+    worst: Annotated[int, typer.Option(help="How many of the worst samples to show.", min=0)] = 20,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Fit a temperature, and keep it.")] = False,
+    to: Annotated[
+        Path | None, typer.Option(help="Folder for what comes out; default: the run's, the export's.")
+    ] = None,
+    trust_code: TrustCode = False,
+) -> int:
+    """Measure a run's best or newest checkpoint, or an export: every sample once, on any number of processes.
+
+    Writes evaluation.json and evaluation.html: figures, each class, the confusion matrix, how far confidences can be
+    believed, and the samples that the model is most wrong about.
+    """
+    from lockstep.inference.evaluate import evaluate_model
+
+    wishes = evaluate_model.Wishes(split=split, file=file, worst=worst, calibrates=calibrate, to=to, trusts=trust_code)
+    return evaluate_model.evaluate(target, overrides or [], wishes, console=console)

@@ -1,0 +1,62 @@
+"""`lockstep init`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from lockstep.base import config, plugins, storage
+from lockstep.base.errors import ConfigError
+from lockstep.cli._common import console, honest
+from lockstep.run import recipe as recipes
+
+
+@honest
+def command(
+    task: Annotated[str, typer.Argument(help="What to train; one of --list.")] = "digits",
+    to: Annotated[Path | None, typer.Option(help="File to write; default: TASK.yaml.")] = None,
+    lists: Annotated[bool, typer.Option("--list", help="Show what there is to start from, and write nothing.")] = False,
+) -> None:
+    """Write a commented config to start from; for `user` also a Python file with data and a model, beside it."""
+    if lists:
+        _show_tasks()
+        return
+    target = to or Path(f"{task}.yaml")
+    code = target.with_suffix(".py")
+    template = recipes.template(task)
+    text = config.explain(recipes.starter(task, code))
+    written = {target: f"# {_try(target)}\n\n{text}"}
+    if template is not None:
+        if code == target:
+            raise ConfigError(f"{target} would be the Python file as well: name a YAML file with --to")
+        written = {code: template.read_text(encoding="utf-8"), **written}
+    _refuse_to_overwrite(target.parent, written)
+    for file, content in written.items():
+        try:
+            storage.write(file, content)
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror}; name another file with --to") from None
+    names = " and ".join(str(file) for file in reversed(written))
+    console.print(f"wrote {names}; next: {_try(target)}", soft_wrap=True)
+
+
+def _refuse_to_overwrite(folder: Path, wanted: Iterable[Path]) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: make it, or name another file with --to")
+    for file in wanted:
+        if file.exists() or file.is_symlink():
+            raise ConfigError(f"{file} exists and is not overwritten; name another file with --to")
+
+
+def _show_tasks() -> None:
+    table = Table("task", "what it is", "model")
+    for name in plugins.names("data.sources"):
+        section = recipes.starter(name)
+        table.add_row(name, (type(section.data).__doc__ or "").splitlines()[0], section.model.kind)
+    console.print(table)
+
+
+def _try(target: Path) -> str:
+    return f"lockstep train {target}"

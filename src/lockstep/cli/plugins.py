@@ -1,0 +1,17 @@
+"""`lockstep plugins`."""
+
+from rich.table import Table
+
+from lockstep.base import plugins
+from lockstep.cli._common import console, honest
+
+
+@honest
+def command() -> None:
+    """List models, sources, strategies and launchers."""
+    for title, family in plugins.FAMILIES.items():
+        table = Table("name", "what it is", title=title, title_justify="left", title_style="bold")
+        for name in plugins.names(family):
+            described = plugins.find(family, name).Config.__doc__ or ""
+            table.add_row(name, described.splitlines()[0])
+        console.print(table)

@@ -1,0 +1,51 @@
+"""`lockstep predict`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from lockstep.cli._common import DType, Trained, TrustCode, console, honest
+
+
+@honest
+def command(
+    model: Trained,
+    source: Annotated[
+        Path,
+        typer.Argument(help="A .csv, .tsv, .jsonl, .parquet or .txt file, or a folder of images.", metavar="INPUT"),
+    ],
+    out: Annotated[Path, typer.Option(help="File to write: .parquet, .csv or .jsonl.")],
+    processes: Annotated[
+        int | None, typer.Option(help="That predict at the same time; default: one for each core, or GPU.", min=1)
+    ] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model runs.")] = "cpu",
+    dtype: DType = None,
+    batch: Annotated[int, typer.Option(help="Rows at a time.", min=1, max=512)] = 64,
+    text_column: Annotated[str, typer.Option(help="The column of texts, in a table.")] = "text",
+    probabilities: Annotated[bool, typer.Option("--probabilities", help="Add a column for each class.")] = False,
+    prefix: Annotated[str, typer.Option(help="What the names of the new columns begin with.")] = "",
+    trust_code: TrustCode = False,
+) -> None:
+    """Predict a whole file, or folder of images: its rows and columns, with `label` and `confidence` added.
+
+    The output is the same, byte for byte, for any number of processes. What is done lies in OUT.parts until all is: the
+    same command goes on where it was ended.
+    """
+    from lockstep.inference import trained_model
+    from lockstep.inference.predict import bulk
+
+    wish = bulk.Wish(
+        model=model,
+        input=source,
+        out=out,
+        processes=processes,
+        device=device,
+        dtype=dtype,
+        batch=batch,
+        text_column=text_column,
+        has_probabilities=probabilities,
+        prefix=prefix,
+        trusts=trained_model.settle(model, (), trusts=trust_code),
+    )
+    bulk.predict(wish, console)

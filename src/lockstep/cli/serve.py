@@ -1,0 +1,49 @@
+"""`lockstep serve`."""
+
+from typing import Annotated
+
+import typer
+
+from lockstep.cli._common import DType, Trained, TrustCode, console, honest
+
+
+@honest
+def command(
+    target: Trained,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any that is free.", min=0, max=65535)] = 8000,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: DType = None,
+    max_batch: Annotated[int, typer.Option(help="Inputs predicted together at most.", min=1)] = 32,
+    max_wait_ms: Annotated[float, typer.Option(help="How long the first of a batch waits for others.", min=0)] = 0,
+    queue: Annotated[int, typer.Option(help="Inputs that may wait; beyond it: 503.", min=1)] = 1024,
+    timeout: Annotated[float, typer.Option(help="Seconds for a request; beyond it: 504.", min=0.1)] = 30,
+    max_body_mb: Annotated[float, typer.Option(help="Size of a request; beyond it: 413.", min=0.001)] = 8,
+    drain: Annotated[float, typer.Option(help="Seconds for what has come, after SIGTERM.", min=0)] = 20,
+    api_key: Annotated[
+        str | None, typer.Option(help="Wanted as Authorization: Bearer KEY.", envvar="LOCKSTEP_API_KEY")
+    ] = None,
+    trust_code: TrustCode = False,
+) -> None:
+    """Answer POST /predict with a model's labels, and show a page to try it on.
+
+    SIGHUP, or POST /-/reload from this machine, loads it anew; SIGTERM and Ctrl-C answer what has come, then end.
+    """
+    from lockstep.inference import trained_model
+    from lockstep.inference.serving import server
+    from lockstep.inference.serving.serving_config import Settings
+
+    settings = Settings(
+        host=host,
+        port=port,
+        max_batch=max_batch,
+        max_wait_seconds=max_wait_ms / 1000,
+        queue=queue,
+        timeout_seconds=timeout,
+        body_bytes=round(max_body_mb * 2**20),
+        drain_seconds=drain,
+        api_key=api_key,
+    )
+    trained_model.settle(target, (), trusts=trust_code)
+    load = trained_model.loader(target, device=device, dtype=dtype)
+    server.serve(load, settings, lambda line: console.print(line, soft_wrap=True))

@@ -1,0 +1,42 @@
+"""`lockstep train`."""
+
+from typing import Annotated
+
+import typer
+
+from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, honest
+
+
+@honest
+def command(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's folder.")] = "auto",
+    allow_drift: Annotated[bool, typer.Option(help="Resume although the numeric recipe has changed.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Show what would be run, and run nothing.")] = False,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(help="Where this and other machines meet: node 0's name or address.", metavar="HOST:PORT"),
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(help="Which of the machines this is; default: 0 where HOST is this one.", min=0)
+    ] = None,
+    trust_code: TrustCode = False,
+) -> int:
+    """Train as the config says, and resume where an earlier run of the same name stopped.
+
+    On several machines: set launch.nodes, and give the same command on each, with --rendezvous and --node-rank.
+    """
+    from lockstep.launch import launch_run
+    from lockstep.run import recipe as recipes
+
+    recipe = recipes.load(path, overrides or [])
+    passed_on = recipes.passed_on(recipe) if dry_run else recipes.settle(recipe, path, trusts=trust_code)
+    arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *passed_on)
+    place = launch_run.place_of(rendezvous, node_rank)
+    if place is not None and not dry_run:
+        return launch_run.take_part(recipe, path, arguments, place=place)
+    recipe = recipes.named(recipe, path)
+    if dry_run:
+        return launch_run.show(recipe, arguments, console, place=place)
+    return launch_run.launch(recipe, arguments)

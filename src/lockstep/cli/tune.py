@@ -1,0 +1,44 @@
+"""`lockstep tune`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, honest, settled
+
+
+@honest
+def command(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    micro_batch: Annotated[bool, typer.Option("--micro-batch", help="Find the largest that fits in memory.")] = False,
+    lr: Annotated[bool, typer.Option("--lr", help="Find a learning rate by a range test, and draw the curve.")] = False,
+    memory: Annotated[
+        float | None,
+        typer.Option(help="GB (of 10^9 bytes) for each process; default: its part of what is free.", metavar="GB"),
+    ] = None,
+    start: Annotated[float, typer.Option("--from", help="First learning rate of the sweep.")] = 1e-7,
+    stop: Annotated[float, typer.Option("--to", help="Last one.")] = 10.0,
+    steps: Annotated[int, typer.Option(help="Steps of the sweep.")] = 100,
+    out: Annotated[Path | None, typer.Option(help="SVG file of the curve; default: CONFIG-lr.svg, here.")] = None,
+    trust_code: TrustCode = False,
+) -> int:
+    """Find the largest micro-batch that fits, or a good learning rate, to be put into the config.
+
+    Nothing is trained for good and nothing is changed: a run uses what its config says.
+
+    Ends with 0, or with 1 when no learning rate can be suggested.
+    """
+    from lockstep.tools.tune import tuning
+
+    wishes = tuning.Wishes(
+        micro_batch=micro_batch,
+        rate=lr,
+        memory_gb=memory,
+        start=start,
+        stop=stop,
+        steps=steps,
+        picture=out or Path(f"{path.stem}-lr.svg"),
+    )
+    return tuning.tune(settled(path, overrides, trusts=trust_code), wishes, console=console)

@@ -1,0 +1,88 @@
+"""The process group: opened once, closed on every way out."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep.base.errors import LaunchError
+from lockstep.base.world import World
+from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, interface_to
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a collective may wait; preparing data happens before the group's first one."""
+
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
+
+
+def device_of(world: World) -> torch.device:
+    """The device of this process: GPU number local_rank where there are GPUs, else the CPU.
+
+    Raises LaunchError when there are more processes than GPUs.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if world.local_size > torch.cuda.device_count():
+        raise LaunchError(
+            f"{world.local_size} processes but {torch.cuda.device_count()} GPUs on this machine: "
+            f"set launch.processes={torch.cuda.device_count()}"
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error says that another process has gone: Gloo tells so in words only."""
+    if isinstance(error, dist.DistNetworkError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
+
+
+def world_group() -> dist.ProcessGroup:
+    """The open group of all processes."""
+    group = dist.group.WORLD
+    assert group is not None, "the process group is not open"
+    return group
+
+
+@contextmanager
+def opened(world: World, device: torch.device) -> Iterator[None]:
+    """A process group over the world (NCCL on GPUs, with Gloo for CPU tensors; Gloo elsewhere), destroyed on exit."""
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")  # deprecated name in 2.13, same call
+    with on_loopback(is_lone=world.local_size == world.size), _joined(world, device):
+        yield
+
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@contextmanager
+def on_loopback(*, is_lone: bool) -> Iterator[None]:
+    """Where one machine holds all processes (`is_lone`), have them listen for each other on loopback alone, where no
+    other interface is named: the default is whatever the machine's name leads to, which others may reach."""
+    loopback = interface_to(Endpoint(host=LOOPBACK, port=9)) if is_lone else None
+    ours = [name for name in INTERFACES if loopback and name not in os.environ]
+    os.environ.update(dict.fromkeys(ours, loopback or ""))  # to the end: groups that are made later read it anew
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _joined(world: World, device: torch.device) -> Iterator[None]:
+    if world.size > 1:
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(backend, timeout=TIMEOUT, rank=world.rank, world_size=world.size)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

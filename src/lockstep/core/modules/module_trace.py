@@ -1,0 +1,129 @@
+"""What every module made of its inputs, as hashes: two runs are compared by them until the first difference is found.
+
+s = step, v = shard. Hashes are of bytes, so they differ as soon as one bit does.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.base.contracts import MicroBatch
+
+Line = dict[str, Any]
+
+
+def fingerprint(value: Any) -> str:
+    """16 hex digits over a nest of tensors, arrays and plain values; of other objects only the type counts."""
+    sha = hashlib.blake2b(digest_size=8)
+    _feed(sha, value)
+    return sha.hexdigest()
+
+
+def _feed(sha: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        plain = value.detach()
+        plain = (plain.to_dense() if plain.layout != torch.strided else plain).cpu().contiguous()
+        sha.update(f"{plain.dtype} {tuple(plain.shape)} ".encode())
+        sha.update(plain.flatten().view(torch.uint8).numpy().data)
+    elif isinstance(value, np.ndarray):
+        sha.update(f"{value.dtype} {value.shape} ".encode() + np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            sha.update(f"{key}: ".encode())
+            _feed(sha, part)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        sha.update(f"{len(value)} parts ".encode())
+        for part in value:
+            _feed(sha, part)
+    else:
+        plain_value = isinstance(value, str | bytes | int | float | None)
+        sha.update((repr(value) if plain_value else type(value).__name__).encode())
+
+
+def descriptions(model: nn.Module) -> dict[str, str]:
+    """Each module of a model by its dotted name: 'body.2 (Noise, my_model.py:12)'."""
+    return {name: f"{name or 'the model itself'} ({origin(module)})" for name, module in model.named_modules()}
+
+
+def class_of(module: nn.Module) -> type:
+    """A module's class as it was written: not the one that FSDP or a parametrization puts in its place."""
+    kinds = [kind for kind in type(module).__mro__ if not kind.__name__.startswith(("FSDP", "Parametrized"))]
+    return kinds[0]
+
+
+def origin(module: nn.Module) -> str:
+    """A module's class, with file and line where it was not written by torch."""
+    kind = class_of(module)
+    if kind.__module__.split(".")[0] == "torch":
+        return f"torch.nn.{kind.__name__}"
+    try:
+        return f"{kind.__name__}, {inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]}"
+    except (OSError, TypeError):  # made in a shell, or by a program
+        return f"{kind.__module__}.{kind.__name__}"
+
+
+class Trace:
+    """Writes a line for every micro-batch, every call of a module in it, and every parameter's gradient from it.
+
+    A new micro-batch begins whenever the model itself is entered in training; they come in the order of `expect`.
+    """
+
+    def __init__(self, model: nn.Module, write: Callable[[Line], None]) -> None:
+        self.write = write
+        self.queue: list[MicroBatch] = []
+        self.here: dict[str, int] | None = None
+        self.inputs: list[str] = []
+        write({"kind": "modules", "modules": descriptions(model)})
+        self.handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
+        for name, module in model.named_modules():
+            self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(partial(self._leave, name)))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self.handles.append(parameter.register_hook(partial(self._gradient, name)))
+
+    def expect(self, micro_batches: Iterable[MicroBatch]) -> None:
+        """These run next, in this order; a ghost's result counts for nothing and is not written."""
+        self.queue, self.here = list(micro_batches), None
+
+    def tensors(self, kind: str, step: int, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+        """Write the hash of each of these, as they are at a step."""
+        hashes = {name: fingerprint(tensor) for name, tensor in tensors}
+        self.write({"kind": kind, "step": step, "tensors": hashes})
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        while self.handles:
+            self.handles.pop().remove()
+
+    def _begin(self, model: nn.Module, _: Any) -> None:
+        self.inputs.clear()
+        if not model.training or not self.queue:
+            self.here = None
+            return
+        now = self.queue.pop(0)
+        self.here = None if now.ghost else {"step": now.step, "shard": now.shard}
+        columns = {name: fingerprint(column) for name, column in now.batch.items()}
+        self._say(kind="batch", samples=list(now.indices), columns=columns)
+
+    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.inputs.append(fingerprint([args, kwargs]) if self.here else "")
+
+    def _leave(self, name: str, _: nn.Module, __: Any, outputs: Any) -> None:
+        inputs = self.inputs.pop()
+        if self.here:
+            self._say(kind="call", name=name, inputs=inputs, hash=fingerprint(outputs))
+
+    def _gradient(self, name: str, gradient: Tensor) -> None:
+        if self.here:
+            self._say(kind="gradient", name=name, hash=fingerprint(gradient))
+
+    def _say(self, **line: Any) -> None:
+        if self.here:
+            self.write({**line, **self.here})

@@ -1,0 +1,75 @@
+"""What a model returns: a tensor, or tuples, lists, dicts and dataclasses of tensors, as a tree of tensors."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lockstep.base.contracts import Outputs
+
+
+def register(outputs: Outputs) -> None:
+    """Let torch (FSDP's and DDP's hooks, the pipeline) see the tensors inside of dataclasses, whatever their class."""
+    if isinstance(outputs, Tensor):
+        return
+    while found := {type(leaf) for leaf in pytree.tree_leaves(outputs) if _is_unknown(leaf)}:
+        for kind in found:
+            pytree.register_dataclass(kind)
+
+
+def _is_unknown(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type) and type(leaf) not in pytree.SUPPORTED_NODES
+
+
+def each(change: Callable[[Tensor], Any], outputs: Outputs) -> Outputs:
+    """The same tree with every tensor changed; other leaves as they are."""
+    register(outputs)
+    return pytree.tree_map_only(Tensor, change, outputs)
+
+
+def tensors(outputs: Outputs) -> list[Tensor]:
+    """The tensors of a tree, in its order."""
+    register(outputs)
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def logits_of(outputs: Outputs) -> Tensor | None:
+    """Outputs that are one tensor, else what a dict, a dataclass or a named tuple calls `logits`, as transformers'
+    models do; None where there is no such tensor."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    return found if isinstance(found, Tensor) else None
+
+
+def widened(outputs: Outputs) -> Outputs:
+    """Half-precision outputs as fp32, in which losses and metrics are computed; others as they are."""
+    return each(lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, outputs)
+
+
+def detached(outputs: Outputs) -> Outputs:
+    """The same without gradients."""
+    return each(Tensor.detach, outputs)
+
+
+def moved(outputs: Outputs, device: torch.device | str) -> Outputs:
+    """The same, without gradients, on a device."""
+    return each(lambda t: t.detach().to(device), outputs)
+
+
+def are_equal(outputs: Outputs, others: Outputs) -> bool:
+    """Whether two trees have the same structure and equal tensors; NaN equals NaN."""
+    register(outputs)
+    register(others)
+    leaves, spec = pytree.tree_flatten(outputs)
+    found, form = pytree.tree_flatten(others)
+    return spec == form and all(map(_is_same, leaves, found))
+
+
+def _is_same(leaf: Any, other: Any) -> bool:
+    if isinstance(leaf, Tensor) and isinstance(other, Tensor):
+        return torch.equal(leaf.nan_to_num(), other.nan_to_num())
+    return type(leaf) is type(other) and bool(leaf == other)

@@ -1,0 +1,57 @@
+"""The settings that every source shares."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import pooch
+from pydantic import Field
+
+from lockstep.base.config import MANY, LocalPath, PluginSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where samples come from, for those who read an export's card; what is not known is left out.
+
+    A source says it by `origin(config) -> Origin`.
+    """
+
+    name: str
+    """The data set's, as people know it."""
+    hub: str | None = None
+    """Its name on the Hugging Face hub, such as fancyzhx/ag_news."""
+    subset: str | None = None
+    revision: str | None = None
+    split: str = "test"
+    """The one that metrics are of."""
+    language: tuple[str, ...] = ()
+    """ISO 639 codes."""
+
+
+class DataSection(PluginSection):
+    """What the model learns from."""
+
+    incidental: ClassVar[frozenset[str]] = frozenset({"root", "workers", "cache", "augment"})
+
+    limit: int | None = Field(None, ge=1, le=1000 * MANY)
+    """Use only this many training samples, spread evenly over the file, for a quick try; the test split stays whole."""
+    workers: int = Field(0, ge=0, le=1024)
+    """Processes per rank that fetch data; 0 fetches in the training process. Any number gives the same weights."""
+    augment: LocalPath | None = None
+    """A Python file with `augment(sample)`: every training sample passes through it each time it is drawn, with random
+    numbers that belong to the sample and the epoch."""
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    """What becomes of a sample that cannot be read: it ends the run, or is left out of its micro-batch, the same one on
+    any number of processes. The run warns of each, and lists them in summary.json."""
+    cache: LocalPath = pooch.os_cache("lockstep")
+    """Folder for tokens and other things that can be made again; may be deleted at any time."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether samples that cannot be read are left out."""
+        return self.on_bad_sample == "skip"
+
+    @property
+    def modality(self) -> str:
+        """What a sample is, as far as the settings tell before any data is read: "image", "text", or "any"."""
+        return "any"

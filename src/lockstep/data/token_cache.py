@@ -1,0 +1,152 @@
+"""Texts become tokens once: a memory-mapped file, named after the texts and the tokenizer, built by one process."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+from filelock import FileLock
+
+from lockstep.base import storage
+from lockstep.base.contracts import Columns, Source, Tokenizer
+from lockstep.base.errors import DataError
+
+CHUNK = 8192
+"""Texts per part: what a killed build loses at most."""
+
+Progress = Callable[[int, int], None]
+"""Called with (texts done, texts in all)."""
+
+
+class Tokens:
+    """A text source whose "text" column has become "input_ids", a list of int32 arrays [T_i] read from a file."""
+
+    def __init__(self, source: Source, folder: Path) -> None:
+        self.source, self.folder, self.spec = source, folder, source.spec
+        self.offsets = np.load(folder / "offsets.npy")
+        self.lengths = np.diff(self.offsets)
+        self.ids = np.load(folder / "ids.npy", mmap_mode="r") if self.offsets[-1] else np.empty(0, np.int32)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitems__(self, indices: Sequence[int]) -> Columns:
+        """The source's columns for these samples, tokens in place of text."""
+        columns = dict(self.source.__getitems__(indices))
+        del columns["text"]
+        ids = [np.asarray(self.ids[self.offsets[i] : self.offsets[i + 1]]) for i in indices]
+        return {"input_ids": ids, **columns}
+
+
+def tokenised(
+    source: Source,
+    tokenizer: Tokenizer,
+    cache: Path,
+    *,
+    progress: Progress = lambda *_: None,
+    is_checked: bool = False,
+) -> Tokens:
+    """Open the tokens of a text source, building them first if they are missing or damaged; `is_checked` compares
+    every byte with its sha256 instead of the sizes alone.
+
+    Safe to call from many processes at once: one builds, the others wait for it. A killed build goes on where it
+    stopped, at the last whole part. Raises DataError when the cache's folder cannot be written.
+    """
+    key = hashlib.sha256(f"{_fingerprint(source)} {tokenizer.key}".encode()).hexdigest()[:24]
+    folder = cache / "tokens" / key
+    if not _is_whole(folder) or (is_checked and verify(folder)):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder.with_suffix(".lock")):
+                if not _is_whole(folder) or (is_checked and verify(folder)):
+                    _build(source, tokenizer, folder, progress=progress)
+        except OSError as error:
+            raise DataError(
+                f"cannot keep tokens in {cache}: {error.strerror or error}; name another folder with data.cache"
+            ) from error
+    return Tokens(source, folder)
+
+
+def _chunks(source: Source) -> Iterator[tuple[int, list[str]]]:
+    """(position of the first, texts) of each part."""
+    for start in range(0, len(source), CHUNK):
+        rows = range(start, min(start + CHUNK, len(source)))
+        yield start, source.__getitems__(rows)["text"]
+
+
+def _fingerprint(source: Source) -> str:
+    digest = hashlib.sha256()
+    for _, texts in _chunks(source):
+        for text in texts:
+            encoded = text.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "little"))
+            digest.update(encoded)
+    return digest.hexdigest()
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        sizes = storage.read_json(folder / "manifest.json")
+        return all((folder / name).stat().st_size == size for name, (size, _) in sizes.items())
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
+
+
+def verify(folder: Path) -> list[str]:
+    """Names of files in a token folder whose sha256 is not the manifest's; reads every byte."""
+    sums = json.loads((folder / "manifest.json").read_text())
+    return [name for name, (_, sha256) in sums.items() if storage.sha256(folder / name) != sha256]
+
+
+def _build(source: Source, tokenizer: Tokenizer, folder: Path, *, progress: Progress) -> None:
+    partial = folder.with_suffix(".partial")
+    partial.mkdir(exist_ok=True)
+    ids, lengths = [], [np.zeros(1, np.int64)]
+    for start, texts in _chunks(source):
+        stop = start + len(texts)
+        part = partial / f"{start:09}-{stop:09}.npz"
+        found = _read_part(part)
+        if found is None:
+            rows = tokenizer([_sound(text) for text in texts])
+            found = _joined(rows), np.array([len(row) for row in rows], dtype=np.int64)
+            fresh = part.with_suffix(".tmp.npz")
+            np.savez(fresh, ids=found[0], lengths=found[1])
+            fresh.replace(part)
+        ids.append(found[0])
+        lengths.append(found[1])
+        progress(stop, len(source))
+    whole = folder.with_suffix(".whole")
+    shutil.rmtree(whole, ignore_errors=True)
+    whole.mkdir()
+    np.save(whole / "ids.npy", _joined(ids))
+    np.save(whole / "offsets.npy", np.cumsum(np.concatenate(lengths)))
+    sums = {path.name: (path.stat().st_size, storage.sha256(path)) for path in sorted(whole.iterdir())}
+    storage.write(whole / "manifest.json", json.dumps(sums))
+    shutil.rmtree(folder, ignore_errors=True)
+    whole.replace(folder)
+    shutil.rmtree(partial)
+
+
+def _read_part(part: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    """(ids, lengths) of a part that an earlier build has left; None when there is none, or a power cut has torn it."""
+    try:
+        with part.open("rb") as file, np.load(file) as stored:
+            return stored["ids"], stored["lengths"]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return None
+
+
+def _sound(text: str) -> str:
+    """The text without lone surrogates, which are no characters and which tokenizers refuse."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _joined(rows: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(rows).astype(np.int32) if rows else np.empty(0, np.int32)

@@ -1,0 +1,92 @@
+"""What a model is measured on besides its own splits: a file of the user's; and a sample as a person sees it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.base.contracts import Columns, DataSpec, Source, samples_of
+from lockstep.base.errors import DataError
+from lockstep.data.augment import Augmented
+from lockstep.data.columns import positions
+from lockstep.data.dataset import Subset
+from lockstep.data.images import pixels_of
+from lockstep.data.in_memory import Texts
+from lockstep.data.sources import files
+from lockstep.data.token_cache import Tokens
+
+
+class FileTexts(Texts):
+    """The rows of a table."""
+
+    def __init__(self, found: files.Found, labels: np.ndarray, names: Sequence[str]) -> None:
+        super().__init__(found.samples, labels, names)
+        self.place = found.place
+
+
+class FileImages:
+    """Image files, opened when they are asked for, and scaled to what a model takes."""
+
+    lengths: np.ndarray | None = None
+
+    def __init__(self, found: files.Found, labels: np.ndarray, spec: DataSpec) -> None:
+        self.paths, self.labels, self.spec, self.place = found.samples, labels, spec, found.place
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitems__(self, indices: Sequence[int]) -> Columns:
+        """{"image": uint8 [m, C, H, W], "label": int64 [m]}; raises DataError for a file that is no image."""
+        assert self.spec.image_shape is not None
+        images = [pixels_of(self.paths[i], self.place(i), self.spec.image_shape) for i in indices]
+        return {"image": np.stack(images), "label": self.labels[np.asarray(indices, dtype=np.int64)]}
+
+
+def check_file(file: Path) -> None:
+    """Raise DataError where nothing can be read, before any process is started."""
+    if not file.exists():
+        raise DataError(f"there is no file or folder {file}: correct --file")
+    if file.is_file() and file.suffix.lower() not in files.READERS:
+        raise DataError(
+            f"{file} is of no known form: --file takes a table ({', '.join(files.READERS)}) or a folder with a folder "
+            "of images for each class"
+        )
+
+
+def of_file(file: Path, spec: DataSpec, *, text_column: str, label_column: str, takes_tokens: bool) -> Source:
+    """The samples of a table or of a folder of images, whose labels are the model's.
+
+    Raises DataError for a form that the model does not take, for missing columns and for labels that it does not know.
+    """
+    is_table = files.is_table(file)
+    if is_table and not takes_tokens:
+        raise DataError(f"{file} is a table of texts, but the model takes {_taken(spec)}")
+    if not is_table and spec.image_shape is None:
+        raise DataError(f"{file} is a folder of images, but the model takes {_taken(spec)}")
+    found = files.read(file, text_column, label_column)
+    labels = positions(found.labels, spec.labels, found.place, known_to="the model")
+    return FileTexts(found, labels, spec.labels) if is_table else FileImages(found, labels, spec)
+
+
+def _taken(spec: DataSpec) -> str:
+    if spec.image_shape is not None:
+        return "images: give a folder with a folder of them for each class"
+    if spec.modality == "text":
+        return "texts: give a table (.csv, .tsv, .jsonl, .parquet)"
+    return f"{samples_of(spec.modality)}, which no file can hold: leave --file out"
+
+
+def unchanged(source: Source) -> Source:
+    """A training split without its augmentation."""
+    return source.source if isinstance(source, Augmented) else source
+
+
+def seen(source: Source, index: int) -> tuple[str, dict[str, Any]]:
+    """Where a sample comes from, and its columns as a person can look at them: texts instead of tokens."""
+    while isinstance(source, Tokens | Subset):
+        index = int(source.rows[index]) if isinstance(source, Subset) else index
+        source = source.source
+    place = getattr(source, "place", None)
+    columns = source.__getitems__([index])
+    return place(index) if place else f"sample {index}", {name: column[0] for name, column in columns.items()}

@@ -1,0 +1,92 @@
+"""Weights in a file, and a model of the right shape to be filled with them."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lockstep.base import plugins, storage, trust
+from lockstep.base.config import PluginSection
+from lockstep.base.contracts import Model
+from lockstep.base.errors import ModelError
+from lockstep.inference.export.export_facts import Facts
+
+FILE = "model.safetensors"
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network that the model wraps, where it wraps one: its names are what others expect in a state dict."""
+    return getattr(model, "network", model)
+
+
+def section_of(facts: Facts, folder: Path) -> tuple[Any, PluginSection]:
+    """The model's plugin and section, as it lies in an export; from now on its code runs only where it is known."""
+    trust.guard(folder)
+    plugin = plugins.find("models", facts.model["kind"])
+    section = dict(facts.model)
+    if "file" in section:
+        section["file"] = folder / section["file"]
+    if hasattr(plugin, "tokenizer"):
+        section["name"] = str(folder)
+    return plugin, plugin.Config.model_validate(section)
+
+
+def rebuilt(facts: Facts, folder: Path) -> Model:
+    """Untrained, of the export's dtype, in evaluation mode; fp32 is also what was built in double precision."""
+    plugin, section = section_of(facts, folder)
+    if facts.model["kind"] != "user":  # a user's own build() may do anything
+        _check_size(facts, folder)
+    from_config = getattr(plugin, "from_config", None)
+    model: Model = from_config(folder) if from_config else plugin.build(section, facts.spec)
+    is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+    return (model if is_double and facts.dtype == "fp32" else model.to(TORCH_DTYPES[facts.dtype])).eval()
+
+
+def _check_size(facts: Facts, folder: Path) -> None:
+    """Raise ModelError for a model that is larger than the file of its weights: settings in a file may say anything,
+    and memory for it would be taken before the weights are looked at."""
+    plugin, section = section_of(facts, folder)
+    from_config = getattr(plugin, "from_config", None)
+    with torch.device("meta"):
+        model: Model = from_config(folder) if from_config else plugin.build(section, facts.spec)
+    check_numbers(model, [folder / facts.file])
+
+
+def check_numbers(model: nn.Module, weights: Iterable[Path]) -> None:
+    """Raise ModelError for a model with more numbers than these files have bytes."""
+    numbers, size = sum(p.numel() for p in model.parameters()), 0
+    for file in weights:
+        with storage.regular(file) as there:  # and no FIFO
+            size += os.fstat(there.fileno()).st_size
+    if numbers > size:
+        raise ModelError(f"its settings are of a model with {numbers:,} numbers, but its weights have {size:,} bytes")
+
+
+def save_config(model: Model, facts: Facts, folder: Path) -> None:
+    """What `rebuilt` needs beside the facts, for models whose shape is not all in their section."""
+    save = getattr(plugins.find("models", facts.model["kind"]), "save_config", None)
+    if save:
+        save(model, folder)
+
+
+def write(model: Model, facts: Facts, folder: Path) -> None:
+    """As safetensors: copies, because it refuses tensors that share memory, as tied weights do."""
+    state = {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in unwrapped(model).state_dict().items()
+    }
+    save_file(state, folder / FILE)
+    save_config(model, facts, folder)
+
+
+def read(folder: Path, facts: Facts) -> Model:
+    """The model that safetensors hold."""
+    storage.regular(folder / FILE).close()  # a FIFO would never end
+    model = rebuilt(facts, folder)
+    unwrapped(model).load_state_dict(load_file(folder / FILE))
+    return model

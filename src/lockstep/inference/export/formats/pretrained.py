@@ -1,0 +1,50 @@
+"""The layout that others load by themselves: transformers' own, else safetensors with a loader."""
+
+from pathlib import Path
+
+import torch
+
+from lockstep.base import plugins, storage
+from lockstep.base.contracts import Batch, Forward, Model
+from lockstep.inference.export.export_facts import Facts
+from lockstep.inference.export.formats import _weights
+
+FILE = _weights.FILE
+DTYPES = ("fp32", "fp16", "bf16")
+
+LOADER = '''"""Loads the exported model: `python loader.py` prints it; `load()` returns it, ready to predict."""
+
+import pathlib
+
+from lockstep.inference.export.export_reader import forward_of
+
+
+def load(folder=pathlib.Path(__file__).parent):
+    """The model in evaluation mode; call it with {"image": uint8 tensor [m, C, H, W]} or what it was trained on."""
+    return forward_of(folder)
+
+
+if __name__ == "__main__":
+    print(load())
+'''
+
+
+def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
+    """With save_pretrained() where the model has it, else as safetensors with a loader."""
+    own = plugins.find("models", facts.model["kind"])
+    if hasattr(own, "save"):
+        own.save(model, folder)
+        return
+    _weights.write(model, facts, folder)
+    if not (folder / "loader.py").exists():  # a user's own code may be called so
+        storage.write(folder / "loader.py", LOADER)
+
+
+def read(folder: Path, facts: Facts) -> Forward:
+    """With from_pretrained() where the model has it."""
+    own = plugins.find("models", facts.model["kind"])
+    if hasattr(own, "read_back"):
+        with torch.device("meta"):
+            shape = own.from_config(folder)
+        _weights.check_numbers(shape, sorted(folder.glob("*.safetensors")))
+    return own.read_back(folder).eval() if hasattr(own, "read_back") else _weights.read(folder, facts)

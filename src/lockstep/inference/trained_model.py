@@ -1,0 +1,184 @@
+"""From a trained run to something to use: its model, an export of it, a predictor."""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.base import plugins, storage, trust
+from lockstep.base.contracts import Batch, Forward, Model, Tokenizer
+from lockstep.base.errors import ConfigError, LaunchError, ModelError
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.weights import restore_model
+from lockstep.core.numerics.digest import digest as digest_of
+from lockstep.data.data_config import Origin
+from lockstep.data.dataset import open_source
+from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import export_reader, export_writer, space
+from lockstep.inference.export.export_facts import Facts
+from lockstep.inference.predictor import DTypeName, Predictor, predictor
+from lockstep.launch.run_folder import is_run, place_of, run_of
+from lockstep.run import build
+from lockstep.run import recipe as recipes
+from lockstep.run.recipe import Recipe
+
+FEW = (16, 1, 7)
+"""Sizes of the batches that an export is compared on: several, as a graph may have been made for one."""
+BATCH = 64
+"""Samples that are predicted at a time where the whole test split is compared."""
+
+
+def settle(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> bool:
+    """Whether the user says that the code of an export, a run or a checkpoint may be executed, whatever it is; False
+    where all of it is known. Raises UserError, above all UntrustedCode."""
+    if export_reader.is_export(path):
+        return trust.settle(export_reader.code_of(path, telling.read(path)), trusts=trusts, of=path)
+    if not is_run(path):
+        return False
+    recipe, root, _ = place_of(path, overrides)
+    return trust.settle(recipes.code_of(recipe), trusts=trusts, of=root.parent)
+
+
+def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[Facts, Path]:
+    """Write the model of a run or checkpoint for others to load -> its facts, and where. Raises UserError."""
+    recipe, checkpoint = run_of(path, overrides)
+    recipes.guard(recipe)
+    export_writer.check(recipe.export)
+    data = build.open_data(recipe)
+    model, facts = _model(recipe, checkpoint, data.train.spec)
+
+    def batches() -> Iterator[Batch]:
+        rows = range(len(data.test))
+        if data.test.lengths is not None:  # those of like length together: less to compute
+            rows = data.test.lengths.argsort(kind="stable").tolist()
+        parts = (rows[start : start + BATCH] for start in range(0, len(rows), BATCH))
+        yield from build.test_batches(recipe, data, parts)
+
+    def beside(folder: Path) -> None:
+        """The tokenizer's files, the user's own code."""
+        if data.tokenizer is not None:
+            data.tokenizer.save(folder)
+        if hasattr(recipe.model, "file"):
+            shutil.copy(recipe.model.file, folder)
+
+    target = (to or _own(recipe.folder / recipe.export.folder)).absolute()
+    samples = export_writer.Samples(few=build.first_samples(recipe, data, FEW), all=batches)
+    return export_writer.export(
+        model, target, section=recipe.export, facts=facts, samples=samples, beside=beside
+    ), target
+
+
+def _own(target: Path) -> Path:
+    """A folder that nobody has named, if it lies there itself. Raises ModelError for a link, which may lead to what is
+    another's."""
+    if target.is_symlink():
+        raise ModelError(f"{target} is a link, which is not followed: name the folder that it leads to with --to")
+    return target
+
+
+def export_space(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[Facts, Path]:
+    """An export in the folder of a Hugging Face Space -> its facts, and that folder. Raises UserError."""
+    target = (to or _own(run_of(path, overrides)[0].folder / space.FOLDER)).absolute()
+    space.check(target)
+    _own(target / space.MODEL)
+    facts, _ = export(path, overrides, target / space.MODEL)
+    space.write(target, facts)
+    return facts, target
+
+
+def open_predictor(path: Path, *, device: torch.device | None = None, dtype: DTypeName | None = None) -> Predictor:
+    """A predictor out of an export's folder, a run or a checkpoint. Raises UserError."""
+    folder = fixed(path)
+    if export_reader.is_export(folder):
+        facts, forward, tokenizer = _read(folder)
+        return predictor(facts, forward, tokenizer, device=device, dtype=dtype)
+    recipe, checkpoint = run_of(folder)
+    recipes.guard(recipe)
+    model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
+    make = getattr(plugins.find("models", recipe.model.kind), "tokenizer", None)
+    tokenizer = make(recipe.model) if make is not None and facts.modality == "text" else None
+    return predictor(facts, model, tokenizer, device=device, dtype=dtype)
+
+
+def _read(folder: Path) -> tuple[Facts, Forward, Tokenizer | None]:
+    """What an export holds; read once more where another took its place meanwhile."""
+    while True:
+        before = _stamp(folder)
+        try:
+            facts = telling.read(folder)
+            forward, tokenizer = export_reader.forward_of(folder, facts), export_reader.tokenizer_of(folder, facts)
+        except ModelError:
+            if _stamp(folder) == before:
+                raise
+        else:
+            if _stamp(folder) == before:
+                return facts, forward, tokenizer
+
+
+def _stamp(folder: Path) -> bytes | None:
+    """What changes when another export takes the place; None in the moment between the two."""
+    try:
+        return storage.read(folder / telling.FILE, storage.MOST_JSON_BYTES)
+    except OSError:
+        return None
+
+
+def fixed(path: Path) -> Path:
+    """The export or the checkpoint that a path means now: a run that goes on will have another. Raises UserError."""
+    if export_reader.is_export(path):
+        return path.absolute()
+    if not is_run(path):
+        raise ConfigError(
+            f"{path} is neither an export (there is no {telling.FILE} in it) nor a run (no recipe.yaml, such as in "
+            "runs/NAME)"
+        )
+    return run_of(path)[1]
+
+
+def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -> Callable[[], Predictor]:
+    """What opens a predictor, now and whenever it is to be opened anew. Raises LaunchError for a device that there is
+    not."""
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise LaunchError(f"device {device} cannot be used ({reason}); there is cpu, and cuda on a GPU") from None
+    return partial(open_predictor, path, device=place, dtype=dtype)
+
+
+def _model(recipe: Recipe, checkpoint: Path, spec: build.DataSpec) -> tuple[Model, Facts]:
+    """The model as the checkpoint holds it, and what there is to tell of it."""
+    model = build.build_model(recipe, spec)
+    restore_model(model, checkpoint)
+    manifest = layout.read_manifest(checkpoint)
+    digest = digest_of(model.state_dict())
+    return model.eval(), telling.facts_of(
+        recipe.model,
+        spec,
+        name=recipe.folder.name,
+        kind="checkpoint",
+        step=manifest.step,
+        digest=digest,
+        calibration=telling.kept_calibration(recipe.folder, digest=digest),
+        metrics=manifest.metrics,
+        torch_version=str(manifest.numeric.get("torch_version", "")),
+        recipe=recipe.model_dump(mode="json"),
+        **_about(recipe),
+    )
+
+
+def _about(recipe: Recipe) -> dict[str, Any]:
+    """What a card tells beside: what was asked for, else what the source and the model know of themselves."""
+    of_data = getattr(plugins.find("data.sources", recipe.data.kind), "origin", None)
+    of_model = getattr(plugins.find("models", recipe.model.kind), "base_model", None)
+    origin: Origin | None = of_data(recipe.data) if of_data else None
+    return {
+        "origin": origin,
+        "license": recipe.export.license,
+        "language": recipe.export.language or (origin.language if origin else ()),
+        "base_model": recipe.export.base_model or (of_model(recipe.model) if of_model else None),
+    }

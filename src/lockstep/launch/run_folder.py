@@ -1,0 +1,66 @@
+"""What a path means to a command: a run, one of its checkpoints, or an export."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.base.errors import CheckpointError, ConfigError
+from lockstep.checkpoint import layout, retention
+from lockstep.run import recipe as recipes
+from lockstep.run.recipe import Recipe
+
+FOLDERS = ("checkpoints", "logs", "tensorboard")
+FILES = (".lock", "job.json", "launch.yaml", "metrics.jsonl", "recipe.yaml", "summary.json")
+"""What a run writes into its folder."""
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError where what a run writes to lies there as something else, such as a FIFO or a link. Checkpoints
+    may lie on another disk, but not in another run, which would lose its own."""
+    for path in (folder / name for name in (*FOLDERS, *FILES)):
+        is_folder, is_link = path.name in FOLDERS, path.is_symlink()
+        if path.name == "checkpoints" and is_link:
+            is_link = (path.resolve().parent / "recipe.yaml").exists()
+        is_right = path.is_dir() if is_folder else path.is_file()
+        if os.path.lexists(path) and (is_link or not is_right):
+            what = "a link" if is_link else "no folder" if is_folder else "no regular file"
+            raise ConfigError(f"{path} is {what}, but a run writes to it: remove it, or choose another run.name")
+
+
+def is_run(path: Path) -> bool:
+    """Whether a path is a run's folder, its folder of checkpoints, or one of these; its recipe may be wrong."""
+    folder = Path(os.path.abspath(path))
+    return any((each / "recipe.yaml").is_file() for each in (folder, folder.parent, folder.parent.parent))
+
+
+def place_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path, Path | None]:
+    """What is meant by a run's folder, its folder of checkpoints, or one of these: the recipe, that folder, the one.
+
+    Raises ConfigError.
+    """
+    folder = Path(os.path.abspath(path))  # without following links: checkpoints may lie on another disk
+    checkpoint = folder if (folder / layout.MANIFEST).is_file() else None
+    if checkpoint is not None:
+        root = folder.parent
+    elif folder.name == "checkpoints" and not (folder / "recipe.yaml").is_file():
+        root = folder
+    else:
+        root = folder / "checkpoints"
+    if not (root.parent / "recipe.yaml").is_file():
+        raise ConfigError(f"{path} is no run: there is no recipe.yaml in it (runs are folders such as runs/NAME)")
+    overrides = [*recipes.lying_in(root.parent), *(overrides or [])]
+    return recipes.load(root.parent / "recipe.yaml", overrides), root, checkpoint
+
+
+def run_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path]:
+    """The recipe of a run and the checkpoint that is meant: the named one, else the best, else the newest.
+
+    Raises ConfigError, CheckpointError.
+    """
+    recipe, root, checkpoint = place_of(path, overrides)
+    checkpoint = checkpoint or retention.chosen(root, recipe.checkpoint)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{path} has no finished checkpoint yet; train it further with: lockstep train {root.parent}/recipe.yaml"
+        )
+    return recipe, checkpoint

@@ -1,0 +1,66 @@
+"""Where a process's code is: every thread's stack, and the line of it that matters to a person."""
+
+import os
+import re
+import sys
+import sysconfig
+import threading
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from lockstep.base import plugins
+
+OURS = str(plugins.ROOT) + os.sep
+FOLDERS = [*(str(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")), *torch.__path__]
+LIBRARIES = tuple(f"{Path(folder).resolve()}{os.sep}" for folder in FOLDERS)
+DUMPED = re.compile(r'File "(.*)", line (\d+) in (.*)')
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} `{self.function}`"
+
+
+def telling(stack: list[Place]) -> Place:
+    """The line of a stack, innermost first, that matters to a person: the innermost that is the user's own, else the
+    innermost of all. Its file is shortened where it lies in the folder that the run was started in."""
+    users = [place for place in stack if not place.file.startswith((OURS, "<", *LIBRARIES))]
+    chosen = (users or stack)[0]
+    with suppress(ValueError, OSError):
+        return replace(chosen, file=str(Path(chosen.file).relative_to(Path.cwd())))
+    return chosen
+
+
+def stack_of(thread: int) -> list[Place]:
+    """Where a thread is, innermost first; empty when it has ended."""
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:
+        return []
+    with suppress(AttributeError):  # of a call that is just being made, a frame may lack its code
+        return [Place(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(innermost)]
+    return []
+
+
+def all_stacks() -> str:
+    """Every thread's Python stack, as text."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = []
+    for thread, frame in sys._current_frames().items():
+        texts.append(f"thread {names.get(thread, thread)}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(texts)
+
+
+def places_in(dump: str) -> list[Place]:
+    """The lines of a stack that faulthandler has written, the innermost first."""
+    return [Place(file, int(line), function) for file, line, function in DUMPED.findall(dump)]

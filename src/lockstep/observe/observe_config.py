@@ -1,0 +1,39 @@
+"""The settings of watching."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from lockstep.base import plugins
+from lockstep.base.config import MANY, LocalPath, Section
+from lockstep.base.errors import nearest
+
+
+class ObserveSection(Section):
+    """What is shown and written down while it runs."""
+
+    sinks: tuple[str, ...] = ("progress", "jsonl", "tensorboard")
+    """Who is told: names of files in observe/sinks."""
+    log_every: int = Field(10, ge=1, le=MANY)
+    """Read loss and metrics from the device every so many steps (reading waits for the device)."""
+    hang_seconds: Annotated[float, Field(ge=0.1, le=MANY)] | Literal["auto"] = "auto"
+    """When nothing gets done for so long, every process's stack is collected and the rank that the others wait for is
+    named; auto: ten times the median step, at least 30 s."""
+    on_hang: Literal["report", "restart"] = "report"
+    """Only say so, or also end the processes and start them again from the newest checkpoint."""
+    desync_every: int | None = Field(200, ge=1, le=MANY)
+    """Compare the weights of all processes every so many steps, and stop where they are not equal."""
+    file: LocalPath | None = None
+    """A Python file of your own with `observers(options)`: a list of objects with notice(event) and close();
+    they are told everything, on rank 0."""
+    options: dict[str, Any] = {}
+    """Whatever that file wants."""
+
+    @field_validator("sinks")
+    @classmethod
+    def _exist(cls, sinks: tuple[str, ...]) -> tuple[str, ...]:
+        known = plugins.names("observe.sinks")
+        for sink in sinks:
+            if sink not in known:
+                raise ValueError(f"there is no sink {sink!r}{nearest(sink, known)} (there is: {', '.join(known)})")
+        return sinks

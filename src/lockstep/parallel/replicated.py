@@ -1,0 +1,77 @@
+"""A rank that holds the whole model: what `single` and `ddp` have in common."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.base.contracts import Batch, Model, Outputs
+from lockstep.core.host.malloc import keep_freed_memory
+from lockstep.core.modules.buffers import BufferUpdates
+from lockstep.core.modules.outputs import widened
+from lockstep.core.numerics.precision import Precision
+from lockstep.core.numerics.seeds import Randomness
+from lockstep.core.reduction.gradient_norm import clip_, gradients, row_squares
+from lockstep.parallel.accumulation import Accumulation
+from lockstep.parallel.micro_batches import Passes
+
+
+class Replica:
+    """Evaluation, clipping and state of a model that is whole on every rank."""
+
+    def __init__(self, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
+        self.randomness, self.precision, self.exact = randomness, precision, exact
+        self.copies: tuple[int, ...] = ()
+        self.placed: tuple[Passes, Accumulation] | None = None
+
+    def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
+        """Take the model; its own parameters are the ones to optimise. May be called again."""
+        if self.placed is not None:
+            self.accumulation.remove()
+        if self.precision.device.type == "cpu":
+            keep_freed_memory()
+        self.model = model
+        self.copies = tuple(range(dist.get_world_size()))
+        self.parameters = list(model.parameters())
+        passes = Passes(model, self.randomness, self.precision)
+        self.placed = passes, Accumulation(self.parameters if self.exact else [], passes)
+        return model
+
+    @property
+    def buffer_updates(self) -> Sequence[BufferUpdates]:
+        """Of the whole model."""
+        return [self.passes.buffers]
+
+    @property
+    def passes(self) -> Passes:
+        """Of the placed model."""
+        assert self.placed is not None, "place() comes first"
+        return self.placed[0]
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """Of the placed model; without `exact` it knows of no parameter, and gradients add up in p.grad."""
+        assert self.placed is not None, "place() comes first"
+        return self.placed[1]
+
+    def forward(self, batch: Batch) -> Outputs:
+        """Outputs, without gradients; fp32 where autocast gave half precision. Buffers stay as they are."""
+        with torch.no_grad(), self.precision.autocast(), self.passes.buffers.unchanged():
+            return widened(self.model(batch))
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """The global norm, 0-dim; gradients above max_norm are scaled down in place."""
+        grads = gradients(self.parameters)
+        norm = row_squares(grads).sum().sqrt()
+        if max_norm is not None:
+            clip_(grads, norm, max_norm)
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and buffers by name."""
+        return self.model.state_dict()
+
+    def sharded(self, name: str, part: Tensor) -> Tensor:
+        """Nothing is: itself."""
+        return part

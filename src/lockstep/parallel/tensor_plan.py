@@ -1,0 +1,120 @@
+"""Splits the layers of a model as its plan says, through PyTorch's tensor parallelism, and refuses what cannot be.
+
+M. Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism, 2019.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from lockstep.base.contracts import Model
+from lockstep.base.errors import ModelError, few
+from lockstep.core.modules.dtensors import tied
+
+GATHERED, TAKEN = (
+    partial(ColwiseParallel, output_layouts=Replicate()),
+    partial(RowwiseParallel, input_layouts=Replicate()),
+)
+"""Split by outputs, which are then gathered; split by inputs, of which each rank takes its part."""
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": GATHERED,
+    "colwise_rep": GATHERED,
+    "rowwise_split_input": TAKEN,
+    "rowwise_rep": TAKEN,
+    "embedding_rowwise": TAKEN,
+    "embedding_colwise": GATHERED,
+}
+SUMMED = "replicated_with_grad_allreduce"
+"""Whole on every rank, but each uses it for its own heads: the gradient is the sum over the group."""
+WHOLE = ("replicate", SUMMED)
+"""What is not split."""
+
+
+def planned(model: Model, size: int, world: int) -> dict[str, str]:
+    """Name of each module of a plan -> its style. Raises ModelError where `size` of `world` processes cannot share the
+    model."""
+    plan = model.tensor_plan()
+    styles = {} if plan is None else _resolved(model, plan.styles)
+    if plan is None or not set(styles.values()).difference(WHOLE):
+        raise ModelError(
+            "parallel.kind=tensor needs a model that says how it can be split, and this one does not: take a "
+            "model.kind=transformer whose transformers config has a tp_plan, such as Llama, Qwen2 or Mistral, or use "
+            "parallel.kind=fsdp or pipeline"
+        )
+    unknown = {name: style for name, style in styles.items() if style not in STYLES and style not in WHOLE}
+    if unknown:
+        ways = ", ".join(sorted(set(unknown.values())))
+        raise ModelError(
+            f"this model's plan splits {few(unknown)} in ways that are not supported ({ways}): use parallel.kind=fsdp"
+        )
+    _check_tied(model, styles)
+    _check_counts({**plan.counts, **_features(model, styles)}, size, world)
+    return styles
+
+
+def _resolved(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """The patterns' modules, and parameters that a pattern names by themselves."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    generic = {name: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
+    return {name: styles[pattern] for name, pattern in generic.items() if pattern in styles}
+
+
+def _check_tied(model: nn.Module, styles: Mapping[str, str]) -> None:
+    names: dict[str, list[str]] = {}
+    for name, first in tied(model).items():
+        names.setdefault(first, []).append(name)
+    for several in names.values():
+        split = [name for name in several if styles.get(name.rpartition(".")[0], "replicate") not in WHOLE]
+        if split and len(several) > 1:
+            raise ModelError(
+                f"{' and '.join(several)} are one tensor, and splitting {split[0]} would make them two: set "
+                "tie_word_embeddings to false in the model's config.json, or use parallel.kind=fsdp"
+            )
+
+
+def _features(model: nn.Module, styles: Mapping[str, str]) -> dict[str, int]:
+    """What is split of each linear layer; an embedding may be split unevenly."""
+    found = {}
+    for name, style in styles.items():
+        module = model.get_submodule(name) if style in STYLES else None
+        if isinstance(module, nn.Linear):
+            side = "in_features" if style.startswith("rowwise") else "out_features"
+            found[f"{side} of {name}"] = int(getattr(module, side))
+    return found
+
+
+def _check_counts(counts: Mapping[str, int], size: int, world: int) -> None:
+    for what, count in counts.items():
+        if count % size:
+            possible = [n for n in range(1, size) if all(each % n == 0 for each in (world, *counts.values()))]
+            raise ModelError(
+                f"parallel.size={size} does not divide the {count} {what} of this model: set parallel.size to "
+                f"{' or '.join(map(str, possible))}"
+            )
+
+
+def split(model: Model, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
+    """Split the modules over a mesh of one axis, in place; their parameters become DTensors."""
+    plan = {name: STYLES[style]() for name, style in styles.items() if style in STYLES}
+    with warnings.catch_warnings():  # nothing is ever drawn in the shape of a DTensor
+        warnings.filterwarnings("ignore", message="DTensor random operators")
+        parallelize_module(model, mesh, plan)
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether ranks hold different parts of a tensor."""
+    return isinstance(tensor, DTensor) and any(not placement.is_replicate() for placement in tensor.placements)
+
+
+def summed_modules(model: nn.Module, styles: Mapping[str, str]) -> set[str]:
+    """The names of the parameters whose gradients are sums over the group."""
+    inside = [f"{name}." for name, style in styles.items() if style == SUMMED]
+    return {name for name, _ in model.named_parameters() if any(name.startswith(prefix) for prefix in inside)}

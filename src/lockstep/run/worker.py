@@ -1,0 +1,141 @@
+"""What every process runs: world, recipe, job, leave with an honest exit code.
+
+    python -m lockstep.run.worker CONFIG.yaml [section.key=value ...] [--resume HOW]
+
+One process by itself, or one of many under torchrun or any launcher that sets torchrun's variables.
+"""
+
+# ruff: noqa: E402 (the imports take seconds, in which nobody else looks whether the launcher is alive)
+import sys
+
+from lockstep.core.host.lifetime import LAUNCHER, begin
+
+if __name__ == "__main__":
+    begin(sys.argv)
+
+import argparse
+import logging
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from lockstep.base import closed_output, trust, user_code
+from lockstep.base.errors import LockstepError, PeerLost, printable
+from lockstep.base.world import World
+from lockstep.checkpoint.writer import THREAD
+from lockstep.core.distributed import process_group
+from lockstep.core.distributed.collectives import decided, said_once
+from lockstep.core.host.signals import Interruption
+from lockstep.run import leftovers
+from lockstep.run import recipe as recipes
+from lockstep.run.tasks.train import Job
+
+if os.name != "nt":
+    import fcntl
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line of a worker."""
+    parser = argparse.ArgumentParser(prog="lockstep.run.worker", description="One process of a Lockstep run.")
+    parser.add_argument("config", type=Path, help="a YAML file, or a run's recipe.yaml")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--resume", default="auto", help="auto, never, or a checkpoint's folder")
+    parser.add_argument("--allow-drift", action="store_true", help="resume although the numeric recipe has changed")
+    parser.add_argument(trust.OPTION, action="store_true", help="execute the code of a run that somebody else made")
+    parser.add_argument(trust.KNOWN, default="", help="sha256 of code that may be executed", metavar="SHA256[,SHA256]")
+    parser.add_argument(
+        "--began", type=float, default=0.0, help="when the run was launched (seconds since 1970): for max_minutes"
+    )
+    parser.add_argument(LAUNCHER, type=int, help="the process that has started this one, and with which it ends")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str], make: Callable[..., Job] = Job, *, guards: bool = False) -> int:
+    """Run one process to its end; returns its exit code. `make` gives the job, for one that does something else;
+    `guards`: the config is somebody's, wherever it lies."""
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    options, world, interruption = arguments(argv), World.from_environment(), Interruption()
+    closed_output.survives()
+    append_to_logs()
+    with interruption.watching():
+        try:
+            recipe = recipes.named(recipes.load(options.config, options.overrides), options.config)
+            settle(recipe, options, guards=guards or recipes.is_written(options.config))
+            with process_group.opened(world, process_group.device_of(world)), said_once(sys.stderr):
+                job = make(decided(recipe), world, interruption, began=options.began)
+                try:
+                    with job.watch_thread.watching():
+                        job.train(options.resume, allow_drift=options.allow_drift)
+                finally:
+                    job.close()
+        except LockstepError as error:
+            if not error.is_shared or error.rank == world.rank:
+                get_error_handler().record_exception(error)
+            if not error.is_shared:
+                sys.stderr.write(f"{error}\n")
+            return error.exit_code
+        except BaseException as error:  # nothing of ours ends a process by KeyboardInterrupt or SystemExit here
+            if process_group.is_lost_peer(error):
+                return left_alone(world, error)
+            get_error_handler().record_exception(error)  # for the agent, which names the first that failed
+            if user_code.is_users(error):
+                sys.stderr.write(f"{printable(user_code.told(error))}\n")
+            else:
+                traceback.print_exc()
+            return 1
+    return 0
+
+
+def settle(recipe: recipes.Recipe, options: argparse.Namespace, *, guards: bool) -> None:
+    """Execute what a person has typed; what lies in a run's folder, or is carried by an export, only where it is known
+    or the launcher has passed on that it may be. Raises UntrustedCode."""
+    trust.know(options.known_code.split(","))
+    if options.trust_code:
+        trust.allow()
+    elif guards:
+        trust.settle(recipes.code_of(recipe), trusts=False, of=options.config.parent)
+        recipes.guard(recipe)
+    else:
+        trust.remember(recipes.code_of(recipe))
+
+
+def append_to_logs() -> None:
+    """Both output streams may be one file that was opened twice: without this, each would write over the other."""
+    if os.name == "nt":
+        return
+    for stream in (1, 2):
+        with suppress(OSError):
+            fcntl.fcntl(stream, fcntl.F_SETFL, fcntl.fcntl(stream, fcntl.F_GETFL) | os.O_APPEND)
+
+
+def left_alone(world: World, error: BaseException) -> int:
+    """Another process has gone, and says why itself: this one only adds that it noticed."""
+    if not (world.is_main and world.has_agent):  # the agent, on the same terminal, will tell who went
+        sys.stderr.write(f"rank {world.rank} lost the connection to another process: {str(error).splitlines()[0]}\n")
+    return PeerLost.exit_code
+
+
+def leave(code: int) -> NoReturn:
+    """End the process: one that has failed with its own code, though the agent may want to end it, too. A save that
+    hangs has a thread in native code, which would abort an interpreter that ends."""
+    if code:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    is_saving = any(thread.name == THREAD for thread in threading.enumerate())
+    if left := leftovers.ended(0.0 if code or is_saving else leftovers.PATIENCE_SECONDS):
+        sys.stderr.write(f"ended, since your code has started and not ended it: {', '.join(left)}\n")
+    if is_saving or leftovers.has_threads():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,158 @@
+"""Whether two runs, or two checkpoints, have the same bits; if not, where they part and what may be the cause."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.base.errors import CheckpointError
+from lockstep.checkpoint import layout, verify
+from lockstep.tools.compare.run_evidence import DIGESTS, EVALUATION, LOGGED, Evidence, evidence
+from lockstep.tools.compare.tensor_differences import Difference, differences
+
+ORDER = (*LOGGED, *DIGESTS)
+"""In which one is the cause of another; evaluations follow."""
+EARLY = "stopped early"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The result, and what to tell a person."""
+
+    is_equal: bool
+    """Whether loss, gradient norm, learning rate, chain, digests, evaluations and tensors are the same, as far as both
+    have them, and neither was stopped early where the other was not."""
+    lines: list[str]
+
+
+def compare(path: Path, other: Path) -> Verdict:
+    """Compare two runs or two checkpoints, as far as both go.
+
+    Raises ConfigError when one of them is neither, CheckpointError when they have no step in common.
+    """
+    a, b = evidence(path), evidence(other)
+    common = [step for step in a.facts if _shared(a, b, step)]
+    if not common:
+        raise CheckpointError(
+            f"{a.name} and {b.name} have no step in common that both have logged or saved: nothing to compare "
+            f"({_steps(a)} and {_steps(b)})"
+        )
+    first = next((step for step in common if _differing(a, b, step)), None)
+    last = max(common)
+    notes = [*a.notes, *b.notes]
+    pair = _pair(a, b, notes)
+    number, tensors = differences(a.checkpoints[pair], b.checkpoints[pair]) if pair else (0, [])
+    lines = [f"A: {a.name}, {_steps(a)}", f"B: {b.name}, {_steps(b)}"]
+    ends = _ends(a, b)
+    if first is None and not tensors and not ends:
+        lines += [_equal(a, b, last), *([f"all {number} tensors of step {pair} are equal"] if pair else [])]
+    else:
+        lines += [*(_parting(a, b, common=common, first=first) if first or tensors else ()), *ends]
+        if pair:
+            lines += _in_tensors(pair, number, tensors)
+    if not pair:
+        lines.append("there is no checkpoint of a step that both have kept whole: no tensors were compared")
+    lines += [*_fields(a, b), *(f"note: {note}" for note in notes)]
+    return Verdict(is_equal=first is None and not tensors and not ends, lines=lines)
+
+
+def _steps(side: Evidence) -> str:
+    return f"{side.last:,} step{'s' if side.last != 1 else ''}"
+
+
+def _shared(a: Evidence, b: Evidence, step: int) -> list[str]:
+    """Quantities that both sides know of a step."""
+    measured = sorted(name for name in a.facts[step] if name.startswith(EVALUATION))
+    return [name for name in (*ORDER, *measured) if name in a.facts[step] and name in b.facts.get(step, {})]
+
+
+def _differing(a: Evidence, b: Evidence, step: int) -> list[str]:
+    return [name for name in _shared(a, b, step) if a.facts[step][name] != b.facts[step][name]]
+
+
+def _ends(a: Evidence, b: Evidence) -> list[str]:
+    """Why one was stopped early, which is a decision, and the other was not; none where one has not got that far."""
+    for name, side, other_name, other in (("A", a, "B", b), ("B", b, "A", a)):
+        if side.end != EARLY or (other.end == EARLY and other.last == side.last):
+            continue
+        if other.last > side.last or (other.last == side.last and other.end is not None):
+            how = f"{other.end} after step {other.last:,}" if other.end else f"went on to step {other.last:,}"
+            return [f"different ends: {name} was stopped early after step {side.last:,}, {other_name} {how}"]
+    return []
+
+
+def _pair(a: Evidence, b: Evidence, notes: list[str]) -> int | None:
+    """The step whose checkpoints are compared: the earliest whose digests differ, else the last; both must be whole."""
+    steps = [step for step in a.facts if step in a.checkpoints and step in b.checkpoints]
+    differing = [step for step in steps if "digest" in _differing(a, b, step)]
+    for step in differing + [step for step in reversed(steps) if step not in differing]:
+        problems = [(side.checkpoints[step], verify.problem(side.checkpoints[step])) for side in (a, b)]
+        damaged = [f"passed over {folder}: {problem}" for folder, problem in problems if problem]
+        if not damaged:
+            return step
+        notes += damaged
+    return None
+
+
+def _equal(a: Evidence, b: Evidence, last: int) -> str:
+    known = [f"{name} {a.facts[last][name][:16]}" for name in ("chain", "digest") if name in _shared(a, b, last)]
+    what = " · ".join([f"{last:,} steps", *known])
+    if a.last == b.last == last:
+        return f"equal: {what}"
+    ends = [
+        f"{name} ends there" if side.last == last else f"{name} goes on to step {side.last:,}"
+        for name, side in (("A", a), ("B", b))
+    ]
+    return f"equal so far, not to the end of both: {what}; {', '.join(ends)}"
+
+
+def _parting(a: Evidence, b: Evidence, *, common: list[int], first: int | None) -> Iterator[str]:
+    """The first step that differs, and in what."""
+    if first is None:
+        yield f"different, although all that was logged up to step {max(common):,} is equal"
+        return
+    before = max((step for step in common if step < first), default=0)
+    where = f"after step {before:,} was equal" if before else "the first that can be compared"
+    yield f"different: at step {first:,}, {where}"
+    differing = _differing(a, b, first)
+    for name in differing:
+        yield f"  {name.replace('_', ' ')}: {_value(a, first, name)} in A, {_value(b, first, name)} in B"
+    knows_weights = not {"chain", "digest"}.isdisjoint(_shared(a, b, first))
+    is_evaluation = knows_weights and all(name.startswith(EVALUATION) for name in differing)
+    if first - before > 1 and not is_evaluation:
+        yield f"  they part in one of steps {before + 1:,} to {first:,}; observe.log_every=1 would tell in which"
+
+
+def _value(side: Evidence, step: int, name: str) -> Any:
+    value = side.facts[step][name]
+    return "NaN or infinite" if value is None else value[:16] if isinstance(value, str) else repr(value)
+
+
+def _in_tensors(step: int, number: int, found: list[Difference]) -> Iterator[str]:
+    if not found:
+        yield f"all {number} tensors of step {step:,} are equal"
+        return
+    yield f"tensors of step {step:,}: {len(found)} of {number} differ, in {sum(d.elements for d in found):,} elements"
+    yield f"  the first is {found[0].name}: {found[0]}"
+    most = max((d for d in found if d.unit and not d.kind), key=lambda d: d.largest, default=found[0])
+    if most is not found[0]:
+        yield f"  the largest difference is in {most.name}: {most}"
+
+
+def _fields(a: Evidence, b: Evidence) -> Iterator[str]:
+    """Fields of the recipes that differ: first those that may change bits, then those that may not."""
+    numeric = {*a.numeric, *b.numeric}
+    sides = [
+        {**side.settings, **side.numeric} if a.numeric and b.numeric else side.settings
+        for side in (a, b)
+        if a.settings and b.settings
+    ] or [a.numeric, b.numeric]
+    found = layout.differences(*sides) if all(sides) else []
+    if found:
+        yield "recipes:"
+    kinds = {name.removesuffix("kind") for name, *_ in found if name.endswith(".kind")}
+    for name, one, other in sorted(found, key=lambda field: field[0] not in numeric):
+        if not all(name in side for side in sides) and name.startswith(tuple(kinds)):
+            continue  # only one of two kinds has such a setting
+        mark = " (incidental)" if numeric and name not in numeric else ""
+        yield f"  {name}: {one!r} in A, {other!r} in B{mark}"

@@ -1,0 +1,169 @@
+"""What a run, or one of its checkpoints, has written down about its bits."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pydantic_core
+import yaml
+
+from lockstep.base import storage
+from lockstep.base.errors import ConfigError
+from lockstep.base.yaml_text import Places, read, read_file
+from lockstep.checkpoint import layout
+
+LOGGED = ("learning_rate", "loss", "gradient_norm", "chain")
+DIGESTS = ("digest", "training_digest")
+EVALUATION = "evaluation "
+"""How the quantities of an evaluation begin: "evaluation accuracy"."""
+DECIDED = ("finished", "stopped early")
+"""Ends that a run comes to by itself."""
+FIELDS = {"numeric_recipe": dict, "evaluation": dict, "drift": list, "steps": int}
+"""Of summary.json: what they are."""
+MOST_BYTES = 1 << 30
+"""Of metrics.jsonl."""
+PLACE = ("kind", "step", "epoch", "samples")
+"""Of an evaluation's line, what is not measured."""
+NAMES = {"run.name", "run.dir"}
+"""Settings that tell two runs apart and mean nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One side of a comparison."""
+
+    name: str
+    """The path as it was given."""
+    facts: Mapping[int, Mapping[str, Any]]
+    """Step -> quantity -> value: what metrics.jsonl, summary.json and the manifests say, in the order of steps.
+    Quantities are those of LOGGED, as far as a step was logged, what was measured in an evaluation, and digests of the
+    weights where there are any."""
+    checkpoints: Mapping[int, Path]
+    numeric: Mapping[str, Any]
+    """The numeric recipe; empty for a run that was killed before its first checkpoint."""
+    settings: Mapping[str, Any]
+    """Every setting of recipe.yaml by its dotted name; empty for a checkpoint that lies outside of a run."""
+    notes: list[str] = field(default_factory=list)
+    end: str | None = None
+    """How the run has ended; None where it has not come to an end by itself."""
+
+    @property
+    def last(self) -> int:
+        """The last step that anything is known of."""
+        return max(self.facts, default=0)
+
+
+def evidence(path: Path) -> Evidence:
+    """Read a run's folder or a checkpoint's. Raises ConfigError when it is neither, or cannot be read."""
+    folder = path.expanduser().absolute()
+    is_checkpoint = (folder / layout.MANIFEST).is_file()
+    if not is_checkpoint and not (folder / "recipe.yaml").is_file():
+        raise ConfigError(
+            f"{path} is no run and no checkpoint: there is no recipe.yaml and no {layout.MANIFEST} in it (runs are "
+            "folders such as runs/NAME, checkpoints such as runs/NAME/checkpoints/step-000000100)"
+        )
+    try:
+        return _of_checkpoint(path, folder) if is_checkpoint else _of_run(path, folder)
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _of_checkpoint(path: Path, folder: Path) -> Evidence:
+    manifest = layout.read_manifest(folder)
+    return Evidence(
+        name=str(path),
+        facts={manifest.step: _facts(manifest)},
+        checkpoints={manifest.step: folder},
+        numeric=manifest.numeric,
+        settings=_settings(folder.parents[1] / "recipe.yaml"),
+        notes=_drifted(path, manifest.progress.get("drift", [])),
+    )
+
+
+def _of_run(path: Path, folder: Path) -> Evidence:
+    facts: dict[int, dict[str, Any]] = _logged(folder / "metrics.jsonl")
+    manifests, notes = {}, []
+    for checkpoint in layout.listed(folder / "checkpoints"):
+        try:
+            manifests[checkpoint] = layout.read_manifest(checkpoint)
+        except (OSError, ValueError) as error:
+            notes.append(f"passed over {checkpoint}: {error}")
+    for manifest in manifests.values():
+        facts[manifest.step] = _facts(manifest) | facts.get(manifest.step, {})
+    newest = next(iter(manifests.values()), None)
+    numeric, drift = (newest.numeric, newest.progress.get("drift", [])) if newest else ({}, [])
+    end = None
+    if (folder / "summary.json").exists():  # not in a run that goes on, nor in one that was killed
+        summary = storage.read_json(folder / "summary.json")
+        for name, kind in FIELDS.items():
+            if not isinstance(summary.get(name) or kind(), kind):
+                raise ValueError(f"{name} in summary.json is no {kind.__name__}")
+        numeric, drift = summary.get("numeric_recipe", numeric), summary.get("drift", drift)
+        if summary.get("status") != "failed":  # what a failed run had not read yet is not in its chain
+            known = {name: summary[name] for name in ("chain", *DIGESTS) if summary.get(name) is not None}
+            known |= _evaluated(summary.get("evaluation") or {})
+            facts[summary.get("steps", 0)] = known | facts.get(summary.get("steps", 0), {})
+            end = summary["status"] if summary.get("status") in DECIDED else None
+    return Evidence(
+        name=str(path),
+        facts=dict(sorted(facts.items())),
+        checkpoints={manifest.step: checkpoint for checkpoint, manifest in manifests.items()},
+        numeric=numeric,
+        settings=_settings(folder / "recipe.yaml"),
+        notes=notes + _drifted(path, drift),
+        end=end,
+    )
+
+
+def _facts(manifest: layout.Manifest) -> dict[str, Any]:
+    chain = manifest.progress.get("chain")
+    return {"digest": manifest.digest, **({"chain": chain} if chain else {}), **_evaluated(manifest.metrics)}
+
+
+def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """An evaluation as quantities of its step; what is not finite is None, as in metrics.jsonl."""
+    return {
+        f"{EVALUATION}{name}": None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def _logged(file: Path) -> dict[int, dict[str, Any]]:
+    """Step -> what was logged; a line that a kill has cut short counts for nothing."""
+    found: dict[int, dict[str, Any]] = {}
+    for text in storage.read(file, MOST_BYTES).split(b"\n") if file.exists() else []:
+        try:
+            line = pydantic_core.from_json(text)
+        except ValueError:
+            continue
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            continue
+        known = found.setdefault(line["step"], {})
+        if line.get("kind") == "step":
+            known |= {name: line[name] for name in LOGGED if name in line}
+        elif line.get("kind") == "evaluation":
+            known |= _evaluated({name: value for name, value in line.items() if name not in PLACE})
+    return found
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        sections = read(read_file(file), Places(str(file)))
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):
+        raise ValueError(f"{file.name} has no sections")
+    flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {name: value for name, value in flat.items() if name not in NAMES}
+
+
+def _drifted(path: Path, drift: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{path} was resumed after step {each['step']} with another {each['field']}: "
+        f"{each['before']!r} before, {each['now']!r} since"
+        for each in drift
+    ]

@@ -1,0 +1,234 @@
+"""The runs of a proof: real ones, each in processes of its own, in a folder that goes away."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lockstep.base import config, plugins, storage
+from lockstep.base.config import PluginSection
+from lockstep.base.errors import LockstepError, UserError
+from lockstep.checkpoint.layout import listed, step_of
+from lockstep.core.host.lifetime import end_family
+from lockstep.run.recipe import Recipe
+from lockstep.tools.prove.proof_request import REFUSED, Task
+from lockstep.tools.prove.strategy_choice import fitting
+
+GRACE_SECONDS = 5
+"""How long the processes of a run get to end by themselves before they are killed."""
+LOOK_SECONDS = 0.1
+LOOKS_PER_COUNT = 10
+"""Memory is counted at every tenth look: finding the processes of a run means going through all of the machine."""
+TAIL_LINES = 40
+
+
+class RunFailed(LockstepError):
+    """A run of the proof ended with an error of its own, which is repeated; so is its exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code if code in (2, 3) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that has ended."""
+
+    folder: Path
+    output: str
+    """What its launcher and rank 0 wrote."""
+    peak_bytes: int
+    """The most memory that its processes held together."""
+
+    @property
+    def digest(self) -> str:
+        """Of the weights."""
+        return str(self.summary["digest"])
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What summary.json holds."""
+        return self.read("summary.json")
+
+    def read(self, name: str) -> Any:
+        """One of its JSON files."""
+        return json.loads((self.folder / name).read_text(encoding="utf-8"))
+
+    @property
+    def noticed(self) -> str | None:
+        """What its own look at the user's code has found that may change weights, if anything."""
+        found = [each["what"] for each in self.summary["findings"] or () if each["leaves_promise"]]
+        return found[0] if found else None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why it was not to be, in one line, where a person can mend it, or its strategy cannot take the model."""
+        return " ".join(self.read(REFUSED)["reason"].split()) if (self.folder / REFUSED).is_file() else None
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, without what the clock has a part in."""
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [{k: v for k, v in json.loads(line).items() if k != "samples_per_second"} for line in lines]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killed:
+    """A run whose last rank was killed in the middle of a step."""
+
+    process: int
+    steps: int
+    """Steps done before."""
+    checkpoint: int
+    """Steps of the newest checkpoint that was left."""
+
+
+@dataclass(kw_only=True)
+class Runs:
+    """Starts runs of one recipe, on part of its data, and ends whatever it has started."""
+
+    recipe: Recipe
+    folder: Path
+    steps: int
+    task: Task
+    on_cpu: bool
+    say: Callable[[str], None]
+
+    def run(self, name: str, processes: int, task: Task | None = None, **changes: Any) -> Run:
+        """Run to the end; `changes` are settings by section. Raises RunFailed."""
+        start = Start(name=name, processes=processes, task=task or self.task, changes=changes)
+        code, run = self.ended(start)
+        if code:
+            raise self._failure(start, run, code)
+        return run
+
+    def spread(self, name: str, processes: int, parallel: PluginSection) -> Run | str:
+        """Run to the end with another strategy -> the run, or why the strategy refuses it. Raises RunFailed."""
+        start = Start(name=name, processes=processes, task=self.task, changes={}, parallel=parallel)
+        code, run = self.ended(start)
+        if code and (code != UserError.exit_code or run.refusal is None):
+            raise self._failure(start, run, code)
+        return run.refusal if code and run.refusal else run
+
+    def kill(self, name: str, processes: int, *, every: int) -> Killed:
+        """Run with a checkpoint every so many steps, and kill the last rank in mid-step, two after the first, once that
+        checkpoint is there: it is written beside the steps.
+
+        Raises RunFailed, also when the run ends in any other way than by the kill.
+        """
+        note, checkpoints = self.folder / name / "paused.json", self.folder / name / "checkpoints"
+        task, changes = replace(self.task, pause_after=every + 1), {"checkpoint": {"every_steps": every}}
+        start = Start(name=name, processes=processes, task=task, changes=changes)
+        pids: list[int] = []
+
+        def look() -> None:
+            if not pids and note.is_file() and listed(checkpoints):
+                pids.append(json.loads(note.read_text(encoding="utf-8"))["process"])
+                with suppress(psutil.Error):
+                    psutil.Process(pids[0]).kill()
+
+        code, run = self.ended(start, look)
+        left = listed(checkpoints)
+        if not pids or not code or not left:
+            raise self._failure(start, run, code)
+        return Killed(process=pids[0], steps=every + 1, checkpoint=step_of(left[0]))
+
+    def _failure(self, start: "Start", run: Run, code: int) -> RunFailed:
+        tail = "\n".join(run.output.splitlines()[-TAIL_LINES:])
+        return RunFailed(f"{tail}\nthe proof's {start} ended with exit code {code}; its last words are above", code)
+
+    def prepared(self, start: "Start") -> tuple[Path, tuple[str, str]]:
+        """Write down what is asked of a run -> its folder, and the paths of its task and its recipe."""
+        folder = self.folder / start.name
+        folder.mkdir(parents=True, exist_ok=True)
+        storage.write(folder / "launch.yaml", config.dump(varied(self.recipe, folder, start=start, steps=self.steps)))
+        self.say(f"{start} ...")
+        return folder, (str(start.task.write(folder / "task.json")), str(folder / "launch.yaml"))
+
+    def ended(self, start: "Start", look: Callable[[], None] = lambda: None) -> tuple[int, Run]:
+        """Start a run and wait for its end -> exit code, run; `look` is called now and then meanwhile."""
+        folder, asked = self.prepared(start)
+        device = "cpu" if self.on_cpu else "any"
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "lockstep.tools.prove.proof_launcher",
+            *asked,
+            str(start.processes),
+            device,
+        ]
+        with (folder / "output.log").open("w", encoding="utf-8") as log:
+            launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            try:
+                peak, looks = 0, 0
+                while launcher.poll() is None:
+                    look()
+                    looks += 1
+                    if looks % LOOKS_PER_COUNT == 0:
+                        peak = max(peak, memory_of(launcher.pid))
+                    time.sleep(LOOK_SECONDS)
+            finally:
+                end_family(launcher, grace_seconds=GRACE_SECONDS + 2)
+        output = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
+        return launcher.returncode, Run(folder=folder, output=output, peak_bytes=peak)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A run to be started."""
+
+    name: str
+    """Its folder; a name that is there is resumed."""
+    processes: int
+    task: Task
+    changes: Mapping[str, Mapping[str, Any]]
+    """Settings by section and name that differ from the proof's other runs."""
+    parallel: PluginSection | None = None
+    """Another strategy than the recipe's."""
+
+    def __str__(self) -> str:
+        return f"run {self.name} on {self.processes} process{'es' if self.processes > 1 else ''}"
+
+
+def varied(recipe: Recipe, folder: Path, *, start: Start, steps: int) -> Recipe:
+    """The user's recipe, with few steps and without all that looks, saves or tells while it runs."""
+    local = plugins.find("launch.launchers", "local").Config(
+        kind="local", processes=start.processes, grace_seconds=GRACE_SECONDS, max_restarts=0
+    )
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"dir": folder.parent, "name": folder.name},
+        "train": {"steps": steps, "epochs": None, "stop_metric": None},
+        "schedule": {"warmup": recipe.schedule.warmup if recipe.schedule.warmup < 1 else 0.5},
+        "evaluate": {"every_epochs": None, "every_steps": None},
+        "checkpoint": {"every_steps": None, "every_minutes": None, "keep": 1, "best": None},
+        "observe": {"sinks": ("jsonl",), "log_every": 1, "file": None},
+    }
+    updates: dict[str, Any] = {
+        name: getattr(recipe, name).model_copy(update={**values, **start.changes.get(name, {})})
+        for name, values in sections.items()
+    }
+    parallel = start.parallel or recipe.parallel
+    if start.task.inspect:
+        parallel = plugins.find("parallel.strategies", "single").Config(kind="single")
+    elif parallel.kind == "single" and start.processes > 1 or start.task.is_traced:  # a trace sees whole weights
+        parallel = plugins.find("parallel.strategies", "ddp").Config(kind="ddp", find_unused=True)
+    updates["parallel"] = fitting(parallel, start.processes)
+    return recipe.model_copy(update={**updates, "launch": local})
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that all processes below one hold in memory."""
+    total = 0
+    with suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                total += process.memory_info().rss
+    return total

@@ -1,0 +1,132 @@
+"""Finds a learning rate by a range test: a short training whose rate rises from far too small to far too large.
+
+L. Smith, Cyclical Learning Rates for Training Neural Networks, 2017.
+"""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from lockstep.base import storage
+from lockstep.base.errors import ConfigError
+from lockstep.run.recipe import Recipe
+from lockstep.tools.tune import trial_process
+from lockstep.tools.tune.curve_plot import svg
+from lockstep.tools.tune.loss_curve import Curve, rates_between
+from lockstep.tools.tune.trial_request import Task
+
+
+def find(recipe: Recipe, rates: tuple[float, ...], *, picture: Path, console: Console) -> float | None:
+    """Sweep, print and draw what came of it, and return optim.lr for the config; None where there is no good rate.
+
+    Raises ConfigError where the sweep has no room, TrialFailed where it fails.
+    """
+    factor = base_factor(recipe)
+    rule = f", which is optim.lr times {1 / factor:g}" if factor != 1 else ""
+    console.print(
+        f"{len(rates)} steps of {recipe.train.global_batch} samples, rate from {rates[0]:.2g} to {rates[-1]:.2g}{rule}",
+        soft_wrap=True,
+    )
+    with console.status("sweeping the learning rate ..."):
+        curve = swept(recipe, rates)
+    place = curve.steepest
+    if len(curve.losses) > 1:
+        draw(curve, picture, recipe)
+    if place is None:
+        console.print(hopeless(curve, rates), soft_wrap=True)
+    for line in said(curve, factor) if place is not None else []:
+        console.print(line, soft_wrap=True)
+    if len(curve.losses) > 1:
+        console.print(f"The curve is in {picture}", soft_wrap=True)
+    return None if place is None else float(f"{curve.rates[place] * factor:.2g}")
+
+
+def base_factor(recipe: Recipe) -> float:
+    """From the rate that is used to optim.lr, which stands before the linear rule."""
+    base = recipe.optim.base_batch
+    return base / recipe.train.global_batch if base else 1.0
+
+
+def swept(recipe: Recipe, rates: tuple[float, ...]) -> Curve:
+    """Run the sweep in a process of its own, whose weights end with it."""
+    settings = {"steps": len(rates), "ema": None}
+    done = trial_process.run(Task(recipe=trial_process.varied(recipe, data={}, train=settings), rates=rates))
+    if done.killed_by or done.answer.out_of_memory:
+        raise ConfigError(
+            f"there was no room for the sweep with train.micro_batch={recipe.train.micro_batch}; "
+            "lockstep tune --micro-batch finds one that fits"
+        )
+    if done.code:
+        raise done.failure("the sweep")
+    return Curve.of(rates, done.answer.losses)
+
+
+def said(curve: Curve, factor: float) -> list[str]:
+    """What the curve says, where the loss falls."""
+    place = curve.steepest
+    assert place is not None
+    rate, lowest = curve.rates[place], curve.rates[curve.lowest]
+    rule = f"optim.lr={rate * factor:.2g}"
+    if factor != 1:
+        rule += f" (the rate used is then {rate:.2g}: the linear rule multiplies by {1 / factor:g})"
+    best = f"the loss is lowest, {curve.smoothed[curve.lowest]:.3g}, at optim.lr={lowest * factor:.2g}"
+    lines = [f"{rule}: here the loss falls fastest.", f"For comparison, {best}: too near to where training diverges."]
+    if curve.end == "done" and curve.lowest == len(curve.losses) - 1:
+        lines[1] = (
+            f"For comparison, {best}, the end of the sweep: it still falls there, and a larger --to may show more."
+        )
+    elif curve.end != "done":
+        lines.append(f"The sweep ended at a rate of {curve.rates[-1]:.2g}: {ENDS[curve.end]}.")
+    return lines
+
+
+ENDS = {
+    "done": "all steps were done",
+    "diverged": "the loss was more than 4 times its best",
+    "not finite": "the next loss was NaN or infinite",
+}
+
+
+def hopeless(curve: Curve, rates: tuple[float, ...]) -> str:
+    """Why there is no rate to suggest, and what to do."""
+    if not len(curve.losses):
+        return (
+            "No rate: the loss is NaN or infinite in the first step, before any update. No learning rate mends that: "
+            "look at the data, at the loss, and at train.precision."
+        )
+    last = curve.rates[-1]
+    if not curve.is_readable:
+        return (
+            f"No rate: {ENDS[curve.end]} after {len(curve.losses)} steps already, at a rate of {last:.2g}. "
+            "Start lower, with --from."
+        )
+    spread = f"from {curve.start_loss:.4g} to {curve.smoothed[curve.lowest]:.4g} at best"
+    noise = f", while single losses vary by {curve.noise:.2g}" if curve.noise else ""
+    remedy = "Start lower, with --from." if curve.end != "done" else "Go further, with --to, or take more --steps."
+    return (
+        f"No rate: the loss falls nowhere between {rates[0]:.2g} and {last:.2g} ({spread}{noise}). {remedy} "
+        "If that does not help, the model may not learn at all: look at its loss and its labels."
+    )
+
+
+def draw(curve: Curve, picture: Path, recipe: Recipe) -> None:
+    """Write the curve as SVG. Raises ConfigError when it cannot be written."""
+    what = f"{recipe.model.kind} on {recipe.data.kind}, {recipe.optim.kind}"
+    title = f"Learning-rate range test: {what}, {recipe.train.global_batch} samples a step"
+    factor = base_factor(recipe)
+    rate = "learning rate" if factor == 1 else f"learning rate used (optim.lr times {1 / factor:g})"
+    try:
+        storage.write(picture, svg(curve, title, rate=rate))
+    except OSError as error:
+        raise ConfigError(f"cannot write {picture}: {error.strerror}; name another file with --out") from None
+
+
+def rates_of(start: float, stop: float, steps: int) -> tuple[float, ...]:
+    """The rates of a sweep. Raises ConfigError when they make none."""
+    if not 0 < start < float("inf"):
+        raise ConfigError(f"--from {start:g}: a rate is a number above 0, such as 1e-7")
+    if not start < stop < float("inf"):
+        raise ConfigError(f"--from {start:g} --to {stop:g}: --to has to be the larger one, such as 10")
+    if steps < 10:
+        raise ConfigError(f"--steps {steps}: that is too few to see a curve; take 10 or more (100 is usual)")
+    return rates_between(start, stop, steps)

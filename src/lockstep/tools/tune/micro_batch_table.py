@@ -1,0 +1,89 @@
+"""What trials of micro-batches came to: a table, and what it says in sentences.
+
+G = global batch, m = micro-batch, V = ceil(G/m) shards of a step, W = processes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.tools.tune.available_memory import GB
+
+FASTER = 1.03
+"""Differences in speed below this are noise."""
+
+Verdict = Literal["fits", "over the budget", "out of memory", "killed", "fails"]
+STYLES = {"fits": "green", "fails": "yellow"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What became of one micro-batch."""
+
+    m: int
+    verdict: Verdict
+    peak_bytes: int
+    samples_per_second: float
+    """Of one process."""
+    why: str = ""
+
+
+def shards_of(global_batch: int, m: int) -> int:
+    """V."""
+    return -(-global_batch // m)
+
+
+def table(rows: list[Row], global_batch: int) -> Table:
+    """The trials for people."""
+    made = Table("m", "micro-batches a step", "peak memory", "samples/s", "verdict")
+    for column in made.columns[:4]:
+        column.justify = "right"
+    for row in rows:
+        over = "" if row.verdict == "fits" else "> "
+        made.add_row(
+            str(row.m),
+            f"{shards_of(global_batch, row.m)}{'' if global_batch % row.m == 0 else ' (uneven)'}",
+            f"{over}{row.peak_bytes / GB:.2f} GB" if row.peak_bytes else "",
+            f"{row.samples_per_second:,.0f}" if row.samples_per_second else "",
+            Text(row.verdict, STYLES.get(row.verdict, "red")),
+        )
+    return made
+
+
+def told(rows: list[Row], m: int, *, global_batch: int, processes: int) -> list[str]:
+    """What the table comes to, in sentences; `m` is the one to take."""
+    fitting = {row.m: row for row in rows if row.verdict == "fits"}
+    lines = [f"train.micro_batch={m} is the largest that fits."]
+    if max(fitting) > m:
+        lines = [f"train.micro_batch={m} fits and divides {global_batch}; {max(fitting)}, the largest, does not."]
+    elif global_batch % m:
+        left = global_batch % m
+        lines.append(f"It does not divide {global_batch}: each step's last micro-batch holds {left} samples only.")
+    lines += fastest(fitting, m) + idle(list(fitting), m, global_batch=global_batch, processes=processes)
+    return lines + [f"m = {row.m} fails: {row.why}" for row in rows if row.verdict == "fails"]
+
+
+def fastest(fitting: dict[int, Row], m: int) -> list[str]:
+    """Whether a smaller one is faster."""
+    best, own = max(fitting.values(), key=lambda row: row.samples_per_second), fitting[m]
+    factor = best.samples_per_second / own.samples_per_second
+    if best.m > m or factor < FASTER:
+        return []
+    return [f"Fastest is train.micro_batch={best.m}, with {factor:.2f} times its samples per second."]
+
+
+def idle(fitting: list[int], m: int, *, global_batch: int, processes: int) -> list[str]:
+    """Whether some processes would have no micro-batch in a step, and which would give all of them one."""
+    shards = shards_of(global_batch, m)
+    busy = [each for each in fitting if shards_of(global_batch, each) >= processes]
+    if shards >= processes:
+        return []
+    remedy = f"; train.micro_batch={max(busy)} keeps all of them at work" if busy else ""
+    return [f"With it only {shards} of {counted(processes)} {'has' if shards == 1 else 'have'} work in a step{remedy}."]
+
+
+def counted(processes: int) -> str:
+    """In words."""
+    return f"{processes} process{'es' if processes > 1 else ''}"

@@ -1,0 +1,78 @@
+"""The settings of the loop."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from lockstep.base.config import MANY, Section
+from lockstep.core.numerics.precision import Format
+
+
+class TrainSection(Section):
+    """How much, in what portions, and in which number format."""
+
+    incidental: ClassVar[frozenset[str]] = frozenset(
+        {"non_finite", "stop_metric", "stop_patience", "max_minutes", "recompute", "loss_is"}
+    )
+
+    epochs: float | None = Field(None, gt=0, le=1e6)
+    """Passes over the training samples; give this or `steps` (default: 1 epoch)."""
+    steps: int | None = Field(None, ge=1, le=MANY)
+    """Optimizer steps; give this or `epochs`."""
+    global_batch: int = Field(64, ge=1, le=MANY)
+    """G: samples per optimizer step, over all processes together; the number of processes never changes it."""
+    micro_batch: int = Field(16, ge=1, le=MANY)
+    """m: samples that one process handles at once; the largest that fits the device's memory is a good choice."""
+    precision: Format = "fp32"
+    """fp32, or autocast to bf16 or fp16 (fp16 with a gradient scaler)."""
+    recompute: bool = False
+    """Keep no activations inside the model's blocks, and compute them again in the backward pass: the same weights with
+    less memory, for about a third more time."""
+    batchnorm: Literal["shard", "sync"] = "shard"
+    """shard: each micro-batch is normalised by itself; sync: by what all processes hold just then, on GPUs only, with
+    other weights for another number of processes."""
+    loss_is: Literal["sample_wise", "batch_wise"] = "sample_wise"
+    """sample_wise: a sample's loss is its own; batch_wise: it depends on the others of its micro-batch by design, as a
+    contrastive loss does. The weights are then the same on any number of processes at this micro_batch, not at
+    another one."""
+    non_finite: Literal["stop", "skip", "continue"] = "stop"
+    """When a loss is NaN or infinite: stop and say where (noticed at the next logged step, before anything is
+    saved), skip the update, or go on."""
+    ema: float | None = Field(None, gt=0, lt=1)
+    """Decay of a moving average of the weights, which is then what is evaluated and exported; such as 0.999."""
+    stop_metric: str | None = None
+    """Stop early when this metric of the evaluation (accuracy, f1, loss) gets no better ..."""
+    stop_patience: int = Field(3, ge=1, le=MANY)
+    """... for so many evaluations in a row."""
+
+    max_minutes: float | None = Field(None, gt=0, le=MANY)
+    """Stop in time to have saved a checkpoint when so many minutes have passed since the start, and end with exit
+    code 75; the same command goes on later."""
+
+    @property
+    def shards(self) -> int:
+        """V: micro-batches of a step."""
+        return -(-self.global_batch // self.micro_batch)
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps or max(1, round((self.epochs or 1) * steps_per_epoch))
+
+
+class EvaluateSection(Section):
+    """When the model is measured on the test split (always once more at the end)."""
+
+    every_steps: int | None = Field(None, ge=1, le=MANY)
+    """Evaluate every so many steps."""
+    every_epochs: int | None = Field(1, ge=1, le=MANY)
+    """Evaluate after every so many epochs."""
+    micro_batch: int | None = Field(None, ge=1, le=MANY)
+    """Samples at once; empty for train.micro_batch."""
+    metrics: Literal["auto"] | tuple[str, ...] = "auto"
+    """What is measured beside the loss: names of metrics, and of sums that come with the loss; auto: all there are."""
+
+    def is_due(self, step: int, steps_per_epoch: int) -> bool:
+        """Whether an evaluation follows step number `step` (counted from 1)."""
+        by_step = self.every_steps is not None and step % self.every_steps == 0
+        by_epoch = self.every_epochs is not None and step % (self.every_epochs * steps_per_epoch) == 0
+        return by_step or by_epoch
