@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from networks import loopback, measured
 from reproducibility import MODELS, RESULTS, SHARDS, WideMLP, placed
 
-from lockstep.base.contracts import Batch, MicroBatch, Model
 from lockstep.base.events import Bus
+from lockstep.base.model_contracts import Batch, MicroBatch, Model
 from lockstep.base.world import World
 from lockstep.checkpoint.layout import Manifest
 from lockstep.checkpoint.writer import Writer

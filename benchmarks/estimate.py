@@ -33,8 +33,8 @@ from rich.console import Console
 
 from lockstep.run import recipe as recipes
 from lockstep.tools.estimate.estimation import estimate
-from lockstep.tools.estimate.forecast_table import Row
-from lockstep.tools.estimate.machine_measurement import Wish
+from lockstep.tools.estimate.forecast_table import ForecastRow
+from lockstep.tools.estimate.machine_measurement import EstimateOptions
 
 RESULTS = Path(__file__).parent / "results"
 LOOK_SECONDS = 0.02
@@ -128,7 +128,7 @@ Key = tuple[str, str, int]
 """Model, strategy, number of processes."""
 
 
-def line(key: Key, pairs: list[tuple[Row, Real]]) -> str:
+def line(key: Key, pairs: list[tuple[ForecastRow, Real]]) -> str:
     """A line of the table: medians over the rounds, and the lowest and highest ratio of step times in one round."""
     name, strategy, world = key
     peaks = [
@@ -142,12 +142,12 @@ def line(key: Key, pairs: list[tuple[Row, Real]]) -> str:
     )
 
 
-def a_round(name: str, options: argparse.Namespace, found: dict[Key, list[tuple[Row, Real]]]) -> None:
+def a_round(name: str, options: argparse.Namespace, found: dict[Key, list[tuple[ForecastRow, Real]]]) -> None:
     """Predict, then train."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.yaml"
         path.write_text(MODELS[name](Path(folder), options) + QUIET)
-        wish = Wish(worlds=tuple(options.worlds))
+        wish = EstimateOptions(worlds=tuple(options.worlds))
         for row in estimate(recipes.load(path), wish, console=Console(file=sys.stderr), to=None):
             if row.strategy in options.strategies and row.forecast is not None:
                 pair = row, trained(path, row.strategy, row.world)
@@ -165,14 +165,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="each predicts anew and trains anew")
     parser.add_argument("--root", type=Path, help="folder in which mnist and ag_news lie")
     options = parser.parse_args()
-    found: dict[Key, list[tuple[Row, Real]]] = {}
+    found: dict[Key, list[tuple[ForecastRow, Real]]] = {}
     for _ in range(options.rounds):
         for name in options.models:
             a_round(name, options, found)
             write(options, found)
 
 
-def write(options: argparse.Namespace, found: dict[Key, list[tuple[Row, Real]]]) -> None:
+def write(options: argparse.Namespace, found: dict[Key, list[tuple[ForecastRow, Real]]]) -> None:
     """The table of what there is so far."""
     lines = [
         f"`python benchmarks/estimate.py --models {' '.join(options.models)} --worlds "

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.base import plugins
-from lockstep.base.contracts import Batch, DataSpec, LossSum, MicroBatch, Model
+from lockstep.base.contracts import DataSpec
+from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.base.world import World
 from lockstep.core.distributed import process_group
 from lockstep.core.numerics.loss import classification_loss
@@ -111,7 +112,7 @@ def placed(name: str, kind: str) -> tuple[TrainState, list[list[MicroBatch]]]:
     torch.manual_seed(0)
     sections, model, batches = MODELS[name]()
     recipe = recipes.Recipe.model_validate({**sections, "run": {"reproducibility": kind}})
-    state = build.place(recipe, model, lambda: batches[0], total_steps=10_000, device=torch.device("cpu"))
+    state = build.distribute(recipe, model, lambda: batches[0], total_steps=10_000, device=torch.device("cpu"))
     micro_batches = [
         MicroBatch(
             step=0,

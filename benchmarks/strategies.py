@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.base.contracts import MicroBatch
+from lockstep.base.model_contracts import MicroBatch
 from lockstep.base.world import World
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import gathered
@@ -66,7 +66,7 @@ def work(name: str, seconds: float) -> None:
         if name == "torch.nn.DataParallel":  # as the model is called; blocks() and loss() stay its own
             model.network = nn.DataParallel(model.network)
         recipe = recipes.Recipe.model_validate({**sections, "parallel": ROWS[name][1]})
-        state = build.place(recipe, model, lambda: batches[0], total_steps=10_000, device=torch.device("cpu"))
+        state = build.distribute(recipe, model, lambda: batches[0], total_steps=10_000, device=torch.device("cpu"))
         every, times = frozenset(range(SHARDS)), []
         micro_batches = [
             MicroBatch(

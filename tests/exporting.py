@@ -11,7 +11,9 @@ from lockstep.data.collate import collate
 from lockstep.inference.export import export_writer
 from lockstep.inference.export.export_config import ExportSection
 from lockstep.inference.export.export_facts import facts_of
-from lockstep.models import cnn, transformer, user
+from lockstep.models import _cnn as cnn
+from lockstep.models import _transformer as transformer
+from lockstep.models import _user as user
 
 IMAGES = DataSpec(modality="image", labels=("cat", "dog", "owl"), image_shape=(1, 8, 8))
 TEXTS = DataSpec(modality="text", labels=("World", "Sports", "Business", "Sci/Tech"))
@@ -66,7 +68,7 @@ class Case:
             target,
             section=ExportSection(kind=kind, **settings),
             facts=facts,
-            samples=export_writer.Samples(few=[self.batch(5), self.batch(1, seed=1)], all=self.all),
+            samples=export_writer.ExportSamples(few=[self.batch(5), self.batch(1, seed=1)], all=self.all),
             beside=self.beside,
         )
 

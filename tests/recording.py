@@ -16,7 +16,7 @@ from lockstep.base.errors import Interrupted
 from lockstep.launch import launch_run
 from lockstep.run import recipe as recipes
 from lockstep.run import worker
-from lockstep.run.tasks.train import Job
+from lockstep.run.tasks.train import TrainTask
 
 NUMBERED = '''
 """The digits, each with its number."""
@@ -43,7 +43,7 @@ def source(options, split):
 '''
 
 
-class RecordingJob(Job):
+class RecordingJob(TrainTask):
     """Every process's part of the run, as always."""
 
     def training(self, parts):

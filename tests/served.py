@@ -19,8 +19,10 @@ from lockstep.base.contracts import DataSpec
 from lockstep.core.numerics.digest import digest
 from lockstep.inference.export.export_config import ExportSection
 from lockstep.inference.export.export_facts import facts_of
-from lockstep.inference.export.export_writer import Samples, export
-from lockstep.models import cnn, transformer, user
+from lockstep.inference.export.export_writer import ExportSamples, export
+from lockstep.models import _cnn as cnn
+from lockstep.models import _transformer as transformer
+from lockstep.models import _user as user
 
 LABELS = ("Business", "Sci/Tech", "Sports", "World")
 DIGITS = DataSpec(modality="image", labels=tuple("0123456789"), image_shape=(1, 8, 8))
@@ -60,7 +62,7 @@ def _write(model, config, spec, folder, first, beside=lambda _: None):
         metrics={},
         recipe={"data": {"kind": "digits"}},
     )
-    samples = Samples(few=[first], all=lambda: [first])
+    samples = ExportSamples(few=[first], all=lambda: [first])
     export(model, folder, section=ExportSection(), facts=facts, samples=samples, beside=beside)
     return folder
 

@@ -15,7 +15,7 @@ from lockstep.data import token_cache as token_cache
 from lockstep.data.collate import collate
 from lockstep.data.in_memory import Texts
 from lockstep.data.token_cache import tokenised, verify
-from lockstep.models import transformer
+from lockstep.models import _transformer as transformer
 
 NAMES = ("short", "long")
 ODD = [

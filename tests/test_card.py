@@ -13,7 +13,7 @@ from lockstep.base.errors import ConfigError
 from lockstep.data.data_config import Origin
 from lockstep.inference import trained_model
 from lockstep.inference.export import model_card
-from lockstep.inference.export.export_facts import Facts
+from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.run.recipe import of_sections, starter
 
 PLAIN = {
@@ -23,7 +23,7 @@ PLAIN = {
 
 
 def facts(**more):
-    return Facts(**{**PLAIN, **more})
+    return ExportFacts(**{**PLAIN, **more})
 
 
 def about(**sections):

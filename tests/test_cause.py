@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.base.contracts import MicroBatch
+from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.modules.module_trace import Trace, fingerprint
 from lockstep.tools.prove.batch_split import agree
 from lockstep.tools.prove.trace_diff import REPEATED, SPREAD, Traced, explained, first_difference

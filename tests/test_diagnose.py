@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from lockstep.base.errors import Desync
 from lockstep.core.host import activity, loader_stacks
-from lockstep.observe.diagnose.desync import Comparison, checksum
+from lockstep.observe.diagnose.desync import RankComparison, checksum
 from lockstep.observe.diagnose.hang_verdict import Report, ranks_text, verdict
-from lockstep.observe.diagnose.stacks import Place, places_in, stack_of, telling
+from lockstep.observe.diagnose.stacks import CodeLine, places_in, stack_of, telling
 from lockstep.training import deadline
 from lockstep.training.deadline import Deadline
 
@@ -73,9 +73,9 @@ def test_ranks_are_told_shortly_and_none_is_lost(ranks):
 
 def test_the_users_own_line_is_the_telling_one():
     library, ours = threading.__file__, loader_stacks.__file__
-    stack = [Place(library, 5, "wait"), Place("/home/x/my_data.py", 41, "read"), Place(ours, 9, "step")]
+    stack = [CodeLine(library, 5, "wait"), CodeLine("/home/x/my_data.py", 41, "read"), CodeLine(ours, 9, "step")]
     assert str(telling(stack)) == "/home/x/my_data.py:41 `read`"
-    assert telling([Place(f"{os.getcwd()}/data/mine.py", 1, "f")]).file == "data/mine.py"
+    assert telling([CodeLine(f"{os.getcwd()}/data/mine.py", 1, "f")]).file == "data/mine.py"
     assert telling([stack[0], stack[2]]) == stack[0], "without one, the innermost"
     assert any(
         place.function == "test_the_users_own_line_is_the_telling_one" for place in stack_of(threading.get_ident())
@@ -134,7 +134,7 @@ def test_one_changed_bit_changes_the_checksum(dtype):
 def compared(changes):
     """Weights of this rank, changed in places before step 20 -> what a comparison says."""
     weights = {f"w{number}": torch.ones(3) for number in range(6)}
-    comparison = Comparison(weights.items(), 0, range(dist.get_world_size()))
+    comparison = RankComparison(weights.items(), 0, range(dist.get_world_size()))
     comparison.check(10)
     for name in changes.get(dist.get_rank(), []):
         weights[name][1] = 2.0

@@ -14,13 +14,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from lockstep.base.contracts import Batch, LossSum
 from lockstep.base.errors import ConfigError
+from lockstep.base.model_contracts import Batch, LossSum
 from lockstep.core.reduction.tree import cover, root
 from lockstep.run import recipe as recipes
 from lockstep.tools.estimate import estimation
 from lockstep.tools.estimate.forecast import Cluster
-from lockstep.tools.estimate.machine_measurement import FAMILY, Wish, measure
+from lockstep.tools.estimate.machine_measurement import FAMILY, EstimateOptions, measure
 from lockstep.tools.estimate.memory_forecast import copied, held
 from lockstep.tools.estimate.saved_tensors import kept_by_block
 
@@ -64,14 +64,14 @@ def measured(tmp_path_factory):
     (folder / "my_model.py").write_text(WIDE)
     (folder / "c.yaml").write_text(CONFIG)
     recipe = recipes.load(folder / "c.yaml", [f"model.file={folder / 'my_model.py'}"])
-    return recipe, measure(recipe, Wish(worlds=(1, 2), seconds=0.1), say=lambda _: None)
+    return recipe, measure(recipe, EstimateOptions(worlds=(1, 2), seconds=0.1), say=lambda _: None)
 
 
 def told(measured, folder, **wish):
     """Rows by (strategy, world), and the JSON."""
     recipe, facts = measured
     console = Console(quiet=True)
-    rows = estimation.report(recipe, Wish(**wish), facts, console=console, to=folder / "e.json")
+    rows = estimation.report(recipe, EstimateOptions(**wish), facts, console=console, to=folder / "e.json")
     return {(row.strategy, row.world): row for row in rows}, json.loads((folder / "e.json").read_text())
 
 

@@ -21,20 +21,20 @@ from sklearn.metrics import classification_report, confusion_matrix, f1_score, l
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError, DataError, ModelError
 from lockstep.base.world import World
-from lockstep.core.host.signals import Interruption
+from lockstep.core.host.signals import SignalWatch
 from lockstep.data.in_memory import Texts
 from lockstep.data.sources import digits
 from lockstep.inference import trained_model
 from lockstep.inference.evaluate import evaluate_model, evaluation_page, evaluation_report
 from lockstep.inference.evaluate import figures as drawing
 from lockstep.inference.evaluate.calibration import ece, fitted, half
-from lockstep.inference.evaluate.evaluation_request import Task
+from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.evaluate.evaluation_samples import of_file
 from lockstep.inference.export import export_facts as telling
-from lockstep.models import transformer
+from lockstep.models import _transformer as transformer
 from lockstep.run.recipe import Recipe
-from lockstep.run.tasks.evaluate import EvaluationJob
-from lockstep.run.tasks.train import Job
+from lockstep.run.tasks.evaluate import EvaluateTask
+from lockstep.run.tasks.train import TrainTask
 from lockstep.training.evaluation import Predictions
 
 KINDS = ["pretrained", "safetensors", "state_dict", "onnx", "torch_export"]
@@ -73,13 +73,13 @@ def world():
 
 
 def train_there(recipe):
-    job = Job(recipe, world(), Interruption())
+    job = TrainTask(recipe, world(), SignalWatch())
     job.train("never", allow_drift=False)
     job.close()
 
 
 def measure_there(recipe, task):
-    job = EvaluationJob(Task.model_validate_json(task), recipe, world(), Interruption())
+    job = EvaluateTask(EvaluationRequest.model_validate_json(task), recipe, world(), SignalWatch())
     job.train("never", allow_drift=False)
     job.close()
 
@@ -116,7 +116,9 @@ def evaluate(ranks, monkeypatch):
 
     def evaluate(target, *overrides, **wishes):
         console = Console(file=io.StringIO(), width=200)
-        assert evaluate_model.evaluate(target, overrides, evaluate_model.Wishes(**wishes), console=console) == 0
+        assert (
+            evaluate_model.evaluate(target, overrides, evaluate_model.EvaluateOptions(**wishes), console=console) == 0
+        )
         to = wishes.get("to") or (
             target if "export" in target.name else target.parents[1] if "step" in target.name else target
         )
@@ -232,13 +234,13 @@ def test_mistakes_are_told_before_anything_is_started(run, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.pdf").write_text("")
     with pytest.raises((ConfigError, DataError), match=error):
-        evaluate_model.evaluate(run, [], evaluate_model.Wishes(**wishes), console=Console())
+        evaluate_model.evaluate(run, [], evaluate_model.EvaluateOptions(**wishes), console=Console())
 
 
 def test_two_evaluations_of_a_run_do_not_mix(run):
     """Their logs and what they are asked lie in its folder."""
     with FileLock(run / ".evaluate.lock"), pytest.raises(ConfigError, match="just being evaluated by another process"):
-        evaluate_model.evaluate(run, [], evaluate_model.Wishes(), console=Console())
+        evaluate_model.evaluate(run, [], evaluate_model.EvaluateOptions(), console=Console())
 
 
 IMAGES = DataSpec(modality="image", labels=("cat", "dog"), image_shape=(1, 8, 8))

@@ -9,10 +9,10 @@ import torch
 from test_training import config_in, run_on_rank
 from torch import nn
 
-from lockstep.core.modules.call_checksums import Calls
+from lockstep.core.modules.call_checksums import CallChecksums
 from lockstep.core.modules.hidden_state import Snapshot, changed
 from lockstep.core.numerics.checksum import checksum
-from lockstep.run.tasks.train import Job
+from lockstep.run.tasks.train import TrainTask
 
 OWN = pathlib.Path(__file__).parent / "own"
 SHORT = {"train": {"epochs": None, "steps": 2}, "evaluate": {"every_epochs": None}}
@@ -160,11 +160,11 @@ def test_data_that_is_not_the_same_again_is_noticed(ranks, tmp_path):
 
 def without_a_look(config):
     """A run in which nobody looks at the user's code."""
-    Job.noticing, before = (lambda job, parts, start: parts.steps(start)), Job.noticing
+    TrainTask.noticing, before = (lambda job, parts, start: parts.steps(start)), TrainTask.noticing
     try:
         return run_on_rank(config)
     finally:
-        Job.noticing = before
+        TrainTask.noticing = before
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_calls_are_in_the_order_in_which_they_end_and_see_what_was_written_to():
     inner = nn.Linear(2, 2)
     model = nn.Sequential(inner, nn.ReLU())
     inner.register_forward_hook(lambda module, *_: module.weight.data.mul_(1))
-    with torch.no_grad(), Calls(model) as calls:
+    with torch.no_grad(), CallChecksums(model) as calls:
         model(torch.ones(1, 2))
         model.eval()
         model(torch.ones(1, 2))

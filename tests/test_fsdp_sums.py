@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from test_strategies import Network, Texts, images, trained
 from torch import nn
 
-from lockstep.models.transformer import TextClassifier
+from lockstep.models._transformer import TextClassifier
 
 
 class Skips(Network):

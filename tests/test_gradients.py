@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.base import plugins
-from lockstep.base.contracts import LossSum, Model
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import LossSum, Model
 from lockstep.core.numerics.digest import digest
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness, seed_all
@@ -62,7 +62,7 @@ def steps_on_rank(kind, order, numbers, options):
         model.to(memory_format=torch.channels_last)
     randomness = Randomness(0)
     randomness.watch(model.blocks())
-    module = plugins.find("parallel.strategies", kind)
+    module = plugins.implementation("parallel.strategies", kind)
     config = module.Config(kind=kind, **options.get("config", {}))
     precision = Precision(options.get("precision", "fp32"), CPU)
     strategy = module.build(config, randomness=randomness, precision=precision, exact=options.get("exact", True))
@@ -161,7 +161,7 @@ def test_batchnorm_statistics_are_the_mean_over_shards(ranks):
 def running_mean_on_rank(order):
     seed_all(0)
     model = Net(norm=True)
-    module = plugins.find("parallel.strategies", "ddp")
+    module = plugins.implementation("parallel.strategies", "ddp")
     strategy = module.build(
         module.Config(kind="ddp"), randomness=Randomness(0), precision=Precision("fp32", CPU), exact=True
     )
@@ -178,7 +178,7 @@ def test_single_refuses_company(ranks):
 
 
 def place_single_on_rank():
-    module = plugins.find("parallel.strategies", "single")
+    module = plugins.implementation("parallel.strategies", "single")
     strategy = module.build(
         module.Config(kind="single"), randomness=Randomness(0), precision=Precision("fp32", CPU), exact=True
     )
@@ -204,7 +204,7 @@ class Choosy(Net):
 def choosy_on_rank(kind, order, config):
     seed_all(0)
     model = Choosy()
-    module = plugins.find("parallel.strategies", kind)
+    module = plugins.implementation("parallel.strategies", kind)
     strategy = module.build(
         module.Config(kind=kind, **config), randomness=Randomness(0), precision=Precision("fp32", CPU), exact=True
     )
@@ -247,7 +247,7 @@ class Idle(Net):
 
 
 def unused_on_rank(order, exact):
-    module = plugins.find("parallel.strategies", "ddp")
+    module = plugins.implementation("parallel.strategies", "ddp")
     config = module.Config(kind="ddp", bucket_mb=0.001)
     strategy = module.build(config, randomness=Randomness(0), precision=Precision("fp32", CPU), exact=exact)
     strategy.place(Idle(), dict)

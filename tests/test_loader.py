@@ -8,11 +8,11 @@ import torch
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import SampleError
-from lockstep.core.reduction.shard_assignment import neighbouring
+from lockstep.core.reduction.shard_assignment import contiguous
 from lockstep.data.collate import collate
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
-from lockstep.data.sampler import EvaluationRequests, Request, TrainingRequests, step_requests
+from lockstep.data.sampler import EvaluationRequests, ShardRequest, TrainingRequests, step_requests
 
 LENGTHS = np.random.default_rng(4).integers(1, 60, 90)
 
@@ -42,7 +42,7 @@ class Augmented:
 
 
 def owner(rank, world):
-    return lambda shards, present: neighbouring(rank, world, shards=shards, present=present) or [None]
+    return lambda shards, present: contiguous(rank, world, shards=shards, present=present) or [None]
 
 
 def order_of(**changes):
@@ -88,7 +88,7 @@ def test_randomness_belongs_to_the_samples():
         one = whole[0, 0].batch[name]
         other_seed = next(iter(loader(requests_of(order_of()), seed=4))).batch[name]
         request = step_requests(order_of(), 0, lambda *_: [0])[0]
-        other_epoch = next(iter(loader([Request(**{**vars(request), "epoch": 1})]))).batch[name]
+        other_epoch = next(iter(loader([ShardRequest(**{**vars(request), "epoch": 1})]))).batch[name]
         assert not torch.equal(one, other_seed)
         assert not torch.equal(one, other_epoch)
 

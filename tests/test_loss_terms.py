@@ -10,7 +10,7 @@ from test_spreading import SHARDS, Chain
 from test_strategies import CPU
 from test_training import config_in, run_on_rank
 
-from lockstep.base.contracts import LossSum, MicroBatch
+from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.core.numerics.seeds import seed_all
 from lockstep.run import build
 from lockstep.run import recipe as recipes
@@ -125,7 +125,7 @@ def stepped():
     seed_all(3)
     recipe = recipes.Recipe.model_validate({"optim": {"kind": "sgd", "lr": 0.1, "weight_decay": 0, "momentum": 0}})
     every = frozenset(range(SHARDS))
-    state = build.place(recipe, Two(), lambda: batches()[0], total_steps=9, device=CPU)
+    state = build.distribute(recipe, Two(), lambda: batches()[0], total_steps=9, device=CPU)
     rate = state.rate(0)
     micro_batches = [
         MicroBatch(step=0, shard=shard, indices=(0, 1, 2), batch=batches()[shard], shards=SHARDS, present=every)

@@ -20,8 +20,9 @@ from torchmetrics.regression import (
 )
 from torchmetrics.wrappers import BootStrapper, MinMaxMetric, MultioutputWrapper, Running
 
-from lockstep.base.contracts import DataSpec, LossSum, MicroBatch
+from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import EvaluationFailed, LockstepError, ModelError
+from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.data.sampler import EvaluationRequests
 from lockstep.training.evaluation import Evaluation, Subject, evaluate, tried
 from lockstep.training.metrics.declared_metrics import measures

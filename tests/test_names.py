@@ -6,7 +6,7 @@ from torch import nn
 
 from lockstep.base.errors import ModelError
 from lockstep.core.modules.blocks import blocks_of
-from lockstep.models.user import own_blocks, own_loss
+from lockstep.models._user import own_blocks, own_loss
 
 HEAD = """
 import torch

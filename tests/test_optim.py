@@ -8,7 +8,8 @@ import torch._dynamo  # the first optimizer imports it, which sets a variable: b
 from pydantic import ValidationError
 from torch import nn
 
-from lockstep.training.optim import OptimSection, ScheduleSection, build, learning_rate, set_learning_rate
+from lockstep.training.optim import build, learning_rate, set_learning_rate
+from lockstep.training.optim_config import OptimSection, ScheduleSection
 
 
 def rates(total_steps, *, shape="constant", warmup=0.0, global_batch=32, **optim):

@@ -28,11 +28,12 @@ from lockstep.cli import _app
 from lockstep.data.collate import collate
 from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export.export_config import ExportSection
-from lockstep.inference.export.export_writer import Samples, export
+from lockstep.inference.export.export_writer import ExportSamples, export
 from lockstep.inference.predict import worker_pool
 from lockstep.inference.predict.input_rows import ROWS
 from lockstep.inference.trained_model import open_predictor
-from lockstep.models import transformer, user
+from lockstep.models import _transformer as transformer
+from lockstep.models import _user as user
 
 LABELS = ("World", "Sports", "Sci/Tech")
 NETWORK = """
@@ -71,7 +72,7 @@ def exported(model, section, spec, folder, **more):
         section, spec, name="small", kind="", step=1, digest=f"{1:064}", metrics={}, recipe={"data": {"kind": "files"}}
     )
     batch = more.pop("batch")
-    export(model, folder, section=ExportSection(), facts=facts, samples=Samples(few=[batch], all=list), **more)
+    export(model, folder, section=ExportSection(), facts=facts, samples=ExportSamples(few=[batch], all=list), **more)
     return folder
 
 

@@ -13,7 +13,7 @@ from lockstep.observe.sinks import progress
 
 def shown(*events, quiet_seconds=0.0):
     text = io.StringIO()
-    lines = progress.Lines(Console(file=text, width=60), quiet_seconds)
+    lines = progress.ProgressLines(Console(file=text, width=60), quiet_seconds)
     for event in events:
         lines.notice(event)
     lines.close()
@@ -85,7 +85,7 @@ def test_the_log_can_be_read_while_it_is_written(tmp_path, capsys):
 
 def test_bar_on_a_terminal(tmp_path):
     text = io.StringIO()
-    bar = progress.Bar(Console(force_terminal=True, file=text, width=160))
+    bar = progress.ProgressBar(Console(force_terminal=True, file=text, width=160))
     bar.notice(Preparing(what="tokenising texts", done=3, total=9))
     bar.notice(started(tmp_path, resumed_step=5))
     for number in range(6, 18):
@@ -107,7 +107,7 @@ def test_bar_on_a_terminal(tmp_path):
 
 def test_bar_gives_the_terminal_back_after_an_error(tmp_path):
     text = io.StringIO()
-    bar = progress.Bar(Console(force_terminal=True, file=text, width=100))
+    bar = progress.ProgressBar(Console(force_terminal=True, file=text, width=100))
     bar.notice(started(tmp_path))
     bar.close()
     assert text.getvalue().count("\x1b[?25h") == 1

@@ -73,7 +73,7 @@ def build(options, spec):
 
 
 def loss(outputs, batch):
-    from lockstep.base.contracts import LossSum
+    from lockstep.base.model_contracts import LossSum
 
     total = F.cross_entropy(outputs, batch["label"], reduction="sum")
     return LossSum(total / (len(outputs) if options_mean else 1), len(outputs))

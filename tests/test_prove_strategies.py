@@ -16,14 +16,14 @@ from test_training import config_in
 from lockstep.base import plugins
 from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
-from lockstep.core.host.signals import Interruption
+from lockstep.core.host.signals import SignalWatch
 from lockstep.run import build
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
-from lockstep.run.tasks.proof import ProofJob
+from lockstep.run.tasks.proof import ProofTask
 from lockstep.tools.prove.proof import Proof
-from lockstep.tools.prove.proof_request import Task
-from lockstep.tools.prove.proof_runs import Run, Runs
+from lockstep.tools.prove.proof_request import ProofRequest
+from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
 from lockstep.tools.prove.proof_table import tell
 from lockstep.tools.prove.strategy_choice import fitting
 
@@ -70,7 +70,7 @@ def run_of_proof(task, config):
         del sys.modules[name]
     recipe, rank, size = recipes.load(Path(config)), dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
-    job = ProofJob(Task.read(Path(task)), recipe, world, Interruption())
+    job = ProofTask(ProofRequest.read(Path(task)), recipe, world, SignalWatch())
     try:
         job.train("auto", allow_drift=False)
     except LockstepError as error:
@@ -80,7 +80,7 @@ def run_of_proof(task, config):
     return 0, ""
 
 
-class WarmRuns(Runs):
+class WarmRuns(ProofRuns):
     """Runs in the processes of the fixture `ranks`."""
 
     ranks = None
@@ -88,7 +88,7 @@ class WarmRuns(Runs):
     def ended(self, start, look=None):
         folder, asked = self.prepared(start)
         told = self.ranks(start.processes, run_of_proof, *asked)
-        return told[0][0], Run(folder=folder, output=told[0][1], peak_bytes=0)
+        return told[0][0], ProofRun(folder=folder, output=told[0][1], peak_bytes=0)
 
 
 def proof_of(ranks, folder, steps=4, **sections):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import DataError, SampleError
 from lockstep.core.numerics.seeds import Randomness
-from lockstep.core.reduction.shard_assignment import neighbouring
+from lockstep.core.reduction.shard_assignment import contiguous
 from lockstep.data.augment import Augmented, augmented
 from lockstep.data.data_config import DataSection
 from lockstep.data.in_memory import Images
@@ -31,7 +31,7 @@ MANY = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def owner(rank, world):
-    return lambda shards, present: neighbouring(rank, world, shards=shards, present=present) or [None]
+    return lambda shards, present: contiguous(rank, world, shards=shards, present=present) or [None]
 
 
 def images(count=50):

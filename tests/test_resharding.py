@@ -12,7 +12,7 @@ import torch.distributed as dist
 from test_strategies import CPU, prepared
 from torch import nn
 
-from lockstep.base.contracts import LossSum, MicroBatch, Model
+from lockstep.base.model_contracts import LossSum, MicroBatch, Model
 from lockstep.checkpoint.layout import Manifest, folder_of, read_manifest
 from lockstep.checkpoint.reader import load
 from lockstep.checkpoint.writer import Writer
@@ -133,7 +133,7 @@ def placed(kind, config, *, is_deferred=True):
     batch = {"x": torch.ones(2, 2048)}
     model = deferred(build) if is_deferred else build()
     recipe = recipes.Recipe.model_validate({"parallel": {"kind": kind, **config}})
-    state = assembly.place(recipe, model, lambda: batch, total_steps=9, device=CPU)
+    state = assembly.distribute(recipe, model, lambda: batch, total_steps=9, device=CPU)
     return state, batch
 
 

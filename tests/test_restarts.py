@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.base.contracts import Plan
 from lockstep.launch.elastic.failure import LESS_MEMORY
-from lockstep.launch.launchers.local import Config, Local
+from lockstep.launch.launchers._local import Config, Local
 
 pytestmark = [  # the agent, in this process, leaves its children's logs open until they are collected
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

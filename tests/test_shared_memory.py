@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep.core.distributed.process_group import world_group
-from lockstep.core.distributed.topology import neighbours, this_machine
+from lockstep.core.distributed.topology import this_machine, topology
 from lockstep.core.reduction import transport as shared_memory
-from lockstep.core.reduction.all_reduce import Exchange
-from lockstep.core.reduction.transport import SharedMemory
+from lockstep.core.reduction.all_reduce import AllReduce
+from lockstep.core.reduction.transport import SharedMemoryTransport
 from lockstep.core.reduction.tree import TreeSum, tree_sum
 from lockstep.parallel.comm_thread import Thread
 
@@ -26,14 +26,14 @@ def sum_on_rank(machine_of, case, numbers, dtype):
     """Fill this rank's slots for a few steps and finish the tree: (the sums, whether memory was shared)."""
     shards, presents = case
     rank, world = dist.get_rank(), dist.get_world_size()
-    table = neighbours(f"machine {machine_of[rank]}")
+    table = topology(f"machine {machine_of[rank]}")
     if table is None:
         return None
-    transport = SharedMemory(world_group(), table)
+    transport = SharedMemoryTransport(world_group(), table)
     owned = [frozenset(range(r * shards // world, (r + 1) * shards // world)) for r in range(world)]
     rows, buffer, found = rows_of(shards, numbers, dtype), torch.empty(numbers, dtype=dtype), []
     for present in presents:
-        exchange = Exchange(owned, present, world_group())
+        exchange = AllReduce(owned, present, world_group())
         slots = transport.slots(0, buffer, exchange.slots)
         own = TreeSum(present, exchange.nodes[rank])
         for shard in sorted(owned[rank] & present):
@@ -121,7 +121,7 @@ def shared_at_rest():
     """What is shared before, during and after a sum."""
     gc.collect()
     before = shared_now()
-    transport = SharedMemory(world_group(), neighbours("here"))
+    transport = SharedMemoryTransport(world_group(), topology("here"))
     transport.slots(0, torch.empty(1000), 2)
     during = shared_now()
     del transport

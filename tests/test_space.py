@@ -19,7 +19,7 @@ EXAMPLE = ROOT / "deploy" / "space"
 
 
 def facts(**more):
-    return telling.Facts(
+    return telling.ExportFacts(
         name="ag-news", modality="text", labels=("World", "Sports", "Business", "Sci/Tech"), model={"kind": "transformer"},
         **{"kind": "pretrained", "step": 1, "digest": "0" * 64, "metrics": {}, "recipe": {}, **more},
     )  # fmt: skip

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from test_strategies import CPU
 from torch import nn
 
-from lockstep.base.contracts import LossSum, MicroBatch, Model
 from lockstep.base.errors import LockstepError
+from lockstep.base.model_contracts import LossSum, MicroBatch, Model
 from lockstep.core.distributed.process_group import world_group
 from lockstep.core.modules.deferred_init import deferred
 from lockstep.core.numerics.digest import digest_of, world_lines
@@ -176,7 +176,7 @@ def trained(model, kind, config, is_deferred):
     every = frozenset(range(SHARDS))
     try:
         built = (deferred(build) if is_deferred else None) or build()
-        state = assembly.place(recipe, built, lambda: batches[0], total_steps=9, device=CPU)
+        state = assembly.distribute(recipe, built, lambda: batches[0], total_steps=9, device=CPU)
         for number in range(2):
             micro_batches = [
                 MicroBatch(

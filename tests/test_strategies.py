@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.base import plugins
-from lockstep.base.contracts import DataSpec, LossSum, Model
+from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import LockstepError
+from lockstep.base.model_contracts import LossSum, Model
 from lockstep.core.distributed.process_group import world_group
 from lockstep.core.numerics.digest import digest_of, world_lines
 from lockstep.core.numerics.seeds import seed_all
@@ -19,7 +20,7 @@ from lockstep.data.in_memory import Images
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
-from lockstep.models.transformer import TextClassifier
+from lockstep.models._transformer import TextClassifier
 from lockstep.run import build as assembly
 from lockstep.run import recipe as recipes
 from lockstep.training.step import step
@@ -122,7 +123,7 @@ def prepared(task, kind, config, train):
     def sample():
         return next(iter(fetched(lambda _, present: [min(present)], 0, 1))).batch
 
-    return assembly.place(recipe, model, sample, total_steps=20, device=CPU), fetched, sample
+    return assembly.distribute(recipe, model, sample, total_steps=20, device=CPU), fetched, sample
 
 
 def trained(task, kind, config, train):

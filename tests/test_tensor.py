@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from lockstep.base import plugins
-from lockstep.base.contracts import DataSpec, LossSum, MicroBatch, Model, TensorPlan
+from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import LockstepError, ModelError
+from lockstep.base.model_contracts import LossSum, MicroBatch, Model, TensorPlan
 from lockstep.checkpoint import reader
 from lockstep.checkpoint.layout import Manifest, folder_of, read_manifest
 from lockstep.checkpoint.writer import Writer
@@ -17,9 +18,10 @@ from lockstep.core.distributed.process_group import world_group
 from lockstep.core.numerics.digest import digest, digest_of, world_lines
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness, seed_all
-from lockstep.models import transformer
+from lockstep.models import _transformer as transformer
 from lockstep.parallel.tensor_plan import planned
 from lockstep.training import optim
+from lockstep.training.optim_config import OptimSection
 from lockstep.training.state import TrainState, initialise
 from lockstep.training.step import step
 
@@ -84,11 +86,11 @@ def placed(folder, kind, options=None):
     model = transformer.build(transformer.Config(kind="transformer", name=str(folder)), spec)
     randomness, precision = Randomness(3), Precision(options.get("precision", "fp32"), CPU)
     randomness.watch(model.blocks(), recompute=options.get("recompute", False))
-    module = plugins.find("parallel.strategies", kind)
+    module = plugins.implementation("parallel.strategies", kind)
     config = module.Config(kind=kind, **options.get("config", {}) if kind == "tensor" else {})
     strategy = module.build(config, randomness=randomness, precision=precision, exact=True)
     held = strategy.place(model.train(), sample)
-    optimizer = optim.build(optim.OptimSection(kind=options.get("optim", "adamw")), held)
+    optimizer = optim.build(OptimSection(kind=options.get("optim", "adamw")), held)
     initialise(held, optimizer)
     return TrainState(strategy=strategy, module=held, optimizer=optimizer, precision=precision, rate=lambda _: 1e-3)
 
@@ -277,7 +279,7 @@ def test_plans_that_do_not_fit_the_weights():
 
 
 def test_settings_say_what_they_change():
-    module = plugins.find("parallel.strategies", "tensor")
+    module = plugins.implementation("parallel.strategies", "tensor")
     assert module.Config(kind="tensor", size=2).numeric(4) == {"kind": "tensor", "size": 2}
     assert module.Config(kind="tensor").numeric(4) == {"kind": "tensor", "size": 4}
     assert "number of processes" in module.Config(kind="tensor").leaves_the_promise

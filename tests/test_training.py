@@ -9,15 +9,15 @@ from filelock import FileLock
 
 from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
-from lockstep.core.host.signals import Interruption
+from lockstep.core.host.signals import SignalWatch
 from lockstep.data.dataset import Subset
 from lockstep.run import build
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
-from lockstep.run.tasks.train import Job
+from lockstep.run.tasks.train import TrainTask
 
 
-class StopAfter(Interruption):
+class StopAfter(SignalWatch):
     """Asks for an end once so many steps are done, as a signal would."""
 
     def __init__(self, step):
@@ -31,9 +31,9 @@ class StopAfter(Interruption):
 def run_on_rank(config, resume="auto", stop_after=None, allow_drift=False):
     """One run of this rank -> (summary or error message)."""
     recipe = Recipe.model_validate(config)
-    interruption = StopAfter(stop_after) if stop_after else Interruption()
+    interruption = StopAfter(stop_after) if stop_after else SignalWatch()
     rank, size = dist.get_rank(), dist.get_world_size()
-    job = Job(recipe, World(rank=rank, size=size, local_rank=rank, local_size=size), interruption)
+    job = TrainTask(recipe, World(rank=rank, size=size, local_rank=rank, local_size=size), interruption)
     interruption.job = job
     job.reached = 0
     job.bus.subscribe(Reached(job))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
-from lockstep.models import transformer
+from lockstep.models import _transformer as transformer
 
 LABELS = ("World", "Sports", "Business", "Sci/Tech")
 TEXTS = ["stocks fell in late trading", "the striker scored twice in the final", "a probe reached the moon of a planet"]

@@ -10,7 +10,7 @@ from test_transformer import LABELS, TEXTS
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
-from lockstep.models import transformer
+from lockstep.models import _transformer as transformer
 
 SPEC = DataSpec(modality="text", labels=LABELS)
 

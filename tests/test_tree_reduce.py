@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.distributed.process_group import world_group
-from lockstep.core.reduction.all_reduce import Exchange
+from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum, cover, root, tree_sum
 
 SHARDS = st.integers(1, 40).flatmap(lambda v: st.tuples(st.just(v), st.sets(st.integers(0, v - 1), min_size=1)))
@@ -130,7 +130,7 @@ def exchange_on_rank(shards, present, numbers):
     strange = special[torch.randint(0, 8, rows.shape, generator=generator)]
     rows = torch.where(torch.rand(rows.shape, generator=generator) < 0.2, strange, rows)
     owners = split(shards, dist.get_world_size())
-    exchange = Exchange(owners, present, world_group())
+    exchange = AllReduce(owners, present, world_group())
     own = TreeSum(present, exchange.nodes[exchange.rank])
     for shard in sorted(owners[exchange.rank] & present):
         own.add((shard, 1), rows[shard].clone())

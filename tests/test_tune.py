@@ -24,9 +24,9 @@ from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.curve_plot import svg
 from lockstep.tools.tune.learning_rate_finder import hopeless
 from lockstep.tools.tune.loss_curve import Curve, rates_between
-from lockstep.tools.tune.micro_batch_table import Row, told
+from lockstep.tools.tune.micro_batch_table import TrialRow, told
 from lockstep.tools.tune.size_search import candidates, largest
-from lockstep.tools.tune.trial_request import Task
+from lockstep.tools.tune.trial_request import TrialRequest
 from lockstep.tools.tune.trial_work import longest
 
 MODEL = """
@@ -139,7 +139,7 @@ def test_the_search_finds_the_largest_in_few_trials(global_batch):
 
 def test_the_table_is_read_in_sentences():
     def row(m, speed=100.0, verdict="fits"):
-        return Row(m=m, verdict=verdict, peak_bytes=1, samples_per_second=speed, why="Why." * (verdict == "fails"))
+        return TrialRow(m=m, verdict=verdict, peak_bytes=1, samples_per_second=speed, why="Why." * (verdict == "fails"))
 
     alone = {"global_batch": 96, "processes": 1}
     assert told([row(1), row(48), row(64)], 48, **alone)[0] == (
@@ -344,6 +344,6 @@ def test_a_trial_that_prints_and_crashes_is_quoted(tmp_path):
     (tmp_path / "model.py").write_text("import os\nprint('my last words', flush=True)\nos.kill(os.getpid(), 11)\n")
     (tmp_path / "c.yaml").write_text(CONFIG)
     recipe = recipes.load(tmp_path / "c.yaml", [f"model.file={tmp_path}/model.py"])
-    done = trial_process.run(Task(recipe=trial_process.varied(recipe, data={}, train={"steps": 1})))
+    done = trial_process.run(TrialRequest(recipe=trial_process.varied(recipe, data={}, train={"steps": 1})))
     assert done.has_failed and done.killed_by is None
     assert str(done.failure("the trial")) == "my last words\nthe trial ended with exit code -11"

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from test_strategies import trained
 from torch import nn
 
-from lockstep.base.contracts import DataSpec, LossSum, Model
+from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import LockstepError
+from lockstep.base.model_contracts import LossSum, Model
 from lockstep.core.reduction.gradient_norm import normalise_
 from lockstep.data.order import Order
 

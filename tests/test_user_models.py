@@ -9,7 +9,7 @@ from test_training import config_in, lines, run_on_rank
 from lockstep.base.contracts import DataSpec
 from lockstep.checkpoint import layout
 from lockstep.inference import trained_model
-from lockstep.models import user
+from lockstep.models import _user as user
 
 FILE = """
 from dataclasses import dataclass
@@ -254,14 +254,14 @@ class Breaks:
 
 
 def run_on_rank_that_breaks(config, step, path):
-    from lockstep.run.tasks.train import Job
+    from lockstep.run.tasks.train import TrainTask
 
-    plain = Job.watch
+    plain = TrainTask.watch
     try:
-        Job.watch = lambda job: (plain(job), job.bus.subscribe(Breaks(step, path)))[0]
+        TrainTask.watch = lambda job: (plain(job), job.bus.subscribe(Breaks(step, path)))[0]
         return run_on_rank(config)
     finally:
-        Job.watch = plain
+        TrainTask.watch = plain
 
 
 def test_a_step_that_counts_nothing_is_skipped(ranks, file):

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.base.contracts import DataSpec as DataSpec
-    from lockstep.base.contracts import LossSum as LossSum
-    from lockstep.base.contracts import Model as Model
     from lockstep.base.contracts import Source as Source
-    from lockstep.base.contracts import TensorPlan as TensorPlan
+    from lockstep.base.model_contracts import LossSum as LossSum
+    from lockstep.base.model_contracts import Model as Model
+    from lockstep.base.model_contracts import TensorPlan as TensorPlan
     from lockstep.run.api import spawn as spawn
 
     __version__: str
@@ -23,10 +23,14 @@ def __getattr__(name: str) -> Any:
         from lockstep.run.api import spawn
 
         return spawn
-    if name in __all__:
+    if name in ("DataSpec", "Source"):
         from lockstep.base import contracts
 
         return getattr(contracts, name)
+    if name in __all__:
+        from lockstep.base import model_contracts
+
+        return getattr(model_contracts, name)
     raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
 
 

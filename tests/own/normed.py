@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from lockstep.models import cnn
+from lockstep.models import _cnn as cnn
 
 
 def build(options, spec):

@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from lockstep.base.errors import ConfigError, nearest
-from lockstep.base.yaml_text import COMMAND_LINE, Dumper, Path_, Places, read, read_file, scalar_or_text, short
+from lockstep.base.yaml_text import COMMAND_LINE, Path_, Places, YamlDumper, read, read_file, scalar_or_text, short
 
 MANY = 10**9
 """The upper end of counts and times: steps, samples, seconds. What is larger is a slip of the keyboard."""
@@ -152,7 +152,7 @@ def parse(
 
 def dump(section: Section) -> str:
     """YAML text that `load` reads back to an equal section."""
-    return yaml.dump(section.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(section.model_dump(mode="json"), Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
 
 
 def _read(text: str, places: Places) -> dict[str, Any]:
@@ -306,5 +306,5 @@ def _scalar(value: Any) -> str:
     if isinstance(value, Path):
         value = str(value.relative_to(Path.cwd()) if value.is_relative_to(Path.cwd()) else value)
     plain = list(value) if isinstance(value, tuple) else value
-    text = yaml.dump(plain, Dumper=Dumper, default_flow_style=True, allow_unicode=True, width=1000)
+    text = yaml.dump(plain, Dumper=YamlDumper, default_flow_style=True, allow_unicode=True, width=1000)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -14,7 +14,7 @@ LockstepError            the base: never raised itself
 ├── NonFiniteLoss        training stopped because a loss was NaN or infinite (exit code 3)
 ├── Desync               the ranks' weights are no longer the same (exit code 4)
 ├── PeerLost             another process of the run has gone (exit code 5)
-├── Stuck                no process can go on; ended by the thread that watches (exit code 6)
+├── HangDetected         no process can go on; ended by the thread that watches (exit code 6)
 ├── RunFailed            a process of a run that lockstep.spawn() started failed (any other exit code)
 └── Interrupted          a signal or a time limit ended the run early; it can be resumed (exit code 75)
 """
@@ -113,7 +113,7 @@ class PeerLost(LockstepError):
     exit_code = 5
 
 
-class Stuck(LockstepError):
+class HangDetected(LockstepError):
     """A process is frozen or keeps all others waiting."""
 
     exit_code = 6

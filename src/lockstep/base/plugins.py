@@ -37,6 +37,16 @@ def find(family: str, name: str) -> Any:
     return importlib.import_module(f"lockstep.{family}.{name}")
 
 
+def implementation(family: str, name: str) -> Any:
+    """What makes the parts of a plugin: its companion `_NAME.py`, or its own module where all is in one file.
+
+    A companion holds what needs torch, so that a config can be checked, and its mistakes told, without importing it.
+    """
+    settings = find(family, name)
+    has_companion = ROOT.joinpath(*family.split("."), f"_{name}.py").is_file()
+    return importlib.import_module(f"lockstep.{family}._{name}") if has_companion else settings
+
+
 def load_file(path: Path, setting: str) -> ModuleType:
     """Import the Python file that a setting names as a module, with its folder importable beside it, from source alone.
 

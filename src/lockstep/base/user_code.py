@@ -16,12 +16,12 @@ LIBRARIES = tuple(
     f"{path}/" for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 PLACES = {
-    ("models/user.py", "build"): ("model.file", "while the model was built"),
-    ("models/user.py", "forward"): ("model.file", "in the forward pass"),
-    ("models/user.py", "loss"): ("model.file", "in the loss"),
-    ("models/user.py", "own_blocks"): ("model.file", "while its blocks were asked for"),
-    ("models/user.py", "metrics"): ("model.file", "while its metrics were made"),
-    ("data/sources/user.py", "build"): ("data.file", "while the data was opened"),
+    ("models/_user.py", "build"): ("model.file", "while the model was built"),
+    ("models/_user.py", "forward"): ("model.file", "in the forward pass"),
+    ("models/_user.py", "loss"): ("model.file", "in the loss"),
+    ("models/_user.py", "own_blocks"): ("model.file", "while its blocks were asked for"),
+    ("models/_user.py", "metrics"): ("model.file", "while its metrics were made"),
+    ("data/sources/_user.py", "build"): ("data.file", "while the data was opened"),
     ("data/augment.py", "augmented"): ("data.augment", "while its function was looked for"),
     ("run/tasks/train.py", "watch"): ("observe.file", "while its observers were made"),
 }

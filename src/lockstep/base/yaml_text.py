@@ -11,11 +11,11 @@ import yaml
 from lockstep.base.errors import ConfigError
 
 
-class Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """YAML in which 1e-3 is a number, as people write it, and 1:30 (to YAML 1.1 the number 90) is text."""
 
 
-class Dumper(yaml.SafeDumper):
+class YamlDumper(yaml.SafeDumper):
     """Writes what Loader reads back: quotes around text that Loader would take for something else."""
 
 
@@ -25,16 +25,16 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 BREAKS = "\x85\u2028\u2029"
-Dumper.add_representer(str, _text)
+YamlDumper.add_representer(str, _text)
 EXPONENT = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 SIXTIETHS = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?$")
 HALF = re.compile("[\ud800-\udfff]")
 OCTAL = re.compile(r"[-+]?0[0-9_]+$")
-for _class in (Loader, Dumper):
+for _class in (YamlLoader, YamlDumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
-Loader.yaml_implicit_resolvers = {
+YamlLoader.yaml_implicit_resolvers = {
     first: [("tag:yaml.org,2002:str", SIXTIETHS), *known]  # before the others: the first that matches counts
-    for first, known in Loader.yaml_implicit_resolvers.items()
+    for first, known in YamlLoader.yaml_implicit_resolvers.items()
 }
 
 MOST_BYTES = 128 << 10
@@ -133,7 +133,7 @@ def read_file(path: Path) -> str:
 def read(text: str, places: Places, path: Path_ = ()) -> Any:
     """The value that a YAML text holds, with the place of each key. Raises ConfigError."""
     try:
-        node = yaml.compose(text, Loader=Loader)
+        node = yaml.compose(text, Loader=YamlLoader)
         return None if node is None else _value(node, path, places)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -153,7 +153,7 @@ def scalar_or_text(text: str, path: Path_) -> Any:
     _check_text("".join(path), f"{COMMAND_LINE}: a key ")
     _check_text(text, f"{COMMAND_LINE}: {_at(path)}")
     try:
-        node = yaml.compose(text, Loader=Loader)
+        node = yaml.compose(text, Loader=YamlLoader)
     except (yaml.YAMLError, RecursionError):
         return text
     return None if node is None else _value(node, path, Places(COMMAND_LINE))
@@ -199,7 +199,7 @@ def _scalar(node: yaml.ScalarNode, path: Path_, places: Places) -> Any:
         raise ConfigError(
             f"{here}{short(node.value)} is an octal number to YAML: write {plain}, or put it in quotes, if it is text"
         )
-    loader = Loader("")
+    loader = YamlLoader("")
     try:
         found = loader.construct_object(node, deep=True)
     except (ValueError, LookupError, AttributeError):  # PyYAML's own for `0x_`, `!!bool maybe`

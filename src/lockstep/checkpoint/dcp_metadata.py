@@ -44,7 +44,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorType:
     """Of a tensor: what it is, and the pieces that it was written in."""
 
     dtype: str
@@ -54,7 +54,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Place:
+class PieceLocation:
     """Where a piece lies."""
 
     name: str
@@ -68,14 +68,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Table:
+class TensorTable:
     """All that DCP has to know to read a checkpoint."""
 
-    tensors: Mapping[str, Kind]
-    places: tuple[Place, ...]
+    tensors: Mapping[str, TensorType]
+    places: tuple[PieceLocation, ...]
 
 
-class Record:
+class PickledObject:
     """In the place of any object that DCP writes: its state, as it was written."""
 
     name = ""
@@ -93,8 +93,8 @@ class Record:
         return self.state[key]
 
 
-def _records(module: str, names: str) -> dict[tuple[str, str], type[Record]]:
-    return {(module, name): type(name, (Record,), {"name": name}) for name in names.split()}
+def _records(module: str, names: str) -> dict[tuple[str, str], type[PickledObject]]:
+    return {(module, name): type(name, (PickledObject,), {"name": name}) for name in names.split()}
 
 
 RECORDS = {
@@ -134,13 +134,13 @@ class Reader(pickle._Unpickler):
         if module == "torch" and name in DTYPES:
             return name
         if module.partition(".")[0] == "pathlib":  # where it was written
-            return Record
+            return PickledObject
         if (module, name) not in RECORDS:
             raise ValueError(f"it names {module}.{name}, which is not part of a checkpoint")
         return RECORDS[module, name]
 
 
-def read(folder: Path) -> Table:
+def read(folder: Path) -> TensorTable:
     """The table of a checkpoint.
 
     Raises ValueError for one that is damaged, names anything but tensors, or does not fit the files beside it; OSError.
@@ -155,7 +155,7 @@ def read(folder: Path) -> Table:
         raise ValueError(f"{FILE} is damaged ({type(error).__name__}: {error})") from None
 
 
-def _table(raw: Any, sizes: Mapping[str, int]) -> Table:
+def _table(raw: Any, sizes: Mapping[str, int]) -> TensorTable:
     table = _of(raw, "Metadata")
     tensors = {_text(name): _kind(entry) for name, entry in _dict(table.get("state_dict_metadata")).items()}
     places = tuple(_place(index, place, sizes) for index, place in _dict(table.get("storage_data")).items())
@@ -169,10 +169,10 @@ def _table(raw: Any, sizes: Mapping[str, int]) -> Table:
         needed = math.prod(kind.size) * DTYPES[kind.dtype]
         if needed > stored[name]:
             raise ValueError(f"{name!r} should have {needed:,} bytes, but {stored[name]:,} are there")
-    return Table(tensors, places)
+    return TensorTable(tensors, places)
 
 
-def _refuse_overlap(places: Iterable[Place]) -> None:
+def _refuse_overlap(places: Iterable[PieceLocation]) -> None:
     """Raise ValueError where bytes belong to two pieces: a small file could claim tensors of any size."""
     ends: dict[str, int] = {}
     for place in sorted(places, key=lambda place: (place.file, place.start)):
@@ -181,7 +181,7 @@ def _refuse_overlap(places: Iterable[Place]) -> None:
         ends[place.file] = max(ends.get(place.file, 0), place.start + place.length)
 
 
-def _kind(raw: Any) -> Kind:
+def _kind(raw: Any) -> TensorType:
     entry = _of(raw, "TensorStorageMetadata")
     size, properties = _shape(entry.get("size")), _of(entry.get("properties"), "TensorProperties").state
     if not isinstance(properties, tuple) or not properties or not isinstance(properties[0], str):
@@ -194,7 +194,7 @@ def _kind(raw: Any) -> Kind:
         raise ValueError("a piece of a tensor is not inside of it")
     if sum(math.prod(sizes) for _, sizes in pieces) != math.prod(size):
         raise ValueError("a tensor's pieces are not the whole of it")
-    return Kind(properties[0], size, pieces)
+    return TensorType(properties[0], size, pieces)
 
 
 def _is_inside(whole: Shape, offsets: Shape, sizes: Shape) -> bool:
@@ -203,7 +203,7 @@ def _is_inside(whole: Shape, offsets: Shape, sizes: Shape) -> bool:
     return all(offset + size <= most for most, offset, size in zip(whole, offsets, sizes, strict=True))
 
 
-def _place(index: Any, raw: Any, sizes: Mapping[str, int]) -> Place:
+def _place(index: Any, raw: Any, sizes: Mapping[str, int]) -> PieceLocation:
     key, place = _of(index, "MetadataIndex"), _of(raw, "_StorageInfo")
     file, start, length = _text(place.get("relative_path")), _number(place.get("offset")), _number(place.get("length"))
     if file not in sizes:
@@ -212,7 +212,7 @@ def _place(index: Any, raw: Any, sizes: Mapping[str, int]) -> Place:
         raise ValueError(f"it names bytes beyond the end of {file}")
     if place.state.get("transform_descriptors"):
         raise ValueError("it names a transformation of files")
-    return Place(
+    return PieceLocation(
         name=_text(key.get("fqn")),
         offset=None if key.get("offset") is None else _shape(key.get("offset")),
         number=None if key.get("index") is None else _number(key.get("index")),
@@ -226,13 +226,13 @@ def _place(index: Any, raw: Any, sizes: Mapping[str, int]) -> Place:
 
 
 def _key(raw: Any) -> Any:
-    if not isinstance(raw, str | int | Record):
+    if not isinstance(raw, str | int | PickledObject):
         raise ValueError("a key is no name")  # the hash of tuples in tuples without end would end the process
     return raw
 
 
-def _of(raw: Any, name: str) -> Record:
-    if not isinstance(raw, Record) or raw.name != name:
+def _of(raw: Any, name: str) -> PickledObject:
+    if not isinstance(raw, PickledObject) or raw.name != name:
         raise ValueError(f"something is no {name}")
     return raw
 

@@ -12,7 +12,7 @@ BYTES = 8 << 20
 """Of a piece, as far as whole rows allow. Reading takes this much memory besides what is read into."""
 
 
-class Pieces(Tensor):
+class RowPieces(Tensor):
     """A tensor that DCP writes piece by piece: see torch.distributed._checkpointable."""
 
     origin: torch.Size
@@ -43,7 +43,7 @@ def in_pieces(tensor: Tensor) -> Tensor:
     part = part_of(tensor)
     if part.nbytes <= BYTES or not part.ndim:
         return tensor
-    pieces: Any = part.as_subclass(Pieces)
+    pieces: Any = part.as_subclass(RowPieces)
     pieces.origin = torch.Size(offset_of(tensor) if isinstance(tensor, DTensor) else [0] * part.ndim)
     pieces.whole = tensor.shape
     return pieces

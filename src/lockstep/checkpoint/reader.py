@@ -57,7 +57,7 @@ def _careful() -> Any:
     return Careful
 
 
-def _metadata(found: dcp_metadata.Table) -> Any:
+def _metadata(found: dcp_metadata.TensorTable) -> Any:
     """The same as DCP has it."""
     from torch.distributed.checkpoint import metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -23,9 +23,9 @@ def command(
 ) -> None:
     """Tell memory, traffic and time of each strategy before the run, from a few steps measured on this machine."""
     from lockstep.tools.estimate import estimation
-    from lockstep.tools.estimate.machine_measurement import Wish
+    from lockstep.tools.estimate.machine_measurement import EstimateOptions
 
-    wish = Wish(
+    wish = EstimateOptions(
         worlds=estimation.worlds_of(world),
         per_machine=per_machine,
         memory_bytes=None if memory is None else round(memory * 1e9),

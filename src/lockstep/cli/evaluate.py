@@ -30,5 +30,7 @@ def command(
     """
     from lockstep.inference.evaluate import evaluate_model
 
-    wishes = evaluate_model.Wishes(split=split, file=file, worst=worst, calibrates=calibrate, to=to, trusts=trust_code)
+    wishes = evaluate_model.EvaluateOptions(
+        split=split, file=file, worst=worst, calibrates=calibrate, to=to, trusts=trust_code
+    )
     return evaluate_model.evaluate(target, overrides or [], wishes, console=console)

@@ -35,7 +35,7 @@ def command(
     from lockstep.inference import trained_model
     from lockstep.inference.predict import bulk
 
-    wish = bulk.Wish(
+    wish = bulk.PredictOptions(
         model=model,
         input=source,
         out=out,

@@ -32,7 +32,7 @@ def command(
     """
     from lockstep.tools.tune import tuning
 
-    wishes = tuning.Wishes(
+    wishes = tuning.TuneOptions(
         micro_batch=micro_batch,
         rate=lr,
         memory_gb=memory,

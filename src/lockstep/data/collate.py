@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lockstep.base.contracts import Batch, Columns, DataSpec
+from lockstep.base.contracts import Columns, DataSpec
 from lockstep.base.errors import DataError
+from lockstep.base.model_contracts import Batch
 
 MULTIPLE = 8
 """Lengths are rounded up to this, so that kernels meet few shapes (and tensor cores whole tiles)."""

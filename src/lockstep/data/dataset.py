@@ -43,7 +43,7 @@ class Subset:
 
 def open_source(section: DataSection, split: str) -> Source:
     """The "train" or "test" split as its source gives it, capped by data.limit; raises DataError."""
-    source = plugins.find("data.sources", section.kind).build(section, split)
+    source = plugins.implementation("data.sources", section.kind).build(section, split)
     if not len(source):
         raise DataError(
             f"the {split} split of data.kind={section.kind} holds no sample: check the paths, columns and options that "

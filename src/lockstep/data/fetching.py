@@ -7,13 +7,14 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from lockstep.base import user_code
-from lockstep.base.contracts import Batch, Columns, MicroBatch, Source
+from lockstep.base.contracts import Columns, Source
 from lockstep.base.errors import DataError, LockstepError, SampleError
+from lockstep.base.model_contracts import Batch, MicroBatch
 from lockstep.core.numerics.seeds import seed_all
 from lockstep.data.augment import Augmented, keys_of
 from lockstep.data.bad_samples import Faults
 from lockstep.data.collate import Unfit, collate
-from lockstep.data.sampler import Request
+from lockstep.data.sampler import ShardRequest
 
 MOST_TRIED = 1000
 """Samples that are tried, at most, to learn the columns' dtypes from."""
@@ -29,14 +30,14 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
         self.dtypes: dict[str, torch.dtype] | None = None
         """Of each column, once they are known."""
 
-    def __getitems__(self, request: Request) -> MicroBatch | LockstepError:
+    def __getitems__(self, request: ShardRequest) -> MicroBatch | LockstepError:
         """Fetch and collate one micro-batch; an error is returned, since a worker process would wrap it in its own."""
         try:
             return self.readable(request) if self.faults.skips else self.whole(request)
         except LockstepError as error:  # which says itself what is wrong
             return error
 
-    def whole(self, request: Request, left_out: Mapping[int, str] | None = None) -> MicroBatch:
+    def whole(self, request: ShardRequest, left_out: Mapping[int, str] | None = None) -> MicroBatch:
         """A micro-batch of all samples that are requested. Raises SampleError, DataError."""
         try:
             batch = self.batch(request)
@@ -55,7 +56,7 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
             left_out=left_out or {},
         )
 
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: ShardRequest) -> Batch:
         """The samples as tensors; raises whatever the user's code raises."""
         batch = self.collated(request)
         if self.faults.skips:
@@ -71,14 +72,14 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
             self.dtypes = {}
             for index in range(min(len(self.source), MOST_TRIED)):
                 try:
-                    first = self.collated(Request(step=-1, shard=0, epoch=-1, indices=(index,)))
+                    first = self.collated(ShardRequest(step=-1, shard=0, epoch=-1, indices=(index,)))
                 except Exception:
                     continue
                 self.dtypes = {name: column.dtype for name, column in first.items()}
                 break
         return self.dtypes
 
-    def collated(self, request: Request) -> Batch:
+    def collated(self, request: ShardRequest) -> Batch:
         """The same, whatever its dtypes are."""
         columns = self.columns(request)
         if not isinstance(columns, Mapping):
@@ -88,7 +89,7 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
             )
         return collate(columns, self.pad_id, spec=self.source.spec, samples=request.indices)
 
-    def columns(self, request: Request) -> Columns:
+    def columns(self, request: ShardRequest) -> Columns:
         """The samples. What a source draws inside of __getitems__ belongs to the seed, the epoch and the first of them;
         what an augmentation draws, to its own sample."""
         seed_all(int(keys_of(self.seed, request.epoch, request.indices[:1])[0]))
@@ -101,7 +102,7 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
                 raise
             raise RuntimeError(f"{type(error).__name__} was raised") from error  # else the process would just end
 
-    def failed(self, request: Request, error: Exception) -> SampleError:
+    def failed(self, request: ShardRequest, error: Exception) -> SampleError:
         """What went wrong, with the one sample that it goes wrong for, where there is one, and the user's frames."""
         alone = next(iter(self.failing(request, most=1)), None)
         what = f"samples {list(request.indices)} together" if alone is None else f"sample {alone}"
@@ -109,7 +110,7 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
         text = user_code.quoted(error)
         return SampleError(f"{what} of {self.faults.name} could not be fetched ({where}):\n{text}")
 
-    def failing(self, request: Request, *, most: int | None = None) -> dict[int, str]:
+    def failing(self, request: ShardRequest, *, most: int | None = None) -> dict[int, str]:
         """The samples that cannot be fetched alone, at most so many, and why."""
         found: dict[int, str] = {}
         for index in request.indices:
@@ -121,7 +122,7 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
                 found[index] = f"{type(error).__name__}: {error}".partition("\n")[0]
         return found
 
-    def readable(self, request: Request) -> MicroBatch:
+    def readable(self, request: ShardRequest) -> MicroBatch:
         """A micro-batch of the samples that can be read. A function of the data alone: whoever fetches it, on however
         many processes, leaves out the same. Raises SampleError, DataError where it is not the fault of single ones."""
         micro_batch = self.rest(request, request.indices)
@@ -140,7 +141,7 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
             f"{next(f'{sample}: {reason}' for sample, reason in left_out.items())}"
         )
 
-    def rest(self, request: Request, indices: Sequence[int]) -> MicroBatch | None:
+    def rest(self, request: ShardRequest, indices: Sequence[int]) -> MicroBatch | None:
         """The micro-batch without those of these samples that cannot be read; None where none is left."""
         left_out: dict[int, str] = {}
         while remaining := tuple(index for index in indices if index not in left_out):

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.base.contracts import MicroBatch, Source
+from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError, LockstepError
+from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.host.lifetime import end_with_parent
 from lockstep.core.host.loader_stacks import StackFiles
 from lockstep.data.bad_samples import Faults
 from lockstep.data.fetching import Fetched
-from lockstep.data.sampler import Request
+from lockstep.data.sampler import ShardRequest
 
 PREFETCH = 4
 """Micro-batches that each worker process keeps ready."""
@@ -29,7 +30,7 @@ class Loader:
     def __init__(
         self,
         source: Source,
-        requests: Iterable[Request],
+        requests: Iterable[ShardRequest],
         *,
         faults: Faults | None = None,
         seed: int,

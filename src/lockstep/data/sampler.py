@@ -12,7 +12,7 @@ Owned = Callable[[int, frozenset[int]], Sequence[int | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ShardRequest:
     """One micro-batch to fetch; the fields are MicroBatch's, without the samples themselves."""
 
     step: int
@@ -24,7 +24,7 @@ class Request:
     present: frozenset[int] = frozenset()
 
 
-def step_requests(order: Order, step: int, owned: Owned) -> list[Request]:
+def step_requests(order: Order, step: int, owned: Owned) -> list[ShardRequest]:
     """A rank's micro-batches of one step: its shards that hold samples.
 
     Where it has none left but others have, it gets a ghost: another's micro-batch, to run through every collective.
@@ -32,7 +32,7 @@ def step_requests(order: Order, step: int, owned: Owned) -> list[Request]:
     shards = order.shards(step)
     present = frozenset(shard for shard, rows in enumerate(shards) if len(rows))
     return [
-        Request(
+        ShardRequest(
             step=step,
             shard=shard,
             epoch=order.epoch(step),
@@ -55,7 +55,7 @@ class TrainingRequests:
     start: int
     stop: int
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ShardRequest]:
         for step in range(self.start, self.stop):
             yield from step_requests(self.order, step, self.owned)
 
@@ -78,10 +78,10 @@ class EvaluationRequests:
         """Micro-batches of the whole split, over all ranks."""
         return -(-self.samples // self.micro_batch)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ShardRequest]:
         rows = range(self.samples) if self.lengths is None else np.argsort(self.lengths, kind="stable").tolist()
         for place in range(0, self.total, self.world_size):
             number = min(place + self.rank, self.total - 1)
             indices = rows[number * self.micro_batch : (number + 1) * self.micro_batch]
             is_ghost = place + self.rank >= self.total
-            yield Request(step=-1, shard=number, epoch=-1, indices=tuple(indices), ghost=is_ghost)
+            yield ShardRequest(step=-1, shard=number, epoch=-1, indices=tuple(indices), ghost=is_ghost)

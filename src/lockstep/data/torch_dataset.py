@@ -35,7 +35,7 @@ def lengths_of(dataset: Any, where: str) -> np.ndarray | None:
     return found.astype(np.int64)
 
 
-class Samples:
+class DatasetSource:
     """Any object with __len__ and __getitem__; `spec` is its own, or learnt from its first sample."""
 
     def __init__(self, dataset: Any, collate: Collate | None, where: str) -> None:
@@ -111,7 +111,7 @@ def as_source(found: Any, collate: Collate | None, where: str) -> Source:
     if is_source and collate is None:
         _check(found, where)
         return found
-    return Samples(found, collate, where)
+    return DatasetSource(found, collate, where)
 
 
 def named(sample: Any, where: str) -> dict[str, Any]:

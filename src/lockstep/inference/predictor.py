@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.contracts import Batch, Forward, Tokenizer, samples_of
+from lockstep.base.contracts import Tokenizer, samples_of
 from lockstep.base.errors import DataError, LockstepError, ModelError
+from lockstep.base.model_contracts import Batch, Forward
 from lockstep.core.modules.outputs import logits_of
 from lockstep.data.collate import collate
 from lockstep.data.images import pixels_of
-from lockstep.inference.export.export_facts import Facts
+from lockstep.inference.export.export_facts import ExportFacts
 
 Input = str | bytes | Path
 """A text; or an image file, or its contents."""
@@ -29,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class Predictor:
     """A model that predicts; may be called from any thread."""
 
-    facts: Facts
+    facts: ExportFacts
     forward: Forward
     tokenizer: Tokenizer | None
     device: torch.device
@@ -77,7 +78,7 @@ class Predictor:
 
 
 def predictor(
-    facts: Facts,
+    facts: ExportFacts,
     forward: Forward,
     tokenizer: Tokenizer | None,
     *,

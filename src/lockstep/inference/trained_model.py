@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from lockstep.base import plugins, storage, trust
-from lockstep.base.contracts import Batch, Forward, Model, Tokenizer
+from lockstep.base.contracts import Tokenizer
 from lockstep.base.errors import ConfigError, LaunchError, ModelError
+from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.weights import restore_model
 from lockstep.core.numerics.digest import digest as digest_of
@@ -18,7 +19,7 @@ from lockstep.data.data_config import Origin
 from lockstep.data.dataset import open_source
 from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export import export_reader, export_writer, space
-from lockstep.inference.export.export_facts import Facts
+from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.predictor import DTypeName, Predictor, predictor
 from lockstep.launch.run_folder import is_run, place_of, run_of
 from lockstep.run import build
@@ -42,7 +43,7 @@ def settle(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> bool
     return trust.settle(recipes.code_of(recipe), trusts=trusts, of=root.parent)
 
 
-def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[Facts, Path]:
+def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[ExportFacts, Path]:
     """Write the model of a run or checkpoint for others to load -> its facts, and where. Raises UserError."""
     recipe, checkpoint = run_of(path, overrides)
     recipes.guard(recipe)
@@ -65,7 +66,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
             shutil.copy(recipe.model.file, folder)
 
     target = (to or _own(recipe.folder / recipe.export.folder)).absolute()
-    samples = export_writer.Samples(few=build.first_samples(recipe, data, FEW), all=batches)
+    samples = export_writer.ExportSamples(few=build.first_samples(recipe, data, FEW), all=batches)
     return export_writer.export(
         model, target, section=recipe.export, facts=facts, samples=samples, beside=beside
     ), target
@@ -79,7 +80,7 @@ def _own(target: Path) -> Path:
     return target
 
 
-def export_space(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[Facts, Path]:
+def export_space(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[ExportFacts, Path]:
     """An export in the folder of a Hugging Face Space -> its facts, and that folder. Raises UserError."""
     target = (to or _own(run_of(path, overrides)[0].folder / space.FOLDER)).absolute()
     space.check(target)
@@ -98,12 +99,12 @@ def open_predictor(path: Path, *, device: torch.device | None = None, dtype: DTy
     recipe, checkpoint = run_of(folder)
     recipes.guard(recipe)
     model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
-    make = getattr(plugins.find("models", recipe.model.kind), "tokenizer", None)
+    make = getattr(plugins.implementation("models", recipe.model.kind), "tokenizer", None)
     tokenizer = make(recipe.model) if make is not None and facts.modality == "text" else None
     return predictor(facts, model, tokenizer, device=device, dtype=dtype)
 
 
-def _read(folder: Path) -> tuple[Facts, Forward, Tokenizer | None]:
+def _read(folder: Path) -> tuple[ExportFacts, Forward, Tokenizer | None]:
     """What an export holds; read once more where another took its place meanwhile."""
     while True:
         before = _stamp(folder)
@@ -150,7 +151,7 @@ def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -
     return partial(open_predictor, path, device=place, dtype=dtype)
 
 
-def _model(recipe: Recipe, checkpoint: Path, spec: build.DataSpec) -> tuple[Model, Facts]:
+def _model(recipe: Recipe, checkpoint: Path, spec: build.DataSpec) -> tuple[Model, ExportFacts]:
     """The model as the checkpoint holds it, and what there is to tell of it."""
     model = build.build_model(recipe, spec)
     restore_model(model, checkpoint)

@@ -3,8 +3,6 @@
 import re
 from typing import Annotated, ClassVar, Literal
 
-import psutil
-import torch
 from pydantic import Field, field_validator
 
 from lockstep.base.config import MANY, PluginSection
@@ -85,6 +83,8 @@ class LaunchSection(PluginSection):
                 raise LaunchError(
                     f"{what}={number} on the {cores()} cores that may be used here: set it to {cores()} or less"
                 )
+        import psutil  # noqa: PLC0415 (a config is checked without it)
+
         there = psutil.net_if_addrs()
         for name in (self.interface or "").split(","):
             if name and name not in there:
@@ -99,6 +99,8 @@ class LaunchSection(PluginSection):
 
         Raises LaunchError for more processes than GPUs.
         """
+        import torch  # noqa: PLC0415 (a config is checked without it)
+
         gpus = torch.cuda.device_count()
         if gpus and self.processes != "auto" and self.processes > gpus:
             raise LaunchError(

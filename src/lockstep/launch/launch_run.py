@@ -13,7 +13,7 @@ from lockstep.base import config, plugins, storage
 from lockstep.base.contracts import Launcher, Plan, Request
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError, PeerLost
 from lockstep.launch import run_folder
-from lockstep.launch.elastic.membership import Meeting
+from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.node import Node, plan_of
 from lockstep.launch.elastic.rendezvous import Endpoint
 from lockstep.launch.launch_config import LaunchSection
@@ -25,7 +25,7 @@ JOB = "job.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NodePlace:
     """This machine as one of several that train a run together."""
 
     endpoint: Endpoint
@@ -33,18 +33,18 @@ class Place:
     """None: node 0 is the machine that the endpoint points to."""
 
 
-def place_of(rendezvous: str | None, node_rank: int | None) -> Place | None:
+def place_of(rendezvous: str | None, node_rank: int | None) -> NodePlace | None:
     """Of what was typed; raises LaunchError."""
     if rendezvous is None:
         if node_rank is not None:
             raise LaunchError("--node-rank needs --rendezvous HOST:PORT: where node 0 is, such as node1:29400")
         return None
-    return Place(endpoint=Endpoint.parse(rendezvous), node_rank=node_rank)
+    return NodePlace(endpoint=Endpoint.parse(rendezvous), node_rank=node_rank)
 
 
 def launcher_of(recipe: Recipe) -> Launcher:
     """The one that the recipe names."""
-    found: Launcher = plugins.find("launch.launchers", recipe.launch.kind).build(
+    found: Launcher = plugins.implementation("launch.launchers", recipe.launch.kind).build(
         recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards
     )
     return found
@@ -65,7 +65,7 @@ def here(recipe: Recipe, kind: str = "local") -> Recipe:
     return recipe.model_copy(update={"launch": local})
 
 
-def show(recipe: Recipe, arguments: tuple[str, ...], console: Console, *, place: Place | None) -> int:
+def show(recipe: Recipe, arguments: tuple[str, ...], console: Console, *, place: NodePlace | None) -> int:
     """Tell what would be run, and run nothing. Raises LaunchError where it could not be."""
     request = request_for(recipe, arguments)
     plan = _plan(recipe, request, place)
@@ -100,12 +100,12 @@ def ready(recipe: Recipe, request: Request, launcher: Launcher, *, is_training: 
     return plan
 
 
-def take_part(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, place: Place) -> int:
+def take_part(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, place: NodePlace) -> int:
     """Train a run together with other machines, under the name that all agree on -> exit code.
 
     Raises UserError, PeerLost.
     """
-    with Meeting(place.endpoint, place.node_rank, recipe.launch) as meeting:
+    with Membership(place.endpoint, place.node_rank, recipe.launch) as meeting:
         named = recipes.named(recipe, path)
         assert named.run.name is not None
         run = named.run.model_copy(update={"name": meeting.agreed(named.run.name)})
@@ -125,7 +125,7 @@ def take_part(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, place: 
             return 0  # a scheduler that counts the worst code of all machines would undo what node 0 has saved
 
 
-def _plan(recipe: Recipe, request: Request, place: Place | None) -> Plan:
+def _plan(recipe: Recipe, request: Request, place: NodePlace | None) -> Plan:
     if place is None:
         return launcher_of(recipe).plan(request)
     return plan_of(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.modules.dtensors import gradient_of, part_of, views_of
-from lockstep.core.reduction.all_reduce import Exchange
+from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import Node, TreeSum
-from lockstep.parallel.micro_batches import Passes
+from lockstep.parallel.micro_batches import MicroBatches
 
 
 class Accumulation:
@@ -21,7 +21,7 @@ class Accumulation:
     from there DDP, whose hook comes next, brings it to its bucket. `fill` and `take` give the others.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], passes: Passes, *, leaves_last: bool = True) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], passes: MicroBatches, *, leaves_last: bool = True) -> None:
         self.passes, self.leaves_last = passes, leaves_last
         self.parameters = [p for p in parameters if p.requires_grad]
         self.trees: dict[Tensor, TreeSum] = {}
@@ -31,7 +31,7 @@ class Accumulation:
         """Parameters whose first partial sum is in p.grad."""
         self.hooks = [p.register_post_accumulate_grad_hook(self._keep) for p in self.parameters]
 
-    def start_step(self, exchange: Exchange) -> None:
+    def start_step(self, exchange: AllReduce) -> None:
         """Forget the last step; take in what comes for the next."""
         self.nodes, self.left = exchange.nodes[exchange.rank], set()
         self.trees = {p: TreeSum(exchange.present, self.nodes) for p in self.parameters}
@@ -54,7 +54,7 @@ class Accumulation:
                 part = self.take(parameter, node)
                 target.zero_() if part is None else target.copy_(part)
 
-    def totals(self, exchange: Exchange) -> list[tuple[nn.Parameter, Tensor]]:
+    def totals(self, exchange: AllReduce) -> list[tuple[nn.Parameter, Tensor]]:
         """Each parameter with the sum of its gradients over all shards of all ranks, zeros where no shard used it; of a
         parameter that is spread, the part that lies here."""
         parts = [part_of(parameter) for parameter in self.parameters]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lockstep.base.contracts import Batch, Model
+from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.modules.buffers import borrowed
 from lockstep.core.numerics.seeds import generators_restored
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree as pytree
 
-from lockstep.base.contracts import Model
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Model
 
 
 class OrderedUnits:

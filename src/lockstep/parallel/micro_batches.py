@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.base.contracts import Batch, LossSum, MicroBatch, Model, Outputs
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model, Outputs
 from lockstep.core.distributed.collectives import add_disjoint
 from lockstep.core.host.activity import progress
 from lockstep.core.modules.buffers import BufferUpdates
@@ -20,7 +20,7 @@ from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.tree import tree_sum
 
 
-class Passes:
+class MicroBatches:
     """A rank's share of a step, one micro-batch after the other.
 
     `modules`: those whose buffers advance here, by name, all of the model's if not given. `is_whole`: whether this rank

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.base.contracts import Batch
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch
 from lockstep.core.modules.buffers import borrowed
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.loss import unweighted
@@ -26,7 +26,7 @@ from lockstep.parallel.partition import Cuttable, Run
 
 
 @dataclass(frozen=True)
-class Survey:
+class ModuleProfile:
     """What was found of a model of B units."""
 
     holders: dict[str, tuple[int, int]]
@@ -50,7 +50,7 @@ class Survey:
         return found
 
 
-def survey(cut: Cuttable, batch: Batch, autocast: Callable[[], Any]) -> Survey:
+def survey(cut: Cuttable, batch: Batch, autocast: Callable[[], Any]) -> ModuleProfile:
     """Run a model forwards and backwards, unit by unit. Leaves weights and buffers as they were. Raises ModelError."""
     frozen = [p for p in cut.model.parameters() if p.is_floating_point() and not p.requires_grad]
     for parameter in frozen:
@@ -185,7 +185,7 @@ class _Passage:
             parameter.grad = None
         return seconds
 
-    def survey(self) -> Survey:
+    def survey(self) -> ModuleProfile:
         """What this passage has shown."""
         last = self.count - 1
         block_of = {leaf: number for number, (_, taken) in enumerate(self.ends) for leaf in taken}
@@ -204,7 +204,7 @@ class _Passage:
             holders[name] = (min(units, default=alone), max(units, default=alone))
         forward = [after - before for before, after in pairwise(self.marks)]
         seconds = [there + back for there, back in zip(forward, self.backward, strict=True)]
-        return Survey(holders, modules, skips, [*seconds[:last], seconds[last] + seconds[self.count]])
+        return ModuleProfile(holders, modules, skips, [*seconds[:last], seconds[last] + seconds[self.count]])
 
 
 def _is_packed(node: Any) -> bool:

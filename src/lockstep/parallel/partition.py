@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lockstep.base.contracts import Batch, Model
 from lockstep.base.errors import ModelError, few
+from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.modules.blocks import with_weights
 from lockstep.core.modules.buffers import borrowed
-from lockstep.core.modules.call_checksums import Calls, first_difference
+from lockstep.core.modules.call_checksums import CallChecksums, first_difference
 from lockstep.core.modules.module_trace import descriptions
 from lockstep.core.modules.outputs import are_equal
 from lockstep.core.numerics.seeds import GeneratorStates, generators, generators_restored, seed_all, set_generators
@@ -246,7 +246,7 @@ class Cuttable:
         """Raise ModelError where even the whole model does not give the same outputs again."""
         passes = []
         for _ in range(2):
-            with self._measured(), Calls(self.model) as calls:
+            with self._measured(), CallChecksums(self.model) as calls:
                 self.model({name: column.clone() for name, column in batch.items()})
             passes.append(calls.read())
         if name := first_difference(*passes):

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _RecvInfo
 
-from lockstep.base.contracts import MicroBatch
+from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.host.activity import progress
 from lockstep.core.modules.outputs import tensors
-from lockstep.core.reduction.all_reduce import Exchange
+from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.parallel.accumulation import Accumulation
-from lockstep.parallel.micro_batches import Passes
+from lockstep.parallel.micro_batches import MicroBatches
 from lockstep.parallel.partition import Cuttable, Travelling
 
 
 class Segment(nn.Module):
     """Blocks first..last-1 of a model; takes what block first-1 gives for the present micro-batch."""
 
-    def __init__(self, cut: Cuttable, first: int, last: int, *, passes: Passes) -> None:
+    def __init__(self, cut: Cuttable, first: int, last: int, *, passes: MicroBatches) -> None:
         super().__init__()
         self.cut, self.first, self.last, self.passes = cut, first, last, passes
 
@@ -45,7 +45,7 @@ class Rooms(dict[int, tuple[_RecvInfo, ...]]):
         return self[number]
 
 
-class Stage(PipelineStage):
+class SeededStage(PipelineStage):
     """The library's stage knows one shape for a whole run, and no randomness.
 
     Number `number` of `count`; they lie on the ranks of `group` in turn. `trained`: the parameters of its blocks.
@@ -68,7 +68,7 @@ class Stage(PipelineStage):
         self.grad_recv_info = Rooms(self._rooms_backward)
         self.has_backward = True
 
-    def start_step(self, micro_batches: Sequence[MicroBatch], exchange: Exchange) -> None:
+    def start_step(self, micro_batches: Sequence[MicroBatch], exchange: AllReduce) -> None:
         """These come next; `exchange` is how the replicas of this stage finish their tree."""
         self.accumulation.start_step(exchange)
         self.passes.buffers.start_step(exchange)

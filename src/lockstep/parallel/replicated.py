@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.base.contracts import Batch, Model, Outputs
+from lockstep.base.model_contracts import Batch, Model, Outputs
 from lockstep.core.host.malloc import keep_freed_memory
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import widened
@@ -14,16 +14,16 @@ from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.gradient_norm import clip_, gradients, row_squares
 from lockstep.parallel.accumulation import Accumulation
-from lockstep.parallel.micro_batches import Passes
+from lockstep.parallel.micro_batches import MicroBatches
 
 
-class Replica:
+class Replicated:
     """Evaluation, clipping and state of a model that is whole on every rank."""
 
     def __init__(self, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         self.randomness, self.precision, self.exact = randomness, precision, exact
         self.copies: tuple[int, ...] = ()
-        self.placed: tuple[Passes, Accumulation] | None = None
+        self.placed: tuple[MicroBatches, Accumulation] | None = None
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Take the model; its own parameters are the ones to optimise. May be called again."""
@@ -34,7 +34,7 @@ class Replica:
         self.model = model
         self.copies = tuple(range(dist.get_world_size()))
         self.parameters = list(model.parameters())
-        passes = Passes(model, self.randomness, self.precision)
+        passes = MicroBatches(model, self.randomness, self.precision)
         self.placed = passes, Accumulation(self.parameters if self.exact else [], passes)
         return model
 
@@ -44,7 +44,7 @@ class Replica:
         return [self.passes.buffers]
 
     @property
-    def passes(self) -> Passes:
+    def passes(self) -> MicroBatches:
         """Of the placed model."""
         assert self.placed is not None, "place() comes first"
         return self.placed[0]

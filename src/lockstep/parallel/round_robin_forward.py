@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from lockstep.base.contracts import Batch, Outputs
+from lockstep.base.model_contracts import Batch, Outputs
 from lockstep.core.distributed.collectives import decided
 from lockstep.core.numerics.seeds import generators, set_generators
 

@@ -5,15 +5,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lockstep.base.contracts import Batch, Model, Outputs
+from lockstep.base.model_contracts import Batch, Model, Outputs
 from lockstep.core.modules.dtensors import kept_buffers, like, tied
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
-from lockstep.core.reduction.gradient_norm import Pieces, Rows
+from lockstep.core.reduction.gradient_norm import GradientPieces, Rows
 
 
-class Spread:
+class Sharded:
     """Evaluation, clipping and state of a model of which every rank holds some parts."""
 
     outputs: Callable[[Batch], Outputs]
@@ -22,7 +22,7 @@ class Spread:
     """This rank's parameters as they go into the state, by their first name: spread tensors where they are cut."""
     parts: dict[str, torch.nn.Parameter]
     """The numbers of them that lie here."""
-    norm: Rows | Pieces
+    norm: Rows | GradientPieces
     """How the norm of the parts' gradients becomes that of all."""
 
     def __init__(self, randomness: Randomness, precision: Precision) -> None:

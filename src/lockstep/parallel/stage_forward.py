@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.base.contracts import Batch, Outputs
+from lockstep.base.model_contracts import Batch, Outputs
 from lockstep.core.host.activity import waiting_in
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import moved
@@ -18,7 +18,7 @@ from lockstep.parallel.partition import Cuttable
 from lockstep.parallel.round_robin_forward import in_turn
 
 
-class Relay:
+class StageForward:
     """`bounds`: the block with which each stage begins, and the number of blocks. The stages lie on the ranks of
     `group` in turn, and each rank brings batches of its own. `buffers`: this rank's stages'; no batch changes them."""
 

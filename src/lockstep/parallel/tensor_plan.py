@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from lockstep.base.contracts import Model
 from lockstep.base.errors import ModelError, few
+from lockstep.base.model_contracts import Model
 from lockstep.core.modules.dtensors import tied
 
 GATHERED, TAKEN = (
@@ -101,7 +101,7 @@ def _check_counts(counts: Mapping[str, int], size: int, world: int) -> None:
             )
 
 
-def split(model: Model, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
+def split_layers(model: Model, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
     """Split the modules over a mesh of one axis, in place; their parameters become DTensors."""
     plan = {name: STYLES[style]() for name, style in styles.items() if style in STYLES}
     with warnings.catch_warnings():  # nothing is ever drawn in the shape of a DTensor

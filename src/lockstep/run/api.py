@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep.base.errors import Interrupted, LockstepError, NonFiniteLoss, PeerLost, RunFailed, Stuck, UserError
+from lockstep.base.errors import HangDetected, Interrupted, LockstepError, NonFiniteLoss, PeerLost, RunFailed, UserError
 from lockstep.launch import launch_run
 from lockstep.launch.elastic.failure import TAIL_LINES, Failure
-from lockstep.launch.launchers.spawn import Outlet, Spawn
+from lockstep.launch.launchers._spawn import Outlet, Spawn
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 
 ERRORS: dict[int, type[LockstepError]] = {
-    error.exit_code: error for error in (UserError, NonFiniteLoss, PeerLost, Stuck, Interrupted)
+    error.exit_code: error for error in (UserError, NonFiniteLoss, PeerLost, HangDetected, Interrupted)
 }
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lockstep.base import plugins
 from lockstep.base.config import MANY
-from lockstep.base.contracts import Batch, DataSpec, MicroBatch, Model, Source, Strategy, Tokenizer
+from lockstep.base.contracts import DataSpec, Source, Tokenizer
 from lockstep.base.errors import ConfigError
 from lockstep.base.events import Warned
+from lockstep.base.model_contracts import Batch, MicroBatch, Model, Strategy
 from lockstep.base.world import World
 from lockstep.core.distributed.collectives import gathered, together
 from lockstep.core.modules.deferred_init import deferred
@@ -25,7 +26,7 @@ from lockstep.data.bad_samples import Faults
 from lockstep.data.dataset import open_source, with_tokens
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
-from lockstep.data.sampler import EvaluationRequests, Request, TrainingRequests
+from lockstep.data.sampler import EvaluationRequests, ShardRequest, TrainingRequests
 from lockstep.run.recipe import Recipe
 from lockstep.training import optim
 from lockstep.training.ema import MovingAverage
@@ -54,7 +55,7 @@ class Data:
 
 
 @dataclass(kw_only=True)
-class Parts:
+class Components:
     """A recipe's parts, built for one process."""
 
     recipe: Recipe
@@ -207,7 +208,7 @@ class Parts:
 def open_data(recipe: Recipe, *, publish: Callable[[object], None] = lambda _: None, is_checked: bool = False) -> Data:
     """Open both splits, with their tokens made if need be. Raises DataError."""
     train, test = (open_source(recipe.data, split) for split in ("train", "test"))
-    make = getattr(plugins.find("models", recipe.model.kind), "tokenizer", None)
+    make = getattr(plugins.implementation("models", recipe.model.kind), "tokenizer", None)
     tokenizer = None
     if make is not None and train.spec.modality == "text":
         tokenizer = make(recipe.model)
@@ -238,7 +239,7 @@ def first_samples(recipe: Recipe, data: Data, sizes: Sequence[int]) -> list[Batc
 
 def test_batches(recipe: Recipe, data: Data, parts: Iterable[Sequence[int]]) -> Iterator[Batch]:
     """Test samples by their numbers, as batches on the CPU. Raises SampleError, DataError."""
-    requests = (Request(step=-1, shard=0, epoch=-1, indices=tuple(part)) for part in parts)
+    requests = (ShardRequest(step=-1, shard=0, epoch=-1, indices=tuple(part)) for part in parts)
     batches = Loader(
         data.test,
         requests,
@@ -315,7 +316,7 @@ def evaluation_loader(
 
 def measured(recipe: Recipe, spec: DataSpec) -> dict[str, Measure]:
     """The metrics of an evaluation by name, the user's own among them. Raises ModelError."""
-    own = getattr(plugins.find("models", recipe.model.kind), "metrics", None)
+    own = getattr(plugins.implementation("models", recipe.model.kind), "metrics", None)
     found = measures(spec, own(recipe.model, spec) if own else {})
     return {name: each for name, each in found.items() if is_asked(name, recipe.evaluate.metrics)}
 
@@ -323,7 +324,7 @@ def measured(recipe: Recipe, spec: DataSpec) -> dict[str, Measure]:
 def build_model(recipe: Recipe, spec: DataSpec) -> Model:
     """The model with its initial weights: the same on every rank and at every start."""
     seed_all(seed_of(recipe.run.seed, "weights"))
-    return plugins.find("models", recipe.model.kind).build(recipe.model, spec)
+    return plugins.implementation("models", recipe.model.kind).build(recipe.model, spec)
 
 
 def _unfilled_model(recipe: Recipe, spec: DataSpec) -> Model | None:
@@ -335,7 +336,7 @@ def _unfilled_model(recipe: Recipe, spec: DataSpec) -> Model | None:
     return deferred(partial(build_model, recipe, spec))
 
 
-def assemble(recipe: Recipe, world: World, device: torch.device) -> Parts:
+def assemble(recipe: Recipe, world: World, device: torch.device) -> Components:
     """Build every part for this process; the process group is open and the data has been prepared."""
     with together():
         data = open_data(recipe)
@@ -351,13 +352,13 @@ def assemble(recipe: Recipe, world: World, device: torch.device) -> Parts:
         lengths=data.train.lengths,
     )
     total_steps = recipe.train.total_steps(order.steps_per_epoch)
-    return Parts(
+    return Components(
         recipe=recipe,
         world=world,
         device=device,
         order=order,
         model=model,
-        state=place(
+        state=distribute(
             recipe,
             model,
             partial(first_batch, recipe, data, order=order, device=device),
@@ -369,7 +370,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device) -> Parts:
     )
 
 
-def place(
+def distribute(
     recipe: Recipe, model: Model, sample: Callable[[], Batch], *, total_steps: int, device: torch.device
 ) -> TrainState:
     """Spread a model over the open process group, with its optimizer and all that a step needs. `sample` fetches a
@@ -378,7 +379,7 @@ def place(
     randomness.watch(model.blocks(), recompute=recipe.train.recompute)
     precision = Precision(recipe.train.precision, device)
     exact = recipe.run.reproducibility == "exact"
-    strategy = plugins.find("parallel.strategies", recipe.parallel.kind).build(
+    strategy = plugins.implementation("parallel.strategies", recipe.parallel.kind).build(
         recipe.parallel, randomness=randomness, precision=precision, exact=exact
     )
     module = strategy.place(model.train(), sample)

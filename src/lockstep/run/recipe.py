@@ -16,9 +16,8 @@ from lockstep.base.errors import ConfigError, nearest
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.inference.export.export_config import ExportSection
 from lockstep.observe.observe_config import ObserveSection
-from lockstep.training.evaluation import METRICS
-from lockstep.training.optim import OptimSection, ScheduleSection
-from lockstep.training.training_config import EvaluateSection, TrainSection
+from lockstep.training.optim_config import OptimSection, ScheduleSection
+from lockstep.training.training_config import METRICS, EvaluateSection, TrainSection
 
 
 def plugin(family: str, default: str) -> Kind:

@@ -32,10 +32,10 @@ from lockstep.base.world import World
 from lockstep.checkpoint.writer import THREAD
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import decided, said_once
-from lockstep.core.host.signals import Interruption
+from lockstep.core.host.signals import SignalWatch
 from lockstep.run import leftovers
 from lockstep.run import recipe as recipes
-from lockstep.run.tasks.train import Job
+from lockstep.run.tasks.train import TrainTask
 
 if os.name != "nt":
     import fcntl
@@ -57,11 +57,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str], make: Callable[..., Job] = Job, *, guards: bool = False) -> int:
+def main(argv: list[str], make: Callable[..., TrainTask] = TrainTask, *, guards: bool = False) -> int:
     """Run one process to its end; returns its exit code. `make` gives the job, for one that does something else;
     `guards`: the config is somebody's, wherever it lies."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    options, world, interruption = arguments(argv), World.from_environment(), Interruption()
+    options, world, interruption = arguments(argv), World.from_environment(), SignalWatch()
     closed_output.survives()
     append_to_logs()
     with interruption.watching():

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base import user_code
-from lockstep.base.contracts import Batch, Forward, LossSum, MicroBatch, Outputs
 from lockstep.base.errors import EvaluationFailed, LockstepError
+from lockstep.base.model_contracts import Batch, Forward, LossSum, MicroBatch, Outputs
 from lockstep.core.distributed.collectives import decided, gathered_at_main, together
 from lockstep.core.distributed.process_group import is_lost_peer
 from lockstep.core.host.activity import progress
@@ -22,9 +22,6 @@ from lockstep.training.metrics.metric_tally import Part, Replayed, numbers, tall
 from lockstep.training.metrics.requested_metrics import Asked, is_asked
 
 T = TypeVar("T")
-
-METRICS = ["accuracy", "f1", "loss"]
-"""What is always measured of a classifier; a user's file may add others."""
 MOST_CLASSES = 100
 """A confusion matrix of more classes is not written down."""
 

@@ -13,7 +13,7 @@ STEP = "step"
 """The key of the optimizers' counter, which has the shape of a parameter that is a single number."""
 
 
-class Tails:
+class FusedTails:
     """On a CPU the fused kernels take a register of numbers at a time, and what is left of a tensor one by one, which
     may round otherwise: a number's bits would depend on where the tensor that it lies in ends, and so on how many
     processes share it. What is left over is therefore computed once more, in a register of its own, filled up with

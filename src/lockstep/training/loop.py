@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.base import user_code
-from lockstep.base.contracts import MicroBatch
 from lockstep.base.errors import CheckpointError, ConfigError, Interrupted, LockstepError, NonFiniteLoss
 from lockstep.base.events import Bus, EpochDone, Evaluated, StepDone, Warned
+from lockstep.base.model_contracts import MicroBatch
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.checkpoint.retention import is_better
 from lockstep.core.distributed.collectives import Agreement, decided
@@ -18,7 +18,7 @@ from lockstep.observe.meters import Throughput
 from lockstep.training.deadline import Deadline
 from lockstep.training.digest_chain import link
 from lockstep.training.saving import Saving
-from lockstep.training.state import Record, TrainState
+from lockstep.training.state import StepRecord, TrainState
 from lockstep.training.step import Outcome, step
 from lockstep.training.training_config import EvaluateSection, TrainSection
 
@@ -222,7 +222,7 @@ def _judged(run: Training, metrics: dict[str, float]) -> tuple[bool, bool]:
     return improved, _is_enough(run, metrics)
 
 
-def _note(record: Record, metric: str, values: dict[str, float]) -> bool:
+def _note(record: StepRecord, metric: str, values: dict[str, float]) -> bool:
     """Compare with the best so far, by rank 0's numbers, and remember the better."""
     value = decided(values[metric])
     if is_better(metric, value, record.best):

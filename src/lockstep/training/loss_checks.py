@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lockstep.base.contracts import Batch, LossSum
+from lockstep.base.model_contracts import Batch, LossSum
 from lockstep.core.modules.module_trace import fingerprint
 from lockstep.training.finding_messages import mixing_loss
 from lockstep.training.findings import Finding

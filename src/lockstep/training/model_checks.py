@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.contracts import Batch, LossSum, MicroBatch, Model, Strategy
+from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model, Strategy
 from lockstep.core.distributed.collectives import gathered
-from lockstep.core.modules.call_checksums import LOSS, Call, Calls, first_difference, in_common
+from lockstep.core.modules.call_checksums import LOSS, Call, CallChecksums, first_difference, in_common
 from lockstep.core.modules.hidden_state import Mark, Snapshot, changed
 from lockstep.core.modules.module_trace import descriptions, fingerprint
 from lockstep.core.numerics.checksum import checksum
@@ -124,7 +124,7 @@ class FirstSteps:
         """A forward pass and the loss -> calls, outputs, the parameters that were written to. The batch is a copy,
         which the model's code may change."""
         self._seed(given)
-        with Calls(self.model) as calls:
+        with CallChecksums(self.model) as calls:
             outputs = self.strategy.forward({name: column.clone() for name, column in given.batch.items()})
         with torch.no_grad():
             total = self._loss(outputs, {name: column.clone() for name, column in given.batch.items()}).total

@@ -13,7 +13,7 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint import layout, reader, verify
 from lockstep.checkpoint.layout import Count
 from lockstep.core.distributed.collectives import decided, together
-from lockstep.training.state import Record, TrainState
+from lockstep.training.state import StepRecord, TrainState
 
 
 class _Strict(BaseModel):
@@ -26,7 +26,7 @@ class _Record(_Strict):
 
     @model_validator(mode="after")
     def _is_a_record(self) -> Self:
-        if unknown := (self.model_extra or {}).keys() - {field.name for field in fields(Record)}:
+        if unknown := (self.model_extra or {}).keys() - {field.name for field in fields(StepRecord)}:
             raise ValueError(f"there is no {min(unknown)!r} in it")
         return self
 

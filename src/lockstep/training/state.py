@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.contracts import Batch, Strategy
+from lockstep.base.model_contracts import Batch, Strategy
 from lockstep.core.modules.dtensors import part_of
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
@@ -17,7 +17,7 @@ from lockstep.training.optim import set_learning_rate
 
 
 @dataclass(kw_only=True)
-class Record:
+class StepRecord:
     """The best evaluation so far, and how long ago it was."""
 
     best: float | None = None
@@ -48,8 +48,8 @@ class TrainState:
     """Stands for every step that has been read from the device: all that are done, whenever it is saved."""
     drift: list[dict[str, Any]] = field(default_factory=list)
     """Numeric fields that another value was allowed for on a resume: step, field, before, now."""
-    stopping: Record = field(default_factory=Record)
-    saving: Record = field(default_factory=Record)
+    stopping: StepRecord = field(default_factory=StepRecord)
+    saving: StepRecord = field(default_factory=StepRecord)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that this rank holds, or its part of it, by a flat, canonical name: model.*, ema.*,
@@ -93,7 +93,7 @@ class TrainState:
         self.step, self.skipped = state["step"], state["skipped"]
         self.chain, self.drift = state["chain"], list(state["drift"])
         self.precision.load_state_dict(state["scaler"])
-        self.stopping, self.saving = Record(**state["stopping"]), Record(**state["saving"])
+        self.stopping, self.saving = StepRecord(**state["stopping"]), StepRecord(**state["saving"])
 
     @contextmanager
     def for_use(self) -> Iterator[None]:

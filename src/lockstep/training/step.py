@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.base.contracts import LossSum, MicroBatch
+from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.core.numerics.loss import with_term_weights
 from lockstep.core.reduction.gradient_norm import gradients, normalise_
 from lockstep.training.optim import set_learning_rate

@@ -5,7 +5,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from lockstep.base.config import MANY, Section
-from lockstep.core.numerics.precision import Format
+from lockstep.base.contracts import Format
+
+METRICS = ["accuracy", "f1", "loss"]
+"""What is measured of every classifier, by the names that settings know."""
 
 
 class TrainSection(Section):

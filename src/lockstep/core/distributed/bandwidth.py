@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.core.distributed.process_group import world_group
-from lockstep.core.reduction.all_reduce import Exchange
+from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.transport import transport
 
 NUMBERS = 1 << 22
@@ -18,7 +18,7 @@ ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Links:
+class Bandwidth:
     """Bytes per second that each process sends while all of them do, and what any message costs besides."""
 
     gather: float
@@ -35,14 +35,14 @@ class Links:
     """Of the sum of one number over all: what it costs to wait for each other."""
 
 
-def links(device: torch.device) -> Links:
+def bandwidth(device: torch.device) -> Bandwidth:
     """Measure them; every rank of a world of at least two has to call it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole, part = torch.ones(NUMBERS, device=device), torch.ones(NUMBERS // size, device=device)
     gathered, received = torch.empty(part.numel() * size, device=device), torch.empty_like(whole)
     shards = frozenset(range(size))
     wire = transport(device)
-    exchange = Exchange([frozenset([each]) for each in range(size)], shards, wire.group)
+    exchange = AllReduce([frozenset([each]) for each in range(size)], shards, wire.group)
     slots = wire.slots(0, whole.clone(), 1)
     number = torch.ones(1, device=device)
 
@@ -55,7 +55,7 @@ def links(device: torch.device) -> Links:
     gather = _seconds(lambda: dist.all_gather_into_tensor(gathered, part))
     scatter = _seconds(lambda: dist.all_to_all_single(received[: len(gathered)], gathered))
     whole_bytes, part_bytes = whole.nbytes, part.nbytes
-    return Links(
+    return Bandwidth(
         gather=part_bytes * (size - 1) / gather,
         scatter=part_bytes * (size - 1) / scatter,
         exchange=whole_bytes / _seconds(lambda: wire.sum(0, slots, exchange)),

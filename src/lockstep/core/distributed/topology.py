@@ -11,7 +11,7 @@ from lockstep.core.distributed.collectives import gathered
 
 
 @dataclass(frozen=True, kw_only=True)
-class Neighbours:
+class Topology:
     """The world as a table of M machines with L ranks each; this rank stands in one row and one column."""
 
     machines: tuple[tuple[int, ...], ...]
@@ -24,7 +24,7 @@ class Neighbours:
     """The ranks with the same place on each machine, its column."""
 
 
-def neighbours(machine: str) -> Neighbours | None:
+def topology(machine: str) -> Topology | None:
     """The table, when each rank has named its machine; None where no two share one, or machines differ in their number
     of ranks. Every rank has to call it.
     """
@@ -41,7 +41,7 @@ def neighbours(machine: str) -> Neighbours | None:
     place = next(ranks.index(rank) for ranks in machines if rank in ranks)
     assert beside is not None
     assert across is not None
-    return Neighbours(machines=machines, place=place, beside=beside, across=across)
+    return Topology(machines=machines, place=place, beside=beside, across=across)
 
 
 def this_machine() -> str:

@@ -17,7 +17,7 @@ ECHO_SECONDS = 1.0
 """A launcher passes on what the terminal has sent already: signals this close together are one."""
 
 
-class Interruption:
+class SignalWatch:
     """The first signal asks for an end at the next step boundary; a second one, or a long wait after Ctrl-C, ends
     the process on the spot with the exit code of Interrupted. So does the first while there are no steps yet."""
 

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base.errors import ModelError
 from lockstep.core.distributed.collectives import any_of, gathered
-from lockstep.core.reduction.all_reduce import Exchange
+from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
 
 WATCHED_STEPS = 2
@@ -148,7 +148,7 @@ class BufferUpdates:
         self.unhandled: dict[str, str] = {}
         """Buffer -> why its value depends on the number of processes."""
         self.steps, self.done = 0, list[int]()
-        self.exchange: Exchange | None = None
+        self.exchange: AllReduce | None = None
         self.is_asked = True
         """Whether ranks tell each other, in every step, that a buffer has changed for the first time: not where all
         change, or there are none. The same on every rank."""
@@ -164,7 +164,7 @@ class BufferUpdates:
                     self.slots[name] = Slot.of(name, module, key)
                     known.add(id(tensor))
 
-    def start_step(self, exchange: Exchange) -> None:
+    def start_step(self, exchange: AllReduce) -> None:
         """Remember where the step starts from."""
         if self.steps <= WATCHED_STEPS:
             self._scan()
@@ -245,7 +245,7 @@ class BufferUpdates:
         self.exchange = None  # with its process group, which hooks of the model would keep for good
         self._back()
 
-    def _agree(self, exchange: Exchange) -> None:
+    def _agree(self, exchange: AllReduce) -> None:
         """A buffer that changes on one rank is joined on all. One small collective in every step."""
         flag = torch.tensor([int(bool(self.fresh)), int(len(self.live) < len(self.slots))])
         any_of(flag)
@@ -262,7 +262,7 @@ class BufferUpdates:
             elif name not in self.live:
                 self._start(name)
 
-    def _join(self, exchange: Exchange, slots: list[Slot], dtype: torch.dtype) -> None:
+    def _join(self, exchange: AllReduce, slots: list[Slot], dtype: torch.dtype) -> None:
         if not slots:
             return
         trees = [tree for slot in slots if (tree := self.live[slot.name]) is not None]

@@ -15,7 +15,7 @@ Call = tuple[str, int, int]
 """A module's name, the checksums of its inputs and of its outputs."""
 
 
-class Calls:
+class CallChecksums:
     """Inside, the calls of a model's modules are watched, in the order in which they end; `read` gives them.
 
     Calls while the model is in the other mode are left out: a strategy may look at shapes in evaluation.
@@ -31,7 +31,7 @@ class Calls:
         self._sums: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> "Calls":
+    def __enter__(self) -> "CallChecksums":
         for name, module in self.model.named_modules():
             self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             self._hooks.append(module.register_forward_hook(partial(self._leave, name), prepend=True))  # before FSDP's

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.base.contracts import Model
+from lockstep.base.model_contracts import Model
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.contracts import MicroBatch
+from lockstep.base.model_contracts import MicroBatch
 
 Line = dict[str, Any]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lockstep.base.contracts import Outputs
+from lockstep.base.model_contracts import Outputs
 
 
 def register(outputs: Outputs) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.base.contracts import Batch, LossSum, MicroBatch
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, LossSum, MicroBatch
 from lockstep.core.distributed.collectives import gathered
 
 

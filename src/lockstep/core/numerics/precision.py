@@ -1,15 +1,15 @@
 """The number formats of a run: autocast, gradient scaling, and the switches that may change bits."""
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.base.contracts import Format
 from lockstep.core.distributed.collectives import any_of
 
-Format = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.core.reduction.tree import Shards, TreeSum, cover, root
 
 
-class Exchange:
+class AllReduce:
     """How the ranks of a group finish one tree: who brings which nodes.
 
     `owned[r]` are the shards of rank r; a rank may own none and still takes part.

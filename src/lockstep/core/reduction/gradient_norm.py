@@ -72,7 +72,7 @@ class Rows:
         return norm
 
 
-class Pieces:
+class GradientPieces:
     """Parameters of which the ranks of a group hold pieces, cut along any axis, or all of them the whole.
 
     `split`: the names of those that are cut. A row may lie on several ranks, so the bits are not those of `Rows`; they

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lockstep.base.errors import ModelError
-from lockstep.core.reduction.all_reduce import Exchange
+from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
 
 
 class Rounds:
     """Where a step is: in every round each of the S ranks brings one shard's gradient, or a ghost's."""
 
-    def __init__(self, exchange: Exchange, shards: Sequence[Sequence[int | None]]) -> None:
+    def __init__(self, exchange: AllReduce, shards: Sequence[Sequence[int | None]]) -> None:
         self.exchange = exchange
         """How those finish the tree that hold the same rows, each for micro-batches of its own."""
         self.shards = shards
@@ -37,7 +37,7 @@ class Rounds:
         return self.number == len(self.shards) - 1
 
 
-class TreeScatter(ReduceScatter):
+class TreeReduceScatter(ReduceScatter):
     """For one FSDP module: its reduce-scatter, and what comes after it.
 
     In the step's last round, the module's gradients are the sum over all shards, in the tree's order; what it leaves
@@ -103,7 +103,7 @@ class TreeScatter(ReduceScatter):
         self.finished = self.rounds, self.rounds.number
 
 
-class BackendScatter(TreeScatter):
+class BackendReduceScatter(TreeReduceScatter):
     """The backend's own reduce-scatter, in an order that depends on the world; sums over rounds are left to FSDP."""
 
     def __init__(self, name: str, place: int) -> None:

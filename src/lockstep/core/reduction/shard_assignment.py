@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from lockstep.core.reduction.tree import Shards
 
 
-def neighbouring(place: int, places: int, *, shards: int, present: Shards) -> list[int]:
+def contiguous(place: int, places: int, *, shards: int, present: Shards) -> list[int]:
     """The present ones of shards place*V/places .. (place+1)*V/places-1: a run of neighbours, so that most additions
     happen inside it. May be empty."""
     return [shard for shard in range(place * shards // places, (place + 1) * shards // places) if shard in present]
 
 
-def dealt(place: int, places: int, shards: Sequence[int]) -> list[int | None]:
+def strided(place: int, places: int, shards: Sequence[int]) -> list[int | None]:
     """Every `places`-th of the given shards; None for places without one in the last round. Each round is then a run of
     neighbours. At least one round."""
     rounds = max(1, -(-len(shards) // places))

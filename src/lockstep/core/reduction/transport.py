@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lockstep.core.distributed.collectives import gathered
 from lockstep.core.distributed.process_group import world_group
-from lockstep.core.distributed.topology import Neighbours, neighbours, this_machine
-from lockstep.core.reduction.all_reduce import Exchange
+from lockstep.core.distributed.topology import Topology, this_machine, topology
+from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
 
 BLOCK = 1 << 17
@@ -34,7 +34,7 @@ Offer = tuple[int, int, int]
 """Process, file descriptor in it, bytes."""
 
 
-class Wire:
+class NetworkTransport:
     """Partial sums travel over the network, from every rank to every rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -44,17 +44,17 @@ class Wire:
         """Where this rank's partial sums of a bucket go: `count` flat tensors [n], the first of them `buffer`."""
         return [buffer, *(torch.empty_like(buffer) for _ in range(count - 1))]
 
-    def sum(self, bucket: int, slots: Sequence[Tensor], exchange: Exchange) -> Tensor:
+    def sum(self, bucket: int, slots: Sequence[Tensor], exchange: AllReduce) -> Tensor:
         """The sum over all shards [n], once the slots have been filled. Every rank calls it."""
         return exchange.sum(slots)
 
 
-class SharedMemory(Wire):
+class SharedMemoryTransport(NetworkTransport):
     """The ranks of a machine add up where the gradients lie, each of them 1/L of the bucket; machines exchange what
     that comes to. DDP's own buckets are moved into shared memory for this, so that nothing is copied.
     """
 
-    def __init__(self, group: dist.ProcessGroup, neighbours: Neighbours) -> None:
+    def __init__(self, group: dist.ProcessGroup, neighbours: Topology) -> None:
         super().__init__(group)
         self.neighbours = neighbours
         self.ranks = next(ranks for ranks in neighbours.machines if dist.get_rank() in ranks)
@@ -62,7 +62,7 @@ class SharedMemory(Wire):
         """bucket -> slots of each rank of this machine; empty where they could not be shared."""
         self.own: dict[int, list[Tensor]] = {}
         """bucket -> slots of this rank."""
-        self._exchanges: dict[Exchange, Exchange] = {}
+        self._exchanges: dict[AllReduce, AllReduce] = {}
 
     def slots(self, bucket: int, buffer: Tensor, count: int) -> list[Tensor]:
         """As `Wire.slots`, in shared memory. Buckets are shared when they are new, by all ranks at once."""
@@ -75,7 +75,7 @@ class SharedMemory(Wire):
             self.rows[bucket] = self._shared(self.own[bucket])
         return self.own[bucket]
 
-    def sum(self, bucket: int, slots: Sequence[Tensor], exchange: Exchange) -> Tensor:
+    def sum(self, bucket: int, slots: Sequence[Tensor], exchange: AllReduce) -> Tensor:
         """As `Wire.sum`; the result lies in the first slot of every rank."""
         rows, place = self.rows[bucket], self.neighbours.place
         if not rows:
@@ -89,7 +89,7 @@ class SharedMemory(Wire):
         dist.barrier(self.neighbours.beside)
         return slots[0]
 
-    def _sum_block(self, block: slice, rows: list[list[Tensor]], exchange: Exchange) -> None:
+    def _sum_block(self, block: slice, rows: list[list[Tensor]], exchange: AllReduce) -> None:
         """Add up the numbers of a block in the slots where they lie, and put the sum into the first slot of each."""
         across = self._across(exchange)
         goals = across.nodes[across.rank]
@@ -103,13 +103,13 @@ class SharedMemory(Wire):
             if target.data_ptr() != value.data_ptr():
                 target.copy_(value)
 
-    def _across(self, exchange: Exchange) -> Exchange:
+    def _across(self, exchange: AllReduce) -> AllReduce:
         """The exchange between machines: what a machine owns is what its ranks own."""
         if exchange not in self._exchanges:
             owned = [
                 frozenset[int]().union(*(exchange.owned[rank] for rank in ranks)) for ranks in self.neighbours.machines
             ]
-            self._exchanges[exchange] = Exchange(owned, exchange.present, self.neighbours.across)
+            self._exchanges[exchange] = AllReduce(owned, exchange.present, self.neighbours.across)
         return self._exchanges[exchange]
 
     def _shared(self, own: list[Tensor]) -> list[list[Tensor]]:
@@ -153,12 +153,12 @@ def _opened(offer: Offer, like: Tensor) -> Tensor:
     return like.new_empty(0).set_(storage, 0, like.size(), (1,))
 
 
-def transport(device: torch.device) -> Wire:
+def transport(device: torch.device) -> NetworkTransport:
     """The quickest there is. Every rank has to call it.
 
     On Gloo it has a process group of its own, since it works beside a thread that may be in another collective.
     """
     if device.type == "cuda" or dist.get_world_size() == 1:
-        return Wire(world_group())
-    group, found = dist.new_group(backend="gloo"), neighbours(this_machine())
-    return SharedMemory(group, found) if found else Wire(group)
+        return NetworkTransport(world_group())
+    group, found = dist.new_group(backend="gloo"), topology(this_machine())
+    return SharedMemoryTransport(group, found) if found else NetworkTransport(group)

@@ -3,12 +3,8 @@
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep.base import plugins
 from lockstep.base.config import LocalPath
-from lockstep.base.contracts import Source
-from lockstep.base.errors import DataError
 from lockstep.data.data_config import DataSection
-from lockstep.data.torch_dataset import as_source
 
 
 class Config(DataSection):
@@ -31,16 +27,6 @@ class Config(DataSection):
 
 TEMPLATE = Path(__file__).with_name("_template.py")
 """What `lockstep init user` writes beside the config: data and a model in one file."""
+
 STARTER = {"train": {"epochs": 20, "global_batch": 32, "micro_batch": 8}}
 """What suits the template."""
-
-
-def build(config: Config, split: str) -> Source:
-    """Call the file's `source` for "train" or "test"; raises DataError when what it returns is no data set."""
-    module = plugins.load_file(config.file, "data.file")
-    if not hasattr(module, "source"):
-        raise DataError(f"{config.file} has no function source(options, split)")
-    collate = getattr(module, "collate", None)
-    is_own = callable(collate) and not str(getattr(collate, "__module__", "")).startswith("lockstep.")
-    where = f"the {split} split that source() in {config.file} returned"
-    return as_source(module.source(config.options, split), collate if is_own else None, where)

@@ -14,7 +14,7 @@ from rich.console import Console
 from lockstep.base import storage, trust
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.inference.evaluate import evaluation_table
-from lockstep.inference.evaluate.evaluation_request import SPLITS, Task
+from lockstep.inference.evaluate.evaluation_request import SPLITS, EvaluationRequest
 from lockstep.inference.evaluate.evaluation_samples import check_file
 from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export import export_reader
@@ -31,7 +31,7 @@ NAME = "evaluate"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class EvaluateOptions:
     """What was typed besides the target and its settings."""
 
     split: str = "test"
@@ -43,7 +43,7 @@ class Wishes:
     """Whether the target's own code may be executed, whatever it is."""
 
 
-def evaluate(target: Path, overrides: Sequence[str], wishes: Wishes, *, console: Console) -> int:
+def evaluate(target: Path, overrides: Sequence[str], wishes: EvaluateOptions, *, console: Console) -> int:
     """Measure a run, a checkpoint or an export, each sample once, and tell -> exit code. Raises UserError."""
     if wishes.split not in SPLITS:
         raise ConfigError(f"there is no split {wishes.split!r}{nearest(wishes.split, SPLITS)} (there is: test, train)")
@@ -57,7 +57,7 @@ def evaluate(target: Path, overrides: Sequence[str], wishes: Wishes, *, console:
         own = export_reader.code_of(measured, telling.read(measured)) if is_export else []
         trusts = trust.settle([*own, *recipes.code_of(recipe)], trusts=wishes.trusts, of=target)
         to = wishes.to or (measured if is_export else recipe.folder)
-        task = Task(
+        task = EvaluationRequest(
             target=measured,
             is_export=is_export,
             split=wishes.split,
@@ -75,7 +75,7 @@ def evaluate(target: Path, overrides: Sequence[str], wishes: Wishes, *, console:
     return code
 
 
-def _is_column(override: str, wishes: Wishes) -> bool:
+def _is_column(override: str, wishes: EvaluateOptions) -> bool:
     return wishes.file is not None and override.partition("=")[0] in (TEXT, LABEL)
 
 
@@ -114,7 +114,7 @@ def _writable(folder: Path) -> Path:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another with --to") from None
 
 
-def _launched(recipe: Recipe, task: Task, *, trusts: bool) -> int:
+def _launched(recipe: Recipe, task: EvaluationRequest, *, trusts: bool) -> int:
     """Measure on processes of this machine, whatever it is that trains the run -> exit code."""
     asked = recipe.folder / f"{NAME}.json"
     arguments = ("--task", str(asked), *([trust.OPTION] if trusts else []))

@@ -14,13 +14,13 @@ from lockstep.core.distributed.collectives import local_main_first, together
 from lockstep.core.distributed.process_group import world_group
 from lockstep.core.numerics.digest import digest_of, world_lines
 from lockstep.data.dataset import open_source, with_tokens
-from lockstep.inference.evaluate.evaluation_request import Task
+from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.evaluate.evaluation_samples import of_file, unchanged
 from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export import export_reader
 from lockstep.inference.export.export_facts import Calibration
 from lockstep.inference.export.round_trip import outputs
-from lockstep.run.tasks.train import Job
+from lockstep.run.tasks.train import TrainTask
 from lockstep.training.evaluation import Subject
 from lockstep.training.metrics.declared_metrics import measures
 from lockstep.training.metrics.requested_metrics import is_asked
@@ -46,7 +46,7 @@ class Opened:
         return self.calibration.temperature if self.calibration else 1.0
 
 
-def of_run(job: Job, task: Task) -> Opened:
+def of_run(job: TrainTask, task: EvaluationRequest) -> Opened:
     """The model of a checkpoint, spread as its strategy spreads it. Every rank calls it. Raises UserError."""
     parts = job.assemble()
     averaged = {name: parts.strategy.sharded(name, p.detach()) for name, p in parts.state.module.named_parameters()}
@@ -55,7 +55,7 @@ def of_run(job: Job, task: Task) -> Opened:
     digest = digest_of(world_lines(parts.strategy.state(), world_group()))
     spec, tokenizer, source = parts.data.test.spec, parts.data.tokenizer, parts.data.test
     if task.file is not None:
-        source = Samples(task=task, spec=spec, tokenizer=tokenizer, job=job).everywhere()
+        source = EvaluatedSamples(task=task, spec=spec, tokenizer=tokenizer, job=job).everywhere()
     elif task.split == "train":
         source = unchanged(parts.data.train)
     return Opened(
@@ -69,7 +69,7 @@ def of_run(job: Job, task: Task) -> Opened:
     )
 
 
-def of_export(job: Job, task: Task) -> Opened:
+def of_export(job: TrainTask, task: EvaluationRequest) -> Opened:
     """What an export computes; each process opens the whole of it. Every rank calls it. Raises UserError."""
     folder, asked = task.target, job.recipe.evaluate.metrics
     with together():
@@ -93,7 +93,7 @@ def of_export(job: Job, task: Task) -> Opened:
             device=device,
         ),
         spec=facts.spec,
-        source=Samples(task=task, spec=facts.spec, tokenizer=tokenizer, job=job).everywhere(),
+        source=EvaluatedSamples(task=task, spec=facts.spec, tokenizer=tokenizer, job=job).everywhere(),
         pad_id=tokenizer.pad_id if tokenizer else 0,
         step=facts.step,
         digest=facts.digest,
@@ -102,13 +102,13 @@ def of_export(job: Job, task: Task) -> Opened:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
+class EvaluatedSamples:
     """Those of a file, or of a split, as the model takes them."""
 
-    task: Task
+    task: EvaluationRequest
     spec: DataSpec
     tokenizer: Tokenizer | None
-    job: Job
+    job: TrainTask
 
     def everywhere(self) -> Source:
         """Open them on every rank: what has to be made for it is made by one process of each machine."""

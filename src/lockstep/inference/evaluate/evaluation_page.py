@@ -13,13 +13,13 @@ from PIL import Image
 
 from lockstep.base.errors import printable
 from lockstep.inference.evaluate import evaluation_table, figures
-from lockstep.inference.evaluate.evaluation_report import Wrong
+from lockstep.inference.evaluate.evaluation_report import Misclassified
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_PAIRS = 10
 
 
-def html(found: Mapping[str, Any], wrong: Sequence[Wrong], *, matrix: str) -> str:
+def html(found: Mapping[str, Any], wrong: Sequence[Misclassified], *, matrix: str) -> str:
     """The page as text; `matrix` is the picture of the confusion matrix, where there is one."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     bins = found.get("reliability")

@@ -18,7 +18,7 @@ LONGEST_TEXT = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wrong:
+class Misclassified:
     """A sample with a high loss."""
 
     index: int
@@ -85,7 +85,7 @@ def confidences(predictions: Predictions, temperature: float) -> dict[str, Any]:
 
 def worst(
     predictions: Predictions, source: Source, names: Sequence[str], *, count: int, temperature: float
-) -> list[Wrong]:
+) -> list[Misclassified]:
     """The samples with the highest cross-entropy, the highest first; of equals, the first first."""
     logits = predictions.logits.double() / temperature
     losses = F.cross_entropy(logits, predictions.labels, reduction="none")
@@ -94,7 +94,7 @@ def worst(
     for row in losses.sort(descending=True, stable=True).indices[:count].tolist():
         origin, columns = seen(source, row)
         found.append(
-            Wrong(
+            Misclassified(
                 index=row,
                 origin=origin,
                 label=names[int(predictions.labels[row])],

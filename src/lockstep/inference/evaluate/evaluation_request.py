@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 SPLITS = ["test", "train"]
 
 
-class Task(BaseModel):
+class EvaluationRequest(BaseModel):
     """One evaluation."""
 
     model_config = ConfigDict(frozen=True)

@@ -40,7 +40,7 @@ def _plain(name: str) -> str:
 FileName = Annotated[str, Field(max_length=4096), AfterValidator(_plain)]
 
 
-class Agreement(BaseModel):
+class RoundTrip(BaseModel):
     """How what was read back compares with the model that was trained, on samples of the test split."""
 
     model_config = ConfigDict(frozen=True)
@@ -87,7 +87,7 @@ class Calibration(BaseModel):
     ece_after: float
 
 
-class Facts(BaseModel):
+class ExportFacts(BaseModel):
     """A model outside of its run."""
 
     model_config = ConfigDict(frozen=True)
@@ -125,7 +125,7 @@ class Facts(BaseModel):
     """ISO 639 codes of the texts that it was made for."""
     base_model: str | None = None
     """The hub's name of the model that it was trained from."""
-    agreement: Agreement | None = None
+    agreement: RoundTrip | None = None
     calibration: Calibration | None = None
 
     @field_validator("model")
@@ -153,7 +153,7 @@ class Facts(BaseModel):
         return self.calibration.temperature if self.calibration else 1.0
 
 
-def facts_of(section: PluginSection, spec: DataSpec, *, recipe: Mapping[str, Any], **more: Any) -> Facts:
+def facts_of(section: PluginSection, spec: DataSpec, *, recipe: Mapping[str, Any], **more: Any) -> ExportFacts:
     """The facts of a model by its section and data. An export is given to others: what only concerns the machine that
     it was made on is left out, and that machine's home folder is written as ~."""
     model = section.model_dump(mode="json")
@@ -162,7 +162,7 @@ def facts_of(section: PluginSection, spec: DataSpec, *, recipe: Mapping[str, Any
             model[key] = Path(model[key]).name
     told = {name: _homeless(part) for name, part in recipe.items() if name not in UNTOLD}
     told.get("run", {}).pop("dir", None)
-    return Facts(model=_homeless(model), **asdict(spec), recipe=told, **more)
+    return ExportFacts(model=_homeless(model), **asdict(spec), recipe=told, **more)
 
 
 def _homeless(value: Any) -> Any:
@@ -192,15 +192,15 @@ def kept_calibration(folder: Path, *, digest: str) -> Calibration | None:
         raise ModelError(f"{folder / CALIBRATION} cannot be used ({error}): remove it") from None
 
 
-def write(facts: Facts, folder: Path) -> None:
+def write(facts: ExportFacts, folder: Path) -> None:
     """Put them into an export's folder."""
     storage.write(folder / FILE, json.dumps(facts.model_dump(mode="json"), indent=1, ensure_ascii=False))
 
 
-def read(folder: Path) -> Facts:
+def read(folder: Path) -> ExportFacts:
     """Those of an export's folder; raises ModelError."""
     try:
-        return Facts.model_validate_json(storage.read(folder / FILE, storage.MOST_JSON_BYTES))
+        return ExportFacts.model_validate_json(storage.read(folder / FILE, storage.MOST_JSON_BYTES))
     except FileNotFoundError:
         raise ModelError(f"{folder} is no export: there is no {FILE} in it; `lockstep export RUN` writes one") from None
     except OSError as error:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base import plugins, storage, trust
-from lockstep.base.contracts import Batch, Forward, LossSum, Model, Outputs, Tokenizer
+from lockstep.base.contracts import Tokenizer
 from lockstep.base.errors import LockstepError, ModelError, UntrustedCode
+from lockstep.base.model_contracts import Batch, Forward, LossSum, Model, Outputs
 from lockstep.core.numerics.loss import classification_loss
 from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export.export_config import FORMATS
-from lockstep.inference.export.export_facts import FILE, Facts
+from lockstep.inference.export.export_facts import FILE, ExportFacts
 from lockstep.inference.export.formats import _weights
 
 
@@ -20,7 +21,7 @@ def is_export(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
-def code_of(folder: Path, facts: Facts) -> list[trust.Code]:
+def code_of(folder: Path, facts: ExportFacts) -> list[trust.Code]:
     """What reading an export would execute: the user's file beside the weights, and a program that is no mere graph.
     Raises ModelError."""
     codes = trust.of_file(folder / facts.model["file"]) if "file" in facts.model else []
@@ -33,7 +34,7 @@ def _program(file: Path) -> trust.Code:
     return trust.Code(str(file), file.stat().st_size, storage.sha256(file))
 
 
-def forward_of(folder: Path, facts: Facts | None = None) -> Forward:
+def forward_of(folder: Path, facts: ExportFacts | None = None) -> Forward:
     """What an export computes, on the processor: a module in evaluation mode where it holds one.
 
     Raises ModelError where the folder is no export, or a damaged one.
@@ -45,9 +46,9 @@ def forward_of(folder: Path, facts: Facts | None = None) -> Forward:
     return forward
 
 
-def tokenizer_of(folder: Path, facts: Facts) -> Tokenizer | None:
+def tokenizer_of(folder: Path, facts: ExportFacts) -> Tokenizer | None:
     """The tokenizer that lies beside the weights, for models that take tokens."""
-    if facts.modality != "text" or not hasattr(plugins.find("models", facts.model["kind"]), "tokenizer"):
+    if facts.modality != "text" or not hasattr(plugins.implementation("models", facts.model["kind"]), "tokenizer"):
         return None
     with _told(folder):
         plugin, section = _weights.section_of(facts, folder)
@@ -55,7 +56,7 @@ def tokenizer_of(folder: Path, facts: Facts) -> Tokenizer | None:
     return found
 
 
-def loss_of(folder: Path, facts: Facts, forward: Forward) -> Callable[[Outputs, Batch], LossSum]:
+def loss_of(folder: Path, facts: ExportFacts, forward: Forward) -> Callable[[Outputs, Batch], LossSum]:
     """The model's own loss. A graph has left its model behind: the user's file beside it tells, else cross-entropy."""
     if isinstance(forward, Model):
         return forward.loss
@@ -67,7 +68,7 @@ def loss_of(folder: Path, facts: Facts, forward: Forward) -> Callable[[Outputs, 
     return model.loss
 
 
-def metrics_of(folder: Path, facts: Facts) -> dict[str, Any]:
+def metrics_of(folder: Path, facts: ExportFacts) -> dict[str, Any]:
     """The user's own torchmetrics by name."""
     with _told(folder):
         plugin, section = _weights.section_of(facts, folder)

@@ -12,12 +12,12 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from lockstep.base import plugins, storage
-from lockstep.base.contracts import Batch, Model
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, Model
 from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export import model_card
 from lockstep.inference.export.export_config import FORMATS, DType, ExportSection, check, file_of
-from lockstep.inference.export.export_facts import FILE, Facts
+from lockstep.inference.export.export_facts import FILE, ExportFacts
 from lockstep.inference.export.export_reader import forward_of
 from lockstep.inference.export.formats import _graph, _weights
 from lockstep.inference.export.round_trip import compare, judge, same_weights
@@ -33,7 +33,7 @@ EVALUATION = ("evaluation.json", "evaluation.html", "confusion.svg")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
+class ExportSamples:
     """Real ones, of the test split."""
 
     few: Sequence[Batch]
@@ -47,10 +47,10 @@ def export(
     target: Path,
     *,
     section: ExportSection,
-    facts: Facts,
-    samples: Samples,
+    facts: ExportFacts,
+    samples: ExportSamples,
     beside: Callable[[Path], None] = lambda _: None,
-) -> Facts:
+) -> ExportFacts:
     """Write a model into the folder `target`, which appears, or changes, only when what was read back gives the same
     outputs -> its facts. `beside` writes more files, such as a tokenizer's.
 
@@ -94,7 +94,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[tuple[Path, Facts | None]]:
+def _replacing(target: Path) -> Iterator[tuple[Path, ExportFacts | None]]:
     """A new folder that takes the target's place at the end, and the facts of the export that is there; on any error
     the target stays what it was."""
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
@@ -135,7 +135,7 @@ def _check_place(target: Path) -> None:
         raise ModelError(f"{target} is the folder that you are in, and would be replaced; name another with --to")
 
 
-def _facts(target: Path) -> Facts | None:
+def _facts(target: Path) -> ExportFacts | None:
     """Those of the export that is there already; raises ModelError where nobody knows what belongs to it."""
     try:
         return telling.read(target) if (target / FILE).is_file() else None
@@ -145,7 +145,7 @@ def _facts(target: Path) -> Facts | None:
         ) from None
 
 
-def _calibrated(facts: Facts, old: Facts | None) -> Facts:
+def _calibrated(facts: ExportFacts, old: ExportFacts | None) -> ExportFacts:
     """The temperature that was fitted for the very same export stays."""
     if old is None or facts.calibration or (old.digest, old.kind, old.dtype) != (facts.digest, facts.kind, facts.dtype):
         return facts
@@ -171,7 +171,7 @@ def _copy(source: Path | str, to: Path | str, *, follow_symlinks: bool = True) -
         storage.sync(Path(to))
 
 
-def _written(model: Model, folder: Path, *, facts: Facts, samples: Samples) -> Facts:
+def _written(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSamples) -> ExportFacts:
     """Write all files but those that came before, and compare -> the facts, complete."""
     is_reduced = facts.dtype != "fp32"
     style = plugins.find(FORMATS, facts.kind)

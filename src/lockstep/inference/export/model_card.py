@@ -9,7 +9,7 @@ import yaml
 
 from lockstep.base.contracts import samples_of
 from lockstep.data.data_config import Origin
-from lockstep.inference.export.export_facts import Facts
+from lockstep.inference.export.export_facts import ExportFacts
 
 FILE = "README.md"
 TASKS = {"text": "text-classification", "image": "image-classification"}
@@ -20,7 +20,7 @@ NEXT_LINE = "\x85"
 """A line break of YAML that PyYAML writes as it is, and reads back as a space."""
 
 
-def text(facts: Facts) -> str:
+def text(facts: ExportFacts) -> str:
     """Front matter, what it is, how to use it, how good it is, how it was made."""
     recipe = yaml.safe_dump(_placeless(facts.recipe), sort_keys=False, allow_unicode=True)
     if NEXT_LINE in recipe:
@@ -42,7 +42,7 @@ def text(facts: Facts) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _front(facts: Facts) -> str:
+def _front(facts: ExportFacts) -> str:
     """YAML, with the metrics where the hub looks for them; what is not known is left out."""
     from huggingface_hub import ModelCardData
 
@@ -63,7 +63,7 @@ def _front(facts: Facts) -> str:
     return found.to_yaml()
 
 
-def _results(facts: Facts) -> list[Any]:
+def _results(facts: ExportFacts) -> list[Any]:
     """The metrics that are numbers, each with the data that it was measured on."""
     from huggingface_hub import EvalResult
 
@@ -85,7 +85,7 @@ def _results(facts: Facts) -> list[Any]:
     ]
 
 
-def _made_from(facts: Facts) -> str:
+def _made_from(facts: ExportFacts) -> str:
     """On which data, from which model."""
     start = f"from [{facts.base_model}](https://huggingface.co/{facts.base_model}) " if facts.base_model else ""
     if facts.origin is None:
@@ -100,7 +100,7 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>|&#])", r"\\\1", " ".join(text.split()))
 
 
-def _labels(facts: Facts) -> str:
+def _labels(facts: ExportFacts) -> str:
     if not facts.labels:
         return ""
     shown = ", ".join(f'"{_plain(label)}"' for label in facts.labels[:MOST_LABELS])
@@ -108,7 +108,7 @@ def _labels(facts: Facts) -> str:
     return f" that tells {len(facts.labels)} classes of {samples_of(facts.modality)} apart: {shown}{rest}"
 
 
-def _use(facts: Facts) -> str:
+def _use(facts: ExportFacts) -> str:
     if facts.modality == "text" and facts.model["kind"] == "transformer":
         served = _served('{"text": "..."}')
         if facts.kind != "pretrained":
@@ -128,14 +128,14 @@ def _served(body: str) -> str:
     return f"```bash\nlockstep serve FOLDER_OF_THIS_FILE\n{ask}\n```\n"
 
 
-def _measured(facts: Facts) -> str:
+def _measured(facts: ExportFacts) -> str:
     if not facts.metrics:
         return "It has not been evaluated."
     rows = "\n".join(f"| {_plain(name)} | {value:.4f} |" for name, value in facts.metrics.items())
     return f"On the test split, each sample once:\n\n| metric | value |\n|---|---|\n{rows}\n"
 
 
-def _loss(facts: Facts) -> str:
+def _loss(facts: ExportFacts) -> str:
     found = facts.agreement
     if found is None:
         return ""

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.contracts import Batch, Forward, Outputs
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, Forward, Outputs
 from lockstep.core.modules.outputs import each, logits_of, tensors
 from lockstep.core.numerics.seeds import generators_restored, seed_all
-from lockstep.inference.export.export_facts import Agreement
+from lockstep.inference.export.export_facts import RoundTrip
 
 TOLERANCE = 1e-3
 """An output may differ by this much, and by as much of the largest output where that is more than 1. Seen: 1e-6
@@ -19,7 +19,7 @@ FIXED_LENGTH = ("invalid dimensions", "Guard failed")
 """What onnxruntime and torch.export say of inputs of another shape than those that were traced."""
 
 
-def compare(model: Forward, again: Forward, batches: Iterable[Batch]) -> Agreement:
+def compare(model: Forward, again: Forward, batches: Iterable[Batch]) -> RoundTrip:
     """Both on the same samples. Raises ModelError where what was read back cannot predict, or not finitely."""
     largest = highest = 0.0
     counts: Counter[str] = Counter()
@@ -40,7 +40,7 @@ def compare(model: Forward, again: Forward, batches: Iterable[Batch]) -> Agreeme
         if logits is not None and again_logits is not None and logits.ndim == 2 and logits.shape[1] > 1:
             counts.update(_labels(logits.argmax(1), again_logits.argmax(1), batch.get("label")))
     labelled = counts["labelled"]
-    return Agreement(
+    return RoundTrip(
         samples=counts["samples"],
         largest_difference=largest,
         largest_output=highest,
@@ -50,7 +50,7 @@ def compare(model: Forward, again: Forward, batches: Iterable[Batch]) -> Agreeme
     )
 
 
-def judge(agreement: Agreement) -> None:
+def judge(agreement: RoundTrip) -> None:
     """Raise ModelError for a difference that rounding cannot make."""
     largest = agreement.largest_difference
     if largest > TOLERANCE * max(1, agreement.largest_output):

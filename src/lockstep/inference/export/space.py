@@ -9,7 +9,7 @@ import yaml
 
 from lockstep.base import storage
 from lockstep.base.errors import ModelError
-from lockstep.inference.export.export_facts import Facts
+from lockstep.inference.export.export_facts import ExportFacts
 
 FOLDER, MODEL = "space", "model"
 """In the run's folder; and in that one, the export."""
@@ -89,7 +89,7 @@ def _there(file: Path) -> str | None:
     return storage.read(file, MOST_BYTES).decode("utf-8") if file.exists() else None
 
 
-def write(folder: Path, facts: Facts) -> None:
+def write(folder: Path, facts: ExportFacts) -> None:
     """What belongs beside the export; a README.md that is there stays, as it may have been edited, and .gitattributes
     gets the patterns that it lacks.
 
@@ -110,7 +110,7 @@ def write(folder: Path, facts: Facts) -> None:
         raise ModelError(f"cannot write to {folder}: {reason}; name another folder with --to") from error
 
 
-def texts(facts: Facts) -> dict[str, str]:
+def texts(facts: ExportFacts) -> dict[str, str]:
     """File -> contents."""
     front = {
         "title": facts.name,

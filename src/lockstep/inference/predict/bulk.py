@@ -12,19 +12,19 @@ from lockstep.base.contracts import samples_of
 from lockstep.base.errors import ConfigError, DataError, Interrupted, LaunchError, LockstepError
 from lockstep.base.world import cores
 from lockstep.core.host.signals import ended_by_sigterm
-from lockstep.inference.export.export_facts import Facts
+from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.predict import output_writer, prediction_progress
-from lockstep.inference.predict.chunk_worker import Columns, Task, Work
+from lockstep.inference.predict.chunk_worker import ChunkTask, Columns, Work
 from lockstep.inference.predict.input_rows import ROWS, Input, opened, packed
-from lockstep.inference.predict.input_scan import Survey, survey
-from lockstep.inference.predict.output_parts import Parts
-from lockstep.inference.predict.worker_pool import Crew
+from lockstep.inference.predict.input_scan import InputScan, survey
+from lockstep.inference.predict.output_parts import OutputParts
+from lockstep.inference.predict.worker_pool import WorkerPool
 from lockstep.inference.predictor import DTypeName
 from lockstep.inference.trained_model import fixed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class PredictOptions:
     """What is to be predicted, with what, and how."""
 
     model: Path
@@ -44,7 +44,7 @@ class Wish:
     """Whether the user has said that the model's own code may be executed, whatever it is."""
 
 
-def predict(wish: Wish, console: Console) -> None:
+def predict(wish: PredictOptions, console: Console) -> None:
     """Predict every row of the input, and write the output when all are.
 
     Raises UserError for what cannot be read, used or written, before anything is predicted where that can be known;
@@ -55,8 +55,8 @@ def predict(wish: Wish, console: Console) -> None:
     if wish.out.exists() and wish.out.samefile(wish.input):
         raise DataError(f"{wish.out} is the input, which is not overwritten: name another --out")
     size = _processes(wish)
-    parts = Parts(wish.out.with_name(f"{wish.out.name}.parts"))
-    task = Task(
+    parts = OutputParts(wish.out.with_name(f"{wish.out.name}.parts"))
+    task = ChunkTask(
         model=fixed(wish.model),
         device=torch.device(wish.device),
         dtype=wish.dtype,
@@ -66,7 +66,7 @@ def predict(wish: Wish, console: Console) -> None:
         parts=parts.folder,
         trusts=wish.trusts,
     )
-    crew = Crew(task=task, size=size, tell=lambda text: console.print(text, soft_wrap=True))
+    crew = WorkerPool(task=task, size=size, tell=lambda text: console.print(text, soft_wrap=True))
     with ended_by_sigterm(), parts.held(), crew:
         try:
             Bulk(wish=wish, source=source, parts=parts, crew=crew, console=console).run()
@@ -80,7 +80,7 @@ def predict(wish: Wish, console: Console) -> None:
             raise DataError(f"the rows of {wish.input} cannot be put together: {error}{_kept(parts)}") from error
 
 
-def _processes(wish: Wish) -> int:
+def _processes(wish: PredictOptions) -> int:
     """How many at most; raises LaunchError where there is no GPU."""
     gpus = torch.cuda.device_count()
     if wish.device == "cuda" and not gpus:
@@ -88,7 +88,7 @@ def _processes(wish: Wish) -> int:
     return wish.processes or (gpus if wish.device == "cuda" else cores())
 
 
-def _kept(parts: Parts) -> str:
+def _kept(parts: OutputParts) -> str:
     done = parts.count()
     what = f"{done:,} chunks are" if done > 1 else "1 chunk is"
     return f"\n{what} done and kept in {parts.folder}: the same command goes on from there" if done else ""
@@ -98,10 +98,10 @@ def _kept(parts: Parts) -> str:
 class Bulk:
     """One command's work, and what it is done with."""
 
-    wish: Wish
+    wish: PredictOptions
     source: Input
-    parts: Parts
-    crew: Crew
+    parts: OutputParts
+    crew: WorkerPool
     console: Console
 
     def run(self) -> None:
@@ -121,7 +121,7 @@ class Bulk:
         self.parts.clear()
         self.say(f"{found.rows:,} rows written to {wish.out}{speed}")
 
-    def predict(self, found: Survey, done: set[str]) -> str:
+    def predict(self, found: InputScan, done: set[str]) -> str:
         """Have what is not done yet done -> how fast, for a person."""
         todo = len(found.chunks) - len(done)
         if not todo:
@@ -140,7 +140,7 @@ class Bulk:
                 count.add(rows)
         return f", {count.speed:,.0f} rows/s"
 
-    def schema(self, found: Survey, model: Facts) -> pa.Schema:
+    def schema(self, found: InputScan, model: ExportFacts) -> pa.Schema:
         """Of the output; raises UserError for a model that takes no such rows, columns that clash or cannot be
         written."""
         source = self.source
@@ -160,7 +160,7 @@ class Bulk:
         output_writer.check(schema, self.wish.out)
         return schema
 
-    def facts(self, found: Survey, model: Facts) -> dict[str, Any]:
+    def facts(self, found: InputScan, model: ExportFacts) -> dict[str, Any]:
         """All that the predictions depend on beside the rows, by names that a person knows."""
         added = self.crew.task.columns.added(model.labels)
         return {

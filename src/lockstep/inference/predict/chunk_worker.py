@@ -16,7 +16,7 @@ from lockstep.base import storage, trust, user_code
 from lockstep.base.errors import DataError, LockstepError, ModelError, SampleError
 from lockstep.core.host.lifetime import end_with_parent
 from lockstep.data.images import pixels_of
-from lockstep.inference.export.export_facts import Facts
+from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.predict.deterministic import be_lone
 from lockstep.inference.predict.input_rows import unpacked
 from lockstep.inference.predictor import DTypeName, Predictor, Sample
@@ -51,7 +51,7 @@ class Columns:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class ChunkTask:
     """What a process is told at its start."""
 
     model: Path
@@ -94,12 +94,12 @@ class Failed:
     text: str
 
 
-Message = Facts | int | Done | Failed
+Message = ExportFacts | int | Done | Failed
 """What a process sends: the facts of the model once it is open, then, for each chunk, how many more rows are predicted,
 and that it is done."""
 
 
-def work(task: Task, pipe: Connection) -> None:
+def work(task: ChunkTask, pipe: Connection) -> None:
     """Be such a process, to the end."""
     end_with_parent("SIGKILL")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent answers it
@@ -109,7 +109,7 @@ def work(task: Task, pipe: Connection) -> None:
             trust.allow()
         predictor = open_predictor(task.model, device=task.device, dtype=task.dtype)
         pipe.send(predictor.facts)
-        desk = Desk(predictor=predictor, task=task, tell=pipe.send)
+        desk = ChunkPredictor(predictor=predictor, task=task, tell=pipe.send)
         while (order := pipe.recv()) is not None:
             desk.do(order)
     except (EOFError, ConnectionError):  # the parent has gone
@@ -123,11 +123,11 @@ def work(task: Task, pipe: Connection) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Desk:
+class ChunkPredictor:
     """Where chunks are worked on."""
 
     predictor: Predictor
-    task: Task
+    task: ChunkTask
     tell: Callable[[Message], None]
 
     def do(self, order: Work) -> None:

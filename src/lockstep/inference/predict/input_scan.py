@@ -27,7 +27,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survey:
+class InputScan:
     """What an input holds."""
 
     input: Input
@@ -55,7 +55,7 @@ class Survey:
         return DataError(f"{self.input.path} was changed while it was read: give the same command again")
 
 
-def survey(source: Input) -> Survey:
+def survey(source: Input) -> InputScan:
     """Read all of it; raises DataError for what cannot be read, a row without a text, columns of no common type."""
     schemas: list[pa.Schema] = []
     chunks: list[Chunk] = []
@@ -71,7 +71,7 @@ def survey(source: Input) -> Survey:
         schema = pa.unify_schemas(schemas, promote_options="permissive")
     except pa.ArrowException as error:
         raise DataError(f"{source.path}: {error}: make the values of that column all of one kind") from error
-    return Survey(input=source, schema=schema, chunks=tuple(chunks))
+    return InputScan(input=source, schema=schema, chunks=tuple(chunks))
 
 
 def _chunk(source: Input, number: int, table: pa.Table) -> Chunk:

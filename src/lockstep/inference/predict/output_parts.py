@@ -22,7 +22,7 @@ OURS = re.compile(r"(\d{8}-[0-9a-f]{16}\.parquet|predicting\.json)(\.tmp-[0-9a-f
 
 
 @dataclass(frozen=True)
-class Parts:
+class OutputParts:
     """The folder."""
 
     folder: Path

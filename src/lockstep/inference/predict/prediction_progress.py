@@ -31,7 +31,7 @@ class Count:
         return (self.done - self.before) / max(time.monotonic() - self.began, 1e-9)
 
 
-class Lines(Count):
+class PredictionLines(Count):
     """A line each time."""
 
     def __init__(self, total: int, before: int, console: Console) -> None:
@@ -48,7 +48,7 @@ class Lines(Count):
             self.console.print(f"{self.done:,} of {self.total:,} rows · {self.speed:,.0f} rows/s · {left} left")
 
 
-class Bar(Count):
+class PredictionBar(Count):
     """A bar that moves."""
 
     def __init__(self, total: int, before: int, progress: Progress) -> None:
@@ -66,7 +66,7 @@ class Bar(Count):
 def shown(console: Console, *, total: int, before: int) -> Iterator[Count]:
     """What suits the console, until it is over."""
     if not console.is_terminal:
-        yield Lines(total, before, console)
+        yield PredictionLines(total, before, console)
         return
     columns = ("{task.description}", BarColumn(), "{task.completed:,}/{task.total:,}", "{task.fields[speed]}")
     shown = [TextColumn(column) if isinstance(column, str) else column for column in columns]
@@ -78,4 +78,4 @@ def shown(console: Console, *, total: int, before: int) -> Iterator[Count]:
         console=console,
         speed_estimate_period=SPEED_SECONDS,
     ) as progress:
-        yield Bar(total, before, progress)
+        yield PredictionBar(total, before, progress)

@@ -13,9 +13,9 @@ import torch
 
 from lockstep.base import ctrl_c
 from lockstep.base.errors import LaunchError, ModelError, PeerLost
-from lockstep.inference.export.export_facts import Facts
-from lockstep.inference.predict.chunk_worker import Done, Failed, Message, Task, Work, work
-from lockstep.launch.launchers.spawn import script_unread
+from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.inference.predict.chunk_worker import ChunkTask, Done, Failed, Message, Work, work
+from lockstep.launch.launchers._spawn import script_unread
 
 PRELOADED = ["lockstep.inference.predict.chunk_worker"]
 PRELOADED_FOR_TEXTS = ["transformers.modeling_utils", "transformers.models.auto.tokenization_auto"]
@@ -28,7 +28,7 @@ GRACE_SECONDS = 5.0
 
 
 @dataclass(kw_only=True, eq=False)
-class Hand:
+class Worker:
     """One of them."""
 
     process: Any
@@ -41,17 +41,17 @@ class Hand:
 
 
 @dataclass(kw_only=True)
-class Crew:
+class WorkerPool:
     """As many of them as there are chunks for, up to `size`."""
 
-    task: Task
+    task: ChunkTask
     size: int
     tell: Callable[[str], None]
     """Takes what a person should know."""
 
     def __post_init__(self) -> None:
-        self.hands: list[Hand] = []
-        self.facts: Facts | None = None
+        self.hands: list[Worker] = []
+        self.facts: ExportFacts | None = None
         self.left_over: deque[Work] = deque()
         self.deaths: Counter[str] = Counter()
         can_copy = "forkserver" in multiprocessing.get_all_start_methods() and self.task.device.type == "cpu"
@@ -59,7 +59,7 @@ class Crew:
         more = PRELOADED_FOR_TEXTS if self.task.images is None else []
         self.context.set_forkserver_preload([*PRELOADED, *more])
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -88,9 +88,9 @@ class Crew:
             raise LaunchError(f"cannot start a process that predicts: {error.strerror}") from None
         finally:
             theirs.close()
-        self.hands.append(Hand(process=process, pipe=ours))
+        self.hands.append(Worker(process=process, pipe=ours))
 
-    def opened(self) -> Facts:
+    def opened(self) -> ExportFacts:
         """Wait for the first to have its model -> the facts of it."""
         while self.facts is None:
             for _ in self._heard():
@@ -110,7 +110,7 @@ class Crew:
                     yield message
                 done += isinstance(message, Done)
 
-    def _give(self, hand: Hand, todo: Iterator[Work]) -> None:
+    def _give(self, hand: Worker, todo: Iterator[Work]) -> None:
         order = self.left_over.popleft() if self.left_over else next(todo, None)
         if order is not None:
             hand.work, hand.rows = order, 0
@@ -130,10 +130,10 @@ class Crew:
                 self._noticed(hand, message)
                 yield message
 
-    def _noticed(self, hand: Hand, message: Message) -> None:
+    def _noticed(self, hand: Worker, message: Message) -> None:
         if isinstance(message, Failed):
             raise message.kind(message.text)
-        if isinstance(message, Facts):
+        if isinstance(message, ExportFacts):
             if self.facts not in (None, message):
                 raise ModelError("the model was changed while it was opened: give the same command again")
             self.facts, hand.is_open = message, True
@@ -142,7 +142,7 @@ class Crew:
         else:
             hand.rows += message
 
-    def _lost(self, hand: Hand) -> Iterator[int]:
+    def _lost(self, hand: Worker) -> Iterator[int]:
         """Another takes the place and the chunk of one that has died. Raises PeerLost if it happens again and again."""
         hand.process.join()
         hand.pipe.close()

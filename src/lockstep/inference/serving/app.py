@@ -17,8 +17,8 @@ from lockstep.base.errors import LockstepError
 from lockstep.inference.predictor import Predictor
 from lockstep.inference.serving import openapi
 from lockstep.inference.serving.batcher import Full
-from lockstep.inference.serving.middleware import BUSY, Gate
-from lockstep.inference.serving.request_inputs import FORM, IMAGE_TYPES, JSON, Wrong, json_inputs
+from lockstep.inference.serving.middleware import BUSY, Middleware
+from lockstep.inference.serving.request_inputs import FORM, IMAGE_TYPES, JSON, InvalidInput, json_inputs
 from lockstep.inference.serving.service import LARGE, Service, answer
 from lockstep.inference.serving.serving_config import Settings
 
@@ -27,11 +27,11 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
 PAGE = Path(__file__).with_name("page.html")
 
 
-def build(service: Service) -> Gate:
+def build(service: Service) -> Middleware:
     """The application, behind its gate; a newer model gets one that tells of it."""
     app = _application(service)
     paths = frozenset(route.path for route in app.routes)
-    gate = Gate(app, service.settings, service.meters, paths=paths)
+    gate = Middleware(app, service.settings, service.meters, paths=paths)
 
     def renew() -> None:
         gate.app = _application(service)
@@ -133,7 +133,7 @@ def _explaining(app: Any) -> None:
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
 
-    async def wrong(_: Request, error: Wrong) -> JSONResponse:
+    async def wrong(_: Request, error: InvalidInput) -> JSONResponse:
         faults = [{"field": field, "reason": printable(reason)} for field, reason in error.faults]
         first = faults[0]
         return JSONResponse({"error": f"{first['field']}: {first['reason']}", "detail": faults}, error.status)
@@ -150,7 +150,7 @@ def _explaining(app: Any) -> None:
     async def failed(_: Request, __: Exception) -> JSONResponse:  # and the traceback goes to the log
         return JSONResponse({"error": "the model failed on this; the server's log says how"}, 500)
 
-    handlers = {Wrong: wrong, Full: full, TimeoutError: late, HTTPException: refused, Exception: failed}
+    handlers = {InvalidInput: wrong, Full: full, TimeoutError: late, HTTPException: refused, Exception: failed}
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
 
@@ -163,7 +163,7 @@ async def inputs_of(request: Any, takes: str, *, several: bool) -> tuple[list[An
         return await asyncio.to_thread(read) if len(body) > LARGE else read(), takes + "s" * several
     files = (*IMAGE_TYPES, FORM) if takes == "image" and not several else ()
     if kind not in files:
-        raise Wrong([("content-type", f"should be {' or '.join((JSON, *files))}")], status=415)
+        raise InvalidInput([("content-type", f"should be {' or '.join((JSON, *files))}")], status=415)
     return ([await _uploaded(request)], "file") if kind == FORM else ([body], "body")
 
 
@@ -178,8 +178,8 @@ async def _uploaded(request: Any) -> bytes:
                 return await file.read()
     except Exception as error:  # whatever its parser meets in a damaged form
         reason = getattr(error, "detail", None) or type(error).__name__
-        raise Wrong([("body", f"this form cannot be read ({reason})")]) from None
-    raise Wrong([("file", "the form should have an image file in the field 'file'")])
+        raise InvalidInput([("body", f"this form cannot be read ({reason})")]) from None
+    raise InvalidInput([("file", "the form should have an image file in the field 'file'")])
 
 
 def info(predictor: Predictor, settings: Settings) -> dict[str, Any]:

@@ -35,12 +35,12 @@ class Refused(Exception):
         self.status, self.reason, self.headers = status, reason, headers or {}
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client has closed its connection."""
 
 
 @dataclass
-class Visit:
+class Exchange:
     """A request on its way through the gate."""
 
     receive: Receive
@@ -56,7 +56,7 @@ class Visit:
         await self.respond(message)
 
 
-class Gate:
+class Middleware:
     """An ASGI application around another: reads a request's whole body, within its limits, and counts the answer."""
 
     def __init__(self, app: App, settings: Settings, meters: Meters, *, paths: frozenset[str]) -> None:
@@ -70,12 +70,12 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, visit = time.monotonic(), Visit(receive, send)
+        began, visit = time.monotonic(), Exchange(receive, send)
         try:
             await self._let_through(scope, visit)
         except Refused as refused:
             await _refuse(refused, visit.send)
-        except Gone:
+        except ClientDisconnected:
             return  # nobody is there to be answered
         except asyncio.CancelledError:  # by the server, whose time to drain is over
             if not visit.status:
@@ -86,7 +86,7 @@ class Gate:
                 path = scope["path"] if scope["path"] in self.paths else "other"
                 self.meters.answered(path, visit.status, time.monotonic() - began)
 
-    async def _let_through(self, scope: MutableMapping[str, Any], visit: Visit) -> None:
+    async def _let_through(self, scope: MutableMapping[str, Any], visit: Exchange) -> None:
         headers = dict(scope["headers"])
         self._check_key(scope["path"], headers)
         if scope["method"] == "HEAD":  # as GET, whose body the server leaves out
@@ -97,7 +97,7 @@ class Gate:
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and not visit.status:
-                raise Gone
+                raise ClientDisconnected
             await work
         finally:
             gone.cancel()
@@ -112,7 +112,7 @@ class Gate:
         if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
             raise Refused(401, "this needs the header Authorization: Bearer KEY", {"www-authenticate": "Bearer"})
 
-    async def _body(self, headers: dict[bytes, bytes], visit: Visit) -> bytes:
+    async def _body(self, headers: dict[bytes, bytes], visit: Exchange) -> bytes:
         """All of it; raises Refused, or Gone where the client has gone."""
         told, seconds = headers.get(b"content-length", b"0"), self.settings.timeout_seconds
         if told.isdigit() and int(told) > self.settings.body_bytes * PATIENCE:
@@ -124,13 +124,13 @@ class Gate:
             reason = f"the request did not come whole within {seconds:g} s"
             raise Refused(408, reason, {"connection": "close"}) from None
 
-    async def _read(self, visit: Visit) -> bytes:
+    async def _read(self, visit: Exchange) -> bytes:
         limit, parts, size = self.settings.body_bytes, list[bytes](), 0
         is_busy = is_last = False
         while not is_last and size <= limit * PATIENCE:
             message = await visit.receive()
             if message["type"] == "http.disconnect":
-                raise Gone
+                raise ClientDisconnected
             part, is_last = message.get("body", b""), not message.get("more_body")
             size += len(part)
             is_busy = is_busy or self._held + len(part) > limit * HELD_BODIES
@@ -149,7 +149,7 @@ class Gate:
     def _too_large(self) -> Refused:
         return Refused(413, f"a request may have {self.settings.body_bytes:,} bytes", {"connection": "close"})
 
-    def _hold(self, size: int, visit: Visit) -> None:
+    def _hold(self, size: int, visit: Exchange) -> None:
         """Count bytes that are kept until their request is answered."""
         self._held += size
         visit.held += size

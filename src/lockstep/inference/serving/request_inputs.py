@@ -19,7 +19,7 @@ MOST_FAULTS = 100
 Filled = Annotated[str, Field(min_length=1)]
 
 
-class Wrong(Exception):
+class InvalidInput(Exception):
     """Input that cannot be predicted: which field, and why."""
 
     def __init__(self, faults: Sequence[tuple[str, str]], status: int = 422) -> None:
@@ -77,8 +77,8 @@ def json_inputs(body: bytes, takes: str, *, several: bool) -> list[str]:
         request = BODIES[takes, several].model_validate_json(body)
     except ValidationError as error:
         if error.error_count() > MOST_FAULTS:  # to describe each would take longer than to find them
-            raise Wrong([("body", f"there are {error.error_count():,} faults in this")]) from None
-        raise Wrong([(_path(fault["loc"]), _reason(fault)) for fault in error.errors()[:10]]) from None
+            raise InvalidInput([("body", f"there are {error.error_count():,} faults in this")]) from None
+        raise InvalidInput([(_path(fault["loc"]), _reason(fault)) for fault in error.errors()[:10]]) from None
     (found,) = dict(request).values()
     return list(found) if several else [found]
 
@@ -88,7 +88,7 @@ def encoded_texts(predictor: Predictor, texts: Sequence[str], field: str) -> lis
     try:
         return predictor.encode(texts)
     except DataError as error:
-        raise Wrong([(field, str(error))]) from None
+        raise InvalidInput([(field, str(error))]) from None
 
 
 def encoded_image(predictor: Predictor, image: str | bytes, field: str) -> Sample:
@@ -99,11 +99,11 @@ def encoded_image(predictor: Predictor, image: str | bytes, field: str) -> Sampl
         file = _decoded(image) if isinstance(image, str) else image
         return pixels_of(file, "this", shape, formats=IMAGE_FORMS)
     except TooLarge as error:
-        raise Wrong([(field, str(error))], status=413) from None
+        raise InvalidInput([(field, str(error))], status=413) from None
     except (DataError, binascii.Error) as error:
-        raise Wrong([(field, str(error))]) from None
+        raise InvalidInput([(field, str(error))]) from None
     except Exception as error:  # Pillow raises whatever its parsers meet in damaged files
-        raise Wrong([(field, f"this cannot be read as an image ({type(error).__name__})")]) from None
+        raise InvalidInput([(field, f"this cannot be read as an image ({type(error).__name__})")]) from None
 
 
 def _decoded(text: str) -> bytes:

@@ -13,7 +13,7 @@ from lockstep.base import plugins
 from lockstep.base.errors import LaunchError, LockstepError
 from lockstep.inference.predictor import Predictor
 from lockstep.inference.serving import app
-from lockstep.inference.serving.service import Model, Service
+from lockstep.inference.serving.service import ServedModel, Service
 from lockstep.inference.serving.serving_config import Settings
 
 BACKLOG = 2048
@@ -43,9 +43,9 @@ def serve(load: Callable[[], Predictor], settings: Settings, say: Callable[[str]
             service.batcher.close()  # where the application had no time for it
 
 
-def _loaded(load: Callable[[], Predictor], say: Callable[[str], None]) -> Model:
+def _loaded(load: Callable[[], Predictor], say: Callable[[str], None]) -> ServedModel:
     try:
-        return Model(load)
+        return ServedModel(load)
     except KeyboardInterrupt:
         say("interrupted")
         os._exit(130)  # else the interpreter would wait for the thread that loads

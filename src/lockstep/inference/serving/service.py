@@ -16,7 +16,7 @@ from lockstep.base.errors import ModelError
 from lockstep.base.world import cores
 from lockstep.inference.predictor import Predictor, Sample
 from lockstep.inference.serving.batcher import Batcher
-from lockstep.inference.serving.request_inputs import Wrong, encoded_image, encoded_texts
+from lockstep.inference.serving.request_inputs import InvalidInput, encoded_image, encoded_texts
 from lockstep.inference.serving.server_metrics import Meters
 from lockstep.inference.serving.serving_config import Settings
 
@@ -26,7 +26,7 @@ LARGE = 8192
 """Characters or bytes; what is larger is read and encoded in a thread, so that others need not wait."""
 
 
-class Model:
+class ServedModel:
     """The model that is served just now, and how it is replaced."""
 
     def __init__(self, load: Callable[[], Predictor]) -> None:
@@ -104,7 +104,7 @@ def example(predictor: Predictor) -> str | bytes:
 class Service:
     """The model, its queue and its counters: what the routes share."""
 
-    def __init__(self, model: Model, settings: Settings) -> None:
+    def __init__(self, model: ServedModel, settings: Settings) -> None:
         self.model, self.settings, self.meters = model, settings, Meters()
         self.is_draining = False
         self.batcher = Batcher(
@@ -124,7 +124,7 @@ class Service:
     async def predict(self, inputs: list[Any], field: str) -> tuple[Predictor, np.ndarray]:
         """Probabilities [n, classes], and the model that they are of. Raises Wrong, Full, TimeoutError."""
         if len(inputs) > self.settings.queue:
-            raise Wrong([(field, f"this server takes {self.settings.queue} at a time")])
+            raise InvalidInput([(field, f"this server takes {self.settings.queue} at a time")])
         predictor = self.model.current
         async with asyncio.timeout(self.settings.timeout_seconds):
             samples = await self._encoded(predictor, inputs, field)

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from lockstep.base import ctrl_c
 from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
-from lockstep.launch.elastic.membership import Meeting
+from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.rendezvous import STORE_TIMEOUT
 
 SIGNALS = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)]
@@ -29,7 +29,7 @@ HAS_GRACE = "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameter
 """Before torch 2.13 processes always have 30 s to end."""
 
 
-class Over(Exception):  # noqa: N818 (no error: node 0 has ended the attempt)
+class RoundEnded(Exception):  # noqa: N818 (no error: node 0 has ended the attempt)
     """This attempt is to be ended; `kindly`: by a signal after which the processes save."""
 
     def __init__(self, why: str, *, kindly: bool) -> None:
@@ -38,7 +38,7 @@ class Over(Exception):  # noqa: N818 (no error: node 0 has ended the attempt)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ProcessStart:
     """What this machine starts."""
 
     argv: tuple[str, ...]
@@ -50,7 +50,7 @@ class Start:
 class Rendezvous(RendezvousHandler):
     """Tells the agent what the meeting has agreed on; ends it when an attempt is over."""
 
-    def __init__(self, meeting: Meeting, is_over: Callable[[], Over | None]) -> None:
+    def __init__(self, meeting: Membership, is_over: Callable[[], RoundEnded | None]) -> None:
         self.meeting, self.is_over = meeting, is_over
         self._others = set(psutil.Process().children())
 
@@ -98,7 +98,7 @@ class Rendezvous(RendezvousHandler):
         return True
 
 
-def attempt(start: Start, meeting: Meeting, is_over: Callable[[], Over | None]) -> Failure | None:
+def attempt(start: ProcessStart, meeting: Membership, is_over: Callable[[], RoundEnded | None]) -> Failure | None:
     """Start the processes and wait for their end -> the first that failed, if any.
 
     Raises Over, and SignalException when this process got a signal; both once all processes have ended.

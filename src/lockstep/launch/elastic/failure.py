@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lockstep.base.errors import Desync, Interrupted, NonFiniteLoss, PeerLost, Stuck, UserError
+from lockstep.base.errors import Desync, HangDetected, Interrupted, NonFiniteLoss, PeerLost, UserError
 from lockstep.base.user_code import MARK, alike
 
 TAIL_LINES = 20
@@ -49,7 +49,7 @@ class Failure:
     @property
     def was_killed(self) -> bool:
         """Whether a signal, a crash in native code or the watching thread ended it: another start may fare better."""
-        return self.code < 0 or self.code in (PeerLost.exit_code, Stuck.exit_code)
+        return self.code < 0 or self.code in (PeerLost.exit_code, HangDetected.exit_code)
 
     @property
     def is_final(self) -> bool:
@@ -76,7 +76,7 @@ def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Fa
     has_spoken = code in SAID and (rank == 0 or not has_told)  # rank 0 has, on the terminal
     if has_spoken:
         return Failure(code=code, text="", weight=_weight(first))
-    lines = _watched(logs) if code in (PeerLost.exit_code, Stuck.exit_code) or code == -SIGKILL else []
+    lines = _watched(logs) if code in (PeerLost.exit_code, HangDetected.exit_code) or code == -SIGKILL else []
     lines.append(f"rank {rank} (process {first.pid}) {_fate(first, oom_kills_before)}")
     log = logs / f"rank-{rank}.log"
     if rank and log.is_file():
@@ -115,7 +115,7 @@ def _weight(failure: ProcessFailure) -> int:
         return 2
     if code < 0:
         return 0 if code not in ENDED else 4
-    return {Stuck.exit_code: 1, PeerLost.exit_code: 3}.get(code, 2)
+    return {HangDetected.exit_code: 1, PeerLost.exit_code: 3}.get(code, 2)
 
 
 def _fate(failure: ProcessFailure, oom_kills_before: int) -> str:
@@ -125,7 +125,7 @@ def _fate(failure: ProcessFailure, oom_kills_before: int) -> str:
     if code < 0:
         name = signal.Signals(-code).name
         return SIGNALS.get(name, f"was ended by signal {name}")
-    if code == Stuck.exit_code:
+    if code == HangDetected.exit_code:
         return "ended the run, since it could not go on"
     if code == PeerLost.exit_code:
         return "lost the connection to another process"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.launch.elastic.failure import VERDICT, Failure, lost
-from lockstep.launch.elastic.membership import Meeting, Word
+from lockstep.launch.elastic.membership import Decision, Membership
 from lockstep.launch.elastic.rendezvous import served
 
 FAILED_SECONDS = 15.0
@@ -20,10 +20,10 @@ QUIET_SECONDS = 2.0
 """Others that come within this time are waited for without a word."""
 
 
-class Leading:
+class Leader:
     """The decisions of one run, over its starts."""
 
-    def __init__(self, meeting: Meeting, logs: Path) -> None:
+    def __init__(self, meeting: Membership, logs: Path) -> None:
         self.meeting, self.section, self.logs = meeting, meeting.section, logs
         self.restarts, self.in_vain, self.at_most = 0, 0, 0
         self.alike = ""
@@ -34,7 +34,7 @@ class Leading:
 
     # ---- who takes part
 
-    def called(self) -> Word:
+    def called(self) -> Decision:
         """Gather the nodes and call them to the next start. Raises LaunchError, PeerLost."""
         members = self._gathered()
         number = self.meeting.word.attempt + 1
@@ -53,7 +53,7 @@ class Leading:
         self.store = served(replace(self.meeting.endpoint, port=0))  # the last one holds addresses of the dead
         plan = {"resumes": resumes, "at_most": self.at_most, "port": self.store.port}
         lost = self.meeting.word.lost
-        self.meeting.decide(Word(attempt=number, members=tuple(members), plan=plan, lost=lost))
+        self.meeting.decide(Decision(attempt=number, members=tuple(members), plan=plan, lost=lost))
         return self.meeting.word
 
     def _gathered(self) -> list[int]:
@@ -95,7 +95,7 @@ class Leading:
     # ---- when it is over
 
     @staticmethod
-    def look(meeting: Meeting) -> None:
+    def look(meeting: Membership) -> None:
         """While a start runs: end it when it cannot go on, or when another machine has come."""
         word = meeting.word
         if word.over:
@@ -114,7 +114,7 @@ class Leading:
 
     # ---- whether there is another
 
-    def judged(self, word: Word, own: Failure | None) -> int | None:
+    def judged(self, word: Decision, own: Failure | None) -> int | None:
         """Decide, when all nodes have ended a start -> the exit code of the run; None: there is another start."""
         self._wait_for_outcomes(word, has_failed=own is not None)
         failures = [own] if own else []
@@ -127,7 +127,7 @@ class Leading:
             return None
         return self._after(min(failures, key=lambda failure: failure.weight), word)
 
-    def _wait_for_outcomes(self, word: Word, *, has_failed: bool) -> None:
+    def _wait_for_outcomes(self, word: Decision, *, has_failed: bool) -> None:
         """Until everybody has said how the start ended, or is lost."""
         meeting, others = self.meeting, word.members[1:]
 
@@ -138,7 +138,7 @@ class Leading:
             meeting.decide(replace(meeting.word, over="processes of node 0 have failed", kindly=False))
         meeting.wait(all_known, seconds=self.section.grace_seconds + FAILED_SECONDS)
 
-    def _outcome(self, index: int, word: Word) -> list[Failure]:
+    def _outcome(self, index: int, word: Decision) -> list[Failure]:
         outcome = self.meeting.outcome(index, word.attempt)
         if outcome is not None:
             return [Failure(**outcome["failure"])] if outcome["failure"] else []
@@ -146,7 +146,7 @@ class Leading:
         self.meeting.give_up([index])
         return [lost(f"{self.meeting.called(index)} has given no sign of life for {silence:.0f} s")]
 
-    def _after(self, failure: Failure, word: Word) -> int | None:
+    def _after(self, failure: Failure, word: Decision) -> int | None:
         """Whether to start again after a failure, and how."""
         now = saved(self.logs)
         got_further = bool(set(now.items()) - set(self.before.items()))
@@ -180,7 +180,7 @@ class Leading:
         self.meeting.decide(replace(self.meeting.word, verdict={"code": code, "text": text}))
         return code
 
-    def _farewell(self, word: Word, why: str) -> str:
+    def _farewell(self, word: Decision, why: str) -> str:
         lines = [*(["The other processes were ended too."] if self._processes(word.members) > 1 else []), why]
         if newest(self.logs):
             lines.append(f"Go on from {newest(self.logs)} with: lockstep train {self.logs.parent / 'recipe.yaml'}")

@@ -32,7 +32,7 @@ NONCE = ".meeting-"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Word:
+class Decision:
     """What node 0 says."""
 
     attempt: int = 0
@@ -56,7 +56,7 @@ def versions() -> dict[str, str]:
     return {"Lockstep": version("lockstep-train"), "torch": str(torch.__version__)}
 
 
-class Meeting:
+class Membership:
     """A node's connection to the others. Open it with `with`, `settle` on a run, then talk."""
 
     def __init__(self, endpoint: Endpoint | None, node_rank: int | None, section: LaunchSection) -> None:
@@ -67,7 +67,7 @@ class Meeting:
         self.section = section
         self.index = 0
         """This node's place in the order of arrival."""
-        self.word = Word()
+        self.word = Decision()
         self.others: dict[int, dict[str, Any]] = {}
         """On node 0: the entries of all nodes, its own among them."""
         self.heard = time.monotonic()
@@ -180,7 +180,7 @@ class Meeting:
             self._entry |= facts
             self.others[self.index] = dict(self._entry)
 
-    def decide(self, word: Word) -> None:
+    def decide(self, word: Decision) -> None:
         """On node 0: say it."""
         with self._news:
             self.word = word
@@ -270,7 +270,7 @@ class Meeting:
         if self.is_leader:
             self._read_entries(store)
         elif store.check(["word"]):
-            word = Word(**json.loads(store.get("word")))
+            word = Decision(**json.loads(store.get("word")))
             with self._news:
                 self.word = word
         with self._news:

@@ -14,11 +14,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LockstepError, PeerLost
-from lockstep.launch.elastic.attempt import Over, Start, attempt, end_all_but, signals_raised
+from lockstep.launch.elastic.attempt import ProcessStart, RoundEnded, attempt, end_all_but, signals_raised
 from lockstep.launch.elastic.environment import environment
 from lockstep.launch.elastic.failure import Failure, lost
-from lockstep.launch.elastic.leader import Leading
-from lockstep.launch.elastic.membership import Meeting, Word
+from lockstep.launch.elastic.leader import Leader
+from lockstep.launch.elastic.membership import Decision, Membership
 from lockstep.launch.elastic.rendezvous import Endpoint, interface_to
 from lockstep.launch.launch_config import LaunchSection
 
@@ -29,7 +29,7 @@ LEAVE_SECONDS = 10.0
 class Node:
     """One machine of a run."""
 
-    def __init__(self, meeting: Meeting, plan: Plan, logs: Path) -> None:
+    def __init__(self, meeting: Membership, plan: Plan, logs: Path) -> None:
         self.meeting, self.section, self.logs = meeting, meeting.section, logs
         own = ("--began", f"{time.time():.3f}", "--launcher", str(os.getpid()))
         self.plan = replace(plan, argv=(*plan.argv, *own))
@@ -64,7 +64,7 @@ class Node:
 
     def _led(self) -> int:
         """As node 0: decide, and take part."""
-        leading = Leading(self.meeting, self.logs)
+        leading = Leader(self.meeting, self.logs)
         while True:
             word = leading.called()
             own = self._attempt(word)
@@ -86,10 +86,10 @@ class Node:
                 meeting.tell(outcome={"attempt": word.attempt, "failure": asdict(failure) if failure else None})
             done.add(word.attempt)
 
-    def _attempt(self, word: Word) -> Failure | None:
+    def _attempt(self, word: Decision) -> Failure | None:
         """This node's part of an attempt."""
         plan, argv = word.plan, self.plan.argv
-        start = Start(
+        start = ProcessStart(
             argv=_resuming(argv) if plan["resumes"] else argv,
             processes=min(self.plan.processes, plan["at_most"] or self.plan.processes),
             logs=self.logs,
@@ -97,23 +97,23 @@ class Node:
         )
         try:
             return attempt(start, self.meeting, lambda: self._over(word.attempt))
-        except Over as over:
+        except RoundEnded as over:
             if self.meeting.is_cut_off():
                 raise PeerLost(str(over)) from None
             return None
         except DistError as error:  # before any process was started
             return lost(f"{self.meeting.name}: {str(error).splitlines()[0]}")
 
-    def _over(self, number: int) -> Over | None:
+    def _over(self, number: int) -> RoundEnded | None:
         """Whether this attempt has to end."""
         meeting = self.meeting
         if meeting.is_cut_off():
-            return Over(meeting.cut_off_text(), kindly=False)
+            return RoundEnded(meeting.cut_off_text(), kindly=False)
         if meeting.is_leader and not meeting.is_alone:
-            Leading.look(meeting)
+            Leader.look(meeting)
         word = meeting.word
         if word.attempt == number and word.over:
-            return Over(word.over, kindly=word.kindly)
+            return RoundEnded(word.over, kindly=word.kindly)
         return None
 
     def _dismiss(self, error: LockstepError) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from lockstep.base.errors import CheckpointError, Desync, Interrupted, NonFiniteLoss
-from lockstep.base.yaml_text import BREAKS, Dumper, Loader
+from lockstep.base.yaml_text import BREAKS, YamlDumper, YamlLoader
 from lockstep.launch.elastic.environment import environment
 from lockstep.launch.launchers._kubernetes_config import LONGEST_NAME, KubernetesSection, is_label
 
@@ -35,7 +35,7 @@ Items = list[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobNames:
     """A run as the cluster is told of it."""
 
     name: str
@@ -84,7 +84,7 @@ def name_of(run: str) -> str:
     return f"{plain[: LONGEST_NAME - len(digest) - 1].strip('-')}-{digest}"
 
 
-def manifest(job: Job) -> str:
+def manifest(job: JobNames) -> str:
     """The YAML text."""
     head = (
         f"# Run {job.run} of Lockstep. Written by `lockstep train`, and written over by the next one.\n"
@@ -95,7 +95,7 @@ def manifest(job: Job) -> str:
     return head + documents
 
 
-class Readable(Dumper):
+class Readable(YamlDumper):
     """YAML for people and for Go: texts of several lines as such, nothing by reference, and quotes around what Go's
     reader takes for something else than Python's does."""
 
@@ -107,7 +107,7 @@ class Readable(Dumper):
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     if "\n" in text and not set(text) & set(BREAKS):
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
-    return Dumper.yaml_representers[str](dumper, text)
+    return YamlDumper.yaml_representers[str](dumper, text)
 
 
 Readable.add_representer(str, _text)
@@ -117,7 +117,7 @@ Readable.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?0[oO][
 
 def relocated(text: str, here: Path, section: KubernetesSection, **launch: Any) -> Part:
     """A recipe as pods see it: paths below `here` lie in the volume, as do the folder of runs and the cache."""
-    recipe: Part = _moved(yaml.load(text, Loader=Loader) or {}, str(here), section.mount)
+    recipe: Part = _moved(yaml.load(text, Loader=YamlLoader) or {}, str(here), section.mount)
     for part, key, place in (("run", "dir", "runs"), ("data", "cache", ".cache/lockstep")):
         folder = str(recipe.get(part, {}).get(key, ""))
         if key == "dir" or folder:
@@ -137,19 +137,19 @@ def _moved(value: Any, here: str, mount: str) -> Any:
     return value
 
 
-def _config_map(job: Job) -> Part:
+def _config_map(job: JobNames) -> Part:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {**job.meta, "name": f"{job.name}-recipe"},
-        "data": {job.file: yaml.dump(job.recipe, Dumper=Dumper, sort_keys=False, allow_unicode=True)},
+        "data": {job.file: yaml.dump(job.recipe, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)},
     }
 
 
 # ---- a pod
 
 
-def _script(job: Job) -> str:
+def _script(job: JobNames) -> str:
     """What a pod's shell runs. The first pod's name is known only once it has a machine, which no time-out of ours can
     tell from a name that is wrong; so the shell waits for it, and ends at once when asked to. Then it hands over, so
     that signals reach Lockstep itself. The first pod calls itself by its bare name, which is in its /etc/hosts: of the
@@ -166,7 +166,7 @@ def _script(job: Job) -> str:
     )
 
 
-def _environment(job: Job) -> Items:
+def _environment(job: JobNames) -> Items:
     """Variables, with downloads of models kept in the volume."""
     mount = job.section.mount
     found = environment(job.section, threads=job.threads, logs=Path(job.folder) / "logs")
@@ -183,7 +183,7 @@ def _resources(section: KubernetesSection) -> Part:
     return {"requests": amounts, "limits": amounts}
 
 
-def _volumes(job: Job) -> Items:
+def _volumes(job: JobNames) -> Items:
     return [
         {"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}},
         {"name": "workspace", "persistentVolumeClaim": {"claimName": job.section.volume}},
@@ -191,7 +191,7 @@ def _volumes(job: Job) -> Items:
     ]
 
 
-def _mounts(job: Job) -> Items:
+def _mounts(job: JobNames) -> Items:
     return [
         {"name": "recipe", "mountPath": RECIPES, "readOnly": True},
         {"name": "workspace", "mountPath": job.section.mount},
@@ -203,7 +203,7 @@ def _restricted() -> Part:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def _pod(job: Job) -> Part:
+def _pod(job: JobNames) -> Part:
     """What is said of pods, in the same words, to a JobSet and to a TrainJob."""
     section = job.section
     secrets = [{"name": name} for name in section.image_pull_secrets]
@@ -242,7 +242,7 @@ def _key(item: Any) -> str:
 # ---- the two resources
 
 
-def _jobset(job: Job) -> Part:
+def _jobset(job: JobNames) -> Part:
     """One indexed Job whose pods are the nodes. It is over when node 0 is, which decides for all. A pod that fails for
     good fails it at once; one that the cluster took away comes back alone and joins the others; any other failure
     starts all pods again, once the old ones have gone, since two of a node must not write to one run."""
@@ -263,7 +263,7 @@ def _jobset(job: Job) -> Part:
     }
 
 
-def _indexed(job: Job) -> Part:
+def _indexed(job: JobNames) -> Part:
     nodes = job.section.max_nodes
     taken_away = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     return {
@@ -282,7 +282,7 @@ def _on_exit(action: str, codes: list[int]) -> Part:
     return {"action": action, "onExitCodes": {"containerName": NODE, "operator": "In", "values": codes}}
 
 
-def _template(job: Job) -> Part:
+def _template(job: JobNames) -> Part:
     section = job.section
     container = {
         "name": NODE,
@@ -306,7 +306,7 @@ def _template(job: Job) -> Part:
     return template
 
 
-def _trainjob(job: Job) -> Part:
+def _trainjob(job: JobNames) -> Part:
     """The runtime brings the JobSet, with its own rules for failures; here is what is changed in it."""
     section = job.section
     container = {"name": NODE, "volumeMounts": _mounts(job), "securityContext": _restricted()}

@@ -19,7 +19,7 @@ COLOURS = ("FORCE_COLOR", "TTY_COMPATIBLE")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class RankStart:
     """What all processes of a run are told."""
 
     argv: tuple[str, ...]
@@ -31,7 +31,7 @@ class Start:
     """Where rank 0's file descriptors lead, where not to the parent's own."""
 
 
-def run(rank: int, start: Start) -> None:
+def run(rank: int, start: RankStart) -> None:
     """Be that rank, to the end."""
     ctrl_c.ends_in_silence(Interrupted.exit_code)
     signal.signal(signal.SIGTERM, _leave)  # as long as there is nothing to save; the worker takes over
@@ -57,7 +57,7 @@ def _leave(*_: object) -> NoReturn:
     os._exit(Interrupted.exit_code)
 
 
-def _connect(rank: int, start: Start) -> None:
+def _connect(rank: int, start: RankStart) -> None:
     """Lead output to where it belongs, also that of native code."""
     if rank:
         with storage.append(start.logs / f"rank-{rank}.log") as log:

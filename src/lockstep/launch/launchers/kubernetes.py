@@ -15,7 +15,7 @@ from lockstep.base.config import MANY
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import LaunchError
 from lockstep.launch.launchers._kubernetes_config import KubernetesSection
-from lockstep.launch.launchers._kubernetes_manifest import MARGIN_SECONDS, Job, manifest, name_of, relocated
+from lockstep.launch.launchers._kubernetes_manifest import MARGIN_SECONDS, JobNames, manifest, name_of, relocated
 
 RESOURCES = {"jobset": "jobsets.jobset.x-k8s.io", "trainjob": "trainjobs.trainer.kubeflow.org"}
 """launch.resource -> its name for kubectl."""
@@ -69,7 +69,7 @@ class Kubernetes:
             )
         _refuse_to_go_back(request.arguments)
         self.name = name = section.name or name_of(request.folder.name)
-        job = Job(
+        job = JobNames(
             name=name,
             section=section,
             recipe=relocated(request.text, Path.cwd(), section, name=name, processes=processes),

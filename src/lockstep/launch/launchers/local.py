@@ -1,47 +1,8 @@
 """Processes on this machine, or on several that are started by hand, through PyTorch's elastic agent."""
 
-import platform
-from pathlib import Path
-
-from lockstep.base.contracts import Plan, Request
-from lockstep.base.errors import LaunchError
-from lockstep.launch.elastic.membership import Meeting
-from lockstep.launch.elastic.node import Node, plan_of
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.launch.launchers._own_process import Note as Note
-from lockstep.launch.launchers._own_process import OwnProcess
 
 
 class Config(LaunchSection):
     """Processes on this machine, or on several, each started by hand with --rendezvous and --node-rank."""
-
-
-class Local(OwnProcess):
-    """This machine."""
-
-    def __init__(self, config: Config, *, threads: int, shards: int) -> None:
-        self.config, self.threads, self.shards = config, threads, shards
-
-    def plan(self, request: Request) -> Plan:
-        """The worker command and how many of it; raises LaunchError for more than there are GPUs, or machines."""
-        if self.config.min_nodes > 1:
-            raise LaunchError(
-                f"launch.nodes={self.config.nodes}: run the same command on each machine with --node-rank 0 (1, ...) "
-                f"and --rendezvous HOST:PORT, such as --rendezvous {platform.node()}:29400 where this one is node 0"
-            )
-        return plan_of(self.config, request, threads=self.threads, shards=self.shards, endpoint=None)
-
-    def run(self, plan: Plan, logs: Path) -> int:
-        """Run the plan to its end, over restarts, and return the exit code: 0, or the one of the first that failed.
-
-        Rank 0 writes to the terminal, the others to logs/rank-N.log. Raises Interrupted after SIGINT or SIGTERM,
-        once every process has ended.
-        """
-        with Meeting(None, 0, self.config) as meeting:
-            meeting.settle(logs.parent)
-            return Node(meeting, plan, logs).run()
-
-
-def build(config: Config, *, threads: int, shards: int) -> Local:
-    """The launcher; `threads` is how many each process may use, `shards` how many processes can find work."""
-    return Local(config, threads=threads, shards=shards)

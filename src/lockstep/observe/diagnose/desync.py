@@ -22,7 +22,7 @@ def checksum(tensor: Tensor) -> Tensor:
     return plain.detach().view(INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
 
 
-class Comparison:
+class RankComparison:
     """Compares the parameters, or parts of them, that several ranks hold alike.
 
     `copies`: the ranks that hold the same as this one.

@@ -18,14 +18,14 @@ import psutil
 from torch.distributed import DistError
 
 from lockstep.base import storage
-from lockstep.base.errors import PeerLost, Stuck
+from lockstep.base.errors import HangDetected, PeerLost
 from lockstep.base.events import RunEnded, RunStarted, StepDone
 from lockstep.base.world import World
 from lockstep.core.host import activity
 from lockstep.core.host.loader_stacks import ask_all
 from lockstep.observe.diagnose.hang_verdict import Report, ranks_text, verdict
 from lockstep.observe.diagnose.stacks import all_stacks, places_in, stack_of, telling
-from lockstep.observe.diagnose.store_notes import Board
+from lockstep.observe.diagnose.store_notes import StoreNotes
 
 SIGKILL = 9
 LOOK_SECONDS = 1.0
@@ -57,7 +57,7 @@ class Watch:
 
     def __init__(self, world: World, limits: Limits, logs: Path) -> None:
         self.world, self.limits, self.logs = world, limits, logs
-        self.board: Board | None = None
+        self.board: StoreNotes | None = None
         self.training_thread = threading.get_ident()
         self.steps_done, self.is_training = 0, False
         self.durations: deque[float] = deque(maxlen=100)
@@ -78,7 +78,7 @@ class Watch:
         """Watch from here on; the process group is open."""
         self.logs.mkdir(parents=True, exist_ok=True)
         if self.world.size > 1:
-            self.board = Board(self.world.rank, self.world.size)
+            self.board = StoreNotes(self.world.rank, self.world.size)
         activity.progress()
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
@@ -167,7 +167,7 @@ class Watch:
         helpers = [thread for thread in threading.enumerate() if thread.name == "gradients"]
         return next((what for t in helpers if t.ident and (what := activity.waits(t.ident))), None)
 
-    def _exchange(self, board: Board) -> None:
+    def _exchange(self, board: StoreNotes) -> None:
         """Give a sign of life, answer who asks, and leave when the run is to be ended."""
         self._beat += 1
         if self._beat == 1:
@@ -185,7 +185,7 @@ class Watch:
                 return
         self._look_at(board, list(range(self.world.size)))
 
-    def _look_at(self, board: Board, ranks: list[int]) -> None:
+    def _look_at(self, board: StoreNotes, ranks: list[int]) -> None:
         """Note when each of these ranks last gave a sign of life."""
         for rank, beat in board.read("beat", ranks).items():
             if self._seen.get(rank, (None, 0.0))[0] != beat:
@@ -300,7 +300,7 @@ class Watch:
             if who.get("host") == platform.node():
                 with suppress(OSError):  # it would not hear any other signal
                     os.kill(who["process"], SIGKILL)
-        self._leave(text, Stuck.exit_code)
+        self._leave(text, HangDetected.exit_code)
 
     def _leave(self, text: str, code: int) -> None:
         self._say(text)

@@ -21,7 +21,7 @@ DUMPED = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 @dataclass(frozen=True)
-class Place:
+class CodeLine:
     """A line of code."""
 
     file: str
@@ -32,7 +32,7 @@ class Place:
         return f"{self.file}:{self.line} `{self.function}`"
 
 
-def telling(stack: list[Place]) -> Place:
+def telling(stack: list[CodeLine]) -> CodeLine:
     """The line of a stack, innermost first, that matters to a person: the innermost that is the user's own, else the
     innermost of all. Its file is shortened where it lies in the folder that the run was started in."""
     users = [place for place in stack if not place.file.startswith((OURS, "<", *LIBRARIES))]
@@ -42,13 +42,13 @@ def telling(stack: list[Place]) -> Place:
     return chosen
 
 
-def stack_of(thread: int) -> list[Place]:
+def stack_of(thread: int) -> list[CodeLine]:
     """Where a thread is, innermost first; empty when it has ended."""
     innermost = sys._current_frames().get(thread)
     if innermost is None:
         return []
     with suppress(AttributeError):  # of a call that is just being made, a frame may lack its code
-        return [Place(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(innermost)]
+        return [CodeLine(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(innermost)]
     return []
 
 
@@ -61,6 +61,6 @@ def all_stacks() -> str:
     return "\n".join(texts)
 
 
-def places_in(dump: str) -> list[Place]:
+def places_in(dump: str) -> list[CodeLine]:
     """The lines of a stack that faulthandler has written, the innermost first."""
-    return [Place(file, int(line), function) for file, line, function in DUMPED.findall(dump)]
+    return [CodeLine(file, int(line), function) for file, line, function in DUMPED.findall(dump)]

@@ -11,7 +11,7 @@ PATIENCE = timedelta(seconds=10)
 """How long one note may take to travel; a store that takes longer counts as gone."""
 
 
-class Board:
+class StoreNotes:
     """Notes by rank on a store; for one thread, over a connection of its own.
 
     Every method raises dist.DistError when the store is gone.

@@ -18,7 +18,7 @@ QUIET_SECONDS = 5.0
 """Plain lines for steps come at most this often."""
 
 
-class Lines:
+class ProgressLines:
     """One line per event that matters, with the time left."""
 
     def __init__(self, console: Console, quiet_seconds: float = QUIET_SECONDS) -> None:
@@ -78,7 +78,7 @@ class Lines:
             self.say(line)
 
 
-class Bar(Lines):
+class ProgressBar(ProgressLines):
     """The same lines, above a bar that moves with every step."""
 
     def __init__(self, console: Console) -> None:
@@ -129,10 +129,10 @@ class Bar(Lines):
         self.progress.update(self.preparing[event.what], completed=event.done)
 
 
-def terminal() -> Lines:
+def terminal() -> ProgressLines:
     """For the terminal alone: a bar where it is one, lines where it is not."""
     console = EscapingConsole()
-    return Bar(console) if console.is_terminal else Lines(console)
+    return ProgressBar(console) if console.is_terminal else ProgressLines(console)
 
 
 class Both:
@@ -146,7 +146,7 @@ class Both:
         except OSError as error:
             raise ConfigError(f"{logs / 'rank-0.log'} cannot be written: {error.strerror}; remove it") from None
         log = EscapingConsole(file=self.file, width=200, color_system=None)
-        self.parts: list[Lines] = [terminal(), Lines(log, 0.0)]
+        self.parts: list[ProgressLines] = [terminal(), ProgressLines(log, 0.0)]
 
     def notice(self, event: object) -> None:
         """Tell both."""

@@ -1,11 +1,11 @@
 """Which torch a strategy needs, where that is newer than what the others run with."""
 
-import torch
+from importlib.metadata import version
 
 
 def require_torch(least: str, strategy: str) -> None:
     """Raise ValueError, with what to do, where this torch is older than `least`, such as 2.13."""
-    here = str(torch.__version__)
+    here = version("torch")
     if _numbers(here) < _numbers(least):
         raise ValueError(
             f"{strategy} needs torch {least} or newer, and this is torch {here}: install a newer one, or set "

@@ -15,12 +15,12 @@ from lockstep.base import plugins, storage
 from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
 from lockstep.core.distributed import process_group
-from lockstep.core.distributed.bandwidth import links
+from lockstep.core.distributed.bandwidth import bandwidth
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.run import recipe as recipes
 from lockstep.run import worker
 from lockstep.run.recipe import Recipe
-from lockstep.tools.estimate.measurements import Facts
+from lockstep.tools.estimate.measurements import Measurements
 from lockstep.tools.estimate.process_measurement import Measurement
 from lockstep.tools.estimate.strategy_timing import tried
 
@@ -46,14 +46,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def measured(recipe: Recipe, world: World, device: torch.device, *, seconds: float) -> Facts:
+def measured(recipe: Recipe, world: World, device: torch.device, *, seconds: float) -> Measurements:
     """Links first, all together; then each process for itself, at the same time."""
     for sink in recipe.observe.sinks:  # part of what a process holds
         plugins.find("observe.sinks", sink)
     found = None
     if world.size > 1:
         with process_group.opened(world, device):
-            found = links(device)
+            found = bandwidth(device)
     with process_group.opened(World(), device):
         facts = Measurement(recipe=recipe, device=device, seconds=seconds).facts()
     return replace(facts, links=found)

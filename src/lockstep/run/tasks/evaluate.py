@@ -23,27 +23,27 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.base import plugins, storage
-from lockstep.base.contracts import Batch
 from lockstep.base.errors import ModelError
 from lockstep.base.events import Preparing
+from lockstep.base.model_contracts import Batch
 from lockstep.core.distributed.collectives import gathered, together
 from lockstep.data.bad_samples import Faults
 from lockstep.data.dataset import Subset
 from lockstep.inference.evaluate import evaluation_page, evaluation_report, figures
 from lockstep.inference.evaluate.calibration import fitted
 from lockstep.inference.evaluate.evaluated_model import Opened, of_export, of_run
-from lockstep.inference.evaluate.evaluation_request import Task
+from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export.export_facts import Calibration
 from lockstep.run import build, worker
-from lockstep.run.tasks.train import Job
+from lockstep.run.tasks.train import TrainTask
 from lockstep.training.evaluation import Evaluation, Predictions, Subject
 
 
-class EvaluationJob(Job):
+class EvaluateTask(TrainTask):
     """A process's part of an evaluation."""
 
-    def __init__(self, task: Task, *given: Any, **named: Any) -> None:
+    def __init__(self, task: EvaluationRequest, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.task = task
         self.left_out: list[int] = []
@@ -110,7 +110,7 @@ class EvaluationJob(Job):
             "metrics": found.values,
             "confusion_matrix": found.confusion,
         }
-        wrong: list[evaluation_report.Wrong] = []
+        wrong: list[evaluation_report.Misclassified] = []
         if found.predictions is not None:
             more, wrong = self.details(opened, found.predictions)
             facts |= more
@@ -127,7 +127,9 @@ class EvaluationJob(Job):
         except OSError as error:
             raise ModelError(f"cannot write to {self.task.to}: {error.strerror}; choose another with --to") from None
 
-    def details(self, opened: Opened, predictions: Predictions) -> tuple[dict[str, Any], list[evaluation_report.Wrong]]:
+    def details(
+        self, opened: Opened, predictions: Predictions
+    ) -> tuple[dict[str, Any], list[evaluation_report.Misclassified]]:
         """What can be told where it is known what was predicted of each sample."""
         names, temperature, source = opened.spec.labels, opened.temperature, opened.source
         evaluation_report.check(predictions, source)
@@ -170,8 +172,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="lockstep.run.tasks.evaluate", allow_abbrev=False)
     parser.add_argument("--task", type=Path, required=True)
     options, rest = parser.parse_known_args(argv)
-    task = Task.model_validate_json(options.task.read_bytes())
-    return worker.main(rest, partial(EvaluationJob, task), guards=True)
+    task = EvaluationRequest.model_validate_json(options.task.read_bytes())
+    return worker.main(rest, partial(EvaluateTask, task), guards=True)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ import psutil
 from torch import nn
 
 from lockstep.base import storage
-from lockstep.base.contracts import MicroBatch
 from lockstep.base.errors import UserError
 from lockstep.base.events import RunStarted, StepDone
+from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.modules.module_trace import Line, Trace
 from lockstep.run import worker
-from lockstep.run.build import Parts
-from lockstep.run.tasks.train import Job
-from lockstep.tools.prove.proof_request import REFUSED, Task, some
+from lockstep.run.build import Components
+from lockstep.run.tasks.train import TrainTask
+from lockstep.tools.prove.proof_request import REFUSED, ProofRequest, some
 from lockstep.tools.prove.single_process_checks import inspected
 from lockstep.training.loop import Training
 
@@ -31,14 +31,14 @@ HALT_SECONDS = 60.0
 """How long a process that waits to be killed waits: should nobody kill it, it ends by itself."""
 
 
-class ProofJob(Job):
+class ProofTask(TrainTask):
     """A process's part of a run, as always, but for what its task says."""
 
-    def __init__(self, task: Task, *given: Any, **named: Any) -> None:
+    def __init__(self, task: ProofRequest, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.task = task
 
-    def assemble(self) -> Parts:
+    def assemble(self) -> Components:
         """Build every part, then leave out all samples but the task's."""
         parts = super().assemble()
         train = some(parts.data.train, self.task.train_samples)
@@ -60,14 +60,14 @@ class ProofJob(Job):
         rows = [asdict(row) for row in inspected(parts)]
         storage.write(self.recipe.folder / "rows.json", json.dumps(rows))
 
-    def started(self, parts: Parts) -> RunStarted:
+    def started(self, parts: Components) -> RunStarted:
         """Leave a note of where the run went on."""
         if self.world.is_main:
             facts = {"resumed_step": parts.state.step, "steps_per_epoch": parts.order.steps_per_epoch}
             storage.write(self.recipe.folder / "started.json", json.dumps(facts))
         return super().started(parts)
 
-    def training(self, parts: Parts) -> Training:
+    def training(self, parts: Components) -> Training:
         """The loop's view of the parts, with hooks."""
         run = super().training(parts)
         if self.task.is_traced:
@@ -78,7 +78,7 @@ class ProofJob(Job):
             parts.model.register_forward_pre_hook(halt.enter)
         return run
 
-    def trace(self, parts: Parts, run: Training) -> None:
+    def trace(self, parts: Components, run: Training) -> None:
         """Write every rank's trace beside the run's logs; what all ranks share is rank 0's to write."""
         file = (self.recipe.folder / f"trace-{self.world.rank}.jsonl").open("w", encoding="utf-8")
 
@@ -127,4 +127,4 @@ class Halt:
 
 
 if __name__ == "__main__":
-    sys.exit(worker.main(sys.argv[2:], partial(ProofJob, Task.read(Path(sys.argv[1])))))
+    sys.exit(worker.main(sys.argv[2:], partial(ProofTask, ProofRequest.read(Path(sys.argv[1])))))

@@ -13,26 +13,26 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from lockstep.base import config, plugins, storage
-from lockstep.base.contracts import MicroBatch
 from lockstep.base.errors import Desync, Interrupted, LaunchError
 from lockstep.base.events import Bus, RunEnded, RunStarted, StepDone, Warned
+from lockstep.base.model_contracts import MicroBatch
 from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.writer import Writer
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import gathered, local_main_first, together
-from lockstep.core.host.signals import Interruption
+from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.buffers import WATCHED_STEPS
 from lockstep.core.modules.dtensors import is_spread
 from lockstep.core.numerics.digest import digest, digest_of, world_lines
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.data import bad_samples
 from lockstep.launch import run_folder
-from lockstep.observe.diagnose.desync import Comparison
+from lockstep.observe.diagnose.desync import RankComparison
 from lockstep.observe.diagnose.hang_watch import Limits, Watch
 from lockstep.run import build
 from lockstep.run import recipe as recipes
-from lockstep.run.build import Parts
+from lockstep.run.build import Components
 from lockstep.run.recipe import Recipe
 from lockstep.training.deadline import Deadline
 from lockstep.training.evaluation import Evaluation
@@ -61,10 +61,10 @@ class FirstStep:
         """Nothing is kept open."""
 
 
-class Job:
+class TrainTask:
     """One process's part of a run, from the recipe to the summary."""
 
-    def __init__(self, recipe: Recipe, world: World, interruption: Interruption, *, began: float = 0.0) -> None:
+    def __init__(self, recipe: Recipe, world: World, interruption: SignalWatch, *, began: float = 0.0) -> None:
         self.recipe, self.world, self.interruption = recipe, world, interruption
         self.began = began or psutil.Process().create_time()
         self.bus, self.first_step = Bus(), FirstStep()
@@ -84,7 +84,7 @@ class Job:
         """The folder of this run's checkpoints."""
         return self.recipe.folder / "checkpoints"
 
-    def assemble(self) -> Parts:
+    def assemble(self) -> Components:
         """Prepare the data, one process per machine first, then build every part."""
         local_main_first(lambda: build.prepare(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0)
         return build.assemble(self.recipe, self.world, self.device)
@@ -159,7 +159,7 @@ class Job:
             run.saving.settle(SETTLE_SECONDS)
             self.end(parts, run, status=status, metrics=metrics)
 
-    def record_faults(self, parts: Parts, *, is_fresh: bool) -> None:
+    def record_faults(self, parts: Components, *, is_fresh: bool) -> None:
         """List the samples that are left out; a fresh run forgets those of an earlier one in its folder."""
         with together():
             if is_fresh and self.world.is_main:
@@ -180,25 +180,25 @@ class Job:
                 set_aside(self.checkpoints, error.equal_at, self.warn)
             raise
 
-    def owes_evaluation(self, parts: Parts, found: Path) -> bool:
+    def owes_evaluation(self, parts: Components, found: Path) -> bool:
         """Whether a checkpoint that a run was brought back from lacks the evaluation that was due there: it failed."""
         step = parts.state.step
         is_due = step >= parts.total_steps or self.recipe.evaluate.is_due(step, parts.order.steps_per_epoch)
         return is_due and not layout.read_manifest(found).metrics
 
-    def ended(self, parts: Parts) -> str | None:
+    def ended(self, parts: Components) -> str | None:
         """How a run that has been brought back had ended already, if it had."""
         if parts.state.step >= parts.total_steps:
             return "finished"
         is_stopped = parts.state.stopping.evaluations_since >= self.recipe.train.stop_patience
         return "stopped early" if self.recipe.train.stop_metric and is_stopped else None
 
-    def evaluate(self, parts: Parts) -> tuple[int, dict[str, float]]:
+    def evaluate(self, parts: Components) -> tuple[int, dict[str, float]]:
         """Measure the model as it is; the whole result is kept for the summary."""
         self.last = parts.evaluate()
         return self.last.samples, self.last.values
 
-    def started(self, parts: Parts) -> RunStarted:
+    def started(self, parts: Components) -> RunStarted:
         """What is about to run."""
         shards, notes = parts.order.shards_per_step, []
         idle = gathered(not parts.owned(0)[0]).count(True)
@@ -228,7 +228,7 @@ class Job:
             notes=tuple(notes),
         )
 
-    def noticing(self, parts: Parts, start: int) -> Iterator[list[MicroBatch]]:
+    def noticing(self, parts: Components, start: int) -> Iterator[list[MicroBatch]]:
         """The steps' micro-batches, after a look at what the first of them shows of the user's code."""
         for number, micro_batches in enumerate(parts.steps(start)):
             if number == 0:
@@ -241,22 +241,22 @@ class Job:
                 self.notice_buffers(parts)
             yield micro_batches
 
-    def notice_buffers(self, parts: Parts) -> None:
+    def notice_buffers(self, parts: Components) -> None:
         """Say which buffers the first steps have changed in a way that cannot be the same everywhere; all ranks do."""
         own = [note for each in parts.strategy.buffer_updates for note in each.notes]
         for sentence in dict.fromkeys(note for rank in gathered(own) for note in rank):
             self.findings = [*(self.findings or ()), Finding(kind="buffer", where="a buffer", sentence=sentence)]
             self.warn(sentence)
 
-    def leaves_the_promise(self, parts: Parts) -> str | None:
+    def leaves_the_promise(self, parts: Components) -> str | None:
         """Why the weights depend on the number of processes, or may, if so."""
         own = (finding.sentence for finding in self.findings or () if finding.leaves_promise)
         return parts.leaves_the_promise or next(own, None)
 
-    def training(self, parts: Parts) -> Training:
+    def training(self, parts: Components) -> Training:
         """The loop's view of the parts."""
         recipe, state = self.recipe, parts.state
-        compared = Comparison(parts.held(), state.step, parts.strategy.copies)
+        compared = RankComparison(parts.held(), state.step, parts.strategy.copies)
         return Training(
             state=state,
             train=recipe.train,
@@ -280,7 +280,7 @@ class Job:
             stopping=self.interruption.accepted,
         )
 
-    def saving(self, parts: Parts) -> Saving:
+    def saving(self, parts: Components) -> Saving:
         """How this run saves."""
         state, section = parts.state, self.recipe.checkpoint
 
@@ -307,7 +307,7 @@ class Job:
         self.bus.close()
         self.lock.release()
 
-    def end(self, parts: Parts, run: Training, *, status: str, metrics: dict[str, float]) -> None:
+    def end(self, parts: Components, run: Training, *, status: str, metrics: dict[str, float]) -> None:
         """Write summary.json and say goodbye."""
         state, left_out = parts.state, bad_samples.listed(self.logs)
         for split, found in left_out.items():
@@ -342,14 +342,14 @@ class Job:
             storage.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
         self.bus.publish(RunEnded(status=status, summary=summary))
 
-    def digests(self, parts: Parts, status: str) -> dict[str, str | None]:
+    def digests(self, parts: Components, status: str) -> dict[str, str | None]:
         """Of the weights and buffers as they are used; with a moving average also of those that were trained."""
         state, tensors = parts.state, parts.state.tensors()
         used = {name: tensors[source] for name, source in state.used().items()}
         trained = {"training_digest": self.digest(parts, parts.strategy.state(), status)} if state.ema else {}
         return {"digest": self.digest(parts, used, status), **trained}
 
-    def digest(self, parts: Parts, state: Mapping[str, Tensor], status: str) -> str | None:
+    def digest(self, parts: Components, state: Mapping[str, Tensor], status: str) -> str | None:
         """Over all weights; where a run failed, other ranks may have gone, with whatever only they held: None then."""
         if status != "failed" or self.world.size == 1:
             return digest_of(world_lines(state, process_group.world_group()))

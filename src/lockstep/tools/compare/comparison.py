@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint import layout, verify
 from lockstep.tools.compare.run_evidence import DIGESTS, EVALUATION, LOGGED, Evidence, evidence
-from lockstep.tools.compare.tensor_differences import Difference, differences
+from lockstep.tools.compare.tensor_differences import TensorDifference, differences
 
 ORDER = (*LOGGED, *DIGESTS)
 """In which one is the cause of another; evaluations follow."""
@@ -128,7 +128,7 @@ def _value(side: Evidence, step: int, name: str) -> Any:
     return "NaN or infinite" if value is None else value[:16] if isinstance(value, str) else repr(value)
 
 
-def _in_tensors(step: int, number: int, found: list[Difference]) -> Iterator[str]:
+def _in_tensors(step: int, number: int, found: list[TensorDifference]) -> Iterator[str]:
     if not found:
         yield f"all {number} tensors of step {step:,} are equal"
         return

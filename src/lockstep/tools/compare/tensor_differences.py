@@ -19,7 +19,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class TensorDifference:
     """Two tensors of one name whose bits differ."""
 
     name: str
@@ -64,12 +64,12 @@ def ulps(one: Tensor, other: Tensor) -> np.ndarray:
     return np.where(is_nan, np.uint64(0), distance)
 
 
-def difference(name: str, one: Tensor, other: Tensor) -> Difference | None:
+def difference(name: str, one: Tensor, other: Tensor) -> TensorDifference | None:
     """How two tensors differ; None when every bit is the same."""
     if one.dtype != other.dtype or one.shape != other.shape:
         kinds = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (one, other)]
         kind_words = "{} in A, {} in B".format(*kinds)
-        return Difference(name=name, elements=one.numel(), size=one.numel(), kind=kind_words)
+        return TensorDifference(name=name, elements=one.numel(), size=one.numel(), kind=kind_words)
     a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (one, other))
     kind = BITS[a.element_size()]
     bits = (a.contiguous().flatten().view(kind) != b.contiguous().flatten().view(kind)).numpy()
@@ -83,7 +83,7 @@ def difference(name: str, one: Tensor, other: Tensor) -> Difference | None:
         distance = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)  # modulo 2^64: exact
         unit, nans = "", 0
     largest = int(distance.max())
-    return Difference(name=name, elements=int(bits.sum()), size=bits.size, largest=largest, nans=nans, unit=unit)
+    return TensorDifference(name=name, elements=int(bits.sum()), size=bits.size, largest=largest, nans=nans, unit=unit)
 
 
 def order(name: str) -> tuple[int, str]:
@@ -92,11 +92,11 @@ def order(name: str) -> tuple[int, str]:
     return group, name
 
 
-def differences(one: Path, other: Path) -> tuple[int, list[Difference]]:
+def differences(one: Path, other: Path) -> tuple[int, list[TensorDifference]]:
     """(number of tensors, those that differ, in order) of two checkpoints that have been verified."""
     a, b = contents(one), contents(other)
     alone = [
-        Difference(name=name, elements=t.numel(), size=t.numel(), kind=f"only in {side}")
+        TensorDifference(name=name, elements=t.numel(), size=t.numel(), kind=f"only in {side}")
         for side, mine, its in (("A", a, b), ("B", b, a))
         for name, t in mine.items()
         if name not in its

@@ -19,8 +19,14 @@ from lockstep.base.events import Bus
 from lockstep.run import build
 from lockstep.run.recipe import Recipe
 from lockstep.tools.estimate.forecast import Cluster, Forecast, Setting
-from lockstep.tools.estimate.forecast_table import Row, tell
-from lockstep.tools.estimate.machine_measurement import FAMILY, Measured, Wish, measure, per_machine
+from lockstep.tools.estimate.forecast_table import ForecastRow, tell
+from lockstep.tools.estimate.machine_measurement import (
+    FAMILY,
+    EstimateOptions,
+    MachineMeasurements,
+    measure,
+    per_machine,
+)
 from lockstep.tools.estimate.strategy_timing import section_of, shortened
 
 
@@ -35,7 +41,7 @@ def worlds_of(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def checked(wish: Wish) -> Wish:
+def checked(wish: EstimateOptions) -> EstimateOptions:
     """As it is; raises ConfigError for what cannot be."""
     for option, value in (
         ("memory", wish.memory_bytes),
@@ -47,7 +53,7 @@ def checked(wish: Wish) -> Wish:
     return wish
 
 
-def estimate(recipe: Recipe, wish: Wish, *, console: Console, to: Path | None) -> list[Row]:
+def estimate(recipe: Recipe, wish: EstimateOptions, *, console: Console, to: Path | None) -> list[ForecastRow]:
     """Measure, compute, print; write JSON if asked. Raises ConfigError, MeasurementFailed."""
     wish = checked(wish)
     if to is not None and not to.parent.is_dir():
@@ -57,7 +63,9 @@ def estimate(recipe: Recipe, wish: Wish, *, console: Console, to: Path | None) -
     return report(recipe, wish, measured, console=console, to=to)
 
 
-def report(recipe: Recipe, wish: Wish, measured: Measured, *, console: Console, to: Path | None) -> list[Row]:
+def report(
+    recipe: Recipe, wish: EstimateOptions, measured: MachineMeasurements, *, console: Console, to: Path | None
+) -> list[ForecastRow]:
     """Compute from what was measured, print, write JSON if asked."""
     rows = [row for world in wish.worlds for row in told(recipe, wish, measured, world=world)]
     tell(rows, console)
@@ -78,7 +86,7 @@ def prepared(recipe: Recipe) -> None:
         bus.close()
 
 
-def told(recipe: Recipe, wish: Wish, measured: Measured, *, world: int) -> list[Row]:
+def told(recipe: Recipe, wish: EstimateOptions, measured: MachineMeasurements, *, world: int) -> list[ForecastRow]:
     """A row for each strategy, the fastest that fits marked."""
     local = min(per_machine(world, wish, measured.slots), world)
     room = wish.memory_bytes or device_bytes(local)
@@ -88,13 +96,13 @@ def told(recipe: Recipe, wish: Wish, measured: Measured, *, world: int) -> list[
         try:
             forecast = forecast_of(name, recipe, measured, cluster=cluster)
         except LockstepError as error:
-            rows.append(Row(world=world, strategy=name, room_bytes=room, why=str(error).splitlines()[0]))
+            rows.append(ForecastRow(world=world, strategy=name, room_bytes=room, why=str(error).splitlines()[0]))
         else:
-            rows.append(Row(world=world, strategy=name, room_bytes=room, forecast=forecast))
+            rows.append(ForecastRow(world=world, strategy=name, room_bytes=room, forecast=forecast))
     return judged(rows, configured=recipe.parallel.kind)
 
 
-def forecast_of(name: str, recipe: Recipe, measured: Measured, *, cluster: Cluster) -> Forecast:
+def forecast_of(name: str, recipe: Recipe, measured: MachineMeasurements, *, cluster: Cluster) -> Forecast:
     """What the strategy's file computes, and what its trial took beyond that.
 
     Raises ConfigError where there is no such file, LaunchError, ModelError where it cannot run.
@@ -111,7 +119,7 @@ def forecast_of(name: str, recipe: Recipe, measured: Measured, *, cluster: Clust
     return replace(computed, times=replace(times, rest=max(rest, -times.total / 2)))
 
 
-def computation(name: str, recipe: Recipe, measured: Measured, *, cluster: Cluster) -> Forecast:
+def computation(name: str, recipe: Recipe, measured: MachineMeasurements, *, cluster: Cluster) -> Forecast:
     """What the strategy's file says."""
     if name not in plugins.names(FAMILY):
         raise ConfigError("nothing is known of its memory and time yet")
@@ -133,7 +141,7 @@ def device_bytes(processes: int) -> int:
     return int(psutil.virtual_memory().total // processes)
 
 
-def judged(rows: Sequence[Row], *, configured: str) -> list[Row]:
+def judged(rows: Sequence[ForecastRow], *, configured: str) -> list[ForecastRow]:
     """Each with a verdict; the best is the fastest that fits, of equally fast ones (within 2 %) that of the config,
     then the one that needs least memory."""
     fitting = [row for row in rows if row.fits]
@@ -150,7 +158,7 @@ def judged(rows: Sequence[Row], *, configured: str) -> list[Row]:
     return [replace(row, is_best=True, why=why) if row is best else row for row in rows]
 
 
-def wording(recipe: Recipe, wish: Wish, measured: Measured) -> list[str]:
+def wording(recipe: Recipe, wish: EstimateOptions, measured: MachineMeasurements) -> list[str]:
     """What was measured, and what was computed from it."""
     facts, links = measured.alone, measured.crowded.links if measured.crowded else None
     mib, times = 2**20, facts.seconds
@@ -193,7 +201,9 @@ def wording(recipe: Recipe, wish: Wish, measured: Measured) -> list[str]:
     return lines
 
 
-def document(rows: Sequence[Row], recipe: Recipe, wish: Wish, *, measured: Measured) -> dict[str, Any]:
+def document(
+    rows: Sequence[ForecastRow], recipe: Recipe, wish: EstimateOptions, *, measured: MachineMeasurements
+) -> dict[str, Any]:
     """Everything, for scripts: bytes and seconds."""
     return {
         "rows": [row.plain() for row in rows],

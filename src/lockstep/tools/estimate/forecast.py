@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lockstep.core.distributed.bandwidth import Links
+from lockstep.core.distributed.bandwidth import Bandwidth
 from lockstep.core.reduction.tree import Shards
 from lockstep.run.recipe import Recipe
-from lockstep.tools.estimate.measurements import Facts, Seconds, Weight
+from lockstep.tools.estimate.measurements import Measurements, Seconds, Weight
 from lockstep.tools.estimate.memory_forecast import Memory, copied, saved
 
 OVERLAP = 0.6
@@ -28,7 +28,7 @@ class Cluster:
     """Processes of a machine."""
     slots: int
     """Processes that a machine can run at the same time: its cores over run.threads, or its GPUs."""
-    links: Links | None
+    links: Bandwidth | None
     """As measured on this machine; None for one process."""
     bandwidth: float | None
     """Bytes per second of the network, where it was stated; else what was measured over the loopback counts."""
@@ -67,7 +67,7 @@ class Setting:
     recipe: Recipe
     section: Any
     """The strategy's own settings."""
-    facts: Facts
+    facts: Measurements
     seconds: Seconds
     """As measured with as many processes at once as run on a machine, or as it can run."""
     cluster: Cluster

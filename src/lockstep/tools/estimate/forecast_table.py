@@ -27,7 +27,7 @@ HEADINGS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ForecastRow:
     """One strategy on one number of processes."""
 
     world: int
@@ -81,7 +81,7 @@ class Row:
         return {**found, "forecast": own}
 
 
-def tell(rows: list[Row], console: Console) -> None:
+def tell(rows: list[ForecastRow], console: Console) -> None:
     """Print a table for each number of processes, and under it what is best and what cannot run."""
     shown = (
         console
@@ -102,7 +102,7 @@ def tell(rows: list[Row], console: Console) -> None:
         console.print()
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[ForecastRow]) -> Table:
     """The forecasts for one number of processes."""
     world, room = rows[0].world, rows[0].room_bytes
     parts = [part for part in PARTS if any(getattr(row.forecast.memory, part) for row in rows if row.forecast)]
@@ -120,7 +120,7 @@ def table(rows: list[Row]) -> Table:
     return made
 
 
-def cells(row: Row, parts: list[str]) -> list[str | Text]:
+def cells(row: ForecastRow, parts: list[str]) -> list[str | Text]:
     """One line."""
     assert row.forecast is not None
     memory, times = row.forecast.memory, row.forecast.times

@@ -13,16 +13,16 @@ from lockstep.base.world import cores
 from lockstep.core.reduction.tree import root
 from lockstep.run.recipe import Recipe
 from lockstep.tools.estimate.forecast import Cluster
-from lockstep.tools.estimate.measurement_runs import Runs, Trials
-from lockstep.tools.estimate.measurements import Facts, Seconds
-from lockstep.tools.estimate.memory_forecast import Held, held, passes
+from lockstep.tools.estimate.measurement_runs import MeasurementRuns, Trials
+from lockstep.tools.estimate.measurements import Measurements, Seconds
+from lockstep.tools.estimate.memory_forecast import HeldMemory, held, passes
 
 FAMILY = "tools.estimate.forecasts"
 SECONDS = ("fetch", "passes", "update")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class EstimateOptions:
     """What is to be told."""
 
     worlds: tuple[int, ...] = (1, 2, 4, 8)
@@ -37,11 +37,11 @@ class Wish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MachineMeasurements:
     """The facts of this machine."""
 
-    alone: Facts
-    crowded: Facts | None
+    alone: Measurements
+    crowded: Measurements | None
     """Measured with as many processes at once as are asked for, or as can run at the same time."""
     together: int
     """How many that were."""
@@ -83,12 +83,12 @@ def slots_of(recipe: Recipe) -> int:
     return max(1, cores() // recipe.run.threads)
 
 
-def per_machine(world: int, wish: Wish, slots: int) -> int:
+def per_machine(world: int, wish: EstimateOptions, slots: int) -> int:
     """Processes of a machine."""
     return wish.per_machine or (min(world, slots) if torch.cuda.is_available() else world)
 
 
-def measure(recipe: Recipe, wish: Wish, *, say: Callable[[str], object]) -> Measured:
+def measure(recipe: Recipe, wish: EstimateOptions, *, say: Callable[[str], object]) -> MachineMeasurements:
     """One process alone; then, if several are asked for, as many as they are or as this machine runs at once. Then
     every strategy is tried on the numbers of processes that are asked for, as far as they run here."""
     slots = slots_of(recipe)
@@ -96,7 +96,7 @@ def measure(recipe: Recipe, wish: Wish, *, say: Callable[[str], object]) -> Meas
     if max(wish.worlds) > 1 and not torch.cuda.is_available():
         together = max(2, together)
     with tempfile.TemporaryDirectory(prefix="lockstep-estimate-", ignore_cleanup_errors=True) as folder:
-        runs, crowded = Runs(recipe=recipe, folder=Path(folder), seconds=wish.seconds), None
+        runs, crowded = MeasurementRuns(recipe=recipe, folder=Path(folder), seconds=wish.seconds), None
         say("measuring one process ...")
         alone = calibrated(runs.measured(1))
         if together > 1:
@@ -106,10 +106,10 @@ def measure(recipe: Recipe, wish: Wish, *, say: Callable[[str], object]) -> Meas
         for processes in worth_trying(wish, slots, together=together, facts=alone):
             say(f"trying every strategy on {processes} process{'es' if processes > 1 else ''} ...")
             trials[processes] = runs.tried(processes, plugins.names(FAMILY))
-    return Measured(alone=alone, crowded=crowded, together=together, slots=slots, trials=trials)
+    return MachineMeasurements(alone=alone, crowded=crowded, together=together, slots=slots, trials=trials)
 
 
-def worth_trying(wish: Wish, slots: int, *, together: int, facts: Facts) -> list[int]:
+def worth_trying(wish: EstimateOptions, slots: int, *, together: int, facts: Measurements) -> list[int]:
     """Numbers of processes: as many as were measured at once, and those that are asked for on one machine; on a CPU, up
     to twice as many as it has cores for, if memory allows."""
     each = facts.fixed_bytes + 2 * facts.parameter_bytes + facts.optimizer_bytes + facts.step_bytes
@@ -119,12 +119,12 @@ def worth_trying(wish: Wish, slots: int, *, together: int, facts: Facts) -> list
     return sorted(several | ({1} & set(wish.worlds)))
 
 
-def calibrated(facts: Facts) -> Facts:
+def calibrated(facts: Measurements) -> Measurements:
     """With what whole steps took more than the parts that can be counted, as working memory: kernels' own, and what the
     C library keeps of memory that was freed."""
     shards, blocks = frozenset(range(facts.step_shards)), range(len(facts.blocks))
     whole = held(tuple((shard,) for shard in sorted(shards)), shards, (root(shards),))
-    alone = Held(before=(0,), after=(1,))
+    alone = HeldMemory(before=(0,), after=(1,))
     missing = [
         measured - passes(facts, facts.weights, blocks, sums=sums)
         for measured, sums in ((facts.step_bytes, whole), (facts.pass_bytes, alone))

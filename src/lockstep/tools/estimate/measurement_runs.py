@@ -12,7 +12,7 @@ from lockstep.base import config, plugins, storage
 from lockstep.base.errors import LockstepError
 from lockstep.core.host.lifetime import end_family
 from lockstep.run.recipe import Recipe
-from lockstep.tools.estimate.measurements import Facts, Seconds
+from lockstep.tools.estimate.measurements import Measurements, Seconds
 
 GRACE_SECONDS = 5
 TAIL_LINES = 40
@@ -29,7 +29,7 @@ class MeasurementFailed(LockstepError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runs:
+class MeasurementRuns:
     """Measurements of one recipe, in a folder that goes away."""
 
     recipe: Recipe
@@ -37,13 +37,13 @@ class Runs:
     seconds: float
     """How long each process times steps."""
 
-    def measured(self, processes: int) -> Facts:
+    def measured(self, processes: int) -> Measurements:
         """The facts of so many processes at once: memory is the first one's, times are medians over all.
 
         Raises MeasurementFailed.
         """
         folder = self._run(f"measured-{processes}", processes)
-        return together([Facts.read(folder / f"facts-{rank}.json") for rank in range(processes)])
+        return together([Measurements.read(folder / f"facts-{rank}.json") for rank in range(processes)])
 
     def tried(self, processes: int, strategies: Sequence[str]) -> Trials:
         """What steps take with each strategy, the median over all processes. Raises MeasurementFailed."""
@@ -71,7 +71,7 @@ class Runs:
         return folder
 
 
-def together(found: list[Facts]) -> Facts:
+def together(found: list[Measurements]) -> Measurements:
     """What several processes have measured at once, as one."""
     times = [facts.seconds for facts in found]
     seconds = Seconds(**{name: median(getattr(each, name) for each in times) for name in ("fetch", "passes", "update")})

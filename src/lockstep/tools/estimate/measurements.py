@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.base import storage
-from lockstep.core.distributed.bandwidth import Links
+from lockstep.core.distributed.bandwidth import Bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Seconds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class Measurements:
     """All that one process has measured."""
 
     device: str
@@ -81,7 +81,7 @@ class Facts:
     """Place of a cut (before block 1..) -> why a pipeline cannot cut there."""
     uncuttable: str | None
     """Why a pipeline cannot cut this model at all."""
-    links: Links | None
+    links: Bandwidth | None
     """Where other processes took part."""
 
     def bytes_of(self, weights: Iterable[Weight], *, is_trained: bool = False) -> int:
@@ -118,7 +118,7 @@ class Facts:
         storage.write(path, json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, path: Path) -> "Facts":
+    def read(cls, path: Path) -> "Measurements":
         """The reverse of write."""
         found = json.loads(path.read_text(encoding="utf-8"))
         return cls(
@@ -128,6 +128,6 @@ class Facts:
                 "blocks": tuple(Block(**each) for each in found["blocks"]),
                 "seconds": Seconds(**found["seconds"]),
                 "obstacles": {int(place): why for place, why in found["obstacles"].items()},
-                "links": Links(**found["links"]) if found["links"] else None,
+                "links": Bandwidth(**found["links"]) if found["links"] else None,
             }
         )

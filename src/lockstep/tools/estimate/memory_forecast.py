@@ -11,7 +11,7 @@ import torch
 
 from lockstep.checkpoint.writer import share
 from lockstep.core.reduction.tree import Node, Shards, TreeSum
-from lockstep.tools.estimate.measurements import Facts, Weight
+from lockstep.tools.estimate.measurements import Measurements, Weight
 
 LARGE_BYTES = 32 << 20
 """The C library (glibc's mallopt(3), M_MMAP_THRESHOLD) gives tensors of more than 32 MiB back to the system as soon as
@@ -52,7 +52,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldMemory:
     """How many partial sums a rank holds while a step's micro-batches come in."""
 
     before: tuple[int, ...]
@@ -67,7 +67,7 @@ class Held:
 
 
 @lru_cache(maxsize=256)
-def held(rounds: tuple[tuple[int, ...], ...], present: Shards, goals: tuple[Node, ...]) -> Held:
+def held(rounds: tuple[tuple[int, ...], ...], present: Shards, goals: tuple[Node, ...]) -> HeldMemory:
     """What `runtime.tree_reduce` holds when these shards come in, round by round: it is asked, with numbers."""
     tree, before, after = TreeSum(present, goals), [], []
     for shards in rounds:
@@ -75,10 +75,12 @@ def held(rounds: tuple[tuple[int, ...], ...], present: Shards, goals: tuple[Node
         for shard in shards:
             tree.add((shard, 1), torch.zeros(()))
         after.append(len(tree.parts))
-    return Held(before=tuple(before), after=tuple(after))
+    return HeldMemory(before=tuple(before), after=tuple(after))
 
 
-def passes(facts: Facts, weights: Sequence[Weight], blocks: Iterable[int], *, sums: Held, others: int = 0) -> int:
+def passes(
+    facts: Measurements, weights: Sequence[Weight], blocks: Iterable[int], *, sums: HeldMemory, others: int = 0
+) -> int:
     """Bytes of the worst moment of a rank's passes, beside what it holds between steps: partial sums of gradients,
     activations, fresh gradients.
 
@@ -96,7 +98,7 @@ def passes(facts: Facts, weights: Sequence[Weight], blocks: Iterable[int], *, su
     return total
 
 
-def timeline(facts: Facts, weights: Sequence[Weight], blocks: Sequence[int], *, keeps: bool) -> int:
+def timeline(facts: Measurements, weights: Sequence[Weight], blocks: Sequence[int], *, keeps: bool) -> int:
     """The worst moment of one forward and backward pass: going back, activations make room for gradients.
 
     A gradient that is not kept (it is added to another) is there for a moment, and so is autograd's copy of each.
@@ -122,7 +124,7 @@ def copied(tensors: dict[str, int], copies: int) -> int:
     )
 
 
-def saved(facts: Facts, weights: Sequence[Weight], *, average: bool) -> dict[str, int]:
+def saved(facts: Measurements, weights: Sequence[Weight], *, average: bool) -> dict[str, int]:
     """Name -> bytes of what a checkpoint holds of some weights."""
     found = {f"model.{w.name}": w.bytes for w in weights}
     if average:

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from lockstep.base import plugins
-from lockstep.base.contracts import LossSum, MicroBatch, Model
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import LossSum, MicroBatch, Model
 from lockstep.core.host.memory_meter import Meter
 from lockstep.core.modules.blocks import with_weights
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
-from lockstep.parallel.module_profile import Survey, survey
+from lockstep.parallel.module_profile import ModuleProfile, survey
 from lockstep.parallel.partition import Cuttable
 from lockstep.run import build
 from lockstep.run.build import Data
 from lockstep.run.recipe import Recipe
-from lockstep.tools.estimate.measurements import Block, Facts, Seconds, Weight
+from lockstep.tools.estimate.measurements import Block, Measurements, Seconds, Weight
 from lockstep.tools.estimate.saved_tensors import kept_by_block
 from lockstep.training.state import TrainState
 from lockstep.training.step import step
@@ -50,7 +50,7 @@ class Measurement:
     seconds: float
     """How long steps are timed."""
 
-    def facts(self) -> Facts:
+    def facts(self) -> Measurements:
         """Measure everything but the links."""
         recipe, meter = self.recipe, Meter(self.device)
         data = build.open_data(recipe)
@@ -69,7 +69,7 @@ class Measurement:
         timed = self.timed(state, data, order)
         step_bytes = meter.peak() - fixed - held
         found, uncuttable = self.surveyed(model, largest, state)
-        return Facts(
+        return Measurements(
             device=self.device.type,
             fixed_bytes=fixed if self.device.type == "cpu" else context_bytes(self.device),
             build_bytes=max(highest - fixed, 0),
@@ -104,7 +104,7 @@ class Measurement:
         recipe = self.recipe.model_copy(update={"parallel": alone})
         sample = partial(build.first_batch, recipe, data, order=order, device=self.device)
         total = recipe.train.total_steps(order.steps_per_epoch)
-        return build.place(recipe, model, sample, total_steps=total, device=self.device)
+        return build.distribute(recipe, model, sample, total_steps=total, device=self.device)
 
     def micro_batches(self, data: Data, order: Order, state: TrainState, *, start: int) -> Iterator[list[MicroBatch]]:
         """Steps of the run from one on, for as long as they are asked for."""
@@ -150,7 +150,7 @@ class Measurement:
             update=statistics.median(updates),
         )
 
-    def surveyed(self, model: Model, largest: MicroBatch, state: TrainState) -> tuple[Survey | None, str | None]:
+    def surveyed(self, model: Model, largest: MicroBatch, state: TrainState) -> tuple[ModuleProfile | None, str | None]:
         """What each block holds and costs; or why a pipeline could not cut the model."""
         try:
             return survey(Cuttable(model), largest.batch, state.precision.autocast), None
@@ -158,7 +158,7 @@ class Measurement:
             return None, str(error)
 
     def blocks(
-        self, model: Model, largest: MicroBatch, state: TrainState, *, found: Survey | None
+        self, model: Model, largest: MicroBatch, state: TrainState, *, found: ModuleProfile | None
     ) -> tuple[Block, ...]:
         """Each block's memory and share of the time."""
         kept = kept_by_block(model, largest.batch, state.precision.autocast)
@@ -212,7 +212,7 @@ def state_of(model: Model, state: TrainState) -> list[Tensor]:
     return [*model.parameters(), *model.buffers(), *optimizer_tensors(state), *average]
 
 
-def weights_of(model: Model, found: Survey | None) -> tuple[Weight, ...]:
+def weights_of(model: Model, found: ModuleProfile | None) -> tuple[Weight, ...]:
     """The model's weights with their blocks."""
     holders: dict[str, list[int]] = {name: [] for name, _ in model.named_parameters()}
     first = {parameter: name for name, parameter in model.named_parameters()}

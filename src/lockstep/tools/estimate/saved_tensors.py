@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from lockstep.base.contracts import Batch, Model
+from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.modules.blocks import with_weights
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.loss import unweighted

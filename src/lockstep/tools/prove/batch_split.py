@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base import plugins
-from lockstep.base.contracts import Batch, MicroBatch, Model
+from lockstep.base.model_contracts import Batch, MicroBatch, Model
 from lockstep.core.modules.module_trace import descriptions, fingerprint
 from lockstep.core.numerics.loss import unweighted
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.run import build
-from lockstep.run.build import Parts
-from lockstep.tools.prove.proof_table import Row
+from lockstep.run.build import Components
+from lockstep.tools.prove.proof_table import ProofRow
 
 ROUNDINGS = 2**14
 """How many roundings of the number format may come between two orders of the same sums; relative to the largest
@@ -37,26 +37,26 @@ Call = tuple[str, list[Tensor], list[Tensor]]
 """A module's name, and the tensors of its inputs and outputs."""
 
 
-def unsplit(parts: Parts, what: str) -> Row:
+def unsplit(parts: Components, what: str) -> ProofRow:
     """The row about the first step's gradient."""
     if parts.recipe.train.loss_is == "batch_wise":
         return declared(parts.recipe.train.micro_batch)
     micro_batches = next(parts.steps(0))
     if len(micro_batches) == 1:
-        return Row(what=what, how="a step is one micro-batch, nothing is split", result="shown")
+        return ProofRow(what=what, how="a step is one micro-batch, nothing is split", result="shown")
     reason = ""
     for dtype in (torch.float64, torch.float32):
         try:
             with computed_in(dtype):
-                return Comparison(parts, micro_batches, dtype).row(what)
+                return SplitComparison(parts, micro_batches, dtype).row(what)
         except (RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
-    return Row(what=what, how="", result="not shown", cause=f"all samples at once cannot be computed: {reason}")
+    return ProofRow(what=what, how="", result="not shown", cause=f"all samples at once cannot be computed: {reason}")
 
 
-def declared(size: int) -> Row:
+def declared(size: int) -> ProofRow:
     """The row in its place where a loss compares samples by intention."""
-    return Row(
+    return ProofRow(
         what="the loss compares the samples of a micro-batch",
         how="train.loss_is=batch_wise",
         result="declared",
@@ -76,10 +76,10 @@ def computed_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class Comparison:
+class SplitComparison:
     """One step of a fresh model: as its micro-batches, and as one."""
 
-    def __init__(self, parts: Parts, micro_batches: list[MicroBatch], dtype: torch.dtype) -> None:
+    def __init__(self, parts: Components, micro_batches: list[MicroBatch], dtype: torch.dtype) -> None:
         self.parts, self.dtype = parts, dtype
         self.micro_batches = [replace(m, batch=cast(m.batch, dtype)) for m in micro_batches]
         self.model = build.build_model(parts.recipe, parts.data.train.spec).to(parts.device, dtype)
@@ -109,7 +109,7 @@ class Comparison:
         for module in self.silenced:
             module.training = False
 
-    def row(self, what: str) -> Row:
+    def row(self, what: str) -> ProofRow:
         """The comparison of losses and gradients."""
         number = f"float{torch.finfo(self.dtype).bits}"
         shards, size = len(self.micro_batches), len(self.micro_batches[0].indices)
@@ -120,13 +120,13 @@ class Comparison:
         if self.still_random:
             names = [descriptions(self.model)[name] for name in self.still_random[:3]]
             cause = f"{', '.join(names)} draws random numbers in evaluation too, other ones for other batches"
-            return Row(what=what, how=how, result="not shown", cause=cause)
+            return ProofRow(what=what, how=how, result="not shown", cause=cause)
         error = self.error()
         figure = f"error {error:.1e} (allowed: {self.tolerance:.1e})"
         if error <= self.tolerance:
-            return Row(what=what, how=how, result="shown", digest=figure)
+            return ProofRow(what=what, how=how, result="shown", digest=figure)
         self.quiet()
-        return Row(what=what, how=how, result="DIFFERS", digest=figure, cause=self.cause())
+        return ProofRow(what=what, how=how, result="DIFFERS", digest=figure, cause=self.cause())
 
     def error(self) -> float:
         """The largest difference of any gradient or the loss, relative to the largest gradient and the loss."""
@@ -138,7 +138,7 @@ class Comparison:
         self.model.zero_grad(set_to_none=True)
         count, total = float(loss.count), float(loss.total.detach())
 
-        single = plugins.find("parallel.strategies", "single")
+        single = plugins.implementation("parallel.strategies", "single")
         precision = Precision("fp32", self.parts.device)
         config = single.Config(kind="single")
         strategy = single.build(config, randomness=Randomness(0), precision=precision, exact=True)

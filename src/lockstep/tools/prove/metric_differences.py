@@ -4,17 +4,22 @@ from collections.abc import Callable, Mapping
 
 from lockstep.core.modules.module_trace import fingerprint, origin
 from lockstep.run.recipe import Recipe
-from lockstep.tools.prove.proof_runs import Run
-from lockstep.tools.prove.proof_table import Row
-from lockstep.tools.prove.run_differences import Measured, measured_apart
+from lockstep.tools.prove.proof_runs import ProofRun
+from lockstep.tools.prove.proof_table import ProofRow
+from lockstep.tools.prove.run_differences import MeasuredRun, measured_apart
 from lockstep.training.metrics.declared_metrics import Measure
 
 WHAT = "runs of equal weights measure the same"
 
 
 def measured(
-    recipe: Recipe, one: Run, others: Mapping[str, Run], *, measures: Mapping[str, Measure], again: Callable[[], Run]
-) -> Row:
+    recipe: Recipe,
+    one: ProofRun,
+    others: Mapping[str, ProofRun],
+    *,
+    measures: Mapping[str, Measure],
+    again: Callable[[], ProofRun],
+) -> ProofRow:
     """The row about what was measured; `others` are runs with the weights of `one`, by what they are called. `again`
     repeats the first run: asked where something differs."""
     values = [line for line in one.metrics if line["kind"] == "evaluation"]
@@ -24,11 +29,11 @@ def measured(
         if found:
             repeated = {(m.kind, m.name) for m in measured_apart(one, again())}
             cause = told(found, label, measures, is_repeated=not {(m.kind, m.name) for m in found} & repeated)
-            return Row(what=WHAT, how=how, result="DIFFERS", cause=cause + steering(recipe, found))
-    return Row(what=WHAT, how=how, result="shown", digest=fingerprint(values))
+            return ProofRow(what=WHAT, how=how, result="DIFFERS", cause=cause + steering(recipe, found))
+    return ProofRow(what=WHAT, how=how, result="shown", digest=fingerprint(values))
 
 
-def told(found: list[Measured], label: str, measures: Mapping[str, Measure], *, is_repeated: bool) -> str:
+def told(found: list[MeasuredRun], label: str, measures: Mapping[str, Measure], *, is_repeated: bool) -> str:
     """What differs, of whom it is, and why."""
     evaluated = [each for each in found if each.kind == "evaluation"]
     names = list(dict.fromkeys(each.name for each in evaluated))
@@ -59,7 +64,7 @@ def described(name: str, measures: Mapping[str, Measure]) -> str:
     return f"`{name}` ({origin(measure.metric)})"
 
 
-def steering(recipe: Recipe, found: list[Measured]) -> str:
+def steering(recipe: Recipe, found: list[MeasuredRun]) -> str:
     """What a run decides by one of these values, if anything."""
     names = {each.name for each in found if each.kind == "evaluation"}
     told = []

@@ -28,9 +28,9 @@ from lockstep.run import build
 from lockstep.run.build import Data
 from lockstep.run.recipe import Recipe
 from lockstep.tools.prove import metric_differences, strategy_choice
-from lockstep.tools.prove.proof_request import Task, test_samples, train_samples
-from lockstep.tools.prove.proof_runs import Run, Runs
-from lockstep.tools.prove.proof_table import Row, tell
+from lockstep.tools.prove.proof_request import ProofRequest, test_samples, train_samples
+from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
+from lockstep.tools.prove.proof_table import ProofRow, tell
 from lockstep.tools.prove.run_differences import Apart, apart
 from lockstep.tools.prove.trace_diff import SPREAD, explained, first_difference, read
 
@@ -48,8 +48,8 @@ class Proof:
     steps: int
     data: Data
     say: Callable[[str], None]
-    done: dict[int, Run] = field(default_factory=dict)
-    equal: dict[str, Run] = field(default_factory=dict)
+    done: dict[int, ProofRun] = field(default_factory=dict)
+    equal: dict[str, ProofRun] = field(default_factory=dict)
     """Runs with the weights of W = 1, by what they are called: what they have measured is compared in the end."""
     unequal: list[str] = field(default_factory=list)
     why: str = ""
@@ -58,11 +58,11 @@ class Proof:
     """The first W whose weights differ: what rests on equal weights is then not tried."""
 
     def __post_init__(self) -> None:
-        task = Task(
+        task = ProofRequest(
             train_samples=train_samples(self.recipe, len(self.data.train)),
             test_samples=test_samples(self.recipe, len(self.data.test)),
         )
-        self.runs = Runs(
+        self.runs = ProofRuns(
             recipe=self.recipe,
             folder=self.folder,
             steps=self.steps,
@@ -71,12 +71,12 @@ class Proof:
             say=self.say,
         )
 
-    def rows(self, parts: tuple[str, ...]) -> list[Row]:
+    def rows(self, parts: tuple[str, ...]) -> list[ProofRow]:
         """Every chosen part's rows, in the order of PARTS."""
-        found: list[Row] = []
+        found: list[ProofRow] = []
         if "repeat" in parts:
             run = self.runs.run("single-batches", 1, replace(self.runs.task, inspect=True))
-            found += [Row(**row) for row in run.read("rows.json")]
+            found += [ProofRow(**row) for row in run.read("rows.json")]
             self.why = found[0].cause
         if "worlds" in parts:
             found += [self.world(processes) for processes in (2, 4)]
@@ -90,13 +90,13 @@ class Proof:
             found.append(self.measured())
         return found
 
-    def on(self, processes: int) -> Run:
+    def on(self, processes: int) -> ProofRun:
         """The undisturbed run on so many processes."""
         if processes not in self.done:
             self.done[processes] = self.runs.run(f"world-{processes}", processes)
         return self.done[processes]
 
-    def compare(self, label: str, run: Run) -> Apart | None:
+    def compare(self, label: str, run: ProofRun) -> Apart | None:
         """How a run differs from the first one in what it trains; what it has measured is kept for later."""
         found = apart(self.on(1), run)
         if found is None or not found.has_other_weights:
@@ -105,18 +105,18 @@ class Proof:
             self.unequal.append(label)
         return found
 
-    def row(self, what: str, how: str, *, label: str, run: Run, cause: Callable[[Apart], str]) -> Row:
+    def row(self, what: str, how: str, *, label: str, run: ProofRun, cause: Callable[[Apart], str]) -> ProofRow:
         """The row of a run that is compared with the first; `cause` is asked where they differ."""
         one, found = self.on(1), self.compare(label, run)
         digest = one.digest[:SHORT_DIGEST]
         if found is not None:
             if found.has_other_weights:
                 digest = f"{digest} {run.digest[:SHORT_DIGEST]}"
-            return Row(what=what, how=how, result="DIFFERS", digest=f"{digest}, {found.place}", cause=cause(found))
+            return ProofRow(what=what, how=how, result="DIFFERS", digest=f"{digest}, {found.place}", cause=cause(found))
         if noticed := run.noticed:
             why = f"equal in these steps, but the run has noticed: {noticed}"
-            return Row(what=what, how=how, result="not shown", digest=digest, cause=why)
-        return Row(what=what, how=how, result="shown", digest=digest)
+            return ProofRow(what=what, how=how, result="not shown", digest=digest, cause=why)
+        return ProofRow(what=what, how=how, result="shown", digest=digest)
 
     def obstacle(self, processes: int) -> str | None:
         """Why so many processes are not tried, if so: others differ already, or the machine does not carry them."""
@@ -136,45 +136,45 @@ class Proof:
             return f"it needs about {needed / 2**30:.1f} GiB of memory"
         return None
 
-    def world(self, processes: int) -> Row:
+    def world(self, processes: int) -> ProofRow:
         """The weights and steps of W processes against those of one."""
         what = f"W = {processes}: weights and steps of W = 1"
         self.on(1)
         if obstacle := self.obstacle(processes):
-            return Row(what=what, how="", result="not shown", cause=obstacle)
+            return ProofRow(what=what, how="", result="not shown", cause=obstacle)
         label, run = f"W = {processes}", self.on(processes)
         row = self.row(what, self.how, label=label, run=run, cause=partial(self.cause, processes))
         if label in self.unequal:
             self.differing = processes
         return row
 
-    def strategy(self, kind: str) -> Row:
+    def strategy(self, kind: str) -> ProofRow:
         """The weights and steps of another strategy against those of the first run."""
         processes = strategy_choice.processes_of(kind)
         what = f"parallel.kind={kind}, W = {processes}: weights and steps of {self.recipe.parallel.kind}, W = 1"
         section = strategy_choice.section(self.recipe, kind)
         obstacle = section if isinstance(section, str) else strategy_choice.own_bits(self.recipe)
         if isinstance(section, str) or (obstacle := obstacle or self.shortage(processes)):
-            return Row(what=what, how="", result="not shown", cause=str(obstacle))
+            return ProofRow(what=what, how="", result="not shown", cause=str(obstacle))
         run = self.spread(kind, processes, section)
         if isinstance(run, str):
-            return Row(what=what, how="", result="not shown", cause=f"{kind} refuses this run: {run}")
+            return ProofRow(what=what, how="", result="not shown", cause=f"{kind} refuses this run: {run}")
         return self.row(what, self.how, label=kind, run=run, cause=partial(self.cause_with, kind, run))
 
-    def spread(self, kind: str, processes: int, section: PluginSection) -> Run | str:
+    def spread(self, kind: str, processes: int, section: PluginSection) -> ProofRun | str:
         """The run with another strategy, or why it refuses."""
         is_own = kind == self.recipe.parallel.kind or (kind == "ddp" and self.recipe.parallel.kind == "single")
         if is_own and processes in self.done:
             return self.done[processes]
         return self.runs.spread(f"{kind}-{processes}", processes, section)
 
-    def killed(self) -> Row:
+    def killed(self) -> ProofRow:
         """A run that is killed and resumed on another world against the one that was left alone."""
         one = self.on(1)
         second = 3 if self.obstacle(3) is None else 1
         what = f"killed on W = 2, resumed on W = {second}: weights and steps of W = 1"
         if obstacle := self.obstacle(2):
-            return Row(what=what, how="", result="not shown", cause=obstacle)
+            return ProofRow(what=what, how="", result="not shown", cause=obstacle)
         epoch = one.read("started.json")["steps_per_epoch"]
         killed = self.runs.kill("killed", 2, every=half_time(self.steps, epoch))
         middle = "in mid-epoch" if killed.checkpoint % epoch and killed.steps % epoch else "at the end of an epoch"
@@ -186,16 +186,16 @@ class Proof:
         )
         if resumed != killed.checkpoint:
             cause = f"it was resumed after step {resumed} instead of {killed.checkpoint}: please report it"
-            return Row(what=what, how=how, result="DIFFERS", cause=cause)
+            return ProofRow(what=what, how=how, result="DIFFERS", cause=cause)
         after = partial(self.after_kill, run, second)
         return self.row(what, how, label=f"killed, W = {second}", run=run, cause=after)
 
-    def evaluated(self) -> Row:
+    def evaluated(self) -> ProofRow:
         """Who evaluates which sample, and how many were counted."""
         what, there = "evaluation counts each test sample once", len(self.data.test)
         if self.differing is not None:
             cause = f"the weights of W = {self.differing} differ, and so what is measured of them"
-            return Row(what=what, how="", result="not shown", cause=cause)
+            return ProofRow(what=what, how="", result="not shown", cause=cause)
         worlds = [1, *(w for w in (2, 4) if self.obstacle(w) is None)]
         for world in worlds[1:]:
             self.compare(f"W = {world}", self.on(world))
@@ -205,17 +205,17 @@ class Proof:
         how = f"W = {names}: the plan over all {there:,}; measured on {self.runs.task.test_samples:,}"
         if wrong := [w for w in worlds if not self.is_partition(w)]:
             cause = f"on W = {wrong[0]} the plan leaves out samples or repeats them: please report it with your config"
-            return Row(what=what, how=how, result="DIFFERS", cause=cause)
+            return ProofRow(what=what, how=how, result="DIFFERS", cause=cause)
         if counted != [self.runs.task.test_samples]:
             cause = f"counted {counted} samples: please report it with your config"
-            return Row(what=what, how=how, result="DIFFERS", cause=cause)
-        return Row(what=what, how=how, result="shown")
+            return ProofRow(what=what, how=how, result="DIFFERS", cause=cause)
+        return ProofRow(what=what, how=how, result="shown")
 
-    def measured(self) -> Row:
+    def measured(self) -> ProofRow:
         """Whether all runs with the same weights have measured the same."""
         if not self.equal:
             cause = f"the weights of {', '.join(self.unequal)} differ, and so what is measured of them"
-            return Row(what=metric_differences.WHAT, how="", result="not shown", cause=cause)
+            return ProofRow(what=metric_differences.WHAT, how="", result="not shown", cause=cause)
         measures = build.measured(self.recipe, self.data.test.spec)
         again = partial(self.runs.run, "again-1", 1)
         return metric_differences.measured(self.recipe, self.on(1), self.equal, measures=measures, again=again)
@@ -266,7 +266,7 @@ class Proof:
             )
         return "a second, traced run of both gave the same weights: something differs from run to run, and seldom"
 
-    def known(self, run: Run, found: Apart) -> str | None:
+    def known(self, run: ProofRun, found: Apart) -> str | None:
         """Why a run differs, as far as that can be said without another run."""
         if self.why:
             return f"as above: {self.why}"
@@ -279,7 +279,7 @@ class Proof:
             )
         return None
 
-    def cause_with(self, kind: str, run: Run, found: Apart) -> str:
+    def cause_with(self, kind: str, run: ProofRun, found: Apart) -> str:
         """Why a run with another strategy differs."""
         if known := self.known(run, found):
             return known
@@ -287,7 +287,7 @@ class Proof:
             return f"W = 2 differs with parallel.kind={self.recipe.parallel.kind}, too: {self.cause(2, plain)}"
         return f"nothing in the model's code is known that would do it, and {kind} alone differs: please report it"
 
-    def after_kill(self, run: Run, second: int, found: Apart) -> str:
+    def after_kill(self, run: ProofRun, second: int, found: Apart) -> str:
         """Why a killed and resumed run differs, as far as the undisturbed ones do not say so already."""
         if known := self.known(run, found):
             return known

@@ -21,7 +21,7 @@ PART_OF_TEST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class ProofRequest:
     """One sub-run of a proof."""
 
     train_samples: int
@@ -39,7 +39,7 @@ class Task:
         return path
 
     @classmethod
-    def read(cls, path: Path) -> "Task":
+    def read(cls, path: Path) -> "ProofRequest":
         """The reverse of write."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 

@@ -18,7 +18,7 @@ from lockstep.base.errors import LockstepError, UserError
 from lockstep.checkpoint.layout import listed, step_of
 from lockstep.core.host.lifetime import end_family
 from lockstep.run.recipe import Recipe
-from lockstep.tools.prove.proof_request import REFUSED, Task
+from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
 from lockstep.tools.prove.strategy_choice import fitting
 
 GRACE_SECONDS = 5
@@ -29,7 +29,7 @@ LOOKS_PER_COUNT = 10
 TAIL_LINES = 40
 
 
-class RunFailed(LockstepError):
+class ProofRunFailed(LockstepError):
     """A run of the proof ended with an error of its own, which is repeated; so is its exit code."""
 
     def __init__(self, message: str, code: int) -> None:
@@ -38,7 +38,7 @@ class RunFailed(LockstepError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ProofRun:
     """A run that has ended."""
 
     folder: Path
@@ -91,27 +91,27 @@ class Killed:
 
 
 @dataclass(kw_only=True)
-class Runs:
+class ProofRuns:
     """Starts runs of one recipe, on part of its data, and ends whatever it has started."""
 
     recipe: Recipe
     folder: Path
     steps: int
-    task: Task
+    task: ProofRequest
     on_cpu: bool
     say: Callable[[str], None]
 
-    def run(self, name: str, processes: int, task: Task | None = None, **changes: Any) -> Run:
+    def run(self, name: str, processes: int, task: ProofRequest | None = None, **changes: Any) -> ProofRun:
         """Run to the end; `changes` are settings by section. Raises RunFailed."""
-        start = Start(name=name, processes=processes, task=task or self.task, changes=changes)
+        start = RunVariant(name=name, processes=processes, task=task or self.task, changes=changes)
         code, run = self.ended(start)
         if code:
             raise self._failure(start, run, code)
         return run
 
-    def spread(self, name: str, processes: int, parallel: PluginSection) -> Run | str:
+    def spread(self, name: str, processes: int, parallel: PluginSection) -> ProofRun | str:
         """Run to the end with another strategy -> the run, or why the strategy refuses it. Raises RunFailed."""
-        start = Start(name=name, processes=processes, task=self.task, changes={}, parallel=parallel)
+        start = RunVariant(name=name, processes=processes, task=self.task, changes={}, parallel=parallel)
         code, run = self.ended(start)
         if code and (code != UserError.exit_code or run.refusal is None):
             raise self._failure(start, run, code)
@@ -125,7 +125,7 @@ class Runs:
         """
         note, checkpoints = self.folder / name / "paused.json", self.folder / name / "checkpoints"
         task, changes = replace(self.task, pause_after=every + 1), {"checkpoint": {"every_steps": every}}
-        start = Start(name=name, processes=processes, task=task, changes=changes)
+        start = RunVariant(name=name, processes=processes, task=task, changes=changes)
         pids: list[int] = []
 
         def look() -> None:
@@ -140,11 +140,13 @@ class Runs:
             raise self._failure(start, run, code)
         return Killed(process=pids[0], steps=every + 1, checkpoint=step_of(left[0]))
 
-    def _failure(self, start: "Start", run: Run, code: int) -> RunFailed:
+    def _failure(self, start: "RunVariant", run: ProofRun, code: int) -> ProofRunFailed:
         tail = "\n".join(run.output.splitlines()[-TAIL_LINES:])
-        return RunFailed(f"{tail}\nthe proof's {start} ended with exit code {code}; its last words are above", code)
+        return ProofRunFailed(
+            f"{tail}\nthe proof's {start} ended with exit code {code}; its last words are above", code
+        )
 
-    def prepared(self, start: "Start") -> tuple[Path, tuple[str, str]]:
+    def prepared(self, start: "RunVariant") -> tuple[Path, tuple[str, str]]:
         """Write down what is asked of a run -> its folder, and the paths of its task and its recipe."""
         folder = self.folder / start.name
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +154,7 @@ class Runs:
         self.say(f"{start} ...")
         return folder, (str(start.task.write(folder / "task.json")), str(folder / "launch.yaml"))
 
-    def ended(self, start: "Start", look: Callable[[], None] = lambda: None) -> tuple[int, Run]:
+    def ended(self, start: "RunVariant", look: Callable[[], None] = lambda: None) -> tuple[int, ProofRun]:
         """Start a run and wait for its end -> exit code, run; `look` is called now and then meanwhile."""
         folder, asked = self.prepared(start)
         device = "cpu" if self.on_cpu else "any"
@@ -178,17 +180,17 @@ class Runs:
             finally:
                 end_family(launcher, grace_seconds=GRACE_SECONDS + 2)
         output = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
-        return launcher.returncode, Run(folder=folder, output=output, peak_bytes=peak)
+        return launcher.returncode, ProofRun(folder=folder, output=output, peak_bytes=peak)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class RunVariant:
     """A run to be started."""
 
     name: str
     """Its folder; a name that is there is resumed."""
     processes: int
-    task: Task
+    task: ProofRequest
     changes: Mapping[str, Mapping[str, Any]]
     """Settings by section and name that differ from the proof's other runs."""
     parallel: PluginSection | None = None
@@ -198,7 +200,7 @@ class Start:
         return f"run {self.name} on {self.processes} process{'es' if self.processes > 1 else ''}"
 
 
-def varied(recipe: Recipe, folder: Path, *, start: Start, steps: int) -> Recipe:
+def varied(recipe: Recipe, folder: Path, *, start: RunVariant, steps: int) -> Recipe:
     """The user's recipe, with few steps and without all that looks, saves or tells while it runs."""
     local = plugins.find("launch.launchers", "local").Config(
         kind="local", processes=start.processes, grace_seconds=GRACE_SECONDS, max_restarts=0

@@ -17,7 +17,7 @@ STYLES: dict[Result, str] = {"shown": "green", "DIFFERS": "bold red", "not shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ProofRow:
     """One thing that a proof sets out to show."""
 
     what: str
@@ -30,7 +30,7 @@ class Row:
     """The first cause of a difference that could be found, or why it could not be shown."""
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[ProofRow]) -> Table:
     """The rows for people."""
     made = Table("what", "how", "result", "digest", show_lines=True, caption="W: number of processes")
     for row in rows:
@@ -38,7 +38,7 @@ def table(rows: list[Row]) -> Table:
     return made
 
 
-def tell(rows: list[Row], console: Console) -> int:
+def tell(rows: list[ProofRow], console: Console) -> int:
     """Print the table, the causes and a last sentence; returns the exit code, 1 when anything differs."""
     shown = console if console.is_terminal else EscapingConsole(file=console.file, highlight=False, width=LOG_WIDTH)
     shown.print(table(rows))

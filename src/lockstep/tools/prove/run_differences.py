@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.tools.compare.run_evidence import DIGESTS, LOGGED, PLACE
-from lockstep.tools.prove.proof_runs import Run
+from lockstep.tools.prove.proof_runs import ProofRun
 
 BESIDE = {"step": {*LOGGED, *PLACE}, "evaluation": {*PLACE}}
 """Of each kind of line, what is not measured, or is compared by itself."""
@@ -27,7 +27,7 @@ class Apart:
         return f"from step {self.step} on" if self.step is not None else "after the last step"
 
 
-def apart(one: Run, other: Run) -> Apart | None:
+def apart(one: ProofRun, other: ProofRun) -> Apart | None:
     """How two runs differ in weights and steps; None where they are equal, whatever they measured."""
     has_other_weights = any(one.summary.get(name) != other.summary.get(name) for name in DIGESTS)
     steps = [{line["step"]: line for line in run.metrics if line["kind"] == "step"} for run in (one, other)]
@@ -40,7 +40,7 @@ def apart(one: Run, other: Run) -> Apart | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredRun:
     """A value that two runs have measured differently."""
 
     kind: str
@@ -51,10 +51,10 @@ class Measured:
     other: Any
 
 
-def measured_apart(one: Run, other: Run) -> Iterator[Measured]:
+def measured_apart(one: ProofRun, other: ProofRun) -> Iterator[MeasuredRun]:
     """What was measured in evaluations, or logged beside the loss, and differs; in the order of the runs' lines."""
     for a, b in zip(one.metrics, other.metrics, strict=False):
         kind, step = a["kind"], a["step"]
         for name in dict.fromkeys([*a, *b]):
             if name not in BESIDE[kind] and a.get(name) != b.get(name):
-                yield Measured(kind=kind, step=step, name=name, one=a.get(name), other=b.get(name))
+                yield MeasuredRun(kind=kind, step=step, name=name, one=a.get(name), other=b.get(name))

@@ -44,7 +44,7 @@ class Traced:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class TraceDifference:
     """Where two traces part."""
 
     kind: str
@@ -70,17 +70,17 @@ def read(folder: Path) -> Traced:
     return traced
 
 
-def first_difference(one: Traced, other: Traced) -> Difference | None:
+def first_difference(one: Traced, other: Traced) -> TraceDifference | None:
     """The first step, shard and module, in the order of the run, at which two traces part."""
     for number in sorted(one.steps.keys() | other.steps.keys()):
         a, b = one.steps.get(number, Step()), other.steps.get(number, Step())
         if name := _unequal(a.weights, b.weights):
-            return Difference(kind="weights", step=number, name=name)
+            return TraceDifference(kind="weights", step=number, name=name)
         for shard in sorted(a.shards.keys() | b.shards.keys()):
             if found := _in_shard(a.shards.get(shard, []), b.shards.get(shard, [])):
-                return Difference(kind=found[0], step=number, name=found[1], shard=shard)
+                return TraceDifference(kind=found[0], step=number, name=found[1], shard=shard)
         if name := _unequal(a.sum, b.sum):
-            return Difference(kind="sum", step=number, name=name)
+            return TraceDifference(kind="sum", step=number, name=name)
     return None
 
 
@@ -145,7 +145,7 @@ SPREAD = {
 """Kind of difference between two worlds -> what it means."""
 
 
-def explained(found: Difference, traced: Traced, meanings: dict[str, str]) -> str:
+def explained(found: TraceDifference, traced: Traced, meanings: dict[str, str]) -> str:
     """A difference in a sentence, with the module's class, file and line."""
     module = traced.modules.get(found.name, found.name)
     return meanings[found.kind].format(place=found.place, name=found.name, module=module)

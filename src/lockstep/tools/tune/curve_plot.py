@@ -21,7 +21,7 @@ TICKS = 6
 def svg(curve: Curve, title: str, *, rate: str = "learning rate") -> str:
     """The picture as text: raw and smoothed loss over the rate (logarithmic), a mark at the suggestion; `rate` says
     what the rate is."""
-    frame = Frame(curve)
+    frame = PlotFrame(curve)
     place = curve.steepest
     parts = [
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
@@ -43,7 +43,7 @@ def svg(curve: Curve, title: str, *, rate: str = "learning rate") -> str:
     )
 
 
-class Frame:
+class PlotFrame:
     """From rates and losses to pixels."""
 
     def __init__(self, curve: Curve) -> None:
@@ -139,7 +139,7 @@ def line(points: str, color: str, width: float) -> str:
     return f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{width}" stroke-linejoin="round"/>'
 
 
-def marks(frame: Frame, curve: Curve, place: int) -> Iterable[str]:
+def marks(frame: PlotFrame, curve: Curve, place: int) -> Iterable[str]:
     """A dashed line at the suggestion, and a dot there and at the lowest point."""
     x = frame.x(curve.rates[place])
     yield f'<path d="M{x:.1f} {TOP}V{BOTTOM}" stroke="{MARK}" stroke-width="1.5" stroke-dasharray="6 4"/>'

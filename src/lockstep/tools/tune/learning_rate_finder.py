@@ -13,7 +13,7 @@ from lockstep.run.recipe import Recipe
 from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.curve_plot import svg
 from lockstep.tools.tune.loss_curve import Curve, rates_between
-from lockstep.tools.tune.trial_request import Task
+from lockstep.tools.tune.trial_request import TrialRequest
 
 
 def find(recipe: Recipe, rates: tuple[float, ...], *, picture: Path, console: Console) -> float | None:
@@ -50,7 +50,7 @@ def base_factor(recipe: Recipe) -> float:
 def swept(recipe: Recipe, rates: tuple[float, ...]) -> Curve:
     """Run the sweep in a process of its own, whose weights end with it."""
     settings = {"steps": len(rates), "ema": None}
-    done = trial_process.run(Task(recipe=trial_process.varied(recipe, data={}, train=settings), rates=rates))
+    done = trial_process.run(TrialRequest(recipe=trial_process.varied(recipe, data={}, train=settings), rates=rates))
     if done.killed_by or done.answer.out_of_memory:
         raise ConfigError(
             f"there was no room for the sweep with train.micro_batch={recipe.train.micro_batch}; "

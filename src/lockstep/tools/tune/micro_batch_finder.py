@@ -12,9 +12,9 @@ from lockstep.base.errors import ConfigError
 from lockstep.run.recipe import Recipe
 from lockstep.tools.tune import available_memory, trial_process
 from lockstep.tools.tune.available_memory import GB
-from lockstep.tools.tune.micro_batch_table import Row, Verdict, counted, shards_of, table, told
+from lockstep.tools.tune.micro_batch_table import TrialRow, Verdict, counted, shards_of, table, told
 from lockstep.tools.tune.size_search import candidates, largest
-from lockstep.tools.tune.trial_request import Task
+from lockstep.tools.tune.trial_request import TrialRequest
 
 PART = 0.8
 """Of the memory that is available, so much may be used: the rest is for page cache and for what grows later."""
@@ -46,7 +46,7 @@ class Finder:
     recipe: Recipe
     budget: Budget
     say: Callable[[str], None]
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, TrialRow] = field(default_factory=dict)
 
     def fits(self, m: int) -> bool:
         """Whether steps with this micro-batch stay within the budget.
@@ -59,12 +59,12 @@ class Finder:
             self.rows[m] = self._tried(m)
         return self.rows[m].verdict == "fits"
 
-    def _tried(self, m: int) -> Row:
+    def _tried(self, m: int) -> TrialRow:
         done = trial_process.run(self._task(m), budget_bytes=None if self.budget.on_gpu else self.budget.bytes)
         is_single = m == 1 < self.recipe.train.global_batch
         if done.has_failed and not (is_single and done.answer.began):
             raise done.failure(f"the trial of train.micro_batch={m}")
-        row = Row(
+        row = TrialRow(
             m=m,
             verdict=self._verdict(done),
             peak_bytes=done.answer.peak_bytes if self.budget.on_gpu else done.peak_bytes,
@@ -87,7 +87,7 @@ class Finder:
         is_within = self.budget.bytes is None or done.answer.peak_bytes <= self.budget.bytes
         return "fits" if is_within else "over the budget"
 
-    def _task(self, m: int) -> Task:
+    def _task(self, m: int) -> TrialRequest:
         """A step of as many micro-batches as one of W processes has, or of SHARDS; and what that leaves out.
 
         A process that has done n micro-batches holds up to floor(log2(n)) + 1 partial sums of gradients.
@@ -98,14 +98,14 @@ class Finder:
         sums = (share.bit_length() - tried.bit_length()) * exact
         buckets = int(self.budget.processes > 1)
         settings = {"micro_batch": m, "global_batch": min(batch, m * tried), "steps": 10**6}
-        return Task(
+        return TrialRequest(
             recipe=trial_process.varied(self.recipe, data={"workers": 0}, train=settings),
             processes=self.budget.processes,
             copies=sums + buckets,
             device_bytes=self.budget.bytes if self.budget.on_gpu else None,
         )
 
-    def remedy(self, row: Row) -> str:
+    def remedy(self, row: TrialRow) -> str:
         """What happened to a micro-batch that did not fit, and what to do."""
         budget = self.budget
         there = f"{budget.bytes / GB:.2f} GB, {budget.told}" if budget.bytes is not None else budget.told

@@ -19,7 +19,7 @@ STYLES = {"fits": "green", "fails": "yellow"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TrialRow:
     """What became of one micro-batch."""
 
     m: int
@@ -35,7 +35,7 @@ def shards_of(global_batch: int, m: int) -> int:
     return -(-global_batch // m)
 
 
-def table(rows: list[Row], global_batch: int) -> Table:
+def table(rows: list[TrialRow], global_batch: int) -> Table:
     """The trials for people."""
     made = Table("m", "micro-batches a step", "peak memory", "samples/s", "verdict")
     for column in made.columns[:4]:
@@ -52,7 +52,7 @@ def table(rows: list[Row], global_batch: int) -> Table:
     return made
 
 
-def told(rows: list[Row], m: int, *, global_batch: int, processes: int) -> list[str]:
+def told(rows: list[TrialRow], m: int, *, global_batch: int, processes: int) -> list[str]:
     """What the table comes to, in sentences; `m` is the one to take."""
     fitting = {row.m: row for row in rows if row.verdict == "fits"}
     lines = [f"train.micro_batch={m} is the largest that fits."]
@@ -65,7 +65,7 @@ def told(rows: list[Row], m: int, *, global_batch: int, processes: int) -> list[
     return lines + [f"m = {row.m} fails: {row.why}" for row in rows if row.verdict == "fails"]
 
 
-def fastest(fitting: dict[int, Row], m: int) -> list[str]:
+def fastest(fitting: dict[int, TrialRow], m: int) -> list[str]:
     """Whether a smaller one is faster."""
     best, own = max(fitting.values(), key=lambda row: row.samples_per_second), fitting[m]
     factor = best.samples_per_second / own.samples_per_second

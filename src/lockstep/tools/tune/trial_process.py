@@ -15,7 +15,7 @@ from lockstep.base import ctrl_c, plugins
 from lockstep.base.errors import LockstepError
 from lockstep.run.recipe import Recipe
 from lockstep.tools.tune.available_memory import held_bytes
-from lockstep.tools.tune.trial_request import Answer, Task
+from lockstep.tools.tune.trial_request import TrialRequest, TrialResult
 from lockstep.tools.tune.trial_work import work
 
 PRELOADED = [
@@ -48,7 +48,7 @@ class Trial:
 
     code: int
     """Exit code; negative: the signal that ended it."""
-    answer: Answer
+    answer: TrialResult
     peak_bytes: int
     """The most that it was seen to hold on the machine."""
     is_over: bool
@@ -78,7 +78,7 @@ class Trial:
         return TrialFailed(f"{self.last_words}\n{what} ended with exit code {self.code}", self.code)
 
 
-def run(task: Task, *, budget_bytes: int | None = None) -> Trial:
+def run(task: TrialRequest, *, budget_bytes: int | None = None) -> Trial:
     """Do a task in a process of its own; one that holds more than the budget is ended at once, so that the machine
     never has to do it."""
     can_copy = "forkserver" in multiprocessing.get_all_start_methods()
@@ -103,7 +103,7 @@ def run(task: Task, *, budget_bytes: int | None = None) -> Trial:
             if process.pid is not None:
                 process.kill()
                 process.join()
-        answer = Answer(**said | received(answers))
+        answer = TrialResult(**said | received(answers))
         words = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     peak = max(peak, answer.peak_bytes)
     return Trial(code=process.exitcode, answer=answer, peak_bytes=peak, is_over=is_over, log=words)

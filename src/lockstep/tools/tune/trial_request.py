@@ -6,7 +6,7 @@ from lockstep.run.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class TrialRequest:
     """Measure a few steps of a recipe or, with `rates`, sweep the learning rate."""
 
     recipe: Recipe
@@ -22,7 +22,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class TrialResult:
     """What became of it; said in parts, so that one who is killed has said the first."""
 
     began: bool = False

@@ -22,10 +22,10 @@ from lockstep.core.numerics.precision import fix_numerics
 from lockstep.data.augment import Augmented
 from lockstep.data.dataset import Subset
 from lockstep.run import build
-from lockstep.run.build import Parts
+from lockstep.run.build import Components
 from lockstep.tools.tune.available_memory import be_the_first_to_go, peak_bytes
 from lockstep.tools.tune.loss_curve import Smoothing, has_diverged
-from lockstep.tools.tune.trial_request import Task
+from lockstep.tools.tune.trial_request import TrialRequest
 from lockstep.training.step import step
 
 TIMED_SECONDS = 1.0
@@ -34,7 +34,7 @@ NO_ROOM = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "bad_alloc"
 """What torch and its libraries say when they get no memory and raise no error of its own kind."""
 
 
-def work(task: Task, answers: Connection, log: str) -> NoReturn:
+def work(task: TrialRequest, answers: Connection, log: str) -> NoReturn:
     """Do a task, send the answer in parts, and end this process; what it prints goes to the log."""
     end_with_parent("SIGKILL")
     be_the_first_to_go()
@@ -60,7 +60,7 @@ def work(task: Task, answers: Connection, log: str) -> NoReturn:
     sys.exit(code)
 
 
-def answer(task: Task, send: Callable[[dict[str, Any]], None]) -> None:
+def answer(task: TrialRequest, send: Callable[[dict[str, Any]], None]) -> None:
     """Build every part for a world of one, then measure or sweep; what is sent are fields of Answer."""
     recipe, world = task.recipe, World()
     fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
@@ -79,7 +79,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in NO_ROOM)
 
 
-def measured(parts: Parts, task: Task) -> dict[str, Any]:
+def measured(parts: Components, task: TrialRequest) -> dict[str, Any]:
     """One step with the longest samples, then steps in the run's own order, of whose speeds the median counts."""
     ballast, clip = held_in_the_run(parts, task), parts.recipe.optim.clip
     step(parts.state, next(longest(parts).steps(0)), clip=clip)
@@ -102,7 +102,7 @@ def device_peak() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else peak_bytes()
 
 
-def held_in_the_run(parts: Parts, task: Task) -> Tensor:
+def held_in_the_run(parts: Components, task: TrialRequest) -> Tensor:
     """As much memory as a run holds beside what these few steps do, uint8 [bytes]: more partial sums of gradients,
     buckets, and on the CPU this process's share of the copy that a checkpoint is written from."""
     gradients = sum(p.nbytes for p in parts.state.module.parameters() if p.requires_grad)
@@ -110,7 +110,7 @@ def held_in_the_run(parts: Parts, task: Task) -> Tensor:
     return torch.ones(task.copies * gradients + state // task.processes, dtype=torch.uint8, device=parts.device)
 
 
-def longest(parts: Parts) -> Parts:
+def longest(parts: Components) -> Components:
     """One step of the longest samples there are: the most that a step can need. The same parts where all are alike."""
     if parts.data.train.lengths is None:
         return parts
@@ -127,13 +127,13 @@ def some(source: Source, rows: np.ndarray) -> Source:
     return Subset(source, rows)
 
 
-def settled(parts: Parts) -> None:
+def settled(parts: Components) -> None:
     """Wait until the device has done what it was given."""
     if parts.device.type == "cuda":
         torch.cuda.synchronize(parts.device)
 
 
-def swept(parts: Parts, rates: tuple[float, ...]) -> tuple[float, ...]:
+def swept(parts: Components, rates: tuple[float, ...]) -> tuple[float, ...]:
     """A step at each rate, from small to large -> the loss before each; ends where it is not finite or diverges."""
     parts.state.rate = lambda number: rates[number]
     losses: list[float] = []

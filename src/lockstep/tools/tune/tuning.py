@@ -19,7 +19,7 @@ from lockstep.tools.tune import learning_rate_finder, micro_batch_finder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class TuneOptions:
     """What is to be found, and how."""
 
     micro_batch: bool
@@ -35,7 +35,7 @@ class Wishes:
     """Where the curve is drawn, as SVG."""
 
 
-def tune(recipe: Recipe, wishes: Wishes, *, console: Console) -> int:
+def tune(recipe: Recipe, wishes: TuneOptions, *, console: Console) -> int:
     """Find what is wished for and print it; returns 0, or 1 where no learning rate can be suggested.
 
     Raises ConfigError for wishes that cannot be fulfilled, TrialFailed when the model or the data fails.
@@ -51,7 +51,7 @@ def tune(recipe: Recipe, wishes: Wishes, *, console: Console) -> int:
 
 
 def searched(
-    recipe: Recipe, wishes: Wishes, rates: tuple[float, ...], *, console: Console
+    recipe: Recipe, wishes: TuneOptions, rates: tuple[float, ...], *, console: Console
 ) -> dict[str, dict[str, float]]:
     """What has been found, by section and setting. The rate is that of the micro-batch found before it."""
     samples = prepared(recipe)
@@ -71,7 +71,7 @@ def searched(
     return found
 
 
-def checked(wishes: Wishes) -> tuple[float, ...]:
+def checked(wishes: TuneOptions) -> tuple[float, ...]:
     """The rates of the sweep. Raises ConfigError for a wish that makes no sense."""
     if not (wishes.micro_batch or wishes.rate):
         raise ConfigError("say what to look for: --micro-batch, --lr, or both")

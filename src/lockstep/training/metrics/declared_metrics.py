@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.base.contracts import Batch, DataSpec, Outputs
+from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, Outputs
 from lockstep.core.modules.outputs import logits_of
 
 CONFUSION = "confusion"

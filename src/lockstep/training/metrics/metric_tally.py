@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.base.contracts import Batch, Outputs
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, Outputs
 from lockstep.core.modules.outputs import each, moved
 from lockstep.core.numerics.seeds import seed_all, seed_of
 from lockstep.training.metrics.declared_metrics import Measure

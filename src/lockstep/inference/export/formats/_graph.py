@@ -11,8 +11,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 import torch
 from torch import Tensor, nn
 
-from lockstep.base.contracts import Batch, Model
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, Model
 
 TOKENS = ("input_ids", "attention_mask")
 LONGEST_REASON = 400

@@ -11,9 +11,9 @@ from torch import nn
 
 from lockstep.base import plugins, storage, trust
 from lockstep.base.config import PluginSection
-from lockstep.base.contracts import Model
 from lockstep.base.errors import ModelError
-from lockstep.inference.export.export_facts import Facts
+from lockstep.base.model_contracts import Model
+from lockstep.inference.export.export_facts import ExportFacts
 
 FILE = "model.safetensors"
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -24,10 +24,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return getattr(model, "network", model)
 
 
-def section_of(facts: Facts, folder: Path) -> tuple[Any, PluginSection]:
+def section_of(facts: ExportFacts, folder: Path) -> tuple[Any, PluginSection]:
     """The model's plugin and section, as it lies in an export; from now on its code runs only where it is known."""
     trust.guard(folder)
-    plugin = plugins.find("models", facts.model["kind"])
+    plugin = plugins.implementation("models", facts.model["kind"])
     section = dict(facts.model)
     if "file" in section:
         section["file"] = folder / section["file"]
@@ -36,7 +36,7 @@ def section_of(facts: Facts, folder: Path) -> tuple[Any, PluginSection]:
     return plugin, plugin.Config.model_validate(section)
 
 
-def rebuilt(facts: Facts, folder: Path) -> Model:
+def rebuilt(facts: ExportFacts, folder: Path) -> Model:
     """Untrained, of the export's dtype, in evaluation mode; fp32 is also what was built in double precision."""
     plugin, section = section_of(facts, folder)
     if facts.model["kind"] != "user":  # a user's own build() may do anything
@@ -47,7 +47,7 @@ def rebuilt(facts: Facts, folder: Path) -> Model:
     return (model if is_double and facts.dtype == "fp32" else model.to(TORCH_DTYPES[facts.dtype])).eval()
 
 
-def _check_size(facts: Facts, folder: Path) -> None:
+def _check_size(facts: ExportFacts, folder: Path) -> None:
     """Raise ModelError for a model that is larger than the file of its weights: settings in a file may say anything,
     and memory for it would be taken before the weights are looked at."""
     plugin, section = section_of(facts, folder)
@@ -67,14 +67,14 @@ def check_numbers(model: nn.Module, weights: Iterable[Path]) -> None:
         raise ModelError(f"its settings are of a model with {numbers:,} numbers, but its weights have {size:,} bytes")
 
 
-def save_config(model: Model, facts: Facts, folder: Path) -> None:
+def save_config(model: Model, facts: ExportFacts, folder: Path) -> None:
     """What `rebuilt` needs beside the facts, for models whose shape is not all in their section."""
-    save = getattr(plugins.find("models", facts.model["kind"]), "save_config", None)
+    save = getattr(plugins.implementation("models", facts.model["kind"]), "save_config", None)
     if save:
         save(model, folder)
 
 
-def write(model: Model, facts: Facts, folder: Path) -> None:
+def write(model: Model, facts: ExportFacts, folder: Path) -> None:
     """As safetensors: copies, because it refuses tensors that share memory, as tied weights do."""
     state = {
         name: tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -84,7 +84,7 @@ def write(model: Model, facts: Facts, folder: Path) -> None:
     save_config(model, facts, folder)
 
 
-def read(folder: Path, facts: Facts) -> Model:
+def read(folder: Path, facts: ExportFacts) -> Model:
     """The model that safetensors hold."""
     storage.regular(folder / FILE).close()  # a FIFO would never end
     model = rebuilt(facts, folder)

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from lockstep.base import plugins, storage
-from lockstep.base.contracts import Batch, Forward, Model
 from lockstep.base.errors import ModelError
-from lockstep.inference.export.export_facts import Facts
+from lockstep.base.model_contracts import Batch, Forward, Model
+from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.export.formats._graph import Traceable, cannot_be_traced, inputs_of, moving_dimensions, silence
 
 DTYPES = ("fp32", "fp16", "int8")
 FILE = "model.onnx"
 
 
-def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
+def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
     """Batch and length may be of any size; beyond 2 GB the weights lie in model.onnx.data beside the graph.
 
     Raises ModelError for a model that cannot be traced, MissingExtra without the packages for it.
@@ -62,7 +62,7 @@ def _quantise(file: Path) -> None:
         quantize_dynamic(graph, file, weight_type=QuantType.QInt8)
 
 
-def read(folder: Path, facts: Facts) -> Forward:
+def read(folder: Path, facts: ExportFacts) -> Forward:
     """A session of onnxruntime on the processor; raises MissingExtra without it."""
     plugins.require("onnx", "onnxruntime", what="an ONNX export")
     import onnxruntime

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from lockstep.base import plugins, storage
-from lockstep.base.contracts import Batch, Forward, Model
-from lockstep.inference.export.export_facts import Facts
+from lockstep.base.model_contracts import Batch, Forward, Model
+from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.export.formats import _weights
 
 FILE = _weights.FILE
@@ -29,9 +29,9 @@ if __name__ == "__main__":
 '''
 
 
-def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
+def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
     """With save_pretrained() where the model has it, else as safetensors with a loader."""
-    own = plugins.find("models", facts.model["kind"])
+    own = plugins.implementation("models", facts.model["kind"])
     if hasattr(own, "save"):
         own.save(model, folder)
         return
@@ -40,9 +40,9 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
         storage.write(folder / "loader.py", LOADER)
 
 
-def read(folder: Path, facts: Facts) -> Forward:
+def read(folder: Path, facts: ExportFacts) -> Forward:
     """With from_pretrained() where the model has it."""
-    own = plugins.find("models", facts.model["kind"])
+    own = plugins.implementation("models", facts.model["kind"])
     if hasattr(own, "read_back"):
         with torch.device("meta"):
             shape = own.from_config(folder)

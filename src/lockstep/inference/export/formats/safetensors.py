@@ -2,19 +2,19 @@
 
 from pathlib import Path
 
-from lockstep.base.contracts import Batch, Forward, Model
-from lockstep.inference.export.export_facts import Facts
+from lockstep.base.model_contracts import Batch, Forward, Model
+from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.export.formats import _weights
 
 FILE = _weights.FILE
 DTYPES = ("fp32", "fp16", "bf16")
 
 
-def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
+def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
     """One file, model.safetensors."""
     _weights.write(model, facts, folder)
 
 
-def read(folder: Path, facts: Facts) -> Forward:
+def read(folder: Path, facts: ExportFacts) -> Forward:
     """The model itself."""
     return _weights.read(folder, facts)

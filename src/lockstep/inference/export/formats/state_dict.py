@@ -5,15 +5,15 @@ from pathlib import Path
 import torch
 
 from lockstep.base import storage
-from lockstep.base.contracts import Batch, Forward, Model
-from lockstep.inference.export.export_facts import Facts
+from lockstep.base.model_contracts import Batch, Forward, Model
+from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.export.formats._weights import rebuilt, save_config, unwrapped
 
 FILE = None  # export.file names it
 DTYPES = ("fp32", "fp16", "bf16")
 
 
-def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
+def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
     """One file."""
     try:
         torch.save(unwrapped(model).state_dict(), folder / facts.file)
@@ -22,7 +22,7 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
     save_config(model, facts, folder)
 
 
-def read(folder: Path, facts: Facts) -> Forward:
+def read(folder: Path, facts: ExportFacts) -> Forward:
     """The model itself."""
     with storage.regular(folder / facts.file) as file:
         storage.check_archive(file, (folder / facts.file).stat().st_size)

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from lockstep.base import storage, trust
-from lockstep.base.contracts import Batch, Forward, Model, Outputs
-from lockstep.inference.export.export_facts import Facts
+from lockstep.base.model_contracts import Batch, Forward, Model, Outputs
+from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.export.formats._graph import Traceable, cannot_be_traced, inputs_of, moving_dimensions, silence
 
 DTYPES = ("fp32", "fp16", "bf16")
@@ -17,7 +17,7 @@ PROGRAM = FILE
 function of torch a node names."""
 
 
-def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
+def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
     """Batch and length may be of any size. Raises ModelError for a model that cannot be traced."""
     inputs = inputs_of(batch)
     shapes = tuple(dict.fromkeys(moving_dimensions(name), torch.export.Dim.DYNAMIC) for name in inputs)
@@ -37,7 +37,7 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: Facts) -> None:
     trust.remember([trust.Code.of(folder / FILE, buffer.getvalue())])
 
 
-def read(folder: Path, facts: Facts) -> Forward:
+def read(folder: Path, facts: ExportFacts) -> Forward:
     """The program. Raises UntrustedCode for one that somebody else has written."""
     trust.guard(folder)
     with storage.regular(folder / FILE) as file:

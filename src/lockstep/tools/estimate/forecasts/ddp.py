@@ -3,10 +3,10 @@
 G = bytes of the gradients, W = processes, L = those of a machine, M = machines, k = partial sums that a rank brings.
 """
 
-from lockstep.core.reduction.shard_assignment import neighbouring
+from lockstep.core.reduction.shard_assignment import contiguous
 from lockstep.core.reduction.tree import Shards, cover
 from lockstep.tools.estimate.forecast import OVERLAP, Forecast, Setting, Times
-from lockstep.tools.estimate.memory_forecast import Held, Memory, held, passes
+from lockstep.tools.estimate.memory_forecast import HeldMemory, Memory, held, passes
 
 
 def forecast(setting: Setting) -> Forecast:
@@ -14,7 +14,7 @@ def forecast(setting: Setting) -> Forecast:
     facts, seconds, cluster = setting.facts, setting.seconds, setting.cluster
     world, shards, present = cluster.world, setting.recipe.train.shards, setting.present
     owned = {
-        frozenset(neighbouring(rank, world, shards=shards, present=present)) or frozenset([0]) for rank in range(world)
+        frozenset(contiguous(rank, world, shards=shards, present=present)) or frozenset([0]) for rank in range(world)
     }
     rounds = max(map(len, owned))
     slots = max(len(cover(own, present)) for own in owned) if setting.is_exact else 1
@@ -50,12 +50,12 @@ def num_buckets(setting: Setting) -> int:
     return max(1, round(setting.facts.gradient_bytes / (setting.section.bucket_mb * 2**20)))
 
 
-def sums_of(own: Shards, setting: Setting) -> Held:
+def sums_of(own: Shards, setting: Setting) -> HeldMemory:
     """Partial sums beside the buckets: the last micro-batch's go into them as they come."""
     if not setting.is_exact:
-        return Held(before=(0,) * len(own), after=(0,) * len(own))
+        return HeldMemory(before=(0,) * len(own), after=(0,) * len(own))
     found = held(tuple((shard,) for shard in sorted(own)), setting.present, cover(own, setting.present))
-    return Held(before=found.before, after=(*found.after[:-1], 0))
+    return HeldMemory(before=found.before, after=(*found.after[:-1], 0))
 
 
 def most(own: Shards, setting: Setting) -> int:

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from lockstep.base.errors import LaunchError
-from lockstep.core.reduction.shard_assignment import dealt, neighbouring
+from lockstep.core.reduction.shard_assignment import contiguous, strided
 from lockstep.core.reduction.tree import cover
 from lockstep.tools.estimate.forecast import OVERLAP, Forecast, Setting, Times
 from lockstep.tools.estimate.measurements import Weight
-from lockstep.tools.estimate.memory_forecast import LARGE_BYTES, Held, Memory, held, timeline
+from lockstep.tools.estimate.memory_forecast import LARGE_BYTES, HeldMemory, Memory, held, timeline
 
 COPIES = 4
 """Of a block, at the end of its backward pass: weights, gradients, what is sent of them and what is received; ..."""
@@ -58,15 +58,15 @@ def part(weight: Weight, size: int) -> Weight:
     return replace(weight, rows=rows, bytes=rows * weight.bytes // max(weight.rows, 1))
 
 
-def share(setting: Setting, size: int) -> tuple[int, Held, int]:
+def share(setting: Setting, size: int) -> tuple[int, HeldMemory, int]:
     """Rounds of a step, the partial sums of rows that they leave, and how many go to the other replicas."""
     shards, present, replicas = setting.recipe.train.shards, setting.present, setting.section.replicas
-    own = neighbouring(0, replicas, shards=shards, present=present) or [0]
-    places = [dealt(place, size, own) for place in range(size)]
+    own = contiguous(0, replicas, shards=shards, present=present) or [0]
+    places = [strided(place, size, own) for place in range(size)]
     rounds = [tuple(shard for shard in row if shard is not None) for row in zip(*places, strict=True)]
     nodes = cover(frozenset(own), present)
-    sums = held(tuple(rounds), present, nodes) if setting.is_exact else Held(before=(0,), after=(1,))
-    return len(rounds), Held(before=sums.before, after=(0, *sums.after[:-1])), len(nodes)
+    sums = held(tuple(rounds), present, nodes) if setting.is_exact else HeldMemory(before=(0,), after=(1,))
+    return len(rounds), HeldMemory(before=sums.before, after=(0, *sums.after[:-1])), len(nodes)
 
 
 def gathered(setting: Setting, copies: int) -> int:

@@ -8,16 +8,16 @@ from itertools import pairwise
 from typing import Any
 
 from lockstep.base.errors import LaunchError, ModelError
-from lockstep.core.reduction.shard_assignment import neighbouring
+from lockstep.core.reduction.shard_assignment import contiguous
 from lockstep.core.reduction.tree import cover
 from lockstep.parallel.module_profile import balanced
 from lockstep.tools.estimate.forecast import Forecast, Setting, Times
-from lockstep.tools.estimate.measurements import Facts, Weight
-from lockstep.tools.estimate.memory_forecast import Held, Memory, held, passes
+from lockstep.tools.estimate.measurements import Measurements, Weight
+from lockstep.tools.estimate.memory_forecast import HeldMemory, Memory, held, passes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StagePlan:
     """How the model is cut."""
 
     bounds: list[int]
@@ -61,7 +61,7 @@ def forecast(setting: Setting) -> Forecast:
     )
 
 
-def planned(setting: Setting) -> Plan:
+def planned(setting: Setting) -> StagePlan:
     """As `parallel.pipeline` would cut."""
     facts, section, world = setting.facts, setting.section, setting.cluster.world
     if facts.uncuttable is not None:
@@ -84,21 +84,23 @@ def planned(setting: Setting) -> Plan:
     replicas = world // size
     rounds = max(len(own) for own in shares(setting, replicas))
     rounds = max(rounds, size)
-    return Plan(bounds=bounds, size=size, replicas=replicas, rounds=-(-rounds // size) * size if chunks > 1 else rounds)
+    return StagePlan(
+        bounds=bounds, size=size, replicas=replicas, rounds=-(-rounds // size) * size if chunks > 1 else rounds
+    )
 
 
 def shares(setting: Setting, replicas: int) -> list[list[int]]:
     """Each replica's shards."""
     shards = setting.recipe.train.shards
-    return [neighbouring(each, replicas, shards=shards, present=setting.present) for each in range(replicas)]
+    return [contiguous(each, replicas, shards=shards, present=setting.present) for each in range(replicas)]
 
 
-def weights_of(facts: Facts, blocks: list[int]) -> list[Weight]:
+def weights_of(facts: Measurements, blocks: list[int]) -> list[Weight]:
     """The weights that lie in some blocks."""
     return [w for w in facts.weights if w.block in blocks]
 
 
-def memory_of(setting: Setting, plan: Plan, rank: int) -> Memory:
+def memory_of(setting: Setting, plan: StagePlan, rank: int) -> Memory:
     """A process's: its blocks, for as many micro-batches as the schedule lets it have under way."""
     facts, blocks = setting.facts, plan.blocks(rank)
     weights = weights_of(facts, blocks)
@@ -111,7 +113,7 @@ def memory_of(setting: Setting, plan: Plan, rank: int) -> Memory:
     others = round((under_way(setting, plan, rank) - 1) * kept)
     dynamic = passes(facts, weights, blocks, sums=sums, others=others)
     # The survey at the start runs the whole model once, and lets go of each block's gradients at once.
-    alone = Held(before=(0,), after=(0,))
+    alone = HeldMemory(before=(0,), after=(0,))
     whole = passes(facts, facts.weights, range(len(facts.blocks)), sums=alone)
     across = round((plan.replicas - 1) / plan.replicas * slots * size)
     return Memory(
@@ -123,7 +125,7 @@ def memory_of(setting: Setting, plan: Plan, rank: int) -> Memory:
     )
 
 
-def under_way(setting: Setting, plan: Plan, rank: int) -> float:
+def under_way(setting: Setting, plan: StagePlan, rank: int) -> float:
     """Micro-batches whose activations the process holds at once, in those of all its blocks."""
     if setting.section.schedule == "gpipe":
         return plan.rounds
@@ -134,7 +136,7 @@ def under_way(setting: Setting, plan: Plan, rank: int) -> float:
     return max(1.0, min(plan.rounds * chunks, warm_up) / chunks)
 
 
-def traffic(setting: Setting, plan: Plan) -> tuple[int, float]:
+def traffic(setting: Setting, plan: StagePlan) -> tuple[int, float]:
     """Bytes that the busiest process sends per step, and the seconds: what a stage gives goes on, its gradient comes
     back; replicas then add up their gradients."""
     facts, cluster = setting.facts, setting.cluster
@@ -152,7 +154,7 @@ def traffic(setting: Setting, plan: Plan) -> tuple[int, float]:
     return handed + across, seconds + cluster.together(3)
 
 
-def times_of(setting: Setting, plan: Plan) -> tuple[float, float]:
+def times_of(setting: Setting, plan: StagePlan) -> tuple[float, float]:
     """Seconds that the busiest process computes, and that it waits.
 
     With a core each, the last micro-batch comes through all stages after the slowest one has done the others; where

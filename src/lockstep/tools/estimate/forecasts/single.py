@@ -3,7 +3,7 @@
 from lockstep.base.errors import LaunchError
 from lockstep.core.reduction.tree import root
 from lockstep.tools.estimate.forecast import Forecast, Setting, Times
-from lockstep.tools.estimate.memory_forecast import Held, Memory, held, passes
+from lockstep.tools.estimate.memory_forecast import HeldMemory, Memory, held, passes
 
 
 def forecast(setting: Setting) -> Forecast:
@@ -11,7 +11,7 @@ def forecast(setting: Setting) -> Forecast:
     if setting.cluster.world > 1:
         raise LaunchError("it runs one process")
     facts, seconds, shards = setting.facts, setting.seconds, setting.recipe.train.shards
-    sums = Held(before=(0, 1), after=(1, 1))
+    sums = HeldMemory(before=(0, 1), after=(1, 1))
     if setting.is_exact:
         sums = held(tuple((shard,) for shard in range(shards)), setting.present, (root(setting.present),))
     gradients = sums.most * facts.gradient_bytes

@@ -1,0 +1,18 @@
+"""What the user's own file gives as data."""
+
+from lockstep.base import plugins
+from lockstep.base.contracts import Source
+from lockstep.base.errors import DataError
+from lockstep.data.sources.user import Config
+from lockstep.data.torch_dataset import as_source
+
+
+def build(config: Config, split: str) -> Source:
+    """Call the file's `source` for "train" or "test"; raises DataError when what it returns is no data set."""
+    module = plugins.load_file(config.file, "data.file")
+    if not hasattr(module, "source"):
+        raise DataError(f"{config.file} has no function source(options, split)")
+    collate = getattr(module, "collate", None)
+    is_own = callable(collate) and not str(getattr(collate, "__module__", "")).startswith("lockstep.")
+    where = f"the {split} split that source() in {config.file} returned"
+    return as_source(module.source(config.options, split), collate if is_own else None, where)
