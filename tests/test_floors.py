@@ -6,6 +6,10 @@ import re
 import subprocess
 import sys
 
+import pytest
+
+from lockstep.base import plugins
+
 ROOT = pathlib.Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = [
     ["base.errors"],
@@ -35,6 +39,8 @@ FLOORS = [
 """From the ground up: modules, or rooms with all that is in them but for what is named by itself."""
 FAMILIES = ["models", "inference/export/formats", "data/sources", "parallel/strategies", "launch/launchers"]
 FAMILIES += ["observe/sinks", "tools/estimate/forecasts", "cli"]
+EXAMPLES = ROOT.parents[1] / "examples"
+STRATEGIES, LAUNCHERS = (plugins.names(family) for family in ("parallel.strategies", "launch.launchers"))
 MOST_ENTRIES = 16
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py") if p.stem != "__init__"}
@@ -124,3 +130,26 @@ def test_no_circles():
 
 def test_only_the_plugin_finder_imports_by_name():
     assert [m for m, p in MODULES.items() if re.search(r"importlib(?!\.metadata)", p.read_text())] == ["base.plugins"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--version"], ["train", "--help"], ["train", "nothing.yaml"]]
+    + [["train", str(EXAMPLES / name), "train.epoch=3"] for name in ("digits.yaml", "mnist.yaml", "ag_news.yaml")]
+    + [["train", str(EXAMPLES / "digits.yaml"), f"parallel.kind={kind}", "run.dirr=x"] for kind in STRATEGIES]
+    + [["train", str(EXAMPLES / "digits.yaml"), f"launch.kind={kind}", "run.dirr=x"] for kind in LAUNCHERS],
+    ids=" ".join,
+)
+def test_help_and_mistakes_import_no_torch(words):
+    """Which takes seconds."""
+    script = f"""
+import sys
+from lockstep.cli import _app
+try:
+    _app.app({words})
+finally:
+    print(sorted({{"torch", "transformers"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout
+    assert "Traceback" not in done.stderr

@@ -1,6 +1,5 @@
 """What is called from Python, and what a user's own file implements. Importing this imports nothing else."""
 
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,7 +17,9 @@ __all__ = ["DataSpec", "LossSum", "Model", "Source", "TensorPlan", "__version__"
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.metadata.version("lockstep-train")
+        from importlib.metadata import version
+
+        return version("lockstep-train")
     if name == "spawn":
         from lockstep.run.api import spawn
 

@@ -1,4 +1,4 @@
-"""What data sources, tokenizers and launchers promise; a new one answers one of these. Imports no torch.
+"""What data sources, tokenizers and launchers promise; a new one answers one of these. Imports nothing that takes time.
 
 m = samples in a micro-batch, T = tokens of a text, C x H x W = channels, height, width.
 """
@@ -6,9 +6,10 @@ m = samples in a micro-batch, T = tokens of a text, C x H x W = channels, height
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 Format = Literal["fp32", "bf16", "fp16"]
 """The number format that a run computes in; weights are fp32 in each of them."""
@@ -25,7 +26,7 @@ class Tokenizer(Protocol):
     pad_id: int
     """The id that fills short rows."""
 
-    def __call__(self, texts: list[str]) -> list[np.ndarray]:
+    def __call__(self, texts: list[str]) -> "list[np.ndarray]":
         """Token ids, one int32 array [T_i] per text."""
 
     def save(self, folder: Path) -> None:
@@ -58,7 +59,7 @@ class Source(Protocol):
     """A split of a data set, indexed 0..len-1; a module `data/sources/NAME.py` has `Config`, `build(config, split)`."""
 
     spec: DataSpec
-    lengths: np.ndarray | None
+    lengths: "np.ndarray | None"
     """Length of each sample, int [len], where samples differ in length; None where all are alike."""
 
     def __len__(self) -> int:

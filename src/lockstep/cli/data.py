@@ -6,11 +6,11 @@ from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, hone
 @honest
 def command(path: ConfigFile, overrides: Overrides = None, trust_code: TrustCode = False) -> None:
     """Fetch and prepare data, tokens and the pretrained model, without training; goes on where it was stopped."""
+    recipe = settled(path, overrides, trusts=trust_code)
     from lockstep.base import plugins
     from lockstep.base.events import Bus
     from lockstep.run import build
 
-    recipe = settled(path, overrides, trusts=trust_code)
     bus = Bus()
     bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
     try:

@@ -22,6 +22,7 @@ def command(
     trust_code: TrustCode = False,
 ) -> None:
     """Tell memory, traffic and time of each strategy before the run, from a few steps measured on this machine."""
+    recipe = settled(path, overrides, trusts=trust_code)
     from lockstep.tools.estimate import estimation
     from lockstep.tools.estimate.machine_measurement import EstimateOptions
 
@@ -31,4 +32,4 @@ def command(
         memory_bytes=None if memory is None else round(memory * 1e9),
         bandwidth=None if bandwidth is None else bandwidth * 1e9,
     )
-    estimation.estimate(settled(path, overrides, trusts=trust_code), wish, console=console, to=json)
+    estimation.estimate(recipe, wish, console=console, to=json)

@@ -20,7 +20,7 @@ def command(
     trust_code: TrustCode = False,
 ) -> int:
     """Show, on this config and machine, that the weights do not depend on the number of processes."""
+    recipe = settled(path, overrides, trusts=trust_code)
     from lockstep.tools.prove import proof
 
-    recipe = settled(path, overrides, trusts=trust_code)
     return proof.prove(recipe, steps=steps, parts=only or proof.PARTS, keep=keep, console=console)

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, honest
+from lockstep.run import recipe as recipes
 
 
 @honest
@@ -27,11 +28,10 @@ def command(
 
     On several machines: set launch.nodes, and give the same command on each, with --rendezvous and --node-rank.
     """
-    from lockstep.launch import launch_run
-    from lockstep.run import recipe as recipes
-
     recipe = recipes.load(path, overrides or [])
     passed_on = recipes.passed_on(recipe) if dry_run else recipes.settle(recipe, path, trusts=trust_code)
+    from lockstep.launch import launch_run
+
     arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *passed_on)
     place = launch_run.place_of(rendezvous, node_rank)
     if place is not None and not dry_run:

@@ -30,6 +30,7 @@ def command(
 
     Ends with 0, or with 1 when no learning rate can be suggested.
     """
+    recipe = settled(path, overrides, trusts=trust_code)
     from lockstep.tools.tune import tuning
 
     wishes = tuning.TuneOptions(
@@ -41,4 +42,4 @@ def command(
         steps=steps,
         picture=out or Path(f"{path.stem}-lr.svg"),
     )
-    return tuning.tune(settled(path, overrides, trusts=trust_code), wishes, console=console)
+    return tuning.tune(recipe, wishes, console=console)
