@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import CatMetric, MaxMetric, MeanMetric, MinMetric, SumMetric
-from torchmetrics.classification import BinaryAUROC, BinaryPrecisionRecallCurve
+from torchmetrics.classification import (
+    BinaryAUROC,
+    BinaryPrecisionRecallCurve,
+    MulticlassAccuracy,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+)
 from torchmetrics.regression import (
     ConcordanceCorrCoef,
     KendallRankCorrCoef,
@@ -26,11 +34,15 @@ from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.data.sampler import EvaluationRequests
 from lockstep.training.evaluation import Evaluation, Subject, evaluate, tried
 from lockstep.training.metrics.declared_metrics import measures
-from lockstep.training.metrics.metric_tally import Merged, Replayed, tally
+from lockstep.training.metrics.metric_tally import Counted, Merged, Replayed, tally
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets")]
 SAMPLES, SIZE = 83, 8
 PLAIN = DataSpec(modality="numbers", labels=())
+
+
+def of_classes(count):
+    return DataSpec(modality="numbers", labels=tuple(map(str, range(count))))
 
 
 class Custom(Metric):
@@ -310,4 +322,27 @@ def test_metrics_of_classifiers_are_for_classifiers(lone):
     assert seen({"logits": torch.rand(4, 3)}, torch.tensor([0, 1, 2, 0]))
     assert not seen({"scores": torch.rand(4, 3)}, torch.tensor([0, 1, 2, 0]))
     assert set(measures(spec, {"accuracy": None, "f1": None})) == {"confusion"}
-    assert isinstance(tally(found["accuracy"], device), Replayed)
+    assert isinstance(tally(found["accuracy"], device), Counted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(classes=st.integers(2, 30), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6), seed=st.integers(0, 99))
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_classifiers_figures_are_those_of_torchmetrics(classes, sizes, seed, shape):
+    """Bit for bit: also where classes are missing, never predicted, or tied."""
+    generator = torch.Generator().manual_seed(seed)
+    expected = {
+        "accuracy": MulticlassAccuracy(classes, average="micro"),
+        "f1": MulticlassF1Score(classes, average="macro"),
+        "confusion": MulticlassConfusionMatrix(classes),
+    }
+    found = {name: tally(each, torch.device("cpu")) for name, each in measures(of_classes(classes), {}).items()}
+    for number, size in enumerate(sizes):
+        logits = torch.randint(0, 4, (size, classes, *shape), generator=generator).float()
+        label = torch.randint(0, max(1, classes - seed % 3), (size, *shape), generator=generator)
+        for name, each in expected.items():
+            each.update(logits, label)
+            found[name].join(number, found[name].part(logits, {"label": label}))
+    assert {name: each.value().tolist() for name, each in found.items()} == {
+        name: each.compute().tolist() for name, each in expected.items()
+    }

@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from lockstep.core.modules.dtensors import offset_of, part_of
+from lockstep.core.modules.dtensors import is_spread, offset_of, part_of
 
 BYTES = 8 << 20
 """Of a piece, as far as whole rows allow. Reading takes this much memory besides what is read into."""
@@ -44,6 +43,6 @@ def in_pieces(tensor: Tensor) -> Tensor:
     if part.nbytes <= BYTES or not part.ndim:
         return tensor
     pieces: Any = part.as_subclass(RowPieces)
-    pieces.origin = torch.Size(offset_of(tensor) if isinstance(tensor, DTensor) else [0] * part.ndim)
+    pieces.origin = torch.Size(offset_of(tensor) if is_spread(tensor) else [0] * part.ndim)
     pieces.whole = tensor.shape
     return pieces

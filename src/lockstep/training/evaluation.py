@@ -17,8 +17,9 @@ from lockstep.core.distributed.collectives import decided, gathered_at_main, tog
 from lockstep.core.distributed.process_group import is_lost_peer
 from lockstep.core.host.activity import progress
 from lockstep.core.numerics.seeds import seed_all, seed_of
-from lockstep.training.metrics.declared_metrics import CONFUSION, Measure, classified
-from lockstep.training.metrics.metric_tally import Part, Replayed, numbers, tally
+from lockstep.training.metrics.classifier_metrics import CONFUSION
+from lockstep.training.metrics.declared_metrics import Measure, classified
+from lockstep.training.metrics.metric_tally import Part, Tally, numbers, tally
 from lockstep.training.metrics.requested_metrics import Asked, is_asked
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ class Whole:
 
     subject: Subject
     predictions: Predictions | None = None
-    tallies: dict[str, Replayed] = field(init=False)
+    tallies: dict[str, Tally] = field(init=False)
     losses: list[tuple[float, float, float]] = field(default_factory=list)
     sums: list[dict[str, float]] = field(default_factory=list)
     terms: list[dict[str, tuple[float, float]]] = field(default_factory=list)

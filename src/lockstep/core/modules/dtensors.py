@@ -1,44 +1,51 @@
 """A rank's part of a tensor that is spread over several."""
 
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def part_of(tensor: Tensor) -> Tensor:
     """The numbers that lie on this rank, in the same memory; of a plain tensor, itself."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if is_spread(tensor) else tensor.detach()
 
 
-def is_spread(tensor: Tensor) -> bool:
-    """Whether it is, or may be, a part of something larger."""
-    return isinstance(tensor, DTensor)
+def is_spread(tensor: object) -> TypeGuard["DTensor"]:
+    """Whether it is a DTensor: a part, or what may be one, of something larger. Importing DTensor takes half a second;
+    where nobody has, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """This rank's part of a parameter's gradient, spread as the parameter is: autograd may leave it whole, as it does
     for an embedding whose rows are split."""
     gradient = parameter.grad
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+    if is_spread(parameter) and is_spread(gradient):
         return part_of(gradient.redistribute(placements=parameter.placements))
     return gradient
 
 
 def offset_of(tensor: Tensor) -> tuple[int, ...]:
     """Where this rank's part of a spread tensor begins in the whole, along each axis."""
-    assert isinstance(tensor, DTensor)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 (see is_spread)
+
+    assert is_spread(tensor)
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset)
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
     """A part, on any device, as a tensor that is spread like another one."""
-    if not isinstance(tensor, DTensor):
+    if not is_spread(tensor):
         return part
-    return DTensor(part, tensor._spec, requires_grad=False)  # from_local would move it to the mesh's device
+    return type(tensor)(part, tensor._spec, requires_grad=False)  # from_local would move it to the mesh's device
 
 
 class Held(nn.Module):

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.base import plugins
+from lockstep.core.modules.dtensors import is_spread
 from lockstep.core.modules.module_trace import fingerprint
 from lockstep.core.numerics.checksum import checksum
 
@@ -163,7 +163,7 @@ def is_own(thing: Any) -> bool:
 
 def is_opaque(value: Any) -> bool:
     """What is not looked into: code, types, and what libraries hold for themselves."""
-    if isinstance(value, nn.Parameter | DTensor):
+    if isinstance(value, nn.Parameter) or is_spread(value):
         return True
     if isinstance(value, (Tensor, nn.Module, torch.Generator, np.ndarray, np.generic, *PLAIN)):
         return False

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+
+from lockstep.core.modules.dtensors import is_spread
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDTH = 256
@@ -20,7 +21,7 @@ def checksum(tensor: Tensor) -> Tensor:
     columns of the bits are summed as integers, so that nothing waits for the device.
     """
     plain = tensor.detach()
-    if isinstance(plain, DTensor):
+    if is_spread(plain):
         plain = plain.to_local()
     if plain.layout != torch.strided or plain.is_quantized:
         plain = plain.to_dense() if plain.layout != torch.strided else plain.dequantize()

@@ -2,15 +2,17 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lockstep.core.distributed.collectives import gathered
-from lockstep.core.modules.dtensors import offset_of
+from lockstep.core.modules.dtensors import is_spread, offset_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def line(name: str, tensor: Tensor) -> str:
@@ -32,8 +34,8 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 def world_lines(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[str]:
     """The lines of all tensors that the ranks of a group hold together, on every rank. Every rank has to call it."""
-    lines = [line(name, tensor) for name, tensor in state.items() if not isinstance(tensor, DTensor)]
-    parts = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
+    lines = [line(name, tensor) for name, tensor in state.items() if not is_spread(tensor)]
+    parts = {name: tensor for name, tensor in state.items() if is_spread(tensor)}
     names = sorted({name for own in gathered(list(parts), group) for name in own})
     for number, name in enumerate(names):
         whole = joined(parts.get(name), number % group.size(), group)
@@ -42,7 +44,7 @@ def world_lines(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[s
     return [each for own in gathered(lines, group) for each in own]
 
 
-def joined(tensor: DTensor | None, place: int, group: dist.ProcessGroup) -> Tensor | None:
+def joined(tensor: "DTensor | None", place: int, group: dist.ProcessGroup) -> Tensor | None:
     """A sharded tensor as a whole, on the CPU of one rank of a group whose ranks bring their parts of it, if they have
     one; None on the others. It is the largest thing that is ever held whole."""
     box: list[Any] | None = [None] * group.size() if group.rank() == place else None

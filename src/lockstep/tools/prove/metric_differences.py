@@ -7,6 +7,7 @@ from lockstep.run.recipe import Recipe
 from lockstep.tools.prove.proof_runs import ProofRun
 from lockstep.tools.prove.proof_table import ProofRow
 from lockstep.tools.prove.run_differences import MeasuredRun, measured_apart
+from lockstep.training.metrics.classifier_metrics import ClassifierMetric
 from lockstep.training.metrics.declared_metrics import Measure
 
 WHAT = "runs of equal weights measure the same"
@@ -57,7 +58,7 @@ def told(found: list[MeasuredRun], label: str, measures: Mapping[str, Measure], 
 def described(name: str, measures: Mapping[str, Measure]) -> str:
     """A measured value by its name, with the class, file and line of a metric of the user's own."""
     measure = measures.get(name) or measures.get(name.partition(".")[0])
-    if measure is None:
+    if measure is None or isinstance(measure.metric, ClassifierMetric):
         return f"`{name}`"
     if type(measure.metric).__module__.split(".")[0] == "torchmetrics":
         return f"`{name}` ({type(measure.metric).__name__})"

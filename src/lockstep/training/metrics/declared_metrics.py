@@ -10,8 +10,8 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Outputs
 from lockstep.core.modules.outputs import logits_of
+from lockstep.training.metrics.classifier_metrics import classifier_metrics
 
-CONFUSION = "confusion"
 LABEL = "label"
 EXAMPLE = "return {NAME: (METRIC, lambda outputs, batch: (outputs, batch[COLUMN]))} from metrics(spec)"
 
@@ -25,32 +25,23 @@ class Measure:
 
     name: str
     metric: Any
-    """A torchmetrics Metric or MetricCollection."""
+    """A ClassifierMetric, or a torchmetrics Metric or MetricCollection of a user's."""
     arguments: Arguments
 
 
 def measures(spec: DataSpec, own: Mapping[str, Any]) -> dict[str, Measure]:
     """Accuracy, macro F1 and confusion matrix where the data has classes, then a user's own, which may replace or
     (with None) leave out one of these. Raises ModelError for what is no metric."""
-    made = {name: Measure(name=name, metric=metric, arguments=_of_classes(len(spec.labels)))
-            for name, metric in _classifiers(len(spec.labels)).items()}  # fmt: skip
+    classes = len(spec.labels)
+    made = {
+        name: Measure(name=name, metric=metric, arguments=_of_classes(classes))
+        for name, metric in classifier_metrics(classes).items()
+    }
     for name, declared in own.items():
         made.pop(name, None)
         if declared is not None:
             made[name] = _own(name, declared)
     return made
-
-
-def _classifiers(classes: int) -> dict[str, Any]:
-    from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
-
-    if classes < 2:
-        return {}
-    return {
-        "accuracy": MulticlassAccuracy(classes, average="micro", validate_args=False),
-        "f1": MulticlassF1Score(classes, average="macro", validate_args=False),
-        CONFUSION: MulticlassConfusionMatrix(classes, validate_args=False),
-    }
 
 
 def classified(outputs: Outputs, batch: Batch, classes: int) -> tuple[Tensor, Tensor] | None:

@@ -7,7 +7,7 @@ update() is called with, and the main process calls it. Floats are therefore add
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +16,51 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Outputs
 from lockstep.core.modules.outputs import each, moved
 from lockstep.core.numerics.seeds import seed_all, seed_of
+from lockstep.training.metrics.classifier_metrics import ClassifierMetric
 from lockstep.training.metrics.declared_metrics import Measure
 
 Join = Callable[[Any, Any], Any]
 Part = Any
 """Of a metric and a micro-batch; None where the metric was shown nothing of it."""
+
+
+class Tally(Protocol):
+    """A metric while it is measured."""
+
+    updates: int
+    """Micro-batches that it has been shown something of, so far."""
+
+    def part(self, outputs: Outputs, batch: Batch) -> Part:
+        """What a micro-batch adds."""
+
+    def join(self, number: int, part: Part) -> None:
+        """Take in micro-batch `number`'s."""
+
+    def value(self) -> Any:
+        """What the metric computes; None where it has seen nothing."""
+
+
+class Counted:
+    """A figure of a classifier: confusion matrices are added up."""
+
+    def __init__(self, measure: Measure) -> None:
+        self.measure, self.metric, self.updates = measure, measure.metric, 0
+        self.confusion = torch.zeros(self.metric.classes, self.metric.classes, dtype=torch.int64)
+
+    def part(self, outputs: Outputs, batch: Batch) -> Part:
+        """The micro-batch's confusion matrix."""
+        found = self.measure.arguments(outputs, batch)
+        return None if found is None else self.metric.confusion(*found)
+
+    def join(self, number: int, part: Part) -> None:
+        """Add it."""
+        if part is not None:
+            self.confusion += part
+            self.updates += 1
+
+    def value(self) -> Any:
+        """The figure; None where nothing was counted."""
+        return self.metric.compute(self.confusion) if self.updates else None
 
 
 class Replayed:
@@ -163,8 +203,10 @@ def _nobody_else() -> bool:
     return False
 
 
-def tally(measure: Measure, device: torch.device) -> Replayed:
+def tally(measure: Measure, device: torch.device) -> Tally:
     """Begin to measure."""
+    if isinstance(measure.metric, ClassifierMetric):
+        return Counted(measure)
     return Merged(measure, device) if _is_mergeable(measure.metric) else Replayed(measure, device)
 
 

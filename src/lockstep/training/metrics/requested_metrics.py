@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from lockstep.base.errors import ConfigError, nearest
-from lockstep.training.metrics.declared_metrics import CONFUSION
+from lockstep.training.metrics.classifier_metrics import CONFUSION
 
 Asked = Literal["auto"] | tuple[str, ...]
 """The names that are to be reported beside the loss, or "auto": all there are. "NAME.PART" asks for all of NAME."""
