@@ -26,7 +26,7 @@ from torch import nn
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.base.world import World
 from lockstep.core.distributed import process_group
-from lockstep.core.distributed.collectives import gathered
+from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.run import build
 from lockstep.run import recipe as recipes
@@ -87,9 +87,9 @@ def work(name: str, seconds: float) -> None:
             step(state, micro_batches, clip=1.0)
             dist.barrier()
             times.append(time.perf_counter() - before)
-            if any(gathered(len(times) > 4 and time.perf_counter() - start > seconds)):
+            if any(all_gather_object(len(times) > 4 and time.perf_counter() - start > seconds)):
                 break
-        peaks = gathered((resident("VmHWM"), empty))
+        peaks = all_gather_object((resident("VmHWM"), empty))
     if world.is_main:
         facts = {"seconds": statistics.median(times[2:]), "peak": max(peaks)[0], "empty": max(peaks)[1]}
         sys.stdout.write(json.dumps(facts) + "\n")

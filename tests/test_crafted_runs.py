@@ -28,7 +28,7 @@ def test_a_run_is_where_it_lies_whatever_its_recipe_says(folder):
     (folder / "others/step-000000001").mkdir()
     (folder / "others/step-000000001/manifest.json").write_text("{}")
     for path in (folder, folder / "others/step-000000001"):
-        assert run_folder.place_of(path)[0].folder == folder
+        assert run_folder.locate(path)[0].folder == folder
 
 
 def test_a_run_does_not_write_into_another(folder, tmp_path):
@@ -48,7 +48,7 @@ def test_a_run_does_not_write_into_another(folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["space", "space/model"])
 def test_an_export_does_not_follow_a_link_that_lies_there(folder, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(trained_model, "run_of", lambda *_: (run_folder.place_of(folder)[0], folder))
+    monkeypatch.setattr(trained_model, "run_of", lambda *_: (run_folder.locate(folder)[0], folder))
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).symlink_to(tmp_path)
     with pytest.raises(ModelError, match=rf"{name} is a link, which is not followed: .* with --to"):

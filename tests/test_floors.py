@@ -1,6 +1,7 @@
 """The house stands: imports go down only, rooms on one floor are strangers, and nothing hides from the count."""
 
 import ast
+import collections
 import pathlib
 import re
 import subprocess
@@ -42,6 +43,8 @@ FAMILIES += ["observe/sinks", "tools/estimate/forecasts", "cli"]
 EXAMPLES = ROOT.parents[1] / "examples"
 STRATEGIES, LAUNCHERS = (plugins.names(family) for family in ("parallel.strategies", "launch.launchers"))
 MOST_ENTRIES = 16
+PLUGIN_CLASSES = ("Config", "Note")
+"""What every plugin of a family has, by one name."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py") if p.stem != "__init__"}
 
@@ -153,3 +156,19 @@ finally:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_a_name_stands_for_one_thing():
+    """Files, and classes; but plugins, commands and tasks are called as people type them, in their own folders."""
+    files = collections.Counter(module.rpartition(".")[2] for module in MODULES if not is_typed(module))
+    classes = collections.Counter(
+        node.name
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and node.name not in PLUGIN_CLASSES
+    )
+    assert [name for name, count in (files + classes).items() if count > 1] == []
+
+
+def is_typed(module):
+    return module.rpartition(".")[0].replace(".", "/") in [*FAMILIES, "run/tasks"]

@@ -32,9 +32,9 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import EvaluationFailed, LockstepError, ModelError
 from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.data.sampler import EvaluationRequests
-from lockstep.training.evaluation import Evaluation, Subject, evaluate, tried
+from lockstep.training.evaluation import Evaluation, Subject, evaluate, trial_evaluation
 from lockstep.training.metrics.declared_metrics import measures
-from lockstep.training.metrics.metric_tally import Counted, Merged, Replayed, tally
+from lockstep.training.metrics.metric_tally import Counted, Merged, tally
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets")]
 SAMPLES, SIZE = 83, 8
@@ -293,15 +293,15 @@ def test_a_metric_that_cannot_be_shown_anything_is_told_before_training(lone, de
     batch = {"x": micro_batch.batch["x"]}
     bare = MicroBatch(step=-1, shard=0, indices=micro_batch.indices, batch=batch)
     with pytest.raises(LockstepError, match=f"(?s){error}"):
-        tried(subject({"own": declared}, lambda o, b: LossSum(o.square().sum(), len(o))), bare)
+        trial_evaluation(subject({"own": declared}, lambda o, b: LossSum(o.square().sum(), len(o))), bare)
 
 
 def test_names_are_known_before_training(lone):
     few = MicroBatch(step=-1, shard=0, indices=(0,), batch={"x": torch.ones(1, 5), "label": torch.ones(1)})
     own = {"r2": R2Score(), "m": MinMaxMetric(MeanSquaredError())}
-    assert tried(subject(own), few) == (["loss", "m.max", "m.min", "m.raw", "mae", "r2", "right"], False)
+    assert trial_evaluation(subject(own), few) == (["loss", "m.max", "m.min", "m.raw", "mae", "r2", "right"], False)
     own.pop("r2")
-    assert tried(subject(own), few) == (["loss", "m.max", "m.min", "m.raw", "mae", "right"], True)
+    assert trial_evaluation(subject(own), few) == (["loss", "m.max", "m.min", "m.raw", "mae", "right"], True)
 
 
 def test_metrics_of_classifiers_are_for_classifiers(lone):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from test_prove_strategies import proof_of
 
-from lockstep.tools.prove.proof import half_time
+from lockstep.tools.prove.run_proof import half_time
 
 PROVE = [sys.executable, "-m", "lockstep", "prove", "c.yaml"]
 MODEL = """

@@ -21,10 +21,10 @@ from lockstep.run import build
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.proof import ProofTask
-from lockstep.tools.prove.proof import Proof
 from lockstep.tools.prove.proof_request import ProofRequest
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
-from lockstep.tools.prove.proof_table import tell
+from lockstep.tools.prove.proof_table import print_proof
+from lockstep.tools.prove.run_proof import Proof
 from lockstep.tools.prove.strategy_choice import fitting
 
 QUICK = [("Unseeded", "ddp"), ("Unseeded", "fsdp"), ("Dice", "ddp"), ("Dice", "fsdp"), ("Ranked", "fsdp")]
@@ -239,5 +239,5 @@ def test_a_declared_loss_is_no_failure(ranks, tmp_path, loss_is):
     assert "equal on any number of processes at this micro-batch (train.micro_batch=8)" in split.cause
     assert proof.strategy("fsdp").result == "shown"
     output = io.StringIO()
-    assert tell([same, split], Console(file=output)) == 0
+    assert print_proof([same, split], Console(file=output)) == 0
     assert "1 of 2 shown, none differs; 1 declared." in output.getvalue()

@@ -281,7 +281,7 @@ def test_a_link_does_not_lead_out_of_the_guard(commands, tmp_path):
 
 def settled(path):
     """What a launcher would pass on for a run's recipe."""
-    sys.stdout.write(" ".join(recipes.settle(recipes.load(path), path, trusts=False)))
+    sys.stdout.write(" ".join(recipes.settle_trust(recipes.load(path), path, trusts=False)))
     sys.stdout.flush()
 
 

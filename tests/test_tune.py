@@ -24,7 +24,7 @@ from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.curve_plot import svg
 from lockstep.tools.tune.learning_rate_finder import hopeless
 from lockstep.tools.tune.loss_curve import Curve, rates_between
-from lockstep.tools.tune.micro_batch_table import TrialRow, told
+from lockstep.tools.tune.micro_batch_table import TrialRow, recommendations
 from lockstep.tools.tune.size_search import candidates, largest
 from lockstep.tools.tune.trial_request import TrialRequest
 from lockstep.tools.tune.trial_work import longest
@@ -142,18 +142,18 @@ def test_the_table_is_read_in_sentences():
         return TrialRow(m=m, verdict=verdict, peak_bytes=1, samples_per_second=speed, why="Why." * (verdict == "fails"))
 
     alone = {"global_batch": 96, "processes": 1}
-    assert told([row(1), row(48), row(64)], 48, **alone)[0] == (
+    assert recommendations([row(1), row(48), row(64)], 48, **alone)[0] == (
         "train.micro_batch=48 fits and divides 96; 64, the largest, does not."
     )
-    assert "holds 32 samples only" in told([row(1), row(64)], 64, **alone)[1]
-    assert told([row(32, 120.0), row(48)], 48, **alone)[1] == (
+    assert "holds 32 samples only" in recommendations([row(1), row(64)], 64, **alone)[1]
+    assert recommendations([row(32, 120.0), row(48)], 48, **alone)[1] == (
         "Fastest is train.micro_batch=32, with 1.20 times its samples per second."
     )
-    assert len(told([row(32, 102.0), row(48)], 48, **alone)) == 1  # no more than noise
-    assert told([row(24), row(48), row(96)], 96, global_batch=96, processes=4)[1] == (
+    assert len(recommendations([row(32, 102.0), row(48)], 48, **alone)) == 1  # no more than noise
+    assert recommendations([row(24), row(48), row(96)], 96, global_batch=96, processes=4)[1] == (
         "With it only 1 of 4 processes has work in a step; train.micro_batch=24 keeps all of them at work."
     )
-    assert told([row(1, verdict="fails"), row(2)], 2, **alone)[-1] == "m = 1 fails: Why."
+    assert recommendations([row(1, verdict="fails"), row(2)], 2, **alone)[-1] == "m = 1 fails: Why."
 
 
 def test_what_fits_is_found_by_real_memory(tune):

@@ -78,7 +78,7 @@ def is_users(error: BaseException) -> bool:
     return bool(known) and (known[-1].is_users or known[-1].place in PLACES or known[-1].place == IMPORT)
 
 
-def told(error: BaseException) -> str:
+def report(error: BaseException) -> str:
     """An error of the user's code as one message: what was being done, and the traceback in their own frames."""
     way = calls(error)
     setting, doing = next((PLACES[frame.place] for frame in reversed(way) if frame.place in PLACES), UNKNOWN)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.base import storage
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint import dcp_metadata
-from lockstep.core.distributed.collectives import together
+from lockstep.core.distributed.collectives import raise_on_all_ranks
 
 
 class DamagedError(CheckpointError):
@@ -94,7 +94,7 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    with together() if dist.is_initialized() else nullcontext():
+    with raise_on_all_ranks() if dist.is_initialized() else nullcontext():
         _compare(folder, tensors)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process, as intended

@@ -24,7 +24,7 @@ from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of, read_manif
 from lockstep.checkpoint.pieces import in_pieces
 from lockstep.checkpoint.verify import problem
 from lockstep.checkpoint.weights import MODEL
-from lockstep.core.distributed.collectives import decided, gathered
+from lockstep.core.distributed.collectives import all_gather_object, broadcast_object
 from lockstep.core.modules.dtensors import like, part_of
 from lockstep.core.numerics.digest import digest_of, world_lines
 
@@ -150,7 +150,7 @@ class Writer:
 
         final, is_main = folder_of(self.root, manifest.step), dist.get_rank() == 0
         temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
-        temporary, failure = decided((temporary, self._prepared() if is_main else None), self.group)
+        temporary, failure = broadcast_object((temporary, self._prepared() if is_main else None), self.group)
         if failure is None:
             try:
                 target = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)  # copied already
@@ -189,7 +189,7 @@ class Writer:
             sums = _sums(temporary, f"__{rank}_*", *([".metadata"] if rank == 0 else []))
         except OSError as error:
             failure = _reason(error, rank)
-        lines, everyone = world_lines(weights, self.group), gathered((sums, failure), self.group)
+        lines, everyone = world_lines(weights, self.group), all_gather_object((sums, failure), self.group)
         failures = [each for _, each in everyone if each]
         if not failures and rank == 0:
             parts = {name: entry for sums, _ in everyone for name, entry in sums.items()}
@@ -206,7 +206,7 @@ class Writer:
             if not failures:
                 with suppress(OSError):  # old ones that cannot be looked at or deleted now are the next save's business
                     self.saved(final)
-        return decided(self._with_room("; ".join(failures)) if failures else None, self.group)
+        return broadcast_object(self._with_room("; ".join(failures)) if failures else None, self.group)
 
 
 def _room(tensor: Tensor) -> Tensor:

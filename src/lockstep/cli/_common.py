@@ -40,7 +40,7 @@ def versions() -> str:
 def settled(path: Path, overrides: list[str] | None, *, trusts: bool) -> recipes.Recipe:
     """A config whose code may be executed."""
     recipe = recipes.load(path, overrides or [])
-    recipes.settle(recipe, path, trusts=trusts)
+    recipes.settle_trust(recipe, path, trusts=trusts)
     return recipe
 
 
@@ -72,5 +72,5 @@ def _answered(command: Callable[[], int | None]) -> int | None:
             return ctrl_c.EXIT_CODE
         if not user_code.is_users(error):
             raise
-        typer.echo(printable(user_code.told(error)), err=True)
+        typer.echo(printable(user_code.report(error)), err=True)
         return 1

@@ -22,9 +22,9 @@ def command(
     Ends with 0, or with 1 when one of those that are listed is damaged.
     """
     from lockstep.checkpoint import inventory, listing
-    from lockstep.launch.run_folder import place_of
+    from lockstep.launch.run_folder import locate
 
-    recipe, root, checkpoint = place_of(run, None)
+    recipe, root, checkpoint = locate(run, None)
     with console.status("") as status:
         found = inventory.look(
             root,

@@ -29,11 +29,11 @@ def command(
     On several machines: set launch.nodes, and give the same command on each, with --rendezvous and --node-rank.
     """
     recipe = recipes.load(path, overrides or [])
-    passed_on = recipes.passed_on(recipe) if dry_run else recipes.settle(recipe, path, trusts=trust_code)
+    passed_on = recipes.passed_on(recipe) if dry_run else recipes.settle_trust(recipe, path, trusts=trust_code)
     from lockstep.launch import launch_run
 
     arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *passed_on)
-    place = launch_run.place_of(rendezvous, node_rank)
+    place = launch_run.node_place(rendezvous, node_rank)
     if place is not None and not dry_run:
         return launch_run.take_part(recipe, path, arguments, place=place)
     recipe = recipes.named(recipe, path)

@@ -21,7 +21,7 @@ from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export import export_reader, export_writer, space
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.predictor import DTypeName, Predictor, predictor
-from lockstep.launch.run_folder import is_run, place_of, run_of
+from lockstep.launch.run_folder import is_run, locate, run_of
 from lockstep.run import build
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
@@ -32,14 +32,14 @@ BATCH = 64
 """Samples that are predicted at a time where the whole test split is compared."""
 
 
-def settle(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> bool:
+def settle_trust(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> bool:
     """Whether the user says that the code of an export, a run or a checkpoint may be executed, whatever it is; False
     where all of it is known. Raises UserError, above all UntrustedCode."""
     if export_reader.is_export(path):
         return trust.settle(export_reader.code_of(path, telling.read(path)), trusts=trusts, of=path)
     if not is_run(path):
         return False
-    recipe, root, _ = place_of(path, overrides)
+    recipe, root, _ = locate(path, overrides)
     return trust.settle(recipes.code_of(recipe), trusts=trusts, of=root.parent)
 
 

@@ -33,7 +33,7 @@ class NodePlace:
     """None: node 0 is the machine that the endpoint points to."""
 
 
-def place_of(rendezvous: str | None, node_rank: int | None) -> NodePlace | None:
+def node_place(rendezvous: str | None, node_rank: int | None) -> NodePlace | None:
     """Of what was typed; raises LaunchError."""
     if rendezvous is None:
         if node_rank is not None:
@@ -58,7 +58,7 @@ def request_for(
     return Request(recipe=written, text=config.dump(recipe), arguments=arguments, module=module)
 
 
-def here(recipe: Recipe, kind: str = "local") -> Recipe:
+def on_this_machine(recipe: Recipe, kind: str = "local") -> Recipe:
     """The same, to be started once on this machine, whatever it is that trains it."""
     known = {name: getattr(recipe.launch, name) for name in LaunchSection.model_fields}
     local = plugins.find("launch.launchers", kind).Config(**{**known, "kind": kind, "nodes": 1, "max_restarts": 0})
@@ -84,7 +84,7 @@ def launch(
     """Start the processes of a run, or hand it to a scheduler -> exit code. Raises UserError."""
     request, launcher = request_for(recipe, arguments, name, module=module), launcher_of(recipe)
     is_training = name == "launch"
-    plan = ready(recipe, request, launcher, is_training=is_training)
+    plan = written_plan(recipe, request, launcher, is_training=is_training)
     logs = request.folder / "logs" / ("" if is_training else name)
     if not is_training:
         return launcher.run(plan, logs)
@@ -93,7 +93,7 @@ def launch(
     return code
 
 
-def ready(recipe: Recipe, request: Request, launcher: Launcher, *, is_training: bool = True) -> Plan:
+def written_plan(recipe: Recipe, request: Request, launcher: Launcher, *, is_training: bool = True) -> Plan:
     """Write what is to be launched, and by whom, into the run's folder -> what to run. Raises UserError."""
     plan = launcher.plan(request)
     _write(recipe, request, plan, training=launcher if is_training else None)

@@ -33,7 +33,7 @@ def is_run(path: Path) -> bool:
     return any((each / "recipe.yaml").is_file() for each in (folder, folder.parent, folder.parent.parent))
 
 
-def place_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path, Path | None]:
+def locate(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path, Path | None]:
     """What is meant by a run's folder, its folder of checkpoints, or one of these: the recipe, that folder, the one.
 
     Raises ConfigError.
@@ -57,7 +57,7 @@ def run_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, 
 
     Raises ConfigError, CheckpointError.
     """
-    recipe, root, checkpoint = place_of(path, overrides)
+    recipe, root, checkpoint = locate(path, overrides)
     checkpoint = checkpoint or retention.chosen(root, recipe.checkpoint)
     if checkpoint is None:
         raise CheckpointError(

@@ -112,10 +112,10 @@ def refuse_weights_in_loss(model: Model, outputs: Outputs, batch: Batch) -> None
 def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -> LossSum:
     """The loss over all shards, of which each rank tells those that it ran alone."""
     pairs = zip(micro_batches, losses, strict=True)
-    return told_loss(pairs, sorted(losses[0].sums), step=micro_batches[0], device=losses[0].total.device)
+    return reduced_loss(pairs, sorted(losses[0].sums), step=micro_batches[0], device=losses[0].total.device)
 
 
-def told_loss(
+def reduced_loss(
     losses: Iterable[tuple[MicroBatch, LossSum]], names: Sequence[str], *, step: MicroBatch, device: torch.device
 ) -> LossSum:
     """Add the shards' losses over the world, each told by one rank: totals and counts as float64, in the tree's order.

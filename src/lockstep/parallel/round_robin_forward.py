@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.base.model_contracts import Batch, Outputs
-from lockstep.core.distributed.collectives import decided
+from lockstep.core.distributed.collectives import broadcast_object
 from lockstep.core.numerics.seeds import generators, set_generators
 
 
@@ -20,7 +20,7 @@ def in_turn(
     after = generators()
     sent = columns, after
     for member in range(group.size()):
-        given, states = decided(sent, group, source=member)
+        given, states = broadcast_object(sent, group, source=member)
         set_generators(states)
         outputs = run({name: column.to(device) for name, column in given.items()}, member)
         if member == group.rank():

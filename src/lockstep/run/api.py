@@ -61,13 +61,13 @@ def spawn(
     """
     if processes is not None:
         overrides = (*overrides, f"launch.processes={processes}")
-    recipe = launch_run.here(_recipe(config, overrides), "spawn")
+    recipe = launch_run.on_this_machine(_recipe(config, overrides), "spawn")
     path = None if isinstance(config, Mapping) else Path(config)
-    passed_on = recipes.settle(recipe, path or Path("spawn"), trusts=trust_code)
+    passed_on = recipes.settle_trust(recipe, path or Path("spawn"), trusts=trust_code)
     drift = ["--allow-drift"] if allow_drift else []
     request = launch_run.request_for(recipe, ("--resume", resume, *drift, *passed_on))
     launcher = Spawn(recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards)
-    plan = launch_run.ready(recipe, request, launcher)
+    plan = launch_run.written_plan(recipe, request, launcher)
     outlets = _outlets()
     try:
         failure = launcher.failure(plan, recipe.folder / "logs", outlets)

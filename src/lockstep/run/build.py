@@ -16,7 +16,7 @@ from lockstep.base.errors import ConfigError
 from lockstep.base.events import Warned
 from lockstep.base.model_contracts import Batch, MicroBatch, Model, Strategy
 from lockstep.base.world import World
-from lockstep.core.distributed.collectives import gathered, together
+from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
 from lockstep.core.modules.deferred_init import deferred
 from lockstep.core.numerics.batchnorm import check_synchronised, has_batchnorm, synchronise
 from lockstep.core.numerics.precision import Precision
@@ -30,7 +30,7 @@ from lockstep.data.sampler import EvaluationRequests, ShardRequest, TrainingRequ
 from lockstep.run.recipe import Recipe
 from lockstep.training import optim
 from lockstep.training.ema import MovingAverage
-from lockstep.training.evaluation import Evaluation, Predictions, Subject, evaluate, tried
+from lockstep.training.evaluation import Evaluation, Predictions, Subject, evaluate, trial_evaluation
 from lockstep.training.findings import Finding
 from lockstep.training.metrics.declared_metrics import Measure, measures
 from lockstep.training.metrics.requested_metrics import check, is_asked
@@ -98,7 +98,7 @@ class Components:
     def try_evaluation(self) -> None:
         """Measure the first test samples, before any time has been spent on training: raises, on all ranks, what an
         evaluation would, and ConfigError where the run decides by something that is not measured."""
-        with together():
+        with raise_on_all_ranks():
             requests = evaluation_requests(self.recipe, self.data.test, rank=0, world_size=1)
             loader = evaluation_loader(
                 self.recipe,
@@ -110,7 +110,7 @@ class Components:
             )
             first = next(iter(loader))
         recipe, asked = self.recipe, self.recipe.evaluate.metrics
-        found, are_all = tried(replace(self.subject, asked="auto"), first)
+        found, are_all = trial_evaluation(replace(self.subject, asked="auto"), first)
         known = [name for name in found if name == "loss" or is_asked(name.partition(".")[0], asked)]
         check("checkpoint.best", recipe.checkpoint.best, known, are_all=are_all)
         check("train.stop_metric", recipe.train.stop_metric, known, are_all=are_all)
@@ -154,7 +154,7 @@ class Components:
     def check_training(self) -> None:
         """Raise LaunchError, on all ranks, where this model can be evaluated but not trained; ConfigError, where the
         run would be too long, or too short for its warm-up."""
-        with together():
+        with raise_on_all_ranks():
             self._check_length()
         if not self.is_synchronised:
             return
@@ -163,7 +163,7 @@ class Components:
         for name, step in (("a step", 0), ("an epoch's last step", last)):
             own, present = self.owned(step)
             shares[name] = len(own), len(present)
-        with together():
+        with raise_on_all_ranks():
             check_synchronised(self.device, self.world.size, shares)
 
     def _check_length(self) -> None:
@@ -201,7 +201,7 @@ class Components:
 
     def describe(self, step: int, shard: int) -> str:
         """A shard of a step, for people: who ran it and which samples it held. Every rank has to ask."""
-        rank = next(rank for rank, own in enumerate(gathered(self.owned(step)[0])) if shard in own)
+        rank = next(rank for rank, own in enumerate(all_gather_object(self.owned(step)[0])) if shard in own)
         return f"rank {rank}, shard {shard}, samples {self.order.shards(step)[shard].tolist()}"
 
 
@@ -338,7 +338,7 @@ def _unfilled_model(recipe: Recipe, spec: DataSpec) -> Model | None:
 
 def assemble(recipe: Recipe, world: World, device: torch.device) -> Components:
     """Build every part for this process; the process group is open and the data has been prepared."""
-    with together():
+    with raise_on_all_ranks():
         data = open_data(recipe)
         measured(recipe, data.test.spec)
         model = _unfilled_model(recipe, data.train.spec) or build_model(recipe, data.train.spec).to(device)

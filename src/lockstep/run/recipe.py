@@ -229,7 +229,7 @@ def is_written(path: Path) -> bool:
     return (path.parent / "checkpoints").is_dir() or (path.parent / "recipe.yaml").is_file()
 
 
-def settle(recipe: Recipe, path: Path, *, trusts: bool) -> tuple[str, ...]:
+def settle_trust(recipe: Recipe, path: Path, *, trusts: bool) -> tuple[str, ...]:
     """Let all that a recipe would execute be executed where a person has written it; where it lies in a run's folder,
     it has to be known, or the user has to say so -> what a launcher passes on to its processes. Raises UntrustedCode.
     """

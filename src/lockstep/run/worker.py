@@ -31,7 +31,7 @@ from lockstep.base.errors import LockstepError, PeerLost, printable
 from lockstep.base.world import World
 from lockstep.checkpoint.writer import THREAD
 from lockstep.core.distributed import process_group
-from lockstep.core.distributed.collectives import decided, said_once
+from lockstep.core.distributed.collectives import broadcast_object, reported_once
 from lockstep.core.host.signals import SignalWatch
 from lockstep.run import leftovers
 from lockstep.run import recipe as recipes
@@ -67,9 +67,9 @@ def main(argv: list[str], make: Callable[..., TrainTask] = TrainTask, *, guards:
     with interruption.watching():
         try:
             recipe = recipes.named(recipes.load(options.config, options.overrides), options.config)
-            settle(recipe, options, guards=guards or recipes.is_written(options.config))
-            with process_group.opened(world, process_group.device_of(world)), said_once(sys.stderr):
-                job = make(decided(recipe), world, interruption, began=options.began)
+            settle_trust(recipe, options, guards=guards or recipes.is_written(options.config))
+            with process_group.opened(world, process_group.device_of(world)), reported_once(sys.stderr):
+                job = make(broadcast_object(recipe), world, interruption, began=options.began)
                 try:
                     with job.watch_thread.watching():
                         job.train(options.resume, allow_drift=options.allow_drift)
@@ -83,17 +83,17 @@ def main(argv: list[str], make: Callable[..., TrainTask] = TrainTask, *, guards:
             return error.exit_code
         except BaseException as error:  # nothing of ours ends a process by KeyboardInterrupt or SystemExit here
             if process_group.is_lost_peer(error):
-                return left_alone(world, error)
+                return report_lost_peer(world, error)
             get_error_handler().record_exception(error)  # for the agent, which names the first that failed
             if user_code.is_users(error):
-                sys.stderr.write(f"{printable(user_code.told(error))}\n")
+                sys.stderr.write(f"{printable(user_code.report(error))}\n")
             else:
                 traceback.print_exc()
             return 1
     return 0
 
 
-def settle(recipe: recipes.Recipe, options: argparse.Namespace, *, guards: bool) -> None:
+def settle_trust(recipe: recipes.Recipe, options: argparse.Namespace, *, guards: bool) -> None:
     """Execute what a person has typed; what lies in a run's folder, or is carried by an export, only where it is known
     or the launcher has passed on that it may be. Raises UntrustedCode."""
     trust.know(options.known_code.split(","))
@@ -115,7 +115,7 @@ def append_to_logs() -> None:
             fcntl.fcntl(stream, fcntl.F_SETFL, fcntl.fcntl(stream, fcntl.F_GETFL) | os.O_APPEND)
 
 
-def left_alone(world: World, error: BaseException) -> int:
+def report_lost_peer(world: World, error: BaseException) -> int:
     """Another process has gone, and says why itself: this one only adds that it noticed."""
     if not (world.is_main and world.has_agent):  # the agent, on the same terminal, will tell who went
         sys.stderr.write(f"rank {world.rank} lost the connection to another process: {str(error).splitlines()[0]}\n")

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.base import user_code
 from lockstep.base.errors import EvaluationFailed, LockstepError
 from lockstep.base.model_contracts import Batch, Forward, LossSum, MicroBatch, Outputs
-from lockstep.core.distributed.collectives import decided, gathered_at_main, together
+from lockstep.core.distributed.collectives import broadcast_object, gather_object, raise_on_all_ranks
 from lockstep.core.distributed.process_group import is_lost_peer
 from lockstep.core.host.activity import progress
 from lockstep.core.numerics.seeds import seed_all, seed_of
@@ -195,7 +195,7 @@ def evaluate(
         _round(arriving, whole)
     result, error = _attempt(whole.result) if dist.get_rank() == 0 else (None, None)
     _raise_everywhere(error)
-    plain = decided((result.samples, result.values, result.confusion) if result else None)
+    plain = broadcast_object((result.samples, result.values, result.confusion) if result else None)
     assert plain is not None
     samples, values, confusion = plain
     kept = result.predictions if result else None
@@ -217,11 +217,11 @@ def _round(arriving: Iterator[MicroBatch], whole: Whole) -> None:
     if subject.is_whole:
         part, error = _attempt(all_of_it)
     else:  # no rank may stay away from a forward pass that others have begun
-        with together(), _told():
+        with raise_on_all_ranks(), _told():
             micro_batch = next(arriving)
         outputs = _outputs(subject, micro_batch)
         part, error = _attempt(lambda: rest(micro_batch, outputs))
-    everyone = gathered_at_main((part, error))
+    everyone = gather_object((part, error))
     if everyone is not None:
         error = next((error for _, error in everyone if error is not None), None)
         found = [part for part, _ in everyone if part is not None]
@@ -235,7 +235,7 @@ def _outputs(subject: Subject, micro_batch: MicroBatch) -> Outputs:
     return subject.forward(micro_batch.batch)
 
 
-def tried(subject: Subject, micro_batch: MicroBatch) -> tuple[list[str], bool]:
+def trial_evaluation(subject: Subject, micro_batch: MicroBatch) -> tuple[list[str], bool]:
     """Measure one micro-batch, the same on every rank, before any time has been spent on training -> the names of what
     is measured, and whether they are all; else names of metrics that cannot be computed of so few samples are names of
     their declarations. Every rank has to call it. Raises EvaluationFailed and other errors, on all ranks."""
@@ -243,7 +243,7 @@ def tried(subject: Subject, micro_batch: MicroBatch) -> tuple[list[str], bool]:
     outputs: Any = None
     if not subject.is_whole:
         outputs = _outputs(subject, micro_batch)
-    with together(), _told("an evaluation was tried with the first samples before training, and failed"):
+    with raise_on_all_ranks(), _told("an evaluation was tried with the first samples before training, and failed"):
         if subject.is_whole:
             outputs = _outputs(subject, micro_batch)
         whole.take(whole.measured(micro_batch, outputs))
@@ -283,7 +283,7 @@ def _told(what: str = "the evaluation failed") -> Iterator[None]:
 
 def _raise_everywhere(error: LockstepError | None) -> None:
     """Raise what the main process says went wrong, on every rank."""
-    error = decided(error) if dist.get_world_size() > 1 else error
+    error = broadcast_object(error) if dist.get_world_size() > 1 else error
     if error is not None:
         error.is_shared = True
         raise error

@@ -21,7 +21,7 @@ SEEDED = "draw from torch's, NumPy's or Python's default generators, which Locks
 
 def kept_outside(root: str, mark: Mark, described: Mapping[str, str]) -> Finding:
     """Something outside of parameters and buffers changes with every forward pass."""
-    where = place_of(root, mark, described)
+    where = location(root, mark, described)
     if mark.kind in GENERATOR_TYPES:
         what, mend = "is a generator of the model's own, which goes on with every forward pass", SEEDED
     else:
@@ -34,7 +34,7 @@ def kept_outside(root: str, mark: Mark, described: Mapping[str, str]) -> Finding
     )
 
 
-def place_of(root: str, mark: Mark, described: Mapping[str, str]) -> str:
+def location(root: str, mark: Mark, described: Mapping[str, str]) -> str:
     """'network.body.3.seen (Counting, my_model.py:17)', with the line on which it is set, where that can be found."""
     name = re.split(r"[.\[ ]", root)[-1] if isinstance(mark.owner, nn.Module) else root.split(" of ")[0]
     kind: Any = class_of(mark.owner) if isinstance(mark.owner, nn.Module) else mark.owner

@@ -13,7 +13,7 @@ from lockstep.base.events import Bus, EpochDone, Evaluated, StepDone, Warned
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.checkpoint.retention import is_better
-from lockstep.core.distributed.collectives import Agreement, decided
+from lockstep.core.distributed.collectives import Agreement, broadcast_object
 from lockstep.observe.meters import Throughput
 from lockstep.training.deadline import Deadline
 from lockstep.training.digest_chain import link
@@ -224,7 +224,7 @@ def _judged(run: Training, metrics: dict[str, float]) -> tuple[bool, bool]:
 
 def _note(record: StepRecord, metric: str, values: dict[str, float]) -> bool:
     """Compare with the best so far, by rank 0's numbers, and remember the better."""
-    value = decided(values[metric])
+    value = broadcast_object(values[metric])
     if is_better(metric, value, record.best):
         record.best, record.evaluations_since = value, 0
         return True

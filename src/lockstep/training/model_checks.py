@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model, Strategy
-from lockstep.core.distributed.collectives import gathered
+from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.modules.call_checksums import LOSS, Call, CallChecksums, first_difference, in_common
 from lockstep.core.modules.hidden_state import Mark, Snapshot, changed
 from lockstep.core.modules.module_trace import descriptions, fingerprint
@@ -67,7 +67,7 @@ class FirstSteps:
             seen, culprit = self._seen(given)
         own = None if seen is None else self._own(seen, culprit)
         mine = was if micro_batch.shard == first else fetched
-        told = gathered((own, [] if seen is None else seen.calls, self.peer, fetched, mine))
+        told = all_gather_object((own, [] if seen is None else seen.calls, self.peer, fetched, mine))
         data = [part for *_, one, other in told for part in (one, other)]
         name = next((name for name in fetched if len({columns.get(name) for columns in data}) > 1), None)
         found = [] if name is None else [other_data(name)]
@@ -85,13 +85,13 @@ class FirstSteps:
         """Two passes, and a third where they differ: who gave other outputs though nothing was different. None where
         the model cannot be run like this; the first step will say why."""
         before = self._tried(lambda: Snapshot(self.model, is_kept=True))
-        if None in gathered(None if before is None else True):
+        if None in all_gather_object(None if before is None else True):
             return None, None
         with self._put_back() as reset:
             seen = self._tried(lambda: self._twice(given, reset))
             differs = seen is not None and first_difference(seen.calls, seen.later) is not None
             third: list[Call] | None = None
-            if any(gathered(differs)):
+            if any(all_gather_object(differs)):
                 before.restore()
                 reset()
                 third = self._tried(lambda: self._passed(given)[0])

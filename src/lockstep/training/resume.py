@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint import layout, reader, verify
 from lockstep.checkpoint.layout import Count
-from lockstep.core.distributed.collectives import decided, together
+from lockstep.core.distributed.collectives import broadcast_object, raise_on_all_ranks
 from lockstep.training.state import StepRecord, TrainState
 
 
@@ -112,13 +112,13 @@ def checkpoint_for(root: Path, resume: str, warn: Callable[[str], None], *, but:
     Raises CheckpointError, on every rank, when there are checkpoints but none can be used as asked.
     """
     choice: Path | None = None
-    with together():
+    with raise_on_all_ranks():
         if dist.get_rank() == 0:
             try:
                 choice = _choose(root, resume, warn, but=but)
             except OSError as error:
                 raise CheckpointError(f"cannot use the checkpoints in {root}: {error}") from None
-    return decided(choice)
+    return broadcast_object(choice)
 
 
 def _choose(root: Path, resume: str, warn: Callable[[str], None], *, but: Collection[Path]) -> Path | None:
@@ -179,7 +179,7 @@ def resume(
     manifest = layout.read_manifest(folder)
     drift = layout.differences(manifest.numeric, numeric)
     lines = [f"{name}: {before!r} in the checkpoint, {now!r} now" for name, before, now in drift]
-    with together():
+    with raise_on_all_ranks():
         if drift and not allow_drift:
             listing = "\n  ".join(lines)
             raise CheckpointError(

@@ -14,7 +14,7 @@ from lockstep.core.host.activity import waiting_in
 T = TypeVar("T")
 
 
-def decided(value: T, group: dist.ProcessGroup | None = None, *, source: int = 0) -> T:
+def broadcast_object(value: T, group: dist.ProcessGroup | None = None, *, source: int = 0) -> T:
     """The value of one rank of a group, on every rank: for decisions that must not differ, such as a clock's."""
     box = [value]
     with waiting_in(f"a decision of rank {source}"):
@@ -22,7 +22,7 @@ def decided(value: T, group: dist.ProcessGroup | None = None, *, source: int = 0
     return box[0]
 
 
-def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, on every rank, by rank."""
     box: list[Any] = [None] * dist.get_world_size()
     with waiting_in("an answer of every rank"):
@@ -30,7 +30,7 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return box
 
 
-def gathered_at_main(value: T) -> list[T] | None:
+def gather_object(value: T) -> list[T] | None:
     """Every rank's value, by rank, on rank 0; None on the others."""
     if dist.get_world_size() == 1:
         return [value]
@@ -41,7 +41,7 @@ def gathered_at_main(value: T) -> list[T] | None:
 
 
 @contextmanager
-def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """All ranks come out of it, or none: an error of Lockstep's on one rank is raised on every rank, as shared.
 
     Nothing inside may be a collective, or the ranks that got further would wait in it.
@@ -51,7 +51,7 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except LockstepError as error:
         own = error
-    for number, first in enumerate(gathered(own, group)):
+    for number, first in enumerate(all_gather_object(own, group)):
         if first is not None:
             first.is_shared = True
             first.rank = number if group is None else dist.get_global_rank(group, number)
@@ -87,7 +87,7 @@ def summed_by_backend(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor
 
 
 @contextmanager
-def said_once(terminal: TextIO) -> Iterator[None]:
+def reported_once(terminal: TextIO) -> Iterator[None]:
     """An error that all ranks share is said by rank 0, before any of them leaves; it goes on its way afterwards."""
     try:
         yield
@@ -127,6 +127,6 @@ class Agreement:
 
 def local_main_first(task: Callable[[], object], *, is_local_main: bool) -> None:
     """Run a task on one process per machine while the others wait, for as long as it takes (a day at most)."""
-    with together(dist.new_group(backend="gloo", timeout=timedelta(days=1))):
+    with raise_on_all_ranks(dist.new_group(backend="gloo", timeout=timedelta(days=1))):
         if is_local_main:
             task()

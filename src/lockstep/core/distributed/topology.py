@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lockstep.core.distributed.collectives import gathered
+from lockstep.core.distributed.collectives import all_gather_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ def topology(machine: str) -> Topology | None:
     """The table, when each rank has named its machine; None where no two share one, or machines differ in their number
     of ranks. Every rank has to call it.
     """
-    where = gathered(machine)
+    where = all_gather_object(machine)
     machines = tuple(tuple(rank for rank, name in enumerate(where) if name == each) for each in dict.fromkeys(where))
     width = len(machines[0])
     if width == 1 or any(len(ranks) != width for ranks in machines):

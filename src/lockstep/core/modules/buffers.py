@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base.errors import ModelError
-from lockstep.core.distributed.collectives import any_of, gathered
+from lockstep.core.distributed.collectives import all_gather_object, any_of
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
 
@@ -253,7 +253,9 @@ class BufferUpdates:
         self.is_asked |= self.steps < WATCHED_STEPS
         if not is_news:
             return
-        told = [each for each in gathered((self.fresh, self.slots.keys() - self.unhandled), exchange.group) if each]
+        told = [
+            each for each in all_gather_object((self.fresh, self.slots.keys() - self.unhandled), exchange.group) if each
+        ]
         everywhere = set.intersection(*(there for _, there in told))
         for name in sorted(set[str]().union(*(fresh for fresh, _ in told))):
             if name not in everywhere:

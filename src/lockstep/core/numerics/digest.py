@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.core.distributed.collectives import gathered
+from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.modules.dtensors import is_spread, offset_of
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ def world_lines(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[s
     """The lines of all tensors that the ranks of a group hold together, on every rank. Every rank has to call it."""
     lines = [line(name, tensor) for name, tensor in state.items() if not is_spread(tensor)]
     parts = {name: tensor for name, tensor in state.items() if is_spread(tensor)}
-    names = sorted({name for own in gathered(list(parts), group) for name in own})
+    names = sorted({name for own in all_gather_object(list(parts), group) for name in own})
     for number, name in enumerate(names):
         whole = joined(parts.get(name), number % group.size(), group)
         if whole is not None:
             lines.append(line(name, whole))
-    return [each for own in gathered(lines, group) for each in own]
+    return [each for own in all_gather_object(lines, group) for each in own]
 
 
 def joined(tensor: "DTensor | None", place: int, group: dist.ProcessGroup) -> Tensor | None:

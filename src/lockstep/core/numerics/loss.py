@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch
-from lockstep.core.distributed.collectives import gathered
+from lockstep.core.distributed.collectives import all_gather_object
 
 
 def classification_loss(outputs: Tensor, batch: Batch) -> LossSum:
@@ -103,7 +103,7 @@ def with_term_weights(
         for each in counted
         if not each.ghost
     }
-    shards = dict(sorted(item for found in gathered(own) for item in found.items()))
+    shards = dict(sorted(item for found in all_gather_object(own) for item in found.items()))
     samples = sum(number for number, _ in shards.values())
     names = sorted({name for _, counts in shards.values() for name in counts})
     totals = {name: math.fsum(counts.get(name, 0.0) for _, counts in shards.values()) for name in names}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.core.distributed.collectives import gathered
+from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.distributed.process_group import world_group
 from lockstep.core.distributed.topology import Topology, this_machine, topology
 from lockstep.core.reduction.all_reduce import AllReduce
@@ -116,9 +116,9 @@ class SharedMemoryTransport(NetworkTransport):
         """The slots of every rank of this machine, by place; none, on all ranks everywhere, where one cannot share."""
         size = sum(slot.nbytes for slot in own) * len(self.ranks)
         has_room = SHARED.is_dir() and shutil.disk_usage(SHARED).free >= SPARE * size
-        offers = gathered(_offered(own) if has_room else [], self.group)
+        offers = all_gather_object(_offered(own) if has_room else [], self.group)
         rows = self._rows(own, offers) if all(offers) else []
-        return rows if all(gathered(bool(rows), self.group)) else []
+        return rows if all(all_gather_object(bool(rows), self.group)) else []
 
     def _rows(self, own: list[Tensor], offers: Sequence[list[Offer]]) -> list[list[Tensor]]:
         with suppress(*CANNOT_SHARE):

@@ -119,7 +119,9 @@ def _launched(recipe: Recipe, task: EvaluationRequest, *, trusts: bool) -> int:
     asked = recipe.folder / f"{NAME}.json"
     arguments = ("--task", str(asked), *([trust.OPTION] if trusts else []))
     with _written(asked, task.model_dump_json(indent=1)):
-        return launch_run.launch(launch_run.here(recipe), arguments, name=NAME, module="lockstep.run.tasks.evaluate")
+        return launch_run.launch(
+            launch_run.on_this_machine(recipe), arguments, name=NAME, module="lockstep.run.tasks.evaluate"
+        )
 
 
 def _written(asked: Path, text: str) -> AbstractContextManager[object]:

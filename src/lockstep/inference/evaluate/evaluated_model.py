@@ -10,7 +10,7 @@ from lockstep.base.contracts import DataSpec, Source, Tokenizer
 from lockstep.base.errors import DataError
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.weights import restore
-from lockstep.core.distributed.collectives import local_main_first, together
+from lockstep.core.distributed.collectives import local_main_first, raise_on_all_ranks
 from lockstep.core.distributed.process_group import world_group
 from lockstep.core.numerics.digest import digest_of, world_lines
 from lockstep.data.dataset import open_source, with_tokens
@@ -72,7 +72,7 @@ def of_run(job: TrainTask, task: EvaluationRequest) -> Opened:
 def of_export(job: TrainTask, task: EvaluationRequest) -> Opened:
     """What an export computes; each process opens the whole of it. Every rank calls it. Raises UserError."""
     folder, asked = task.target, job.recipe.evaluate.metrics
-    with together():
+    with raise_on_all_ranks():
         facts = telling.read(folder)
         forward = export_reader.forward_of(folder, facts)
         tokenizer = export_reader.tokenizer_of(folder, facts)
@@ -113,7 +113,7 @@ class EvaluatedSamples:
     def everywhere(self) -> Source:
         """Open them on every rank: what has to be made for it is made by one process of each machine."""
         local_main_first(self.opened, is_local_main=self.job.world.local_rank == 0)
-        with together():
+        with raise_on_all_ranks():
             return self.opened()
 
     def opened(self) -> Source:

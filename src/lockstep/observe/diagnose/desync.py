@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.errors import Desync
-from lockstep.core.distributed.collectives import gathered
+from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host.activity import waiting_in
 from lockstep.observe.diagnose.hang_verdict import ranks_text
 
@@ -41,7 +41,7 @@ class RankComparison:
             return
         own = torch.stack([checksum(tensor) for tensor in self.tensors]).tolist() if self.tensors else []
         with waiting_in("the comparison of weights"):
-            everyone = gathered((self.copies, self.names, own))
+            everyone = all_gather_object((self.copies, self.names, own))
         alike = {copies: (names, [everyone[rank][2] for rank in copies]) for copies, names, _ in everyone}
         differing = [
             _line(name, dict(zip(copies, sums, strict=True)))

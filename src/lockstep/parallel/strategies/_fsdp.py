@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lockstep.base.errors import LaunchError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
-from lockstep.core.distributed.collectives import add_by_backend, together
+from lockstep.core.distributed.collectives import add_by_backend, raise_on_all_ranks
 from lockstep.core.distributed.process_group import world_group
 from lockstep.core.host.malloc import return_large_tensors
 from lockstep.core.modules.buffers import BufferUpdates
@@ -49,7 +49,7 @@ class FullyShardedDataParallel(Sharded):
         self.across, self.within = mesh["replicate"].get_group(), mesh["shard"].get_group()
         self.copies = tuple(dist.get_process_group_ranks(self.across))
         whole = {name: rows_of(p) for name, p in model.named_parameters() if p.requires_grad}
-        with together():
+        with raise_on_all_ranks():
             uses = block_uses(model, model.blocks(), sample(), device=self.device, context=self.precision.autocast)
         units = [block for block in uses.alone() if block is not model and _is_alone(block, model)]
         self.units = OrderedUnits(model, units)

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from lockstep.base.errors import LaunchError, LockstepError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
-from lockstep.core.distributed.collectives import decided, gathered, together
+from lockstep.core.distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
 from lockstep.core.host.malloc import return_large_tensors
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.deferred_init import replace_fake
@@ -24,7 +24,7 @@ from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.gradient_norm import Rows, rows_of
 from lockstep.core.reduction.shard_assignment import contiguous
 from lockstep.core.reduction.tree import Shards
-from lockstep.parallel.micro_batches import MicroBatches, told_loss
+from lockstep.parallel.micro_batches import MicroBatches, reduced_loss
 from lockstep.parallel.module_profile import ModuleProfile, balanced, survey
 from lockstep.parallel.partition import Cuttable
 from lockstep.parallel.pipeline_stage import SeededStage, Segment
@@ -54,14 +54,14 @@ class Pipeline(Sharded):
         self._fill_with_nothing(model)
         self.schedules, self.loss_names = {}, None
         self.cut = Cuttable(model)
-        with together():
+        with raise_on_all_ranks():
             size = self._stages(len(self.cut.blocks))
             batch = sample()
             with _no_weight_written_to():
                 found = survey(self.cut, batch, self.precision.autocast)
             bounds = self._bounds(found, size)
-        bounds = decided(bounds)
-        with together(), self.precision.autocast():
+        bounds = broadcast_object(bounds)
+        with raise_on_all_ranks(), self.precision.autocast():
             self.cut.check(bounds, batch)
         mesh = init_device_mesh(
             self.device.type, (dist.get_world_size() // size, size), mesh_dim_names=("replica", "stage")
@@ -223,9 +223,9 @@ class Pipeline(Sharded):
         """The loss over all shards, on every rank, though only the last stages know any."""
         if self.loss_names is None:
             own = sorted(self.losses[0].sums) if self.losses else None
-            self.loss_names = next(names for names in gathered(own) if names is not None)
+            self.loss_names = next(names for names in all_gather_object(own) if names is not None)
         pairs = [(self.step[number], loss) for number, loss in self.losses.items()]
-        return told_loss(pairs, self.loss_names, step=self.step[0], device=self.device)
+        return reduced_loss(pairs, self.loss_names, step=self.step[0], device=self.device)
 
     def outputs(self, batch: Batch) -> Tensor:
         """The model's: the stages of a replica run the batches of all of its ranks."""

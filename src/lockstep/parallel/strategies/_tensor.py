@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.base.errors import LaunchError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
-from lockstep.core.distributed.collectives import add_by_backend, together
+from lockstep.core.distributed.collectives import add_by_backend, raise_on_all_ranks
 from lockstep.core.modules.buffers import BufferUpdates, borrowed
 from lockstep.core.modules.dtensors import Held, part_of
 from lockstep.core.numerics.precision import Precision
@@ -18,7 +18,7 @@ from lockstep.core.reduction.gradient_norm import GradientPieces
 from lockstep.core.reduction.shard_assignment import contiguous
 from lockstep.core.reduction.tree import Shards
 from lockstep.parallel.accumulation import Accumulation
-from lockstep.parallel.micro_batches import MicroBatches, told_loss
+from lockstep.parallel.micro_batches import MicroBatches, reduced_loss
 from lockstep.parallel.random_ops import draws
 from lockstep.parallel.round_robin_forward import in_turn
 from lockstep.parallel.sharded import Sharded
@@ -39,7 +39,7 @@ class TensorParallel(Sharded):
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Split the model's layers; returns this rank's parts. Raises LaunchError and ModelError."""
         self.take(model)
-        with together():
+        with raise_on_all_ranks():
             size = self._size()
             styles = planned(model, size, dist.get_world_size())
             batch = sample()
@@ -51,7 +51,7 @@ class TensorParallel(Sharded):
         self.copies = tuple(dist.get_process_group_ranks(self.across))
         split_layers(model, mesh["tensor"], styles)
         parts = self._draws(model, batch)
-        with together():
+        with raise_on_all_ranks():
             self._check_draws(drawn, parts)
         self._hold(summed_modules(model, styles))
         return Held(model, self.parts)
@@ -120,7 +120,7 @@ class TensorParallel(Sharded):
         self.passes.buffers.end_step()
         # Every rank of a replica knows the losses of its shards, and the first one tells them.
         own = zip(micro_batches, losses, strict=True) if self.within.rank() == 0 else ()
-        return told_loss(own, sorted(losses[0].sums), step=micro_batches[0], device=self.device)
+        return reduced_loss(own, sorted(losses[0].sums), step=micro_batches[0], device=self.device)
 
     def outputs(self, batch: Batch) -> Tensor:
         """The model's: the ranks of a replica run the batches of all of them."""

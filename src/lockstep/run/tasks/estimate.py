@@ -22,7 +22,7 @@ from lockstep.run import worker
 from lockstep.run.recipe import Recipe
 from lockstep.tools.estimate.measurements import Measurements
 from lockstep.tools.estimate.process_measurement import Measurement
-from lockstep.tools.estimate.strategy_timing import tried
+from lockstep.tools.estimate.strategy_timing import timed_strategies
 
 
 def main(argv: list[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
         if strategies:
             with process_group.opened(world, device):
-                trials = tried(recipe, strategies, world=world, device=device, seconds=seconds)
+                trials = timed_strategies(recipe, strategies, world=world, device=device, seconds=seconds)
             storage.write(folder / f"trials-{world.rank}.json", json.dumps(trials))
         else:
             measured(recipe, world, device, seconds=seconds).write(folder / f"facts-{world.rank}.json")

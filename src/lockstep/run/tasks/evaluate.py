@@ -26,7 +26,7 @@ from lockstep.base import plugins, storage
 from lockstep.base.errors import ModelError
 from lockstep.base.events import Preparing
 from lockstep.base.model_contracts import Batch
-from lockstep.core.distributed.collectives import gathered, together
+from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
 from lockstep.data.bad_samples import Faults
 from lockstep.data.dataset import Subset
 from lockstep.inference.evaluate import evaluation_page, evaluation_report, figures
@@ -69,8 +69,8 @@ class EvaluateTask(TrainTask):
             faults=faults,
             predictions=Predictions(len(opened.source), classes) if classes > 1 else None,
         )
-        self.left_out = sorted(set().union(*gathered(faults.known)))
-        with together():
+        self.left_out = sorted(set().union(*all_gather_object(faults.known)))
+        with raise_on_all_ranks():
             if self.world.is_main:
                 self.tell(*self.without(opened, found))
 

@@ -20,7 +20,7 @@ from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.writer import Writer
 from lockstep.core.distributed import process_group
-from lockstep.core.distributed.collectives import gathered, local_main_first, together
+from lockstep.core.distributed.collectives import all_gather_object, local_main_first, raise_on_all_ranks
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.buffers import WATCHED_STEPS
 from lockstep.core.modules.dtensors import is_spread
@@ -95,7 +95,7 @@ class TrainTask:
 
     def claim(self) -> None:
         """Take the run's folder: two runs in one would delete each other's checkpoints. Raises LaunchError."""
-        with together():
+        with raise_on_all_ranks():
             if self.world.is_main:
                 self.recipe.folder.mkdir(parents=True, exist_ok=True)
                 run_folder.check_folder(self.recipe.folder)
@@ -161,7 +161,7 @@ class TrainTask:
 
     def record_faults(self, parts: Components, *, is_fresh: bool) -> None:
         """List the samples that are left out; a fresh run forgets those of an earlier one in its folder."""
-        with together():
+        with raise_on_all_ranks():
             if is_fresh and self.world.is_main:
                 bad_samples.forget(self.logs)
         for split in parts.data.faults.values():
@@ -201,7 +201,7 @@ class TrainTask:
     def started(self, parts: Components) -> RunStarted:
         """What is about to run."""
         shards, notes = parts.order.shards_per_step, []
-        idle = gathered(not parts.owned(0)[0]).count(True)
+        idle = all_gather_object(not parts.owned(0)[0]).count(True)
         if idle:
             notes.append(
                 f"a step has {shards} micro-batches, too few for {self.world.size} processes: {idle} of them idle; "
@@ -244,7 +244,7 @@ class TrainTask:
     def notice_buffers(self, parts: Components) -> None:
         """Say which buffers the first steps have changed in a way that cannot be the same everywhere; all ranks do."""
         own = [note for each in parts.strategy.buffer_updates for note in each.notes]
-        for sentence in dict.fromkeys(note for rank in gathered(own) for note in rank):
+        for sentence in dict.fromkeys(note for rank in all_gather_object(own) for note in rank):
             self.findings = [*(self.findings or ()), Finding(kind="buffer", where="a buffer", sentence=sentence)]
             self.warn(sentence)
 

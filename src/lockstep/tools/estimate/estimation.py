@@ -19,7 +19,7 @@ from lockstep.base.events import Bus
 from lockstep.run import build
 from lockstep.run.recipe import Recipe
 from lockstep.tools.estimate.forecast import Cluster, Forecast, Setting
-from lockstep.tools.estimate.forecast_table import ForecastRow, tell
+from lockstep.tools.estimate.forecast_table import ForecastRow, print_forecasts
 from lockstep.tools.estimate.machine_measurement import (
     FAMILY,
     EstimateOptions,
@@ -67,8 +67,8 @@ def report(
     recipe: Recipe, wish: EstimateOptions, measured: MachineMeasurements, *, console: Console, to: Path | None
 ) -> list[ForecastRow]:
     """Compute from what was measured, print, write JSON if asked."""
-    rows = [row for world in wish.worlds for row in told(recipe, wish, measured, world=world)]
-    tell(rows, console)
+    rows = [row for world in wish.worlds for row in forecasts_for(recipe, wish, measured, world=world)]
+    print_forecasts(rows, console)
     for line in wording(recipe, wish, measured):
         console.print(line, soft_wrap=True)
     if to is not None:
@@ -86,7 +86,9 @@ def prepared(recipe: Recipe) -> None:
         bus.close()
 
 
-def told(recipe: Recipe, wish: EstimateOptions, measured: MachineMeasurements, *, world: int) -> list[ForecastRow]:
+def forecasts_for(
+    recipe: Recipe, wish: EstimateOptions, measured: MachineMeasurements, *, world: int
+) -> list[ForecastRow]:
     """A row for each strategy, the fastest that fits marked."""
     local = min(per_machine(world, wish, measured.slots), world)
     room = wish.memory_bytes or device_bytes(local)

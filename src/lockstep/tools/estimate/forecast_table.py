@@ -81,7 +81,7 @@ class ForecastRow:
         return {**found, "forecast": own}
 
 
-def tell(rows: list[ForecastRow], console: Console) -> None:
+def print_forecasts(rows: list[ForecastRow], console: Console) -> None:
     """Print a table for each number of processes, and under it what is best and what cannot run."""
     shown = (
         console

@@ -13,7 +13,7 @@ from lockstep.base import plugins
 from lockstep.base.config import PluginSection
 from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
-from lockstep.core.distributed.collectives import Agreement, decided
+from lockstep.core.distributed.collectives import Agreement, broadcast_object
 from lockstep.run import build
 from lockstep.run.recipe import Recipe
 from lockstep.training.step import step
@@ -24,7 +24,9 @@ WARM_UP = 2
 LEAST_STEPS, MOST_STEPS = 3, 40
 
 
-def tried(recipe: Recipe, names: list[str], *, world: World, device: torch.device, seconds: float) -> dict[str, float]:
+def timed_strategies(
+    recipe: Recipe, names: list[str], *, world: World, device: torch.device, seconds: float
+) -> dict[str, float]:
     """Name of a strategy -> seconds of a steady step of `shortened(recipe)`; those that cannot run here are left out.
 
     All ranks have to call it, in the open process group. `seconds`: how long each trial goes on, at least. Those that
@@ -65,7 +67,7 @@ def step_seconds(recipe: Recipe, world: World, device: torch.device, *, seconds:
         agreement.post([False] * 3)
         times.append(time.perf_counter() - begin)
         if len(times) == WARM_UP:
-            count = decided(WARM_UP + max(LEAST_STEPS, min(MOST_STEPS, round(seconds / times[-1]))))
+            count = broadcast_object(WARM_UP + max(LEAST_STEPS, min(MOST_STEPS, round(seconds / times[-1]))))
     agreement.read()
     with suppress(ValueError):  # the loader is in the middle of a step
         steps.close()  # type: ignore[attr-defined]

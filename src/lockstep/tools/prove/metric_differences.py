@@ -29,12 +29,12 @@ def measured(
         found = list(measured_apart(one, other))
         if found:
             repeated = {(m.kind, m.name) for m in measured_apart(one, again())}
-            cause = told(found, label, measures, is_repeated=not {(m.kind, m.name) for m in found} & repeated)
+            cause = explanation(found, label, measures, is_repeated=not {(m.kind, m.name) for m in found} & repeated)
             return ProofRow(what=WHAT, how=how, result="DIFFERS", cause=cause + steering(recipe, found))
     return ProofRow(what=WHAT, how=how, result="shown", digest=fingerprint(values))
 
 
-def told(found: list[MeasuredRun], label: str, measures: Mapping[str, Measure], *, is_repeated: bool) -> str:
+def explanation(found: list[MeasuredRun], label: str, measures: Mapping[str, Measure], *, is_repeated: bool) -> str:
     """What differs, of whom it is, and why."""
     evaluated = [each for each in found if each.kind == "evaluation"]
     names = list(dict.fromkeys(each.name for each in evaluated))

@@ -38,7 +38,7 @@ def table(rows: list[ProofRow]) -> Table:
     return made
 
 
-def tell(rows: list[ProofRow], console: Console) -> int:
+def print_proof(rows: list[ProofRow], console: Console) -> int:
     """Print the table, the causes and a last sentence; returns the exit code, 1 when anything differs."""
     shown = console if console.is_terminal else EscapingConsole(file=console.file, highlight=False, width=LOG_WIDTH)
     shown.print(table(rows))

@@ -12,7 +12,7 @@ from lockstep.base.errors import ConfigError
 from lockstep.run.recipe import Recipe
 from lockstep.tools.tune import available_memory, trial_process
 from lockstep.tools.tune.available_memory import GB
-from lockstep.tools.tune.micro_batch_table import TrialRow, Verdict, counted, shards_of, table, told
+from lockstep.tools.tune.micro_batch_table import TrialRow, Verdict, counted, recommendations, shards_of, table
 from lockstep.tools.tune.size_search import candidates, largest
 from lockstep.tools.tune.trial_request import TrialRequest
 
@@ -160,7 +160,7 @@ def find(recipe: Recipe, budget: Budget, *, samples: int, console: Console) -> i
         m = chosen(finder, candidates(batch, samples))
     rows = [finder.rows[m] for m in sorted(finder.rows)]
     console.print(table(rows, batch))
-    for line in told(rows, m, global_batch=batch, processes=budget.processes):
+    for line in recommendations(rows, m, global_batch=batch, processes=budget.processes):
         console.print(line, soft_wrap=True)
     if recipe.data.workers:
         console.print(f"The memory of data.workers={recipe.data.workers} comes on top of it.", soft_wrap=True)

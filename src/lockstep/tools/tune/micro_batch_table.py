@@ -52,7 +52,7 @@ def table(rows: list[TrialRow], global_batch: int) -> Table:
     return made
 
 
-def told(rows: list[TrialRow], m: int, *, global_batch: int, processes: int) -> list[str]:
+def recommendations(rows: list[TrialRow], m: int, *, global_batch: int, processes: int) -> list[str]:
     """What the table comes to, in sentences; `m` is the one to take."""
     fitting = {row.m: row for row in rows if row.verdict == "fits"}
     lines = [f"train.micro_batch={m} is the largest that fits."]

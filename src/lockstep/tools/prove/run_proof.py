@@ -30,7 +30,7 @@ from lockstep.run.recipe import Recipe
 from lockstep.tools.prove import metric_differences, strategy_choice
 from lockstep.tools.prove.proof_request import ProofRequest, test_samples, train_samples
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
-from lockstep.tools.prove.proof_table import ProofRow, tell
+from lockstep.tools.prove.proof_table import ProofRow, print_proof
 from lockstep.tools.prove.run_differences import Apart, apart
 from lockstep.tools.prove.trace_diff import SPREAD, explained, first_difference, read
 
@@ -331,7 +331,7 @@ def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None
         proof = Proof(recipe=recipe, folder=folder, steps=steps, data=data, say=say)
         rows = proof.rows(tuple(parts))
         say("done")
-    return tell(rows, console)
+    return print_proof(rows, console)
 
 
 @contextmanager
