@@ -16,7 +16,7 @@ from lockstep.base.errors import Interrupted
 from lockstep.launch import launch_run
 from lockstep.run import recipe as recipes
 from lockstep.run import worker
-from lockstep.run.tasks.train import TrainTask
+from lockstep.run.tasks import train
 
 NUMBERED = '''
 """The digits, each with its number."""
@@ -43,16 +43,15 @@ def source(options, split):
 '''
 
 
-class RecordingJob(TrainTask):
-    """Every process's part of the run, as always."""
+class Recording(train.Hooks):
+    """Every process's part of the run, as always, but that its micro-batches are written down."""
 
-    def training(self, parts):
+    def starting(self, task, parts, training):
         """Pass each step's micro-batches on, once they are written down; a slow one leaves time for faults."""
-        run = super().training(parts)
-        steps, folder = run.steps, self.recipe.folder / "seen"
+        steps, folder = training.steps, task.recipe.folder / "seen"
         folder.mkdir(exist_ok=True)
         attempt = f"{os.getppid()}x{os.environ.get('MASTER_PORT', '0')}"
-        file = (folder / f"{attempt}-{self.world.rank}-{os.getpid()}.jsonl").open("a", buffering=1)
+        file = (folder / f"{attempt}-{task.world.rank}-{os.getpid()}.jsonl").open("a", buffering=1)
 
         def recorded(start):
             for micro_batches in steps(start):
@@ -61,8 +60,7 @@ class RecordingJob(TrainTask):
                 time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
                 yield micro_batches
 
-        run.steps = recorded
-        return run
+        training.steps = recorded
 
 
 def launch(config, processes, restarts):
@@ -79,4 +77,7 @@ def launch(config, processes, restarts):
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    sys.exit(launch(*arguments[1:]) if arguments[0] == "launch" else worker.main(arguments, RecordingJob))
+    if arguments[0] == "launch":
+        sys.exit(launch(*arguments[1:]))
+    train.Hooks = Recording
+    sys.exit(worker.main(arguments))

@@ -74,13 +74,13 @@ def world():
 
 def train_there(recipe):
     job = TrainTask(recipe, world(), SignalWatch())
-    job.train("never", allow_drift=False)
+    job.run("never", allow_drift=False)
     job.close()
 
 
 def measure_there(recipe, task):
     job = EvaluateTask(EvaluationRequest.model_validate_json(task), recipe, world(), SignalWatch())
-    job.train("never", allow_drift=False)
+    job.run("never", allow_drift=False)
     job.close()
 
 

@@ -29,6 +29,7 @@ FLOORS = [
     ["run.recipe"],
     ["run.build", "launch.run_folder"],
     ["inference.trained_model"],
+    ["run.tasks._task"],
     ["run.tasks.train"],
     ["run", "launch.launch_run"],
     ["tools", "inference", "launch", "run.api"],

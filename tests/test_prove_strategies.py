@@ -4,8 +4,8 @@ The runs are those of a proof, in warm processes instead of new ones.
 """
 
 import io
+import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
 from lockstep.run import build
-from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.proof import ProofTask
 from lockstep.tools.prove.proof_request import ProofRequest
@@ -64,15 +63,15 @@ def metrics(spec):
 """
 
 
-def run_of_proof(task, config):
+def run_of_proof(asked, recipe):
     """A proof's run on this rank -> exit code and message. A user's globals are new in each run."""
     for name in [name for name in sys.modules if name.startswith("lockstep_user_")]:
         del sys.modules[name]
-    recipe, rank, size = recipes.load(Path(config)), dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
-    job = ProofTask(ProofRequest.read(Path(task)), recipe, world, SignalWatch())
+    job = ProofTask(ProofRequest(**json.loads(asked)), recipe, world, SignalWatch())
     try:
-        job.train("auto", allow_drift=False)
+        job.run("auto", allow_drift=False)
     except LockstepError as error:
         return error.exit_code, str(error)
     finally:
@@ -86,8 +85,8 @@ class WarmRuns(ProofRuns):
     ranks = None
 
     def ended(self, start, look=None):
-        folder, asked = self.prepared(start)
-        told = self.ranks(start.processes, run_of_proof, *asked)
+        folder, recipe = self.prepared(start)
+        told = self.ranks(start.processes, run_of_proof, start.task.dump(), recipe)
         return told[0][0], ProofRun(folder=folder, output=told[0][1], peak_bytes=0)
 
 

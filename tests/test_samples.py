@@ -281,7 +281,7 @@ from lockstep.base.world import World
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 job = TrainTask(Recipe.model_validate(json.loads(sys.argv[1])), World(rank=0, size=1, local_rank=0, local_size=1), SignalWatch())
-job.train("never", allow_drift=False)
+job.run("never", allow_drift=False)
 job.close()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """

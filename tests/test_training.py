@@ -38,7 +38,7 @@ def run_on_rank(config, resume="auto", stop_after=None, allow_drift=False):
     job.reached = 0
     job.bus.subscribe(Reached(job))
     try:
-        job.train(resume, allow_drift=allow_drift)
+        job.run(resume, allow_drift=allow_drift)
     except LockstepError as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -344,6 +344,6 @@ def test_a_trial_that_prints_and_crashes_is_quoted(tmp_path):
     (tmp_path / "model.py").write_text("import os\nprint('my last words', flush=True)\nos.kill(os.getpid(), 11)\n")
     (tmp_path / "c.yaml").write_text(CONFIG)
     recipe = recipes.load(tmp_path / "c.yaml", [f"model.file={tmp_path}/model.py"])
-    done = trial_process.run(TrialRequest(recipe=trial_process.varied(recipe, data={}, train={"steps": 1})))
+    done = trial_process.run(TrialRequest(recipe=trial_process.alone(recipe, data={}, train={"steps": 1})))
     assert done.has_failed and done.killed_by is None
     assert str(done.failure("the trial")) == "my last words\nthe trial ended with exit code -11"

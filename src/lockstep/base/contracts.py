@@ -79,8 +79,6 @@ class Request:
     """What is in it (YAML), for a launcher whose machines cannot read it there."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the worker."""
-    module: str = "lockstep.run.worker"
-    """What every process runs."""
 
     @property
     def folder(self) -> Path:

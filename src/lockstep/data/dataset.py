@@ -9,6 +9,7 @@ from lockstep.base import plugins
 from lockstep.base.contracts import Columns, Source, Tokenizer
 from lockstep.base.errors import DataError
 from lockstep.base.events import Preparing
+from lockstep.data.augment import Augmented
 from lockstep.data.data_config import DataSection
 from lockstep.data.token_cache import tokenised
 
@@ -41,6 +42,18 @@ class Subset:
         return self.source.__getitems__(self.rows[np.asarray(indices)].tolist())
 
 
+def selected(source: Source, rows: np.ndarray | EvenRows) -> Source:
+    """Some samples of a source, by position, augmented as they are in it."""
+    if isinstance(source, Augmented):
+        return Augmented(selected(source.source, rows), source.augment, source.seed)
+    return Subset(source, rows)
+
+
+def spread_evenly(source: Source, count: int) -> Source:
+    """So many samples of a source, spread evenly over it; all of it where it has no more."""
+    return source if count >= len(source) else selected(source, EvenRows(count, len(source)))
+
+
 def open_source(section: DataSection, split: str) -> Source:
     """The "train" or "test" split as its source gives it, capped by data.limit; raises DataError."""
     source = plugins.implementation("data.sources", section.kind).build(section, split)
@@ -49,9 +62,7 @@ def open_source(section: DataSection, split: str) -> Source:
             f"the {split} split of data.kind={section.kind} holds no sample: check the paths, columns and options that "
             "`data` names"
         )
-    if split == "train" and section.limit is not None and section.limit < len(source):
-        return Subset(source, EvenRows(section.limit, len(source)))
-    return source
+    return spread_evenly(source, section.limit) if split == "train" and section.limit is not None else source
 
 
 def with_tokens(

@@ -50,12 +50,10 @@ def launcher_of(recipe: Recipe) -> Launcher:
     return found
 
 
-def request_for(
-    recipe: Recipe, arguments: tuple[str, ...], name: str = "launch", *, module: str = "lockstep.run.worker"
-) -> Request:
+def request_for(recipe: Recipe, arguments: tuple[str, ...], name: str = "launch") -> Request:
     """What a launcher needs to know; `name` keeps what is started beside a training apart from it."""
     written = recipe.folder / f"{name}.yaml"  # recipe.yaml is the worker's, once it knows that the run can go on
-    return Request(recipe=written, text=config.dump(recipe), arguments=arguments, module=module)
+    return Request(recipe=written, text=config.dump(recipe), arguments=arguments)
 
 
 def on_this_machine(recipe: Recipe, kind: str = "local") -> Recipe:
@@ -78,11 +76,9 @@ def show(recipe: Recipe, arguments: tuple[str, ...], console: Console, *, place:
     return 0
 
 
-def launch(
-    recipe: Recipe, arguments: tuple[str, ...], *, name: str = "launch", module: str = "lockstep.run.worker"
-) -> int:
+def launch(recipe: Recipe, arguments: tuple[str, ...], *, name: str = "launch") -> int:
     """Start the processes of a run, or hand it to a scheduler -> exit code. Raises UserError."""
-    request, launcher = request_for(recipe, arguments, name, module=module), launcher_of(recipe)
+    request, launcher = request_for(recipe, arguments, name), launcher_of(recipe)
     is_training = name == "launch"
     plan = written_plan(recipe, request, launcher, is_training=is_training)
     logs = request.folder / "logs" / ("" if is_training else name)

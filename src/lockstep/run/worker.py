@@ -1,6 +1,6 @@
-"""What every process runs: world, recipe, job, leave with an honest exit code.
+"""What every process runs: world, recipe, task, leave with an honest exit code.
 
-    python -m lockstep.run.worker CONFIG.yaml [section.key=value ...] [--resume HOW]
+    python -m lockstep.run.worker CONFIG.yaml [section.key=value ...] [--resume HOW] [--task NAME --request FILE]
 
 One process by itself, or one of many under torchrun or any launcher that sets torchrun's variables.
 """
@@ -19,14 +19,14 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lockstep.base import closed_output, trust, user_code
+from lockstep.base import closed_output, plugins, trust, user_code
 from lockstep.base.errors import LockstepError, PeerLost, printable
 from lockstep.base.world import World
 from lockstep.checkpoint.writer import THREAD
@@ -35,10 +35,11 @@ from lockstep.core.distributed.collectives import broadcast_object, reported_onc
 from lockstep.core.host.signals import SignalWatch
 from lockstep.run import leftovers
 from lockstep.run import recipe as recipes
-from lockstep.run.tasks.train import TrainTask
 
 if os.name != "nt":
     import fcntl
+
+TASKS = "run.tasks"
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -53,28 +54,32 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--began", type=float, default=0.0, help="when the run was launched (seconds since 1970): for max_minutes"
     )
+    parser.add_argument("--task", default="train", choices=plugins.names(TASKS), help="what to do")
+    parser.add_argument("--request", type=Path, help="the file in which the task's front end says what it asks for")
     parser.add_argument(LAUNCHER, type=int, help="the process that has started this one, and with which it ends")
     return parser.parse_args(argv)
 
 
-def main(argv: list[str], make: Callable[..., TrainTask] = TrainTask, *, guards: bool = False) -> int:
-    """Run one process to its end; returns its exit code. `make` gives the job, for one that does something else;
-    `guards`: the config is somebody's, wherever it lies."""
+def main(argv: list[str]) -> int:
+    """Run one process to its end; returns its exit code."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    options, world, interruption = arguments(argv), World.from_environment(), SignalWatch()
+    options, world, signals = arguments(argv), World.from_environment(), SignalWatch()
     closed_output.survives()
     append_to_logs()
-    with interruption.watching():
+    with signals.watching():
         try:
             recipe = recipes.named(recipes.load(options.config, options.overrides), options.config)
-            settle_trust(recipe, options, guards=guards or recipes.is_written(options.config))
-            with process_group.opened(world, process_group.device_of(world)), reported_once(sys.stderr):
-                job = make(broadcast_object(recipe), world, interruption, began=options.began)
+            guards = options.task == "evaluate" or recipes.is_written(options.config)
+            settle_trust(recipe, options, guards=guards)
+            kind = plugins.find(TASKS, options.task)
+            with _group(world) if kind.NEEDS_GROUP else nullcontext():
+                recipe = broadcast_object(recipe) if kind.NEEDS_GROUP else recipe
+                task = kind.build(recipe, world, signals, request=options.request, began=options.began)
                 try:
-                    with job.watch_thread.watching():
-                        job.train(options.resume, allow_drift=options.allow_drift)
+                    with task.watching():
+                        task.run(options.resume, allow_drift=options.allow_drift)
                 finally:
-                    job.close()
+                    task.close()
         except LockstepError as error:
             if not error.is_shared or error.rank == world.rank:
                 get_error_handler().record_exception(error)
@@ -91,6 +96,13 @@ def main(argv: list[str], make: Callable[..., TrainTask] = TrainTask, *, guards:
                 traceback.print_exc()
             return 1
     return 0
+
+
+@contextmanager
+def _group(world: World) -> Iterator[None]:
+    """The process group, left with one message about an error that all ranks share."""
+    with process_group.opened(world, process_group.device_of(world)), reported_once(sys.stderr):
+        yield
 
 
 def settle_trust(recipe: recipes.Recipe, options: argparse.Namespace, *, guards: bool) -> None:

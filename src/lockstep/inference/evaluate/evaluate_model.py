@@ -117,11 +117,9 @@ def _writable(folder: Path) -> Path:
 def _launched(recipe: Recipe, task: EvaluationRequest, *, trusts: bool) -> int:
     """Measure on processes of this machine, whatever it is that trains the run -> exit code."""
     asked = recipe.folder / f"{NAME}.json"
-    arguments = ("--task", str(asked), *([trust.OPTION] if trusts else []))
+    arguments = ("--task", NAME, "--request", str(asked), *([trust.OPTION] if trusts else []))
     with _written(asked, task.model_dump_json(indent=1)):
-        return launch_run.launch(
-            launch_run.on_this_machine(recipe), arguments, name=NAME, module="lockstep.run.tasks.evaluate"
-        )
+        return launch_run.launch(launch_run.on_this_machine(recipe), arguments, name=NAME)
 
 
 def _written(asked: Path, text: str) -> AbstractContextManager[object]:

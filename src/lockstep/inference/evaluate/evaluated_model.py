@@ -20,7 +20,7 @@ from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export import export_reader
 from lockstep.inference.export.export_facts import Calibration
 from lockstep.inference.export.round_trip import outputs
-from lockstep.run.tasks.train import TrainTask
+from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.evaluation import Subject
 from lockstep.training.metrics.declared_metrics import measures
 from lockstep.training.metrics.requested_metrics import is_asked
@@ -46,7 +46,7 @@ class Opened:
         return self.calibration.temperature if self.calibration else 1.0
 
 
-def of_run(job: TrainTask, task: EvaluationRequest) -> Opened:
+def of_run(job: WatchedTask, task: EvaluationRequest) -> Opened:
     """The model of a checkpoint, spread as its strategy spreads it. Every rank calls it. Raises UserError."""
     parts = job.assemble()
     averaged = {name: parts.strategy.sharded(name, p.detach()) for name, p in parts.state.module.named_parameters()}
@@ -69,7 +69,7 @@ def of_run(job: TrainTask, task: EvaluationRequest) -> Opened:
     )
 
 
-def of_export(job: TrainTask, task: EvaluationRequest) -> Opened:
+def of_export(job: WatchedTask, task: EvaluationRequest) -> Opened:
     """What an export computes; each process opens the whole of it. Every rank calls it. Raises UserError."""
     folder, asked = task.target, job.recipe.evaluate.metrics
     with raise_on_all_ranks():
@@ -108,7 +108,7 @@ class EvaluatedSamples:
     task: EvaluationRequest
     spec: DataSpec
     tokenizer: Tokenizer | None
-    job: TrainTask
+    job: WatchedTask
 
     def everywhere(self) -> Source:
         """Open them on every rank: what has to be made for it is made by one process of each machine."""

@@ -146,7 +146,7 @@ def plan_of(section: LaunchSection, request: Request, *, threads: int, shards: i
     section.check_machine(threads)
     interface = interface_to(endpoint) if endpoint else None
     return Plan(
-        argv=(sys.executable, "-P", "-m", request.module, str(request.recipe), *request.arguments),
+        argv=(sys.executable, "-P", "-m", "lockstep.run.worker", str(request.recipe), *request.arguments),
         processes=section.processes_here(threads, shards),
         environment=environment(section, threads=threads, logs=request.folder / "logs", interface=interface),
     )

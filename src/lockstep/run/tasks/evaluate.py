@@ -1,20 +1,7 @@
-"""A process of an evaluation: runs its part of the samples; rank 0 writes what comes out.
+"""Evaluation: each process runs its part of the samples; rank 0 writes what comes out."""
 
-python -m lockstep.run.tasks.evaluate CONFIG.yaml --task TASK.json [the worker's own arguments]
-"""
-
-# ruff: noqa: E402 (as in the worker: the imports take seconds)
-import sys
-
-from lockstep.core.host.lifetime import begin
-
-if __name__ == "__main__":
-    begin(sys.argv)
-
-import argparse
 import json
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,7 +13,9 @@ from lockstep.base import plugins, storage
 from lockstep.base.errors import ModelError
 from lockstep.base.events import Preparing
 from lockstep.base.model_contracts import Batch
+from lockstep.base.world import World
 from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
+from lockstep.core.host.signals import SignalWatch
 from lockstep.data.bad_samples import Faults
 from lockstep.data.dataset import Subset
 from lockstep.inference.evaluate import evaluation_page, evaluation_report, figures
@@ -35,32 +24,35 @@ from lockstep.inference.evaluate.evaluated_model import Opened, of_export, of_ru
 from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export.export_facts import Calibration
-from lockstep.run import build, worker
-from lockstep.run.tasks.train import TrainTask
+from lockstep.run import build as components
+from lockstep.run.recipe import Recipe
+from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.evaluation import Evaluation, Predictions, Subject
 
+NEEDS_GROUP = True
 
-class EvaluateTask(TrainTask):
+
+class EvaluateTask(WatchedTask):
     """A process's part of an evaluation."""
 
-    def __init__(self, task: EvaluationRequest, *given: Any, **named: Any) -> None:
+    def __init__(self, request: EvaluationRequest, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.task = task
+        self.request = request
         self.left_out: list[int] = []
         """Samples that could not be read (data.on_bad_sample=skip)."""
         self.kept: np.ndarray | None = None
         """Where there are such, the others."""
 
-    def train(self, how: str, *, allow_drift: bool) -> None:
-        """Measure, and write down what comes out, in the place of training."""
-        task = self.task
+    def run(self, resume: str, *, allow_drift: bool) -> None:
+        """Measure, and write down what comes out; there is nothing to resume."""
+        request = self.request
         if self.world.is_main:
             self.bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
-        opened = of_export(self, task) if task.is_export else of_run(self, task)
+        opened = of_export(self, request) if request.is_export else of_run(self, request)
         classes = len(opened.spec.labels)
         skips = self.recipe.data.skips
-        faults = Faults(name=task.data, split=task.split, skips=skips, warn=self.warn)
-        found = build.evaluated(
+        faults = Faults(name=request.data, split=request.split, skips=skips, warn=self.warn)
+        found = components.evaluated(
             self.recipe,
             self.watched(opened),
             opened.source,
@@ -72,7 +64,7 @@ class EvaluateTask(TrainTask):
         self.left_out = sorted(set().union(*all_gather_object(faults.known)))
         with raise_on_all_ranks():
             if self.world.is_main:
-                self.tell(*self.without(opened, found))
+                self.write(*self.without(opened, found))
 
     def without(self, opened: Opened, found: Evaluation) -> tuple[Opened, Evaluation]:
         """The same without the samples that could not be read, of which nothing was predicted."""
@@ -97,14 +89,14 @@ class EvaluateTask(TrainTask):
 
         return replace(opened.subject, forward=forward)
 
-    def tell(self, opened: Opened, found: Evaluation) -> None:
+    def write(self, opened: Opened, found: Evaluation) -> None:
         """Write evaluation.json, evaluation.html, confusion.svg, and the temperature. Raises ModelError."""
         facts: dict[str, Any] = {
             **found.values,
-            "checkpoint": str(self.task.target),
+            "checkpoint": str(self.request.target),
             "step": opened.step,
             "digest": opened.digest,
-            "data": self.task.data,
+            "data": self.request.data,
             "samples": found.samples,
             **({"bad_samples": self.left_out} if self.left_out else {}),
             "metrics": found.values,
@@ -114,18 +106,18 @@ class EvaluateTask(TrainTask):
         if found.predictions is not None:
             more, wrong = self.details(opened, found.predictions)
             facts |= more
-        elif self.task.calibrates:
+        elif self.request.calibrates:
             raise ModelError("--calibrate needs a classifier: one row of logits for each sample, and its label")
         matrix = figures.confusion(found.confusion, opened.spec.labels) if found.confusion else ""
         try:
             if matrix:
-                storage.write(self.task.to / "confusion.svg", matrix)
+                storage.write(self.request.to / "confusion.svg", matrix)
             else:
-                (self.task.to / "confusion.svg").unlink(missing_ok=True)  # an earlier evaluation's
-            storage.write(self.task.to / "evaluation.html", evaluation_page.html(facts, wrong, matrix=matrix))
-            storage.write(self.task.to / "evaluation.json", json.dumps(facts, indent=1))
+                (self.request.to / "confusion.svg").unlink(missing_ok=True)  # an earlier evaluation's
+            storage.write(self.request.to / "evaluation.html", evaluation_page.html(facts, wrong, matrix=matrix))
+            storage.write(self.request.to / "evaluation.json", json.dumps(facts, indent=1))
         except OSError as error:
-            raise ModelError(f"cannot write to {self.task.to}: {error.strerror}; choose another with --to") from None
+            raise ModelError(f"cannot write to {self.request.to}: {error.strerror}; choose another with --to") from None
 
     def details(
         self, opened: Opened, predictions: Predictions
@@ -133,7 +125,7 @@ class EvaluateTask(TrainTask):
         """What can be told where it is known what was predicted of each sample."""
         names, temperature, source = opened.spec.labels, opened.temperature, opened.source
         evaluation_report.check(predictions, source)
-        wrong = evaluation_report.worst(predictions, source, names, count=self.task.worst, temperature=temperature)
+        wrong = evaluation_report.worst(predictions, source, names, count=self.request.worst, temperature=temperature)
         if self.kept is not None:
             wrong = [replace(one, index=int(self.kept[one.index])) for one in wrong]
         facts = {
@@ -144,7 +136,7 @@ class EvaluateTask(TrainTask):
                 for one in wrong
             ],
         }
-        if self.task.calibrates:
+        if self.request.calibrates:
             found = fitted(predictions.logits, predictions.labels)
             is_kept = found.ece_after < found.ece_before
             if is_kept:
@@ -154,9 +146,9 @@ class EvaluateTask(TrainTask):
 
     def keep(self, found: Calibration, opened: Opened) -> None:
         """Store a temperature where predictions will find it: in the export, or beside the run."""
-        folder = self.task.target if self.task.is_export else self.recipe.folder
+        folder = self.request.target if self.request.is_export else self.recipe.folder
         try:
-            if self.task.is_export:
+            if self.request.is_export:
                 facts = telling.read(folder)
                 if facts.digest != opened.digest:
                     raise ModelError(f"{folder} has been replaced meanwhile: evaluate it again")
@@ -167,14 +159,10 @@ class EvaluateTask(TrainTask):
             raise ModelError(f"cannot keep the calibration in {folder}: {error.strerror}") from None
 
 
-def main(argv: list[str]) -> int:
-    """Run one process to its end; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="lockstep.run.tasks.evaluate", allow_abbrev=False)
-    parser.add_argument("--task", type=Path, required=True)
-    options, rest = parser.parse_known_args(argv)
-    task = EvaluationRequest.model_validate_json(options.task.read_bytes())
-    return worker.main(rest, partial(EvaluateTask, task), guards=True)
-
-
-if __name__ == "__main__":
-    worker.leave(main(sys.argv[1:]))
+def build(
+    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
+) -> EvaluateTask:
+    """The task that a file asks for."""
+    assert request is not None
+    asked = EvaluationRequest.model_validate_json(request.read_bytes())
+    return EvaluateTask(asked, recipe, world, signals, began=began)

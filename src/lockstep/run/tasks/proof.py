@@ -1,14 +1,10 @@
-"""A process of a proof: what every process runs, on part of the data, with a trace, a halt or a look inside if asked.
-
-python -m lockstep.run.tasks.proof TASK.json CONFIG.yaml [the worker's own arguments]
-"""
+"""A run of a proof: training on part of the data, with a trace or a halt; or a look into single micro-batches."""
 
 import json
-import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,92 +13,106 @@ from torch import nn
 
 from lockstep.base import storage
 from lockstep.base.errors import UserError
-from lockstep.base.events import RunStarted, StepDone
+from lockstep.base.events import StepDone
 from lockstep.base.model_contracts import MicroBatch
+from lockstep.base.world import World
+from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.module_trace import Line, Trace
-from lockstep.run import worker
+from lockstep.data.dataset import spread_evenly
 from lockstep.run.build import Components
-from lockstep.run.tasks.train import TrainTask
-from lockstep.tools.prove.proof_request import REFUSED, ProofRequest, some
+from lockstep.run.recipe import Recipe
+from lockstep.run.tasks.train import Hooks, TrainTask
+from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
 from lockstep.tools.prove.single_process_checks import inspected
 from lockstep.training.loop import Training
 
+NEEDS_GROUP = True
 HALT_SECONDS = 60.0
 """How long a process that waits to be killed waits: should nobody kill it, it ends by itself."""
 
 
-class ProofTask(TrainTask):
-    """A process's part of a run, as always, but for what its task says."""
+class ProofHooks(Hooks):
+    """What a proof changes of a training run."""
 
-    def __init__(self, task: ProofRequest, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.task = task
+    def __init__(self, request: ProofRequest) -> None:
+        self.request = request
 
-    def assemble(self) -> Components:
-        """Build every part, then leave out all samples but the task's."""
-        parts = super().assemble()
-        train = some(parts.data.train, self.task.train_samples)
-        data = replace(parts.data, train=train, test=some(parts.data.test, self.task.test_samples))
+    def assembled(self, parts: Components) -> Components:
+        """Leave out all samples but those that were asked for."""
+        train = spread_evenly(parts.data.train, self.request.train_samples)
+        data = replace(parts.data, train=train, test=spread_evenly(parts.data.test, self.request.test_samples))
         order = replace(parts.order, samples=len(train), lengths=train.lengths)
         return replace(parts, data=data, order=order)
 
-    def train(self, how: str, *, allow_drift: bool) -> None:
-        """Train, or look into single micro-batches."""
-        if not self.task.inspect:
-            try:
-                super().train(how, allow_drift=allow_drift)
-            except UserError as error:
-                storage.write(self.recipe.folder / REFUSED, json.dumps({"reason": str(error)}))
-                raise
-            return
-        self.claim()
-        parts = self.assemble()
-        rows = [asdict(row) for row in inspected(parts)]
-        storage.write(self.recipe.folder / "rows.json", json.dumps(rows))
-
-    def started(self, parts: Components) -> RunStarted:
-        """Leave a note of where the run went on."""
-        if self.world.is_main:
+    def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
+        """Leave a note of where the run goes on; write a trace, halt in a step."""
+        folder, world = task.recipe.folder, task.world
+        if world.is_main:
             facts = {"resumed_step": parts.state.step, "steps_per_epoch": parts.order.steps_per_epoch}
-            storage.write(self.recipe.folder / "started.json", json.dumps(facts))
-        return super().started(parts)
-
-    def training(self, parts: Components) -> Training:
-        """The loop's view of the parts, with hooks."""
-        run = super().training(parts)
-        if self.task.is_traced:
-            self.trace(parts, run)
-        if self.task.pause_after is not None and self.world.rank == self.world.size - 1:
-            halt = Halt(self.recipe.folder / "paused.json", self.task.pause_after)
-            self.bus.subscribe(halt)
+            storage.write(folder / "started.json", json.dumps(facts))
+        if self.request.is_traced:
+            write_trace(folder / f"trace-{world.rank}.jsonl", parts, training, is_main=world.is_main)
+        if self.request.pause_after is not None and world.rank == world.size - 1:
+            halt = Halt(folder / "paused.json", self.request.pause_after)
+            task.bus.subscribe(halt)
             parts.model.register_forward_pre_hook(halt.enter)
-        return run
 
-    def trace(self, parts: Components, run: Training) -> None:
-        """Write every rank's trace beside the run's logs; what all ranks share is rank 0's to write."""
-        file = (self.recipe.folder / f"trace-{self.world.rank}.jsonl").open("w", encoding="utf-8")
 
-        def write(line: Line) -> None:
-            file.write(json.dumps(line) + "\n")
+def write_trace(path: Path, parts: Components, training: Training, *, is_main: bool) -> None:
+    """Write this rank's trace beside the run's logs; what all ranks share is rank 0's to write."""
+    file = path.open("w", encoding="utf-8")
 
-        trace = Trace(parts.model, write)
-        steps, optimizer = run.steps, parts.state.optimizer
+    def write(line: Line) -> None:
+        file.write(json.dumps(line) + "\n")
 
-        def traced(start: int) -> Iterator[list[MicroBatch]]:
-            for micro_batches in steps(start):
-                if self.world.is_main:
-                    trace.tensors("weights", micro_batches[0].step, parts.strategy.state().items())
-                trace.expect(micro_batches)
-                yield micro_batches
-            file.close()
+    trace = Trace(parts.model, write)
+    steps, optimizer = training.steps, parts.state.optimizer
 
-        def summed(*_: Any) -> None:
-            if self.world.is_main:
-                named = ((name, p.grad) for name, p in parts.state.module.named_parameters())
-                trace.tensors("sum", parts.state.step, named)
+    def traced(start: int) -> Iterator[list[MicroBatch]]:
+        for micro_batches in steps(start):
+            if is_main:
+                trace.tensors("weights", micro_batches[0].step, parts.strategy.state().items())
+            trace.expect(micro_batches)
+            yield micro_batches
+        file.close()
 
-        run.steps = traced
-        optimizer.register_step_pre_hook(summed)
+    def summed(*_: Any) -> None:
+        if is_main:
+            named = ((name, p.grad) for name, p in parts.state.module.named_parameters())
+            trace.tensors("sum", parts.state.step, named)
+
+    training.steps = traced
+    optimizer.register_step_pre_hook(summed)
+
+
+class ProofTask:
+    """Trains as always, but for the hooks; or looks into single micro-batches."""
+
+    def __init__(self, request: ProofRequest, *given: Any, **named: Any) -> None:
+        self.request, self.hooks = request, ProofHooks(request)
+        self.training = TrainTask(*given, **named, hooks=self.hooks)
+
+    def run(self, resume: str, *, allow_drift: bool) -> None:
+        """Do what is asked."""
+        folder = self.training.recipe.folder
+        if self.request.inspect:
+            self.training.claim()
+            rows = [asdict(row) for row in inspected(self.hooks.assembled(self.training.assemble()))]
+            storage.write(folder / "rows.json", json.dumps(rows))
+            return
+        try:
+            self.training.run(resume, allow_drift=allow_drift)
+        except UserError as error:
+            storage.write(folder / REFUSED, json.dumps({"reason": str(error)}))
+            raise
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Meanwhile hangs are noticed."""
+        return self.training.watching()
+
+    def close(self) -> None:
+        """Let go of the run's folder."""
+        self.training.close()
 
 
 class Halt:
@@ -126,5 +136,9 @@ class Halt:
             time.sleep(HALT_SECONDS)
 
 
-if __name__ == "__main__":
-    sys.exit(worker.main(sys.argv[2:], partial(ProofTask, ProofRequest.read(Path(sys.argv[1])))))
+def build(
+    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
+) -> ProofTask:
+    """The task that a file asks for."""
+    assert request is not None
+    return ProofTask(ProofRequest.read(request), recipe, world, signals, began=began)

@@ -1,4 +1,4 @@
-"""One process's part of a run: claim the folder, assemble, resume, train, write the summary."""
+"""Training: one process's part of a run, from the recipe to the summary."""
 
 import json
 import time
@@ -14,26 +14,24 @@ from torch import Tensor
 
 from lockstep.base import config, plugins, storage
 from lockstep.base.errors import Desync, Interrupted, LaunchError
-from lockstep.base.events import Bus, RunEnded, RunStarted, StepDone, Warned
+from lockstep.base.events import RunEnded, RunStarted, StepDone
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.writer import Writer
 from lockstep.core.distributed import process_group
-from lockstep.core.distributed.collectives import all_gather_object, local_main_first, raise_on_all_ranks
+from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.buffers import WATCHED_STEPS
 from lockstep.core.modules.dtensors import is_spread
 from lockstep.core.numerics.digest import digest, digest_of, world_lines
-from lockstep.core.numerics.precision import fix_numerics
 from lockstep.data import bad_samples
 from lockstep.launch import run_folder
 from lockstep.observe.diagnose.desync import RankComparison
-from lockstep.observe.diagnose.hang_watch import Limits, Watch
-from lockstep.run import build
 from lockstep.run import recipe as recipes
 from lockstep.run.build import Components
 from lockstep.run.recipe import Recipe
+from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.deadline import Deadline
 from lockstep.training.evaluation import Evaluation
 from lockstep.training.finding_messages import LOSS_IS
@@ -44,6 +42,8 @@ from lockstep.training.saving import Saving
 
 SETTLE_SECONDS = 10.0
 """After an error, how long a save that is being written may take to end."""
+
+NEEDS_GROUP = True
 
 
 class FirstStep:
@@ -61,37 +61,41 @@ class FirstStep:
         """Nothing is kept open."""
 
 
-class TrainTask:
-    """One process's part of a run, from the recipe to the summary."""
+class Hooks:
+    """What another task may change of a training run; this one changes nothing."""
 
-    def __init__(self, recipe: Recipe, world: World, interruption: SignalWatch, *, began: float = 0.0) -> None:
-        self.recipe, self.world, self.interruption = recipe, world, interruption
-        self.began = began or psutil.Process().create_time()
-        self.bus, self.first_step = Bus(), FirstStep()
-        self.device = process_group.device_of(world)
-        self.facts = fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
-        self.facts["device_model"] = device_model(self.device)
+    def assembled(self, parts: Components) -> Components:
+        """What is trained, once all parts are built."""
+        return parts
+
+    def starting(self, task: "TrainTask", parts: Components, training: Training) -> None:
+        """The run has been brought back, or begins; no step has been done."""
+
+
+class TrainTask(WatchedTask):
+    """Claims the run's folder, builds every part, resumes, trains, and writes the summary, whatever the end is."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        signals: SignalWatch,
+        *,
+        began: float = 0.0,
+        hooks: Hooks | None = None,
+    ) -> None:
+        super().__init__(recipe, world, signals, began=began)
+        self.hooks, self.first_step = hooks or Hooks(), FirstStep()
         self.numeric = recipes.numeric(recipe, self.facts, processes=world.size)
         self.last: Evaluation | None = None
         self.findings: list[Finding] | None = None
         """What was noticed of the user's code, the same on every rank; None where nobody has looked."""
         self.lock = FileLock(recipe.folder / ".lock", timeout=0)
-        self.logs = recipe.folder / "logs"
-        self.watch_thread = Watch(world, limits(recipe), self.logs)
 
     @property
     def checkpoints(self) -> Path:
         """The folder of this run's checkpoints."""
         return self.recipe.folder / "checkpoints"
-
-    def assemble(self) -> Components:
-        """Prepare the data, one process per machine first, then build every part."""
-        local_main_first(lambda: build.prepare(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0)
-        return build.assemble(self.recipe, self.world, self.device)
-
-    def warn(self, message: str) -> None:
-        """Tell the user."""
-        self.bus.publish(Warned(message=message))
 
     def claim(self) -> None:
         """Take the run's folder: two runs in one would delete each other's checkpoints. Raises LaunchError."""
@@ -120,15 +124,15 @@ class TrainTask:
             for observer in plugins.load_file(observe.file, "observe.file").observers(observe.options):
                 self.bus.subscribe(observer)
 
-    def train(self, how: str, *, allow_drift: bool) -> None:
+    def run(self, resume: str, *, allow_drift: bool) -> None:
         """Train to the end and write the summary, whatever the end is."""
         self.claim()
         self.watch()
-        parts = self.assemble()
+        parts = self.hooks.assembled(self.assemble())
         parts.check_training()
         self.numeric["data.samples"] = len(parts.data.train)
         found = resumed(
-            parts.state, self.checkpoints, how, numeric=self.numeric, allow_drift=allow_drift, warn=self.warn
+            parts.state, self.checkpoints, resume, numeric=self.numeric, allow_drift=allow_drift, warn=self.warn
         )
         owes = found is not None and self.owes_evaluation(parts, found)
         ended = self.ended(parts) if found is not None and not owes else None
@@ -137,12 +141,13 @@ class TrainTask:
                 parts.try_evaluation()
         self.record_faults(parts, is_fresh=found is None)
         if self.world.is_main:
-            if how not in ("auto", "never"):
+            if resume not in ("auto", "never"):
                 set_aside(self.checkpoints, parts.state.step, self.warn)
             storage.write(self.recipe.folder / "recipe.yaml", config.dump(self.recipe))
             (self.recipe.folder / "summary.json").unlink(missing_ok=True)  # an earlier end's; a kill now leaves none
         self.bus.publish(self.started(parts))
         run = self.training(parts)
+        self.hooks.starting(self, parts, run)
         run.saving.newest, run.owes_evaluation = found, owes
         status: str = "failed"
         metrics: dict[str, float] = {}
@@ -169,7 +174,7 @@ class TrainTask:
 
     def trained(self, run: Training) -> tuple[str, dict[str, float]]:
         """Train: how it ended, and the last evaluation."""
-        self.interruption.is_graceful = True
+        self.signals.is_graceful = True
         run.saving.writer.warm_up(run.state.tensors())
         try:
             return train(run)
@@ -276,8 +281,8 @@ class TrainTask:
             desync_every=recipe.observe.desync_every,
             is_main=self.world.is_main,
             deadline=Deadline(recipe.train.max_minutes, self.began),
-            interrupted=self.interruption.requested,
-            stopping=self.interruption.accepted,
+            interrupted=self.signals.requested,
+            stopping=self.signals.accepted,
         )
 
     def saving(self, parts: Components) -> Saving:
@@ -304,7 +309,7 @@ class TrainTask:
 
     def close(self) -> None:
         """Let go of the observers and of the run's folder."""
-        self.bus.close()
+        super().close()
         self.lock.release()
 
     def end(self, parts: Components, run: Training, *, status: str, metrics: dict[str, float]) -> None:
@@ -357,20 +362,8 @@ class TrainTask:
         return digest(state) if is_whole else None
 
 
-def limits(recipe: Recipe) -> Limits:
-    """When the recipe calls a process stuck or silent."""
-    hang = recipe.observe.hang_seconds
-    return Limits(
-        hang_seconds=None if hang == "auto" else hang,
-        restarts=recipe.observe.on_hang == "restart",
-        silent_seconds=recipe.launch.failure_timeout_seconds,
-    )
-
-
-def device_model(device: torch.device) -> str:
-    """The name of the chip: bits may differ between two of them."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
+def build(
+    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
+) -> TrainTask:
+    """The task; nothing is asked of it that its recipe does not say."""
+    return TrainTask(recipe, world, signals, began=began)

@@ -15,8 +15,6 @@ from rich.console import Console
 
 from lockstep.base import plugins, storage
 from lockstep.base.errors import ConfigError, LockstepError
-from lockstep.base.events import Bus
-from lockstep.run import build
 from lockstep.run.recipe import Recipe
 from lockstep.tools.estimate.forecast import Cluster, Forecast, Setting
 from lockstep.tools.estimate.forecast_table import ForecastRow, print_forecasts
@@ -28,6 +26,7 @@ from lockstep.tools.estimate.machine_measurement import (
     per_machine,
 )
 from lockstep.tools.estimate.strategy_timing import section_of, shortened
+from lockstep.tools.trials import prepared
 
 
 def worlds_of(text: str) -> tuple[int, ...]:
@@ -74,16 +73,6 @@ def report(
     if to is not None:
         storage.write(to, json.dumps(document(rows, recipe, wish, measured=measured), indent=1))
     return rows
-
-
-def prepared(recipe: Recipe) -> None:
-    """Fetch and make what is missing, with progress."""
-    bus = Bus()
-    bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
-    try:
-        build.prepare(recipe, bus.publish)
-    finally:
-        bus.close()
 
 
 def forecasts_for(

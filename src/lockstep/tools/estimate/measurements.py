@@ -8,8 +8,21 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from lockstep.base import storage
 from lockstep.core.distributed.bandwidth import Bandwidth
+
+
+class MeasurementRequest(BaseModel):
+    """What is asked of a measuring process."""
+
+    to: Path
+    """The folder for what it finds."""
+    seconds: float
+    """How long steps are timed, at least."""
+    strategies: tuple[str, ...] = ()
+    """Try these together with the other processes; empty: measure, each process for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,6 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-
-from lockstep.base import storage
-from lockstep.base.contracts import Source
-from lockstep.data.augment import Augmented
-from lockstep.data.dataset import Subset
 from lockstep.run.recipe import Recipe
 
 REFUSED = "refused.json"
@@ -33,14 +27,13 @@ class ProofRequest:
     inspect: bool = False
     """Look into single micro-batches instead of training; the rows are written to `rows.json`."""
 
-    def write(self, path: Path) -> Path:
-        """Write it down; returns the path."""
-        storage.write(path, json.dumps(asdict(self)))
-        return path
+    def dump(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> "ProofRequest":
-        """The reverse of write."""
+        """The reverse of dump, from a file."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -58,12 +51,3 @@ def test_samples(recipe: Recipe, there: int) -> int:
     """Samples of the test split that a proof evaluates; never a whole number of micro-batches, where it can choose."""
     size = recipe.evaluate.micro_batch or recipe.train.micro_batch
     return there if there <= WHOLE_TEST * size else PART_OF_TEST * size + max(1, size // 3)
-
-
-def some(source: Source, count: int) -> Source:
-    """So many samples of a source, spread evenly over it."""
-    if count >= len(source):
-        return source
-    if isinstance(source, Augmented):
-        return Augmented(some(source.source, count), source.augment, source.seed)
-    return Subset(source, np.arange(count) * len(source) // count)

@@ -1,9 +1,6 @@
 """The runs of a proof: real ones, each in processes of its own, in a folder that goes away."""
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,29 +9,15 @@ from typing import Any
 
 import psutil
 
-from lockstep.base import config, plugins, storage
+from lockstep.base import plugins
 from lockstep.base.config import PluginSection
-from lockstep.base.errors import LockstepError, UserError
+from lockstep.base.errors import UserError
 from lockstep.checkpoint.layout import listed, step_of
-from lockstep.core.host.lifetime import end_family
 from lockstep.run.recipe import Recipe
+from lockstep.tools import trials
 from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
 from lockstep.tools.prove.strategy_choice import fitting
-
-GRACE_SECONDS = 5
-"""How long the processes of a run get to end by themselves before they are killed."""
-LOOK_SECONDS = 0.1
-LOOKS_PER_COUNT = 10
-"""Memory is counted at every tenth look: finding the processes of a run means going through all of the machine."""
-TAIL_LINES = 40
-
-
-class ProofRunFailed(LockstepError):
-    """A run of the proof ended with an error of its own, which is repeated; so is its exit code."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.exit_code = code if code in (2, 3) else 1
+from lockstep.tools.trials import TrialFailed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +85,7 @@ class ProofRuns:
     say: Callable[[str], None]
 
     def run(self, name: str, processes: int, task: ProofRequest | None = None, **changes: Any) -> ProofRun:
-        """Run to the end; `changes` are settings by section. Raises RunFailed."""
+        """Run to the end; `changes` are settings by section. Raises TrialFailed."""
         start = RunVariant(name=name, processes=processes, task=task or self.task, changes=changes)
         code, run = self.ended(start)
         if code:
@@ -110,7 +93,7 @@ class ProofRuns:
         return run
 
     def spread(self, name: str, processes: int, parallel: PluginSection) -> ProofRun | str:
-        """Run to the end with another strategy -> the run, or why the strategy refuses it. Raises RunFailed."""
+        """Run to the end with another strategy -> the run, or why the strategy refuses it. Raises TrialFailed."""
         start = RunVariant(name=name, processes=processes, task=self.task, changes={}, parallel=parallel)
         code, run = self.ended(start)
         if code and (code != UserError.exit_code or run.refusal is None):
@@ -121,7 +104,7 @@ class ProofRuns:
         """Run with a checkpoint every so many steps, and kill the last rank in mid-step, two after the first, once that
         checkpoint is there: it is written beside the steps.
 
-        Raises RunFailed, also when the run ends in any other way than by the kill.
+        Raises TrialFailed, also when the run ends in any other way than by the kill.
         """
         note, checkpoints = self.folder / name / "paused.json", self.folder / name / "checkpoints"
         task, changes = replace(self.task, pause_after=every + 1), {"checkpoint": {"every_steps": every}}
@@ -140,47 +123,30 @@ class ProofRuns:
             raise self._failure(start, run, code)
         return Killed(process=pids[0], steps=every + 1, checkpoint=step_of(left[0]))
 
-    def _failure(self, start: "RunVariant", run: ProofRun, code: int) -> ProofRunFailed:
-        tail = "\n".join(run.output.splitlines()[-TAIL_LINES:])
-        return ProofRunFailed(
-            f"{tail}\nthe proof's {start} ended with exit code {code}; its last words are above", code
-        )
+    def _failure(self, start: "RunVariant", run: ProofRun, code: int) -> TrialFailed:
+        words = f"the proof's {start} ended with exit code {code}; its last words are above"
+        return TrialFailed(f"{trials.tail(run.output)}\n{words}", code)
 
-    def prepared(self, start: "RunVariant") -> tuple[Path, tuple[str, str]]:
-        """Write down what is asked of a run -> its folder, and the paths of its task and its recipe."""
+    def prepared(self, start: "RunVariant") -> tuple[Path, Recipe]:
+        """Say what is to be run, and make its folder -> that, and the recipe."""
         folder = self.folder / start.name
         folder.mkdir(parents=True, exist_ok=True)
-        storage.write(folder / "launch.yaml", config.dump(varied(self.recipe, folder, start=start, steps=self.steps)))
         self.say(f"{start} ...")
-        return folder, (str(start.task.write(folder / "task.json")), str(folder / "launch.yaml"))
+        return folder, varied(self.recipe, folder, start=start, steps=self.steps)
 
     def ended(self, start: "RunVariant", look: Callable[[], None] = lambda: None) -> tuple[int, ProofRun]:
         """Start a run and wait for its end -> exit code, run; `look` is called now and then meanwhile."""
-        folder, asked = self.prepared(start)
-        device = "cpu" if self.on_cpu else "any"
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "lockstep.tools.prove.proof_launcher",
-            *asked,
-            str(start.processes),
-            device,
-        ]
-        with (folder / "output.log").open("w", encoding="utf-8") as log:
-            launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-            try:
-                peak, looks = 0, 0
-                while launcher.poll() is None:
-                    look()
-                    looks += 1
-                    if looks % LOOKS_PER_COUNT == 0:
-                        peak = max(peak, memory_of(launcher.pid))
-                    time.sleep(LOOK_SECONDS)
-            finally:
-                end_family(launcher, grace_seconds=GRACE_SECONDS + 2)
-        output = (folder / "output.log").read_text(encoding="utf-8", errors="replace")
-        return launcher.returncode, ProofRun(folder=folder, output=output, peak_bytes=peak)
+        folder, recipe = self.prepared(start)
+        done = trials.run(
+            recipe,
+            folder,
+            task="proof",
+            request=start.task.dump(),
+            processes=start.processes,
+            on_cpu=self.on_cpu,
+            look=look,
+        )
+        return done.code, ProofRun(folder=folder, output=done.output, peak_bytes=done.peak_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +168,6 @@ class RunVariant:
 
 def varied(recipe: Recipe, folder: Path, *, start: RunVariant, steps: int) -> Recipe:
     """The user's recipe, with few steps and without all that looks, saves or tells while it runs."""
-    local = plugins.find("launch.launchers", "local").Config(
-        kind="local", processes=start.processes, grace_seconds=GRACE_SECONDS, max_restarts=0
-    )
     sections: dict[str, dict[str, Any]] = {
         "run": {"dir": folder.parent, "name": folder.name},
         "train": {"steps": steps, "epochs": None, "stop_metric": None},
@@ -213,24 +176,11 @@ def varied(recipe: Recipe, folder: Path, *, start: RunVariant, steps: int) -> Re
         "checkpoint": {"every_steps": None, "every_minutes": None, "keep": 1, "best": None},
         "observe": {"sinks": ("jsonl",), "log_every": 1, "file": None},
     }
-    updates: dict[str, Any] = {
-        name: getattr(recipe, name).model_copy(update={**values, **start.changes.get(name, {})})
-        for name, values in sections.items()
-    }
+    for name, values in start.changes.items():
+        sections.setdefault(name, {}).update(values)
     parallel = start.parallel or recipe.parallel
     if start.task.inspect:
         parallel = plugins.find("parallel.strategies", "single").Config(kind="single")
     elif parallel.kind == "single" and start.processes > 1 or start.task.is_traced:  # a trace sees whole weights
         parallel = plugins.find("parallel.strategies", "ddp").Config(kind="ddp", find_unused=True)
-    updates["parallel"] = fitting(parallel, start.processes)
-    return recipe.model_copy(update={**updates, "launch": local})
-
-
-def memory_of(pid: int) -> int:
-    """Bytes that all processes below one hold in memory."""
-    total = 0
-    with suppress(psutil.Error):
-        for process in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.Error):
-                total += process.memory_info().rss
-    return total
+    return trials.varied(recipe, sections, parallel=fitting(parallel, start.processes))

@@ -17,10 +17,8 @@ import psutil
 import torch
 from rich.console import Console
 
-from lockstep.base import plugins
 from lockstep.base.config import PluginSection
 from lockstep.base.errors import ConfigError, nearest
-from lockstep.base.events import Bus
 from lockstep.base.world import cores
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.data.sampler import EvaluationRequests
@@ -33,6 +31,7 @@ from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
 from lockstep.tools.prove.proof_table import ProofRow, print_proof
 from lockstep.tools.prove.run_differences import Apart, apart
 from lockstep.tools.prove.trace_diff import SPREAD, explained, first_difference, read
+from lockstep.tools.trials import prepared
 
 PARTS = ("repeat", "worlds", "strategies", "kill", "evaluate")
 """What can be chosen; `repeat` looks into single micro-batches, alone and beside each other."""
@@ -309,19 +308,14 @@ def half_time(steps: int, epoch: int) -> int:
 def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None, console: Console) -> int:
     """Run the chosen parts of the proof and print what came of them; returns 0, or 1 when anything differs.
 
-    Raises ConfigError for an unknown part, RunFailed when a run ends with an error of its own.
+    Raises ConfigError for an unknown part, TrialFailed when a run ends with an error of its own.
     """
     for part in parts:
         if part not in PARTS:
             raise ConfigError(
                 f"--only: there is no part {part!r}{nearest(part, [*PARTS])} (there is: {', '.join(PARTS)})"
             )
-    bus = Bus()
-    bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
-    try:
-        data = build.prepare(recipe, bus.publish)
-    finally:
-        bus.close()
+    data = prepared(recipe)
     start = time.monotonic()
     with ended_by_sigterm(), folder_for(keep) as folder:
 

@@ -50,7 +50,7 @@ def base_factor(recipe: Recipe) -> float:
 def swept(recipe: Recipe, rates: tuple[float, ...]) -> Curve:
     """Run the sweep in a process of its own, whose weights end with it."""
     settings = {"steps": len(rates), "ema": None}
-    done = trial_process.run(TrialRequest(recipe=trial_process.varied(recipe, data={}, train=settings), rates=rates))
+    done = trial_process.run(TrialRequest(recipe=trial_process.alone(recipe, data={}, train=settings), rates=rates))
     if done.killed_by or done.answer.out_of_memory:
         raise ConfigError(
             f"there was no room for the sweep with train.micro_batch={recipe.train.micro_batch}; "

@@ -99,7 +99,7 @@ class Finder:
         buckets = int(self.budget.processes > 1)
         settings = {"micro_batch": m, "global_batch": min(batch, m * tried), "steps": 10**6}
         return TrialRequest(
-            recipe=trial_process.varied(self.recipe, data={"workers": 0}, train=settings),
+            recipe=trial_process.alone(self.recipe, data={"workers": 0}, train=settings),
             processes=self.budget.processes,
             copies=sums + buckets,
             device_bytes=self.budget.bytes if self.budget.on_gpu else None,

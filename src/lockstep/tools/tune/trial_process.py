@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from lockstep.base import ctrl_c, plugins
-from lockstep.base.errors import LockstepError
 from lockstep.run.recipe import Recipe
+from lockstep.tools.trials import TrialFailed, tail, varied
 from lockstep.tools.tune.available_memory import held_bytes
 from lockstep.tools.tune.trial_request import TrialRequest, TrialResult
 from lockstep.tools.tune.trial_work import work
@@ -31,15 +31,6 @@ LOOK_SECONDS = 0.02
 """A process touches fresh memory at some GB a second: between two looks it can get 0.1 GB further."""
 KILLS = {-getattr(signal, name): name for name in ("SIGKILL", "SIGBUS", "SIGABRT") if hasattr(signal, name)}
 """Ends by which a process may be told that there is no memory: exit code -> signal."""
-TAIL_LINES = 40
-
-
-class TrialFailed(LockstepError):
-    """A trial ended with an error that is none of memory; it is repeated, and so is its exit code."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.exit_code = code if code in (2, 3) else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +60,7 @@ class Trial:
     @property
     def last_words(self) -> str:
         """The end of its log."""
-        return "\n".join(self.log.rstrip().splitlines()[-TAIL_LINES:])
+        return tail(self.log)
 
     def failure(self, what: str) -> TrialFailed:
         """Its error, to be raised."""
@@ -118,12 +109,7 @@ def received(answers: Connection) -> dict[str, Any]:
     return said
 
 
-def varied(recipe: Recipe, *, data: dict[str, Any], train: dict[str, Any]) -> Recipe:
+def alone(recipe: Recipe, *, data: dict[str, Any], train: dict[str, Any]) -> Recipe:
     """The user's recipe, on one process and with some settings changed."""
-    sections: dict[str, Any] = {
-        "data": recipe.data.model_copy(update=data),
-        "train": recipe.train.model_copy(update={"epochs": None, "stop_metric": None, **train}),
-        "checkpoint": recipe.checkpoint.model_copy(update={"best": None}),
-        "parallel": plugins.find("parallel.strategies", "single").Config(kind="single"),
-    }
-    return recipe.model_copy(update=sections)
+    sections = {"data": data, "train": {"epochs": None, "stop_metric": None, **train}, "checkpoint": {"best": None}}
+    return varied(recipe, sections, parallel=plugins.find("parallel.strategies", "single").Config(kind="single"))

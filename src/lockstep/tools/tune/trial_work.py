@@ -13,14 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.base.contracts import Source
 from lockstep.base.errors import Interrupted, LockstepError
 from lockstep.base.world import World
 from lockstep.core.distributed import process_group
 from lockstep.core.host.lifetime import end_with_parent
 from lockstep.core.numerics.precision import fix_numerics
-from lockstep.data.augment import Augmented
-from lockstep.data.dataset import Subset
+from lockstep.data.dataset import selected
 from lockstep.run import build
 from lockstep.run.build import Components
 from lockstep.tools.tune.available_memory import be_the_first_to_go, peak_bytes
@@ -115,16 +113,9 @@ def longest(parts: Components) -> Components:
     if parts.data.train.lengths is None:
         return parts
     rows = np.argsort(parts.data.train.lengths, kind="stable")[-parts.order.global_batch :]
-    train = some(parts.data.train, rows)
+    train = selected(parts.data.train, rows)
     order = replace(parts.order, samples=len(train), lengths=train.lengths)
     return replace(parts, data=replace(parts.data, train=train), order=order, total_steps=1)
-
-
-def some(source: Source, rows: np.ndarray) -> Source:
-    """Some samples of a source, augmented as they would be."""
-    if isinstance(source, Augmented):
-        return Augmented(Subset(source.source, rows), source.augment, source.seed)
-    return Subset(source, rows)
 
 
 def settled(parts: Components) -> None:

@@ -7,14 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lockstep.base import plugins
 from lockstep.base.errors import ConfigError
-from lockstep.base.events import Bus
 from lockstep.base.world import World
 from lockstep.core.distributed.process_group import device_of
 from lockstep.core.host.signals import ended_by_sigterm
-from lockstep.run import build
 from lockstep.run.recipe import Recipe
+from lockstep.tools.trials import prepared
 from lockstep.tools.tune import learning_rate_finder, micro_batch_finder
 
 
@@ -54,7 +52,7 @@ def searched(
     recipe: Recipe, wishes: TuneOptions, rates: tuple[float, ...], *, console: Console
 ) -> dict[str, dict[str, float]]:
     """What has been found, by section and setting. The rate is that of the micro-batch found before it."""
-    samples = prepared(recipe)
+    samples = len(prepared(recipe).train)
     found: dict[str, dict[str, float]] = {}
     if wishes.micro_batch:
         on_gpu = device_of(World()).type == "cuda"
@@ -85,13 +83,3 @@ def checked(wishes: TuneOptions) -> tuple[float, ...]:
     if wishes.rate and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"cannot write to {folder}; name a file in another folder with --out")
     return learning_rate_finder.rates_of(wishes.start, wishes.stop, wishes.steps)
-
-
-def prepared(recipe: Recipe) -> int:
-    """Fetch and make what the data needs, once for all trials; returns the number of training samples."""
-    bus = Bus()
-    bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
-    try:
-        return len(build.prepare(recipe, bus.publish).train)
-    finally:
-        bus.close()

@@ -1,0 +1,86 @@
+"""What every task of a worker has: the recipe, this process's place, and whoever watches."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+
+from lockstep.base.events import Bus, Warned
+from lockstep.base.world import World
+from lockstep.core.distributed import process_group
+from lockstep.core.distributed.collectives import local_main_first
+from lockstep.core.host.signals import SignalWatch
+from lockstep.core.numerics.precision import fix_numerics
+from lockstep.observe.diagnose.hang_watch import Limits, Watch
+from lockstep.run import build
+from lockstep.run.build import Components
+from lockstep.run.recipe import Recipe
+
+
+class Task(Protocol):
+    """What a worker does. A module `run/tasks/NAME.py` has `build(recipe, world, signals, *, request, began)`, where
+    `request` is the file in which its front end says what is asked, None for `train`; and NEEDS_GROUP: whether the
+    worker opens the process group for it."""
+
+    def run(self, resume: str, *, allow_drift: bool) -> None:
+        """Do it. `resume`: "auto", "never" or a checkpoint's folder; `allow_drift`: although the recipe has changed."""
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Meanwhile hangs are noticed."""
+
+    def close(self) -> None:
+        """Let go of what is held."""
+
+
+class WatchedTask:
+    """A task in the process group of a run, with observers, and a thread that notices hangs."""
+
+    def __init__(self, recipe: Recipe, world: World, signals: SignalWatch, *, began: float = 0.0) -> None:
+        self.recipe, self.world, self.signals = recipe, world, signals
+        self.began = began or psutil.Process().create_time()
+        self.bus, self.device = Bus(), process_group.device_of(world)
+        self.facts = fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
+        self.facts["device_model"] = device_model(self.device)
+        self.logs = recipe.folder / "logs"
+        self.watch_thread = Watch(world, limits(recipe), self.logs)
+
+    def assemble(self) -> Components:
+        """Prepare the data, one process per machine first, then build every part."""
+        local_main_first(lambda: build.prepare(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0)
+        return build.assemble(self.recipe, self.world, self.device)
+
+    def warn(self, message: str) -> None:
+        """Tell the user."""
+        self.bus.publish(Warned(message=message))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Meanwhile hangs are noticed."""
+        with self.watch_thread.watching():
+            yield
+
+    def close(self) -> None:
+        """Let go of the observers."""
+        self.bus.close()
+
+
+def limits(recipe: Recipe) -> Limits:
+    """When the recipe calls a process stuck or silent."""
+    hang = recipe.observe.hang_seconds
+    return Limits(
+        hang_seconds=None if hang == "auto" else hang,
+        restarts=recipe.observe.on_hang == "restart",
+        silent_seconds=recipe.launch.failure_timeout_seconds,
+    )
+
+
+def device_model(device: torch.device) -> str:
+    """The name of the chip: bits may differ between two of them."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
