@@ -6,7 +6,6 @@ from lockstep.base import closed_output, ctrl_c
 
 
 def main() -> None:
-    """Run the command line."""
     ctrl_c.ends_at_once()
     os.environ["PYTHONSAFEPATH"] = "1"  # noqa: TID251 (what is started imports nothing from the working folder)
     closed_output.survives()

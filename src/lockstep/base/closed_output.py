@@ -16,7 +16,6 @@ class Droppable(io.FileIO):
     """A file descriptor that leads nowhere once its reader has gone."""
 
     def write(self, data: Any) -> int:
-        """As a file does it."""
         try:
             return super().write(data)
         except OSError as error:

@@ -82,7 +82,6 @@ class Request:
 
     @property
     def folder(self) -> Path:
-        """The run directory."""
         return self.recipe.parent
 
 

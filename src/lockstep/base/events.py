@@ -132,7 +132,6 @@ class Bus:
                 self.publish(Warned(message=f"the observer {name} failed and is left out from here on: {what}"))
 
     def close(self) -> None:
-        """Close every observer once."""
         while self.observers:
             with suppress(OSError):  # a full disk; whatever was to be said has been
                 self.observers.pop().close()

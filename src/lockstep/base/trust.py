@@ -177,7 +177,6 @@ def _beside(folder: Path, package: Path, content: bytes) -> Iterator[Path]:
 
 
 def _agreed(codes: Sequence[Code]) -> bool:
-    """Ask on the terminal."""
     sys.stderr.write("This would execute code that you have not run before:\n")
     sys.stderr.write("".join(f"  {code}\n" for code in codes))
     sys.stderr.write("Execute it? [y/N] ")

@@ -83,7 +83,6 @@ class Places:
         self.of[path] = place
 
     def line(self, node: yaml.Node) -> str:
-        """Where a node begins."""
         return self.file if self.file == COMMAND_LINE else f"{self.file}:{node.start_mark.line + 1}"
 
     def counted(self, node: yaml.Node, path: Path_) -> None:

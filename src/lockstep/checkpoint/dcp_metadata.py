@@ -55,8 +55,6 @@ class TensorType:
 
 @dataclass(frozen=True)
 class PieceLocation:
-    """Where a piece lies."""
-
     name: str
     offset: Shape | None
     """In the tensor."""
@@ -118,7 +116,6 @@ class Reader(pickle._Unpickler):
     stack: list[Any]
 
     def _set_item(self) -> None:
-        """One entry of a dict."""
         value, key = self.stack.pop(), self.stack.pop()
         self.stack[-1][_key(key)] = value
 

@@ -55,7 +55,6 @@ def show(found: Inventory, section: CheckpointSection, console: Console) -> None
 
 
 def _table(found: Inventory, section: CheckpointSection, form: Form) -> Table:
-    """A row for each checkpoint."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, form.gap, 0, 0))
     for name in ("step", "epoch", "size", "age", "processes"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -83,7 +83,6 @@ class Writer:
 
     @property
     def bytes(self) -> int:
-        """Of this rank's part."""
         return sum(part_of(copy).nbytes for copy in self.copies.values())
 
     def cancel(self) -> None:

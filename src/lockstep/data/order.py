@@ -113,7 +113,6 @@ class Order:
 
     @property
     def shards_per_step(self) -> int:
-        """V."""
         return -(-self.global_batch // self.micro_batch)
 
     def epoch(self, step: int) -> int:

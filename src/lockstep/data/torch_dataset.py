@@ -115,7 +115,6 @@ def as_source(found: Any, collate: Collate | None, where: str) -> Source:
 
 
 def named(sample: Any, where: str) -> dict[str, Any]:
-    """A sample's parts by name."""
     if isinstance(sample, Mapping):
         return dict(sample)
     if is_dataclass(sample) and not isinstance(sample, type):

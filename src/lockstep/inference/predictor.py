@@ -37,7 +37,6 @@ class Predictor:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes."""
         return self.facts.labels
 
     @property

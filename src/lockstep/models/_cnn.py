@@ -37,7 +37,6 @@ class Head(nn.Module):
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, features: Tensor) -> Tensor:
-        """One hidden layer."""
         return self.fc2(self.dropout(F.relu(self.fc1(features))))
 
 
@@ -57,7 +56,6 @@ class CNN(Model):
         return self.head(self.features(batch["image"]))
 
     def loss(self, outputs: Tensor, batch: Batch) -> LossSum:
-        """Cross-entropy."""
         return classification_loss(outputs, batch)
 
     def blocks(self) -> list[nn.Module]:

@@ -37,7 +37,6 @@ class TextClassifier(Model):
         return self.network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
 
     def loss(self, outputs: Tensor, batch: Batch) -> LossSum:
-        """Cross-entropy."""
         return classification_loss(outputs, batch)
 
     def blocks(self) -> list[nn.Module]:
@@ -184,7 +183,6 @@ def read_back(folder: Path) -> Model:
 
 
 def save_config(model: TextClassifier, folder: Path) -> None:
-    """Write the shape alone."""
     network: Any = model.network
     network.config.save_pretrained(folder)
 

@@ -15,5 +15,4 @@ class Config(PluginSection):
 
     @property
     def modality(self) -> str:
-        """Takes images."""
         return "image"

@@ -40,7 +40,6 @@ class Config(PluginSection):
 
     @property
     def modality(self) -> str:
-        """Takes texts."""
         return "text"
 
 

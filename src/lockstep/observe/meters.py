@@ -13,11 +13,9 @@ class Throughput:
         self._paused = 0.0
 
     def pause(self) -> None:
-        """Something other than training begins."""
         self._paused = time.monotonic()
 
     def resume(self) -> None:
-        """Training goes on."""
         if self._mark is not None:
             self._mark = self._mark[0] + time.monotonic() - self._paused, self._mark[1]
 

@@ -68,7 +68,6 @@ class Accumulation:
         return list(zip(self.parameters, totals, strict=True))
 
     def remove(self) -> None:
-        """Take the hooks off again."""
         while self.hooks:
             self.hooks.pop().remove()
 

@@ -40,12 +40,10 @@ class _Watch(TorchFunctionMode):
         self.owners, self.running, self.found = owners, list[nn.Module](), BlockUses()
 
     def enter(self, block: nn.Module, *_: Any) -> None:
-        """A block begins."""
         self.running.append(block)
         self.found.entered.append(block)
 
     def leave(self, block: nn.Module, *_: Any) -> None:
-        """It has ended."""
         self.running.remove(block)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917

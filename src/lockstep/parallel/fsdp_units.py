@@ -30,7 +30,6 @@ class OrderedUnits:
         self.model.register_forward_hook(self._end)
 
     def start(self) -> None:
-        """A micro-batch begins."""
         self.number = 0
 
     def _enter(self, number: int, unit: nn.Module, _: Any) -> None:

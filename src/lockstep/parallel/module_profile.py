@@ -186,7 +186,6 @@ class _Passage:
         return seconds
 
     def survey(self) -> ModuleProfile:
-        """What this passage has shown."""
         last = self.count - 1
         block_of = {leaf: number for number, (_, taken) in enumerate(self.ends) for leaf in taken}
         skips = [

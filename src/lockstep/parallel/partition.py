@@ -52,11 +52,9 @@ class Travelling:
         return tensor.permute(self.order).contiguous()
 
     def unpacked(self, tensor: Tensor) -> Tensor:
-        """The reverse."""
         return tensor.permute(tuple(self.order.index(axis) for axis in range(len(self.order))))
 
     def room(self, device: torch.device) -> Tensor:
-        """Memory for the packed tensor."""
         return torch.empty([self.shape[axis] for axis in self.order], dtype=self.dtype, device=device)
 
 
@@ -91,7 +89,6 @@ class Wire:
         return tuple(way.packed(leaf) for way, leaf in zip(self.tensors, leaves, strict=True))
 
     def unpacked(self, tensors: Sequence[Tensor]) -> Any:
-        """The reverse."""
         arriving = iter(tensors)
         leaves = [leaf.unpacked(next(arriving)) if isinstance(leaf, Travelling) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)

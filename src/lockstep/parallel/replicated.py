@@ -40,12 +40,10 @@ class Replicated:
 
     @property
     def buffer_updates(self) -> Sequence[BufferUpdates]:
-        """Of the whole model."""
         return [self.passes.buffers]
 
     @property
     def passes(self) -> MicroBatches:
-        """Of the placed model."""
         assert self.placed is not None, "place() comes first"
         return self.placed[0]
 
@@ -69,9 +67,7 @@ class Replicated:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and buffers by name."""
         return self.model.state_dict()
 
     def sharded(self, name: str, part: Tensor) -> Tensor:
-        """Nothing is: itself."""
         return part

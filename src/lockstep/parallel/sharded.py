@@ -52,5 +52,4 @@ class Sharded:
         return {**weights, **{name: b for name, b in self.model.named_buffers() if name in self.buffers}}
 
     def sharded(self, name: str, part: Tensor) -> Tensor:
-        """Cut like the parameter."""
         return like(self.whole[name], part)

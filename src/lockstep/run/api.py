@@ -101,7 +101,6 @@ def _is_own_terminal(stream: TextIO) -> bool:
 
 
 def _error(failure: Failure, outlets: Mapping[int, Outlet], recipe: Recipe) -> LockstepError:
-    """What to raise."""
     last_words = outlets[2].tail.splitlines()[-TAIL_LINES:] if 2 in outlets else []
     is_of_another = "last lines of" in failure.text
     lines = [*([failure.text] if failure.text else []), *([] if is_of_another else last_words)]

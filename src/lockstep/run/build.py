@@ -69,7 +69,6 @@ class Components:
 
     @property
     def strategy(self) -> Strategy:
-        """How the model is spread."""
         return self.state.strategy
 
     def steps(self, start: int) -> Iterator[list[MicroBatch]]:

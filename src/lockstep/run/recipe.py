@@ -78,7 +78,6 @@ class Recipe(Section):
 
     @property
     def folder(self) -> Path:
-        """The run directory."""
         assert self.run.name is not None, "the run has no name yet: see named()"
         return self.run.dir / self.run.name
 

@@ -43,8 +43,6 @@ class TrialFailed(LockstepError):
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A trial that has ended."""
-
     code: int
     """Exit code of its launcher."""
     output: str
@@ -54,7 +52,6 @@ class Ended:
 
 
 def tail(output: str) -> str:
-    """Its last lines."""
     return "\n".join(output.rstrip().splitlines()[-TAIL_LINES:])
 
 

@@ -24,7 +24,6 @@ class MovingAverage:
         self._update(list(self.average.values()), [p.detach() for p in self.weights.values()], None)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The average by parameter name."""
         return self.average
 
     @contextmanager

@@ -59,7 +59,6 @@ class Predictions:
         return found[0].float().cpu(), found[1].cpu()
 
     def take(self, indices: tuple[int, ...], rows: tuple[Tensor, Tensor]) -> None:
-        """Keep those of a micro-batch."""
         self.logits[list(indices)], self.labels[list(indices)] = rows
 
 
@@ -78,8 +77,6 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one micro-batch adds."""
-
     number: int
     indices: tuple[int, ...]
     total: float
@@ -125,7 +122,6 @@ class Whole:
         )
 
     def take(self, measured: Measured) -> None:
-        """Join what a micro-batch adds."""
         self.losses.append((measured.total, measured.count, len(measured.indices)))
         self.sums.append(measured.sums)
         self.terms.append(measured.terms)
@@ -162,7 +158,6 @@ class Whole:
         return {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
 
     def result(self) -> Evaluation:
-        """When all have been taken."""
         samples, means = self.losses_and_sums()
         computed = {name: each.value() for name, each in self.tallies.items() if each.updates}
         confusion = computed.pop(CONFUSION, None)
@@ -203,7 +198,6 @@ def evaluate(
 
 
 def _round(arriving: Iterator[MicroBatch], whole: Whole) -> None:
-    """A micro-batch on each rank."""
     subject = whole.subject
 
     def rest(micro_batch: MicroBatch, outputs: Outputs) -> Measured | None:

@@ -6,8 +6,6 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was noticed."""
-
     kind: str
     """state, buffer, parameter, random, process, data or loss; memory: a state of which only the effect was seen."""
     where: str
@@ -18,5 +16,4 @@ class Finding:
     """Whether the weights may depend on the number of processes, or change with a resume."""
 
     def plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
         return {"kind": self.kind, "where": self.where, "what": self.sentence, "leaves_promise": self.leaves_promise}

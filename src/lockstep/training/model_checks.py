@@ -30,8 +30,6 @@ from lockstep.training.loss_checks import LossIs, loss_findings
 
 @dataclass(kw_only=True)
 class Seen:
-    """What one rank has seen."""
-
     calls: list[Call]
     """Of the first pass."""
     later: list[Call]
@@ -159,7 +157,6 @@ class FirstSteps:
             reset()
 
     def _own(self, seen: Seen, culprit: str | None) -> list[Finding]:
-        """A rank's own findings."""
         described = {**descriptions(self.model), LOSS: LOSS}
         kept = {root: mark for root, mark in seen.kept.items() if culprit is None or "enerator" in mark.kind}
         found = [kept_outside(root, mark, described) for root, mark in kept.items()]  # else it may hold what was drawn

@@ -82,7 +82,6 @@ class Saving:
         return self.longest_seconds or self.writer.bytes / SLOW_DISK_BYTES_PER_SECOND
 
     def facts(self) -> dict[str, Any]:
-        """For the summary."""
         longest = max(self.stalls, default=0.0)
         return {
             "started": len(self.stalls),

@@ -89,7 +89,6 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of state_dict."""
         self.step, self.skipped = state["step"], state["skipped"]
         self.chain, self.drift = state["chain"], list(state["drift"])
         self.precision.load_state_dict(state["scaler"])

@@ -31,8 +31,6 @@ Rule = Literal["mean", "sum", "any", "steps"]
 
 @dataclass(eq=False)
 class Slot:
-    """One buffer of one module."""
-
     name: str
     module: nn.Module
     key: str
@@ -62,7 +60,6 @@ class Slot:
 
     @property
     def found(self) -> Tensor | None:
-        """What the module holds now."""
         return self.module._buffers.get(self.key)
 
     @property

@@ -41,8 +41,6 @@ DEPTH = 8
 
 @dataclass(frozen=True)
 class Mark:
-    """A value as it was."""
-
     root: str
     """The attribute or the global that it is, or that holds it."""
     owner: Any

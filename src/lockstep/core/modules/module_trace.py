@@ -98,7 +98,6 @@ class Trace:
         self.write({"kind": kind, "step": step, "tensors": hashes})
 
     def remove(self) -> None:
-        """Take the hooks off again."""
         while self.handles:
             self.handles.pop().remove()
 

@@ -51,7 +51,6 @@ def widened(outputs: Outputs) -> Outputs:
 
 
 def detached(outputs: Outputs) -> Outputs:
-    """The same without gradients."""
     return each(Tensor.detach, outputs)
 
 

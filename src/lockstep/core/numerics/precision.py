@@ -65,7 +65,6 @@ class Precision:
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of state_dict."""
         if state:
             self.scaler.load_state_dict(state)
 

@@ -28,7 +28,6 @@ class Rounds:
 
     @property
     def now(self) -> Sequence[int | None]:
-        """The shards of this round."""
         return self.shards[self.number]
 
     @property

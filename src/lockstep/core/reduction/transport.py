@@ -143,7 +143,6 @@ def _offer(memory: Tensor) -> Offer:
 
 
 def _opened(offer: Offer, like: Tensor) -> Tensor:
-    """Another process's memory, flat."""
     process, number, size = offer
     descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
     try:

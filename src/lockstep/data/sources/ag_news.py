@@ -23,7 +23,6 @@ class Config(DataSection):
 
     @property
     def modality(self) -> str:
-        """Always texts."""
         return "text"
 
 

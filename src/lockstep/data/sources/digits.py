@@ -12,7 +12,6 @@ class Config(DataSection):
 
     @property
     def modality(self) -> str:
-        """Always images."""
         return "image"
 
 
@@ -25,7 +24,6 @@ STARTER = {
 
 
 def origin(config: Config) -> Origin:
-    """As UCI names it."""
     return Origin(name="Optical Recognition of Handwritten Digits (UCI, as in scikit-learn)")
 
 

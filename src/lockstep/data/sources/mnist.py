@@ -37,7 +37,6 @@ class Config(DataSection):
 
     @property
     def modality(self) -> str:
-        """Always images."""
         return "image"
 
 
@@ -50,7 +49,6 @@ STARTER = {
 
 
 def origin(config: Config) -> Origin:
-    """Always the same files."""
     return Origin(name="MNIST", hub="ylecun/mnist")
 
 

@@ -18,8 +18,6 @@ from lockstep.data.token_cache import Tokens
 
 
 class FileTexts(Texts):
-    """The rows of a table."""
-
     def __init__(self, found: files.Found, labels: np.ndarray, names: Sequence[str]) -> None:
         super().__init__(found.samples, labels, names)
         self.place = found.place

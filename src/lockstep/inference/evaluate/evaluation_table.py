@@ -42,7 +42,6 @@ NAMES = {"f1": "F1 (macro)", "ece": "calibration error (ECE)"}
 
 
 def words(calibration: Mapping[str, Any]) -> str:
-    """What has come of --calibrate."""
     change = f"ECE {calibration['ece_before']:.4f} -> {calibration['ece_after']:.4f} on the other half of the samples"
     fitted = f"temperature {calibration['temperature']:.3f}, fitted on {calibration['samples']:,} samples: {change}"
     return fitted if calibration["is_kept"] else f"{fitted}; no better, so it is not kept"

@@ -59,7 +59,6 @@ class RoundTrip(BaseModel):
     """Bit for bit those that were to be written; False where none can be read back, as from a graph."""
 
     def words(self, dtype: str) -> str:
-        """For a person."""
         if dtype == "fp32":
             weights = "the same weights bit for bit; " if self.same_weights else ""
             rest = f" but for {self.largest_difference:.2g}" if self.largest_difference else " bit for bit"
@@ -144,12 +143,10 @@ class ExportFacts(BaseModel):
 
     @property
     def title(self) -> str:
-        """Name and weights in short."""
         return f"{self.name}@{self.digest[:8]}"
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by."""
         return self.calibration.temperature if self.calibration else 1.0
 
 

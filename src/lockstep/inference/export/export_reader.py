@@ -17,7 +17,6 @@ from lockstep.inference.export.formats import _weights
 
 
 def is_export(folder: Path) -> bool:
-    """Whether an export lies there."""
     return (folder / FILE).is_file()
 
 

@@ -111,7 +111,6 @@ def write(folder: Path, facts: ExportFacts) -> None:
 
 
 def texts(facts: ExportFacts) -> dict[str, str]:
-    """File -> contents."""
     front = {
         "title": facts.name,
         "emoji": "\N{DIRECT HIT}",

@@ -35,7 +35,6 @@ class Columns:
     """Whether there is a column for each class."""
 
     def added(self, labels: tuple[str, ...]) -> list[pa.Field]:
-        """The new ones."""
         each = [f"probability_{label}" for label in labels] if self.has_probabilities else []
         names = {"label": pa.string(), **dict.fromkeys(["confidence", *each], pa.float32())}
         return [pa.field(f"{self.prefix}{name}", kind) for name, kind in names.items()]
@@ -69,8 +68,6 @@ class ChunkTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A chunk to be predicted."""
-
     part: str
     """Name of the file to write."""
     first_row: int
@@ -124,8 +121,6 @@ def work(task: ChunkTask, pipe: Connection) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkPredictor:
-    """Where chunks are worked on."""
-
     predictor: Predictor
     task: ChunkTask
     tell: Callable[[Message], None]

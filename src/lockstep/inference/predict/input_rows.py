@@ -96,7 +96,6 @@ def packed(table: pa.Table) -> bytes:
 
 
 def unpacked(data: bytes) -> pa.Table:
-    """The reverse of packed."""
     with pa.ipc.open_stream(data) as reader:
         return reader.read_all()
 

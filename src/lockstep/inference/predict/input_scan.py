@@ -22,14 +22,11 @@ class Chunk:
 
     @property
     def part(self) -> str:
-        """The file of its predictions."""
         return f"{self.number:08}-{self.digest}.parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputScan:
-    """What an input holds."""
-
     input: Input
     schema: pa.Schema
     """Of all chunks: types that hold the values of each."""
@@ -37,7 +34,6 @@ class InputScan:
 
     @property
     def rows(self) -> int:
-        """Of the input."""
         return sum(chunk.rows for chunk in self.chunks)
 
     def again(self) -> Iterator[tuple[Chunk, pa.Table]]:

@@ -23,8 +23,6 @@ OURS = re.compile(r"(\d{8}-[0-9a-f]{16}\.parquet|predicting\.json)(\.tmp-[0-9a-f
 
 @dataclass(frozen=True)
 class OutputParts:
-    """The folder."""
-
     folder: Path
 
     @contextmanager
@@ -54,7 +52,6 @@ class OutputParts:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def count(self) -> int:
-        """Chunks that are done."""
         return len(list(self.folder.glob("*.parquet")))
 
     def settle(self, facts: Mapping[str, Any], chunks: Sequence[Chunk]) -> tuple[set[str], str]:
@@ -94,6 +91,5 @@ class OutputParts:
             yield parquet.read_table(self.folder / chunk.part, partitioning=None)
 
     def clear(self) -> None:
-        """They are no longer needed."""
         for path in self.folder.glob("*.parquet"):
             path.unlink()

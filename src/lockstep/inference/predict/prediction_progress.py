@@ -22,7 +22,6 @@ class Count:
         self.began = time.monotonic()
 
     def add(self, rows: int) -> None:
-        """So many more."""
         self.done += rows
 
     @property
@@ -32,8 +31,6 @@ class Count:
 
 
 class PredictionLines(Count):
-    """A line each time."""
-
     def __init__(self, total: int, before: int, console: Console) -> None:
         super().__init__(total, before)
         self.console, self.last = console, self.began
@@ -49,15 +46,12 @@ class PredictionLines(Count):
 
 
 class PredictionBar(Count):
-    """A bar that moves."""
-
     def __init__(self, total: int, before: int, progress: Progress) -> None:
         super().__init__(total, before)
         self.progress = progress
         self.task = progress.add_task("predicting", total=total, completed=before, speed="")
 
     def add(self, rows: int) -> None:
-        """So many more."""
         super().add(rows)
         self.progress.update(self.task, completed=self.done, speed=f"{self.speed:,.0f} rows/s")
 

@@ -29,8 +29,6 @@ GRACE_SECONDS = 5.0
 
 @dataclass(kw_only=True, eq=False)
 class Worker:
-    """One of them."""
-
     process: Any
     pipe: Connection
     is_open: bool = False

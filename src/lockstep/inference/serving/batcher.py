@@ -67,7 +67,6 @@ class Batcher:
 
     @property
     def depth(self) -> int:
-        """Inputs that wait."""
         return len(self._waiting)
 
     async def predict(self, predictor: Predictor, samples: Sequence[Sample]) -> np.ndarray:

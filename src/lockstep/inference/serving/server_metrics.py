@@ -35,7 +35,6 @@ class Meters:
         self._latency.labels(path).observe(seconds)
 
     def ran(self, size: int, seconds: float) -> None:
-        """A batch has been predicted."""
         self._size.observe(size)
         self._batch.observe(seconds)
 

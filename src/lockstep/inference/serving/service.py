@@ -118,7 +118,6 @@ class Service:
 
     @property
     def takes(self) -> str:
-        """ "text" or "image"."""
         return "text" if self.model.current.tokenizer is not None else "image"
 
     async def predict(self, inputs: list[Any], field: str) -> tuple[Predictor, np.ndarray]:
@@ -142,7 +141,6 @@ class Service:
 
 
 def answer(predictor: Predictor, probabilities: np.ndarray) -> dict[str, Any]:
-    """The prediction for one input."""
     best = int(probabilities.argmax())
     return {
         "label": predictor.labels[best],

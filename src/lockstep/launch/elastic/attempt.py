@@ -39,8 +39,6 @@ class RoundEnded(Exception):  # noqa: N818 (no error: node 0 has ended the attem
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessStart:
-    """What this machine starts."""
-
     argv: tuple[str, ...]
     processes: int
     logs: Path
@@ -55,7 +53,6 @@ class Rendezvous(RendezvousHandler):
         self._others = set(psutil.Process().children())
 
     def get_backend(self) -> str:
-        """Its name, in logs."""
         return "lockstep"
 
     @property
@@ -142,7 +139,6 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """The folder."""
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:

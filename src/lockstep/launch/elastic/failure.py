@@ -35,8 +35,6 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first process that failed."""
-
     code: int
     """Exit code; negative: the signal that ended it."""
     text: str
@@ -53,7 +51,6 @@ class Failure:
 
     @property
     def is_final(self) -> bool:
-        """Whether it would happen again."""
         return self.code in SAID
 
     @property
@@ -159,7 +156,6 @@ def oom_kills() -> int:
 
 
 def _counted(text: str) -> int:
-    """The number behind 'oom_kill'."""
     return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
 

@@ -33,8 +33,6 @@ NONCE = ".meeting-"
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What node 0 says."""
-
     attempt: int = 0
     """Which start this is, from 1; 0 while nodes are gathered."""
     members: tuple[int, ...] = ()
@@ -103,7 +101,6 @@ class Membership:
 
     @property
     def name(self) -> str:
-        """How to call this node."""
         return f"node {self.index} ({platform.node()})"
 
     # ---- coming together
@@ -175,13 +172,11 @@ class Membership:
     # ---- talking
 
     def tell(self, **facts: Any) -> None:
-        """Change this node's entry."""
         with self._news:
             self._entry |= facts
             self.others[self.index] = dict(self._entry)
 
     def decide(self, word: Decision) -> None:
-        """On node 0: say it."""
         with self._news:
             self.word = word
             self._news.notify_all()
@@ -211,7 +206,6 @@ class Membership:
         return not self.is_leader and (silence > self.section.failure_timeout_seconds or self.index in self.word.lost)
 
     def cut_off_text(self) -> str:
-        """What to say then."""
         if self.index in self.word.lost:
             return f"{self.name}: node 0 took this one for lost, and goes on without it"
         return f"{self.name}: no answer from {self.endpoint} (node 0) for {time.monotonic() - self.heard:.0f} s"

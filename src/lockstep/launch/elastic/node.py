@@ -27,8 +27,6 @@ LEAVE_SECONDS = 10.0
 
 
 class Node:
-    """One machine of a run."""
-
     def __init__(self, meeting: Membership, plan: Plan, logs: Path) -> None:
         self.meeting, self.section, self.logs = meeting, meeting.section, logs
         own = ("--began", f"{time.time():.3f}", "--launcher", str(os.getpid()))

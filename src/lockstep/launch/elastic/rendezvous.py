@@ -23,8 +23,6 @@ STORE_TIMEOUT = timedelta(seconds=30)
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """The meeting place."""
-
     host: str
     port: int
 

@@ -66,7 +66,6 @@ class Script:
     """How often the job may go back to the queue."""
 
     def text(self) -> str:
-        """The whole script."""
         srun = ['--cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0', *self.srun]
         run = RUN
         for name, value in {

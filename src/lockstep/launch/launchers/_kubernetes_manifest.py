@@ -85,7 +85,6 @@ def name_of(run: str) -> str:
 
 
 def manifest(job: JobNames) -> str:
-    """The YAML text."""
     head = (
         f"# Run {job.run} of Lockstep. Written by `lockstep train`, and written over by the next one.\n"
         "# By hand: kubectl apply -f THIS_FILE. To stop it, with a checkpoint: kubectl delete -f THIS_FILE.\n"
@@ -100,7 +99,6 @@ class Readable(YamlDumper):
     reader takes for something else than Python's does."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write everything out."""
         return True
 
 

@@ -12,8 +12,6 @@ from lockstep.launch.launchers.local import Config
 
 
 class Local(OwnProcess):
-    """This machine."""
-
     def __init__(self, config: Config, *, threads: int, shards: int) -> None:
         self.config, self.threads, self.shards = config, threads, shards
 

@@ -43,7 +43,6 @@ class Outlet:
         os.close(self.writer)
 
     def close(self) -> None:
-        """Close this end."""
         self.is_open = False
         with suppress(OSError):
             os.close(self.reader)

@@ -40,7 +40,6 @@ class OwnProcess:
         return f"runs here (process {note['process']})" if alive else "does not run"
 
     def cancel(self, note: Mapping[str, Any]) -> str:
-        """Send it SIGTERM."""
         if note["host"] != platform.node():
             raise LaunchError(f"the run was started on {note['host']}: cancel it there")
         if not _alive(note):

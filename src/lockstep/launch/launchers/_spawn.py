@@ -36,8 +36,6 @@ ECHO_SECONDS = 1.0
 
 
 class Spawn(OwnProcess):
-    """This machine, without an agent."""
-
     def __init__(self, config: LaunchSection, *, threads: int, shards: int) -> None:
         self.config, self.threads, self.shards = config, threads, shards
 

@@ -52,8 +52,6 @@ class Note(BaseModel):
 
 
 class Kubernetes:
-    """A cluster."""
-
     def __init__(self, config: Config, *, threads: int, shards: int) -> None:
         self.config, self.threads, self.shards = config, threads, shards
         self.name, self.folder = config.name, ""
@@ -138,8 +136,6 @@ class Kubernetes:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """How a job is."""
-
     text: str
     has_ended: bool
 

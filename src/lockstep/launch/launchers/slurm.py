@@ -102,11 +102,9 @@ class Slurm:
         return 0
 
     def note(self) -> dict[str, Any]:
-        """The job's number."""
         return {"job": self.job} if self.job else {}
 
     def status(self, note: Mapping[str, Any]) -> str:
-        """What squeue says of it."""
         found = _queued(note)
         if found is None:
             return f"job {note['job']} has left Slurm's queue"
@@ -128,7 +126,6 @@ class Slurm:
         return f"asked job {note['job']} to save and end; at once: scancel {note['job']}"
 
     def output(self, note: Mapping[str, Any], logs: Path) -> Path:
-        """What the job writes."""
         return logs / f"slurm-{note['job']}.out"
 
     # ---- the script

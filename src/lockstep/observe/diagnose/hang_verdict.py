@@ -26,7 +26,6 @@ class Report:
     """All stacks, for who wants to know more."""
 
     def plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
         return asdict(self)
 
 

@@ -89,7 +89,6 @@ class Watch:
             thread.join(LOOK_SECONDS + ANSWER_SECONDS)
 
     def notice(self, event: object) -> None:
-        """Measure steps."""
         if isinstance(event, RunStarted):
             activity.progress()
             self.is_training, self.steps_done = True, event.resumed_step

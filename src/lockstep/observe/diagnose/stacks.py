@@ -22,8 +22,6 @@ DUMPED = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 @dataclass(frozen=True)
 class CodeLine:
-    """A line of code."""
-
     file: str
     line: int
     function: str

@@ -23,7 +23,6 @@ class StoreNotes:
         self.store.set_timeout(PATIENCE)
 
     def write(self, what: str, value: Any) -> None:
-        """Leave this rank's note."""
         self.store.set(f"{PREFIX}/{what}/{self.rank}", json.dumps(value))
 
     def read(self, what: str, ranks: list[int]) -> dict[int, Any]:

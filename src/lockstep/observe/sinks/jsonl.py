@@ -22,7 +22,6 @@ class Jsonl:
         """Lines that could not be written, because the disk is full; they come before the next one."""
 
     def notice(self, event: object) -> None:
-        """Write logged steps and evaluations."""
         if isinstance(event, RunStarted):
             self._forget_after(event.resumed_step)
         elif isinstance(event, StepDone) and event.values:

@@ -149,12 +149,10 @@ class Both:
         self.parts: list[ProgressLines] = [terminal(), ProgressLines(log, 0.0)]
 
     def notice(self, event: object) -> None:
-        """Tell both."""
         for part in self.parts:
             part.notice(event)
 
     def close(self) -> None:
-        """Close both."""
         for part in self.parts:
             part.close()
         self.file.close()

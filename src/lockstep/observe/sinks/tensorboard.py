@@ -14,7 +14,6 @@ class TensorBoard:
         self.writer: Any = None
 
     def notice(self, event: object) -> None:
-        """Write scalars."""
         if isinstance(event, RunStarted):
             from torch.utils.tensorboard import SummaryWriter
 

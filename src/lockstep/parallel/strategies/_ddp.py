@@ -69,7 +69,6 @@ class DataParallel(Replicated):
         return model
 
     def owned(self, shards: int, present: frozenset[int]) -> Sequence[int | None]:
-        """This rank's run of shards."""
         return contiguous(dist.get_rank(), dist.get_world_size(), shards=shards, present=present) or [None]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
@@ -141,5 +140,4 @@ def _exchanged(strategy: weakref.ref[DataParallel], bucket: dist.GradBucket) -> 
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> DataParallel:
-    """The strategy for a run."""
     return DataParallel(config, randomness, precision, exact=exact)

@@ -127,7 +127,6 @@ class FullyShardedDataParallel(Sharded):
         return [self.passes.buffers]
 
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
-        """This rank's."""
         return self._shares(shards, present)[self.replica][self.place_in_it]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
@@ -191,5 +190,4 @@ def _is_alone(block: nn.Module, model: nn.Module) -> bool:
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> FullyShardedDataParallel:
-    """The strategy for a run."""
     return FullyShardedDataParallel(config, randomness, precision, exact=exact)

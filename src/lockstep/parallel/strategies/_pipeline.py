@@ -105,7 +105,6 @@ class Pipeline(Sharded):
         replace_fake(model, value)
 
     def _stages(self, blocks: int) -> int:
-        """Processes that share a model."""
         world = dist.get_world_size()
         if self.config.stages == "auto":
             most = max(1, blocks // self._chunks)
@@ -165,7 +164,6 @@ class Pipeline(Sharded):
 
     @property
     def buffer_updates(self) -> Sequence[BufferUpdates]:
-        """Of this rank's stages."""
         return [stage.passes.buffers for stage in self.stages]
 
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
@@ -259,5 +257,4 @@ def _nothing_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> Pipeline:
-    """The strategy for a run."""
     return Pipeline(config, randomness, precision, exact=exact)

@@ -31,7 +31,6 @@ class Single(Replicated):
         return super().place(model, sample)
 
     def owned(self, shards: int, present: frozenset[int]) -> Sequence[int | None]:
-        """All of them."""
         return sorted(present)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
@@ -50,5 +49,4 @@ class Single(Replicated):
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> Single:
-    """The strategy for a run."""
     return Single(randomness, precision, exact=exact)

@@ -57,7 +57,6 @@ class TensorParallel(Sharded):
         return Held(model, self.parts)
 
     def _size(self) -> int:
-        """Processes that share a model."""
         world = dist.get_world_size()
         size = world if self.config.size == "all" else self.config.size
         if world % size:

@@ -53,17 +53,14 @@ class WatchedTask:
         return build.assemble(self.recipe, self.world, self.device)
 
     def warn(self, message: str) -> None:
-        """Tell the user."""
         self.bus.publish(Warned(message=message))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Meanwhile hangs are noticed."""
         with self.watch_thread.watching():
             yield
 
     def close(self) -> None:
-        """Let go of the observers."""
         self.bus.close()
 
 

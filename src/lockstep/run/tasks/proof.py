@@ -93,7 +93,6 @@ class ProofTask:
         self.training = TrainTask(*given, **named, hooks=self.hooks)
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
-        """Do what is asked."""
         folder = self.training.recipe.folder
         if self.request.inspect:
             self.training.claim()
@@ -107,7 +106,6 @@ class ProofTask:
             raise
 
     def watching(self) -> AbstractContextManager[object]:
-        """Meanwhile hangs are noticed."""
         return self.training.watching()
 
     def close(self) -> None:

@@ -204,7 +204,6 @@ class TrainTask(WatchedTask):
         return self.last.samples, self.last.values
 
     def started(self, parts: Components) -> RunStarted:
-        """What is about to run."""
         shards, notes = parts.order.shards_per_step, []
         idle = all_gather_object(not parts.owned(0)[0]).count(True)
         if idle:
@@ -286,7 +285,6 @@ class TrainTask(WatchedTask):
         )
 
     def saving(self, parts: Components) -> Saving:
-        """How this run saves."""
         state, section = parts.state, self.recipe.checkpoint
 
         def manifest(metrics: dict[str, float]) -> layout.Manifest:
@@ -313,7 +311,6 @@ class TrainTask(WatchedTask):
         self.lock.release()
 
     def end(self, parts: Components, run: Training, *, status: str, metrics: dict[str, float]) -> None:
-        """Write summary.json and say goodbye."""
         state, left_out = parts.state, bad_samples.listed(self.logs)
         for split, found in left_out.items():
             self.warn(

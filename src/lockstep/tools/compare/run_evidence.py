@@ -32,8 +32,6 @@ NAMES = {"run.name", "run.dir"}
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One side of a comparison."""
-
     name: str
     """The path as it was given."""
     facts: Mapping[int, Mapping[str, Any]]

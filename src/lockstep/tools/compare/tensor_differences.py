@@ -36,7 +36,6 @@ class TensorDifference:
     """In words, where one side has no such tensor, or one of another type or shape."""
 
     def __str__(self) -> str:
-        """For people."""
         if self.kind:
             return self.kind
         far = f"{self.largest:,} {self.unit}{'s' if self.unit and self.largest != 1 else ''}".rstrip()

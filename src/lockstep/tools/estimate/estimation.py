@@ -111,7 +111,6 @@ def forecast_of(name: str, recipe: Recipe, measured: MachineMeasurements, *, clu
 
 
 def computation(name: str, recipe: Recipe, measured: MachineMeasurements, *, cluster: Cluster) -> Forecast:
-    """What the strategy's file says."""
     if name not in plugins.names(FAMILY):
         raise ConfigError("nothing is known of its memory and time yet")
     setting = Setting(

@@ -35,7 +35,6 @@ class Cluster:
 
     @property
     def machines(self) -> int:
-        """How many."""
         return -(-self.world // self.per_machine)
 
     @property
@@ -118,7 +117,6 @@ class Times:
 
     @property
     def total(self) -> float:
-        """Of a step."""
         return sum(getattr(self, each.name) for each in fields(self))
 
 

@@ -46,7 +46,6 @@ class ForecastRow:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
         return self.forecast.times.total if self.forecast else 0.0
 
     @property
@@ -56,7 +55,6 @@ class ForecastRow:
 
     @property
     def verdict(self) -> str:
-        """In words."""
         if self.forecast is None:
             return self.why
         if not self.fits:
@@ -121,7 +119,6 @@ def table(rows: list[ForecastRow]) -> Table:
 
 
 def cells(row: ForecastRow, parts: list[str]) -> list[str | Text]:
-    """One line."""
     assert row.forecast is not None
     memory, times = row.forecast.memory, row.forecast.times
     verdict = (

@@ -23,8 +23,6 @@ SECONDS = ("fetch", "passes", "update")
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions:
-    """What is to be told."""
-
     worlds: tuple[int, ...] = (1, 2, 4, 8)
     per_machine: int | None = None
     """Processes of a machine; None: all of them are on this one, or as many as it has GPUs."""
@@ -38,8 +36,6 @@ class EstimateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineMeasurements:
-    """The facts of this machine."""
-
     alone: Measurements
     crowded: Measurements | None
     """Measured with as many processes at once as are asked for, or as can run at the same time."""
@@ -84,7 +80,6 @@ def slots_of(recipe: Recipe) -> int:
 
 
 def per_machine(world: int, wish: EstimateOptions, slots: int) -> int:
-    """Processes of a machine."""
     return wish.per_machine or (min(world, slots) if torch.cuda.is_available() else world)
 
 

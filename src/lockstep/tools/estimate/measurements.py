@@ -27,8 +27,6 @@ class MeasurementRequest(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter."""
-
     name: str
     rows: int
     """Along its first axis, by which FSDP cuts."""
@@ -54,8 +52,6 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Times of one process."""
-
     fetch: float
     """Of one micro-batch, from the data to a batch; 0 where data.workers do it."""
     passes: float
@@ -103,7 +99,6 @@ class Measurements:
 
     @property
     def parameter_bytes(self) -> int:
-        """All weights."""
         return self.bytes_of(self.weights)
 
     @property
@@ -127,12 +122,10 @@ class Measurements:
         return self.optimizer_bytes / self.gradient_bytes if self.gradient_bytes else 0.0
 
     def write(self, path: Path) -> None:
-        """Write them down."""
         storage.write(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> "Measurements":
-        """The reverse of write."""
         found = json.loads(path.read_text(encoding="utf-8"))
         return cls(
             **{

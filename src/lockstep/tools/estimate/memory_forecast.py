@@ -42,7 +42,6 @@ class Memory:
 
     @property
     def step(self) -> int:
-        """All parts together."""
         return sum(getattr(self, each.name) for each in fields(self) if each.name != "start")
 
     @property
@@ -62,7 +61,6 @@ class HeldMemory:
 
     @property
     def most(self) -> int:
-        """At once."""
         return max(self.after)
 
 

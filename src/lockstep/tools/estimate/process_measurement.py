@@ -51,7 +51,6 @@ class Measurement:
     """How long steps are timed."""
 
     def facts(self) -> Measurements:
-        """Measure everything but the links."""
         recipe, meter = self.recipe, Meter(self.device)
         data = build.open_data(recipe)
         build.measured(recipe, data.test.spec)
@@ -88,7 +87,6 @@ class Measurement:
         )
 
     def order(self, data: Data) -> Order:
-        """The run's order."""
         train = self.recipe.train
         return Order(
             seed=self.recipe.run.seed,
@@ -202,7 +200,6 @@ def passed(state: TrainState, micro_batch: MicroBatch, meter: Meter) -> int:
 
 
 def optimizer_tensors(state: TrainState) -> list[Tensor]:
-    """Moments, momentum, step counts."""
     return [value for values in state.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
 
 
@@ -239,6 +236,5 @@ def context_bytes(device: torch.device) -> int:
 
 
 def finish(device: torch.device) -> None:
-    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -16,8 +16,6 @@ PART_OF_TEST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ProofRequest:
-    """One sub-run of a proof."""
-
     train_samples: int
     """Train on so many samples, spread evenly over the split: few enough that the steps cross the ends of epochs."""
     test_samples: int
@@ -28,7 +26,6 @@ class ProofRequest:
     """Look into single micro-batches instead of training; the rows are written to `rows.json`."""
 
     def dump(self) -> str:
-        """As JSON."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -22,8 +22,6 @@ from lockstep.tools.trials import TrialFailed
 
 @dataclass(frozen=True, kw_only=True)
 class ProofRun:
-    """A run that has ended."""
-
     folder: Path
     output: str
     """What its launcher and rank 0 wrote."""
@@ -32,16 +30,13 @@ class ProofRun:
 
     @property
     def digest(self) -> str:
-        """Of the weights."""
         return str(self.summary["digest"])
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What summary.json holds."""
         return self.read("summary.json")
 
     def read(self, name: str) -> Any:
-        """One of its JSON files."""
         return json.loads((self.folder / name).read_text(encoding="utf-8"))
 
     @property
@@ -151,8 +146,6 @@ class ProofRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class RunVariant:
-    """A run to be started."""
-
     name: str
     """Its folder; a name that is there is resumed."""
     processes: int

@@ -31,7 +31,6 @@ class ProofRow:
 
 
 def table(rows: list[ProofRow]) -> Table:
-    """The rows for people."""
     made = Table("what", "how", "result", "digest", show_lines=True, caption="W: number of processes")
     for row in rows:
         made.add_row(row.what, row.how, Text(row.result, STYLES[row.result]), row.digest)

@@ -23,7 +23,6 @@ class Apart:
 
     @property
     def place(self) -> str:
-        """Where the difference begins."""
         return f"from step {self.step} on" if self.step is not None else "after the last step"
 
 

@@ -241,7 +241,6 @@ class Proof:
 
     @property
     def how(self) -> str:
-        """Which steps are compared."""
         epochs = self.on(1).summary["epochs"]
         return f"{self.steps} steps each, {epochs:.1f} epochs of {self.runs.task.train_samples} samples{self.where}"
 

@@ -45,8 +45,6 @@ class Traced:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceDifference:
-    """Where two traces part."""
-
     kind: str
     """weights, batch, call, flow, gradient or sum."""
     step: int

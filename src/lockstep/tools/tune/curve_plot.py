@@ -135,7 +135,6 @@ def text(x: float, y: float, words: str, *, size: int = 13, anchor: str = "", we
 
 
 def line(points: str, color: str, width: float) -> str:
-    """A curve."""
     return f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{width}" stroke-linejoin="round"/>'
 
 

@@ -28,8 +28,6 @@ Choose it once, before the first run."""
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a process may use."""
-
     processes: int
     """W, of the run on this machine."""
     on_gpu: bool

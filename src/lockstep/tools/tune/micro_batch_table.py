@@ -20,8 +20,6 @@ STYLES = {"fits": "green", "fails": "yellow"}
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRow:
-    """What became of one micro-batch."""
-
     m: int
     verdict: Verdict
     peak_bytes: int
@@ -31,12 +29,10 @@ class TrialRow:
 
 
 def shards_of(global_batch: int, m: int) -> int:
-    """V."""
     return -(-global_batch // m)
 
 
 def table(rows: list[TrialRow], global_batch: int) -> Table:
-    """The trials for people."""
     made = Table("m", "micro-batches a step", "peak memory", "samples/s", "verdict")
     for column in made.columns[:4]:
         column.justify = "right"
@@ -85,5 +81,4 @@ def idle(fitting: list[int], m: int, *, global_batch: int, processes: int) -> li
 
 
 def counted(processes: int) -> str:
-    """In words."""
     return f"{processes} process{'es' if processes > 1 else ''}"

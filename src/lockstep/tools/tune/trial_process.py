@@ -35,8 +35,6 @@ KILLS = {-getattr(signal, name): name for name in ("SIGKILL", "SIGBUS", "SIGABRT
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A trial that has ended."""
-
     code: int
     """Exit code; negative: the signal that ended it."""
     answer: TrialResult
@@ -59,11 +57,9 @@ class Trial:
 
     @property
     def last_words(self) -> str:
-        """The end of its log."""
         return tail(self.log)
 
     def failure(self, what: str) -> TrialFailed:
-        """Its error, to be raised."""
         if self.code == 2:  # a mistake of the user's, which says itself what it is
             return TrialFailed(self.last_words, self.code)
         return TrialFailed(f"{self.last_words}\n{what} ended with exit code {self.code}", self.code)

@@ -48,12 +48,10 @@ class Counted:
         self.confusion = torch.zeros(self.metric.classes, self.metric.classes, dtype=torch.int64)
 
     def part(self, outputs: Outputs, batch: Batch) -> Part:
-        """The micro-batch's confusion matrix."""
         found = self.measure.arguments(outputs, batch)
         return None if found is None else self.metric.confusion(*found)
 
     def join(self, number: int, part: Part) -> None:
-        """Add it."""
         if part is not None:
             self.confusion += part
             self.updates += 1
@@ -74,12 +72,10 @@ class Replayed:
         self.metric.reset()
 
     def part(self, outputs: Outputs, batch: Batch) -> Part:
-        """What a micro-batch adds."""
         found = self.measure.arguments(outputs, batch)
         return None if found is None else _sendable(found)
 
     def join(self, number: int, part: Part) -> None:
-        """Take in micro-batch `number`'s."""
         if part is None:
             return
         seed_all(seed_of("metric", number))  # some draw numbers, such as a bootstrap
@@ -118,7 +114,6 @@ class Merged(Replayed):
         return _sendable(dict(self.metric.metric_state))
 
     def join(self, number: int, part: Part) -> None:
-        """Take in micro-batch `number`'s."""
         if part is None:
             return
         for name, state in part.items():
@@ -204,7 +199,6 @@ def _nobody_else() -> bool:
 
 
 def tally(measure: Measure, device: torch.device) -> Tally:
-    """Begin to measure."""
     if isinstance(measure.metric, ClassifierMetric):
         return Counted(measure)
     return Merged(measure, device) if _is_mergeable(measure.metric) else Replayed(measure, device)

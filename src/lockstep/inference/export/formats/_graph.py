@@ -27,7 +27,6 @@ class Traceable(nn.Module):
         self.model, self.names = model, names
 
     def forward(self, *tensors: Tensor) -> Tensor | dict[str, Tensor]:
-        """The model's outputs."""
         return outputs_of(self.model, dict(zip(self.names, tensors, strict=True)))
 
 

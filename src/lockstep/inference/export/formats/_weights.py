@@ -85,7 +85,6 @@ def write(model: Model, facts: ExportFacts, folder: Path) -> None:
 
 
 def read(folder: Path, facts: ExportFacts) -> Model:
-    """The model that safetensors hold."""
     storage.regular(folder / FILE).close()  # a FIFO would never end
     model = rebuilt(facts, folder)
     unwrapped(model).load_state_dict(load_file(folder / FILE))

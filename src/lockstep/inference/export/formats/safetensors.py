@@ -16,5 +16,4 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
 
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
-    """The model itself."""
     return _weights.read(folder, facts)

@@ -14,7 +14,6 @@ DTYPES = ("fp32", "fp16", "bf16")
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
-    """One file."""
     try:
         torch.save(unwrapped(model).state_dict(), folder / facts.file)
     except RuntimeError as error:  # what torch raises on a full disk
@@ -23,7 +22,6 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
 
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
-    """The model itself."""
     with storage.regular(folder / facts.file) as file:
         storage.check_archive(file, (folder / facts.file).stat().st_size)
         model = rebuilt(facts, folder)

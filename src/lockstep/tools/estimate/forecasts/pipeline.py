@@ -18,8 +18,6 @@ from lockstep.tools.estimate.memory_forecast import HeldMemory, Memory, held, pa
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """How the model is cut."""
-
     bounds: list[int]
     """The block with which each stage begins, and the number of blocks."""
     size: int
@@ -62,7 +60,6 @@ def forecast(setting: Setting) -> Forecast:
 
 
 def planned(setting: Setting) -> StagePlan:
-    """As `parallel.pipeline` would cut."""
     facts, section, world = setting.facts, setting.section, setting.cluster.world
     if facts.uncuttable is not None:
         raise ModelError(facts.uncuttable)
@@ -90,7 +87,6 @@ def planned(setting: Setting) -> StagePlan:
 
 
 def shares(setting: Setting, replicas: int) -> list[list[int]]:
-    """Each replica's shards."""
     shards = setting.recipe.train.shards
     return [contiguous(each, replicas, shards=shards, present=setting.present) for each in range(replicas)]
 
