@@ -14,14 +14,15 @@ import pytest
 import torch
 from rich.console import Console
 
+from lockstep.base import plugins
 from lockstep.base.errors import ConfigError
 from lockstep.base.model_contracts import Batch, LossSum
 from lockstep.core.reduction.tree import cover, root
+from lockstep.parallel.forecast import Cluster
+from lockstep.parallel.memory_forecast import copied, held
 from lockstep.run import recipe as recipes
 from lockstep.tools.estimate import estimation
-from lockstep.tools.estimate.forecast import Cluster
-from lockstep.tools.estimate.machine_measurement import FAMILY, EstimateOptions, measure
-from lockstep.tools.estimate.memory_forecast import copied, held
+from lockstep.tools.estimate.machine_measurement import EstimateOptions, measure
 from lockstep.tools.estimate.saved_tensors import kept_by_block
 
 MIB = 2**20
@@ -112,7 +113,7 @@ def test_the_parts_add_up(whole):
 def test_json_holds_every_strategy_and_world(whole):
     _, document = whole
     assert {(row["strategy"], row["world"]) for row in document["rows"]} >= {
-        (name, world) for name in ("single", "ddp", "fsdp", "pipeline") for world in (1, 2, 4)
+        (name, world) for name in ("single", "ddp", "fsdp", "pipeline", "tensor") for world in (1, 2, 4)
     }
     for world in (1, 2, 4):
         assert sum(row["is_best"] for row in document["rows"] if row["world"] == world) == 1
@@ -183,16 +184,29 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recompute(measure
     assert few < recomputed < many
 
 
-def test_a_strategy_without_a_model_is_said_to_be_unknown(measured, tmp_path, monkeypatch):
-    names = estimation.plugins.names
-    monkeypatch.setattr(
-        estimation.plugins,
-        "names",
-        lambda family: [n for n in names(family) if family != FAMILY or n != "ddp"],
-    )
-    rows, _ = told(measured, tmp_path, worlds=(1,))
-    assert rows["ddp", 1].forecast is None and "nothing is known" in rows["ddp", 1].verdict
-    assert rows["single", 1].is_best or rows["fsdp", 1].is_best or rows["pipeline", 1].is_best
+def test_every_strategy_has_a_forecast_and_one_without_is_told():
+    for name in plugins.names("parallel.strategies"):
+        assert callable(plugins.implementation("parallel.strategies", name, "forecast").forecast)
+    with pytest.raises(ConfigError, match="nothing is known of its weather: there is no _ddp_weather.py beside ddp.py"):
+        plugins.implementation("parallel.strategies", "ddp", "weather")
+
+
+def test_tensor_parallelism_divides_what_its_plan_splits(measured, whole, tmp_path):
+    """The wide model as if it had a plan: of its six wide layers each process has a half, of the head the whole."""
+    rows, _ = whole
+    assert "needs a model that says how it can be split" in rows["tensor", 2].verdict
+    recipe, facts = measured
+    weights = tuple(replace(w, is_split=w.name.startswith("network.layers")) for w in facts.alone.weights)
+    alone = replace(facts.alone, weights=weights, unsplittable=None, split_counts={"units": 1500})
+    rows, _ = told((recipe, replace(facts, alone=alone)), tmp_path, worlds=(1, 2, 4, 7))
+    head = 4 * (1500 * 10 + 10)
+    for world in (1, 2, 4):
+        forecast = rows["tensor", world].forecast
+        assert forecast.memory.parameters == (WEIGHTS - head) // world + head
+        assert forecast.sent_bytes == (
+            2 * (world - 1) / world * 4 * 4 * (6 * 8 * 4 * 1500 + 8 * 4 * 10) if world > 1 else 0
+        )
+    assert "7 processes do not divide the 1500 units" in rows["tensor", 7].verdict
 
 
 def two_layers():

@@ -22,7 +22,8 @@ FLOORS = [
     ["launch.launch_config"],
     ["launch.elastic"],
     ["core", "launch.launchers", "training.fused_tails", "training.optim_config"],
-    ["data", "models", "parallel", "checkpoint", "observe", "training.metrics", "training.optim"],
+    ["data", "models", "checkpoint", "observe", "training.metrics", "training.optim"],
+    ["parallel"],
     ["training", "inference.export", "tools.compare"],
     ["inference.predictor"],
     ["inference.serving"],
@@ -40,7 +41,7 @@ FLOORS = [
 ]
 """From the ground up: modules, or rooms with all that is in them but for what is named by itself."""
 FAMILIES = ["models", "inference/export/formats", "data/sources", "parallel/strategies", "launch/launchers"]
-FAMILIES += ["observe/sinks", "tools/estimate/forecasts", "cli"]
+FAMILIES += ["observe/sinks", "cli"]
 EXAMPLES = ROOT.parents[1] / "examples"
 STRATEGIES, LAUNCHERS = (plugins.names(family) for family in ("parallel.strategies", "launch.launchers"))
 MOST_ENTRIES = 16

@@ -19,7 +19,7 @@ from lockstep.core.numerics.digest import digest, digest_of, world_lines
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness, seed_all
 from lockstep.models import _transformer as transformer
-from lockstep.parallel.tensor_plan import planned
+from lockstep.parallel.tensor_plan import is_split, planned, splittable
 from lockstep.training import optim
 from lockstep.training.optim_config import OptimSection
 from lockstep.training.state import TrainState, initialise
@@ -293,3 +293,21 @@ def test_an_overflow_is_everybodys(ranks, llama):
     for _, _, losses, found in ranks(2, trained_on_rank, llama, "tensor", 4, {"precision": "fp16"}):
         assert [not np.isfinite(norm) for _, _, norm in losses] == left_out
         assert apart(found, weights) < 3e-2
+
+
+def split_there(folder):
+    """The parameters that tensor parallelism really splits, and those that are told beforehand to be."""
+    state = placed(folder, "tensor")
+    names = {name for name, tensor in state.strategy.state().items() if is_split(tensor)}
+    model = transformer.build(
+        transformer.Config(kind="transformer", name=str(folder)), DataSpec(modality="text", labels=LABELS)
+    )
+    return names, splittable(model)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_what_is_split_is_known_beforehand(ranks, tmp_path, kind):
+    """`estimate` forecasts by it."""
+    for names, (split, counts) in ranks(2, split_there, saved(tmp_path, kind)):
+        assert names == split and len(split) > 12
+        assert counts["attention heads"] == 4 and counts["key/value heads"] == 2

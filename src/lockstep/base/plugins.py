@@ -37,14 +37,18 @@ def find(family: str, name: str) -> Any:
     return importlib.import_module(f"lockstep.{family}.{name}")
 
 
-def implementation(family: str, name: str) -> Any:
-    """What makes the parts of a plugin: its companion `_NAME.py`, or its own module where all is in one file.
+def implementation(family: str, name: str, part: str = "") -> Any:
+    """What makes the parts of a plugin: its companion `_NAME.py` (`_NAME_PART.py`), or its own module where all is in
+    one file.
 
     A companion holds what needs torch, so that a config can be checked, and its mistakes told, without importing it.
+    Raises ConfigError where there is no such PART.
     """
-    settings = find(family, name)
-    has_companion = ROOT.joinpath(*family.split("."), f"_{name}.py").is_file()
-    return importlib.import_module(f"lockstep.{family}._{name}") if has_companion else settings
+    settings, companion = find(family, name), f"_{name}_{part}" if part else f"_{name}"
+    has_companion = ROOT.joinpath(*family.split("."), f"{companion}.py").is_file()
+    if part and not has_companion:
+        raise ConfigError(f"nothing is known of its {part}: there is no {companion}.py beside {name}.py")
+    return importlib.import_module(f"lockstep.{family}.{companion}") if has_companion else settings
 
 
 def load_file(path: Path, setting: str) -> ModuleType:

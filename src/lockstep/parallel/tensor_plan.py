@@ -60,6 +60,23 @@ def planned(model: Model, size: int, world: int) -> dict[str, str]:
     return styles
 
 
+def splittable(model: Model) -> tuple[frozenset[str], dict[str, int]]:
+    """The names of the parameters that are split, and what has to be divided by the number of processes: name -> count.
+    Raises ModelError for a model that cannot be split."""
+    styles, plan = planned(model, 1, 1), model.tensor_plan()
+    assert plan is not None
+    modules = tuple(f"{name}." for name, style in styles.items() if style in STYLES)
+    names = (name for name, _ in model.named_parameters())
+    split = frozenset(name for name in names if name.startswith(modules) and not _is_whole(name, model, styles))
+    return split, {**plan.counts, **_features(model, styles)}
+
+
+def _is_whole(name: str, model: nn.Module, styles: Mapping[str, str]) -> bool:
+    """A bias that is added after the sum of a layer that is split by its inputs."""
+    module, _, kind = name.rpartition(".")
+    return kind == "bias" and styles.get(module, "").startswith("rowwise")
+
+
 def _resolved(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     """The patterns' modules, and parameters that a pattern names by themselves."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]

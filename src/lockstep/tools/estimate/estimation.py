@@ -15,11 +15,10 @@ from rich.console import Console
 
 from lockstep.base import plugins, storage
 from lockstep.base.errors import ConfigError, LockstepError
+from lockstep.parallel.forecast import Cluster, Forecast, Setting
 from lockstep.run.recipe import Recipe
-from lockstep.tools.estimate.forecast import Cluster, Forecast, Setting
 from lockstep.tools.estimate.forecast_table import ForecastRow, print_forecasts
 from lockstep.tools.estimate.machine_measurement import (
-    FAMILY,
     EstimateOptions,
     MachineMeasurements,
     measure,
@@ -111,16 +110,16 @@ def forecast_of(name: str, recipe: Recipe, measured: MachineMeasurements, *, clu
 
 
 def computation(name: str, recipe: Recipe, measured: MachineMeasurements, *, cluster: Cluster) -> Forecast:
-    if name not in plugins.names(FAMILY):
-        raise ConfigError("nothing is known of its memory and time yet")
     setting = Setting(
-        recipe=recipe,
         section=section_of(recipe, name),
+        shards=recipe.train.shards,
+        is_exact=recipe.run.reproducibility == "exact",
+        has_average=bool(recipe.train.ema),
         facts=measured.alone,
         seconds=measured.seconds(min(cluster.per_machine, cluster.slots)),
         cluster=cluster,
     )
-    forecast: Forecast = plugins.find(FAMILY, name).forecast(setting)
+    forecast: Forecast = plugins.implementation("parallel.strategies", name, "forecast").forecast(setting)
     return forecast
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.base.escaping import EscapingConsole
-from lockstep.tools.estimate.forecast import Forecast
+from lockstep.parallel.forecast import Forecast
 
 MIB = 2**20
 LOG_WIDTH = 150

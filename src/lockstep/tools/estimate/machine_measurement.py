@@ -11,13 +11,12 @@ import torch
 from lockstep.base import plugins
 from lockstep.base.world import cores
 from lockstep.core.reduction.tree import root
+from lockstep.parallel.forecast import Cluster
+from lockstep.parallel.measurements import Measurements, Seconds
+from lockstep.parallel.memory_forecast import HeldMemory, held, passes
 from lockstep.run.recipe import Recipe
-from lockstep.tools.estimate.forecast import Cluster
 from lockstep.tools.estimate.measurement_runs import MeasurementRuns, Trials
-from lockstep.tools.estimate.measurements import Measurements, Seconds
-from lockstep.tools.estimate.memory_forecast import HeldMemory, held, passes
 
-FAMILY = "tools.estimate.forecasts"
 SECONDS = ("fetch", "passes", "update")
 
 
@@ -100,7 +99,7 @@ def measure(recipe: Recipe, wish: EstimateOptions, *, say: Callable[[str], objec
         trials: dict[int, Trials] = {}
         for processes in worth_trying(wish, slots, together=together, facts=alone):
             say(f"trying every strategy on {processes} process{'es' if processes > 1 else ''} ...")
-            trials[processes] = runs.tried(processes, plugins.names(FAMILY))
+            trials[processes] = runs.tried(processes, plugins.names("parallel.strategies"))
     return MachineMeasurements(alone=alone, crowded=crowded, together=together, slots=slots, trials=trials)
 
 

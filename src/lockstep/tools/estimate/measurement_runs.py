@@ -7,9 +7,10 @@ from pathlib import Path
 from statistics import median
 
 from lockstep.base import plugins
+from lockstep.parallel.measurements import Measurements, Seconds
 from lockstep.run.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.estimate.measurements import MeasurementRequest, Measurements, Seconds
+from lockstep.tools.estimate.measurement_request import MeasurementRequest
 from lockstep.tools.trials import TrialFailed, varied
 
 Trials = dict[str, float]

@@ -21,12 +21,13 @@ from lockstep.core.host.memory_meter import Meter
 from lockstep.core.modules.blocks import with_weights
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
+from lockstep.parallel.measurements import Block, Measurements, Seconds, Weight
 from lockstep.parallel.module_profile import ModuleProfile, survey
 from lockstep.parallel.partition import Cuttable
+from lockstep.parallel.tensor_plan import splittable
 from lockstep.run import build
 from lockstep.run.build import Data
 from lockstep.run.recipe import Recipe
-from lockstep.tools.estimate.measurements import Block, Measurements, Seconds, Weight
 from lockstep.tools.estimate.saved_tensors import kept_by_block
 from lockstep.training.state import TrainState
 from lockstep.training.step import step
@@ -68,12 +69,13 @@ class Measurement:
         timed = self.timed(state, data, order)
         step_bytes = meter.peak() - fixed - held
         found, uncuttable = self.surveyed(model, largest, state)
+        split, counts, unsplittable = split_of(model)
         return Measurements(
             device=self.device.type,
             fixed_bytes=fixed if self.device.type == "cpu" else context_bytes(self.device),
             build_bytes=max(highest - fixed, 0),
             buffer_bytes=sum(b.nbytes for b in model.buffers()),
-            weights=weights_of(model, found),
+            weights=weights_of(model, found, split),
             blocks=self.blocks(model, largest, state, found=found),
             optimizer_bytes=sum(tensor.nbytes for tensor in optimizer_tensors(state)),
             pass_bytes=pass_bytes,
@@ -83,6 +85,8 @@ class Measurement:
             seconds=timed,
             obstacles=found.obstacles() if found else {},
             uncuttable=uncuttable,
+            split_counts=counts,
+            unsplittable=unsplittable,
             links=None,
         )
 
@@ -209,7 +213,15 @@ def state_of(model: Model, state: TrainState) -> list[Tensor]:
     return [*model.parameters(), *model.buffers(), *optimizer_tensors(state), *average]
 
 
-def weights_of(model: Model, found: ModuleProfile | None) -> tuple[Weight, ...]:
+def split_of(model: Model) -> tuple[frozenset[str], dict[str, int], str | None]:
+    """What parallel.kind=tensor would split of a model, what that has to divide, and why it cannot, if so."""
+    try:
+        return *splittable(model), None
+    except ModelError as error:
+        return frozenset(), {}, str(error)
+
+
+def weights_of(model: Model, found: ModuleProfile | None, split: frozenset[str]) -> tuple[Weight, ...]:
     """The model's weights with their blocks."""
     holders: dict[str, list[int]] = {name: [] for name, _ in model.named_parameters()}
     first = {parameter: name for name, parameter in model.named_parameters()}
@@ -224,6 +236,7 @@ def weights_of(model: Model, found: ModuleProfile | None) -> tuple[Weight, ...]:
             is_trained=parameter.requires_grad,
             block=found.holders[name][0] if found else min(holders[name], default=0),
             is_root=len(holders[name]) != 1,
+            is_split=name in split,
         )
         for name, parameter in model.named_parameters()
     )

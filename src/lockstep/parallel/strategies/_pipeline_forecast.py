@@ -10,10 +10,10 @@ from typing import Any
 from lockstep.base.errors import LaunchError, ModelError
 from lockstep.core.reduction.shard_assignment import contiguous
 from lockstep.core.reduction.tree import cover
+from lockstep.parallel.forecast import Forecast, Setting, Times
+from lockstep.parallel.measurements import Measurements, Weight
+from lockstep.parallel.memory_forecast import HeldMemory, Memory, held, passes
 from lockstep.parallel.module_profile import balanced
-from lockstep.tools.estimate.forecast import Forecast, Setting, Times
-from lockstep.tools.estimate.measurements import Measurements, Weight
-from lockstep.tools.estimate.memory_forecast import HeldMemory, Memory, held, passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def planned(setting: Setting) -> StagePlan:
 
 
 def shares(setting: Setting, replicas: int) -> list[list[int]]:
-    shards = setting.recipe.train.shards
+    shards = setting.shards
     return [contiguous(each, replicas, shards=shards, present=setting.present) for each in range(replicas)]
 
 

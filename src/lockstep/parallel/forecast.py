@@ -1,7 +1,7 @@
-"""What a strategy's file answers: memory, traffic and time of the busiest process, for a number of processes.
+"""What a strategy forecasts of itself: memory, traffic and time of the busiest process, for a number of processes.
 
-W = processes, V = shards of a step. A file `estimate/strategies/NAME.py` has `forecast(setting) -> Forecast`; it raises
-LaunchError or ModelError where the strategy cannot run like that.
+W = processes, V = shards of a step. A strategy's companion `strategies/_NAME_forecast.py` has `forecast(setting) ->
+Forecast`; it raises LaunchError or ModelError where the strategy cannot run like that.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,8 @@ from typing import Any
 
 from lockstep.core.distributed.bandwidth import Bandwidth
 from lockstep.core.reduction.tree import Shards
-from lockstep.run.recipe import Recipe
-from lockstep.tools.estimate.measurements import Measurements, Seconds, Weight
-from lockstep.tools.estimate.memory_forecast import Memory, copied, saved
+from lockstep.parallel.measurements import Measurements, Seconds, Weight
+from lockstep.parallel.memory_forecast import Memory, copied, saved
 
 OVERLAP = 0.6
 """The backward pass's part of a micro-batch's time, in which an exchange can hide where a core, or a GPU, is free for
@@ -63,9 +62,14 @@ class Cluster:
 class Setting:
     """A question to a strategy's file."""
 
-    recipe: Recipe
     section: Any
     """The strategy's own settings."""
+    shards: int
+    """V, of a step."""
+    is_exact: bool
+    """Whether gradients are added in the shards' tree."""
+    has_average: bool
+    """Whether a moving average of the weights is kept."""
     facts: Measurements
     seconds: Seconds
     """As measured with as many processes at once as run on a machine, or as it can run."""
@@ -74,24 +78,19 @@ class Setting:
     @property
     def present(self) -> Shards:
         """The shards of a whole step."""
-        return frozenset(range(self.recipe.train.shards))
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether gradients are added in the shards' tree."""
-        return self.recipe.run.reproducibility == "exact"
+        return frozenset(range(self.shards))
 
     def between_steps(self, weights: Sequence[Weight], *, copies: int, share: float = 1.0) -> dict[str, int]:
         """The parts of a process's memory that stay: `weights` as it holds them, of which `copies` ranks hold the same;
         `share` of the buffers in a checkpoint is another's business."""
-        facts, has_average = self.facts, bool(self.recipe.train.ema)
+        facts = self.facts
         trained = facts.bytes_of(weights, is_trained=True)
-        tensors = saved(facts, weights, average=has_average) | {"buffers": facts.buffer_bytes}
+        tensors = saved(facts, weights, average=self.has_average) | {"buffers": facts.buffer_bytes}
         return {
             "fixed": facts.fixed_bytes,
             "parameters": facts.bytes_of(weights) + facts.buffer_bytes,
             "optimizer": round(trained * facts.optimizer_ratio),
-            "average": facts.bytes_of(weights) if has_average else 0,
+            "average": facts.bytes_of(weights) if self.has_average else 0,
             "checkpoint": copied(tensors, copies) if facts.device == "cpu" else 0,
         }
 

@@ -5,14 +5,14 @@ G = bytes of the gradients, W = processes, L = those of a machine, M = machines,
 
 from lockstep.core.reduction.shard_assignment import contiguous
 from lockstep.core.reduction.tree import Shards, cover
-from lockstep.tools.estimate.forecast import OVERLAP, Forecast, Setting, Times
-from lockstep.tools.estimate.memory_forecast import HeldMemory, Memory, held, passes
+from lockstep.parallel.forecast import OVERLAP, Forecast, Setting, Times
+from lockstep.parallel.memory_forecast import HeldMemory, Memory, held, passes
 
 
 def forecast(setting: Setting) -> Forecast:
     """Of the rank with the most shards, or partial sums."""
     facts, seconds, cluster = setting.facts, setting.seconds, setting.cluster
-    world, shards, present = cluster.world, setting.recipe.train.shards, setting.present
+    world, shards, present = cluster.world, setting.shards, setting.present
     owned = {
         frozenset(contiguous(rank, world, shards=shards, present=present)) or frozenset([0]) for rank in range(world)
     }

@@ -9,9 +9,9 @@ from dataclasses import replace
 from lockstep.base.errors import LaunchError
 from lockstep.core.reduction.shard_assignment import contiguous, strided
 from lockstep.core.reduction.tree import cover
-from lockstep.tools.estimate.forecast import OVERLAP, Forecast, Setting, Times
-from lockstep.tools.estimate.measurements import Weight
-from lockstep.tools.estimate.memory_forecast import LARGE_BYTES, HeldMemory, Memory, held, timeline
+from lockstep.parallel.forecast import OVERLAP, Forecast, Setting, Times
+from lockstep.parallel.measurements import Weight
+from lockstep.parallel.memory_forecast import LARGE_BYTES, HeldMemory, Memory, held, timeline
 
 COPIES = 4
 """Of a block, at the end of its backward pass: weights, gradients, what is sent of them and what is received; ..."""
@@ -47,7 +47,7 @@ def forecast(setting: Setting) -> Forecast:
         idle=0.0,
         update=seconds.update * cluster.crowd * facts.bytes_of(own) / max(facts.parameter_bytes, 1),
     )
-    shards = setting.recipe.train.shards
+    shards = setting.shards
     notes = (f"{world - shards} of {world} processes have no micro-batch",) if world > shards else ()
     return Forecast(memory=memory, sent_bytes=sent, times=times, turns=rounds, notes=notes)
 
@@ -60,7 +60,7 @@ def part(weight: Weight, size: int) -> Weight:
 
 def share(setting: Setting, size: int) -> tuple[int, HeldMemory, int]:
     """Rounds of a step, the partial sums of rows that they leave, and how many go to the other replicas."""
-    shards, present, replicas = setting.recipe.train.shards, setting.present, setting.section.replicas
+    shards, present, replicas = setting.shards, setting.present, setting.section.replicas
     own = contiguous(0, replicas, shards=shards, present=present) or [0]
     places = [strided(place, size, own) for place in range(size)]
     rounds = [tuple(shard for shard in row if shard is not None) for row in zip(*places, strict=True)]

@@ -1,28 +1,15 @@
-"""What is measured of a config on this machine, as a file that the measuring process leaves.
+"""What a strategy can know of a config before it runs: what one process on this machine has measured.
 
 m = samples of a micro-batch; block k goes from the end of block k-1 to its own end, the last one to the loss.
 """
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-from pydantic import BaseModel
 
 from lockstep.base import storage
 from lockstep.core.distributed.bandwidth import Bandwidth
-
-
-class MeasurementRequest(BaseModel):
-    """What is asked of a measuring process."""
-
-    to: Path
-    """The folder for what it finds."""
-    seconds: float
-    """How long steps are timed, at least."""
-    strategies: tuple[str, ...] = ()
-    """Try these together with the other processes; empty: measure, each process for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +23,8 @@ class Weight:
     """The first block that uses it."""
     is_root: bool
     """Whether it lies outside of all blocks, or is shared by several."""
+    is_split: bool = False
+    """Whether parallel.kind=tensor leaves each process a part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +79,10 @@ class Measurements:
     """Place of a cut (before block 1..) -> why a pipeline cannot cut there."""
     uncuttable: str | None
     """Why a pipeline cannot cut this model at all."""
+    split_counts: dict[str, int] = field(default_factory=dict)
+    """What parallel.kind=tensor has to divide, such as {"attention heads": 32}."""
+    unsplittable: str | None = None
+    """Why it cannot split this model at all."""
     links: Bandwidth | None
     """Where other processes took part."""
 

@@ -2,15 +2,15 @@
 
 from lockstep.base.errors import LaunchError
 from lockstep.core.reduction.tree import root
-from lockstep.tools.estimate.forecast import Forecast, Setting, Times
-from lockstep.tools.estimate.memory_forecast import HeldMemory, Memory, held, passes
+from lockstep.parallel.forecast import Forecast, Setting, Times
+from lockstep.parallel.memory_forecast import HeldMemory, Memory, held, passes
 
 
 def forecast(setting: Setting) -> Forecast:
     """The whole model, every shard. Raises LaunchError for more than one process."""
     if setting.cluster.world > 1:
         raise LaunchError("it runs one process")
-    facts, seconds, shards = setting.facts, setting.seconds, setting.recipe.train.shards
+    facts, seconds, shards = setting.facts, setting.seconds, setting.shards
     sums = HeldMemory(before=(0, 1), after=(1, 1))
     if setting.is_exact:
         sums = held(tuple((shard,) for shard in range(shards)), setting.present, (root(setting.present),))

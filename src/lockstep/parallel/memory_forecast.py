@@ -11,7 +11,7 @@ import torch
 
 from lockstep.checkpoint.writer import share
 from lockstep.core.reduction.tree import Node, Shards, TreeSum
-from lockstep.tools.estimate.measurements import Measurements, Weight
+from lockstep.parallel.measurements import Measurements, Weight
 
 LARGE_BYTES = 32 << 20
 """The C library (glibc's mallopt(3), M_MMAP_THRESHOLD) gives tensors of more than 32 MiB back to the system as soon as
