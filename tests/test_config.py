@@ -13,7 +13,7 @@ from lockstep.base.errors import ConfigError, nearest
 from lockstep.run.recipe import Recipe, contradictions, load, starter
 
 EXAMPLES = sorted((pathlib.Path(__file__).parents[1] / "examples").glob("*.yaml"))
-SECTIONS = ("data.sources", "models", "parallel", "launch")
+SECTIONS = tuple(plugins.FAMILIES.values())
 PLUGINS = [(family, name) for family in SECTIONS for name in plugins.names(family)]
 
 

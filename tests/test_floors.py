@@ -13,12 +13,12 @@ from lockstep.base import plugins
 
 ROOT = pathlib.Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = [
-    ["base.errors"],
+    ["base.errors", "base.contracts"],
     ["base.yaml_text", "base.escaping", "base.ctrl_c", "base.closed_output"],
     ["base.user_code"],
     ["base.trust"],
     ["base"],
-    ["base.contracts"],
+    ["base.model_contracts"],
     ["launch.launch_config"],
     ["launch.elastic"],
     ["core", "launch.launchers", "training.fused_tails", "training.optim_config"],

@@ -24,7 +24,6 @@ from lockstep.tools.prove.proof_request import ProofRequest
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
 from lockstep.tools.prove.proof_table import print_proof
 from lockstep.tools.prove.run_proof import Proof
-from lockstep.tools.prove.strategy_choice import fitting
 
 QUICK = [("Unseeded", "ddp"), ("Unseeded", "fsdp"), ("Dice", "ddp"), ("Dice", "fsdp"), ("Ranked", "fsdp")]
 KINDS = ("single", "ddp", "fsdp", "pipeline")
@@ -185,8 +184,8 @@ def test_a_sound_model_is_proven_with_every_strategy(ranks, tmp_path):
 def test_groups_are_left_out_where_processes_cannot_form_them(parallel):
     section = plugins.find("parallel.strategies", parallel["kind"]).Config(**parallel)
     least = 3 if "cut" in parallel else 2
-    assert fitting(section, least) == section == fitting(section, 2 * least)
-    assert fitting(section, 1) == section.model_copy(
+    assert section.fitted(least) == section == section.fitted(2 * least)
+    assert section.fitted(1) == section.model_copy(
         update={"replicas": 1} if "replicas" in parallel else {"stages": "auto", "cut": "auto"}
     )
 

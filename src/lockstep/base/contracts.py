@@ -54,6 +54,21 @@ def samples_of(modality: str) -> str:
     return {"image": "images", "text": "texts"}.get(modality, f"samples of the kind {modality!r}")
 
 
+HOOKS = {
+    "models": {
+        "tokenizer": "(config) -> Tokenizer; of models with TAKES_TOKENS",
+        "metrics": "(config, spec) -> {name: torchmetrics Metric}; by default none besides a classifier's",
+        "save": "(model, folder): the model in a format of its own; by default safetensors, with a loader beside it",
+        "read_back": "(folder) -> Model: the reverse of save",
+        "save_config": "(model, folder): the shape of a model, where its settings do not say all of it",
+        "from_config": "(folder) -> Model: the reverse of save_config, with weights that mean nothing",
+    },
+}
+"""What a plugin's module may have besides `build`: family -> function -> arguments and result. Everything else that may
+be different is an attribute of its Config, with a default: see StrategySection, ModelSection, DataSection,
+LaunchSection."""
+
+
 @runtime_checkable
 class Source(Protocol):
     """A split of a data set, indexed 0..len-1; a module `data/sources/NAME.py` has `Config`, `build(config, split)`."""

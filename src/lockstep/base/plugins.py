@@ -9,6 +9,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from lockstep.base import trust
+from lockstep.base.contracts import HOOKS
 from lockstep.base.errors import ConfigError, MissingExtra, nearest
 
 CODE = "__lockstep_sha256__"
@@ -49,6 +50,12 @@ def implementation(family: str, name: str, part: str = "") -> Any:
     if part and not has_companion:
         raise ConfigError(f"nothing is known of its {part}: there is no {companion}.py beside {name}.py")
     return importlib.import_module(f"lockstep.{family}.{companion}") if has_companion else settings
+
+
+def hook(family: str, name: str, wanted: str) -> Any:
+    """A function that a plugin may have (see contracts.HOOKS); None where it has none."""
+    assert wanted in HOOKS[family], f"{wanted} is not declared"
+    return vars(implementation(family, name)).get(wanted)
 
 
 def load_file(path: Path, setting: str) -> ModuleType:

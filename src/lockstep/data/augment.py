@@ -67,7 +67,7 @@ def _joined(rows: list[Any], like: Any) -> Any:
 def augmented(source: Source, section: DataSection, seed: int) -> Source:
     """The training split with the user's `augment(sample)`, if there is one: in the file that data.augment names, else
     in data.file. Raises DataError when the named file has none."""
-    file = section.augment or getattr(section, "file", None)
+    file = section.augment or section.code
     augment = getattr(plugins.load_file(file, "data.augment"), "augment", None) if file else None
     if augment is None and section.augment is not None:
         raise DataError(f"data.augment: {section.augment} has no function augment(sample)")

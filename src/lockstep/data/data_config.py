@@ -1,7 +1,9 @@
 """The settings that every source shares."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import pooch
 from pydantic import Field
@@ -11,10 +13,7 @@ from lockstep.base.config import MANY, LocalPath, PluginSection
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where samples come from, for those who read an export's card; what is not known is left out.
-
-    A source says it by `origin(config) -> Origin`.
-    """
+    """Where samples come from, for those who read an export's card; what is not known is left out."""
 
     name: str
     """The data set's, as people know it."""
@@ -31,6 +30,10 @@ class Origin:
 class DataSection(PluginSection):
     """What the model learns from."""
 
+    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """What `lockstep init` writes with it, by section."""
+    TEMPLATE: ClassVar[Path | None] = None
+    """A file of code to start from, for a source that is the user's own."""
     incidental: ClassVar[frozenset[str]] = frozenset({"root", "workers", "cache", "augment"})
 
     limit: int | None = Field(None, ge=1, le=1000 * MANY)
@@ -50,6 +53,20 @@ class DataSection(PluginSection):
     def skips(self) -> bool:
         """Whether samples that cannot be read are left out."""
         return self.on_bad_sample == "skip"
+
+    @property
+    def code(self) -> Path | None:
+        """The user's own Python file, if it is one."""
+        return None
+
+    @property
+    def table_columns(self) -> tuple[str, str]:
+        """The columns of texts and of labels, in a table."""
+        return "text", "label"
+
+    def origin(self) -> Origin | None:
+        """Where its samples come from; None where nobody knows."""
+        return None
 
     @property
     def modality(self) -> str:

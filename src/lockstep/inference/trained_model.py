@@ -62,8 +62,8 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
         """The tokenizer's files, the user's own code."""
         if data.tokenizer is not None:
             data.tokenizer.save(folder)
-        if hasattr(recipe.model, "file"):
-            shutil.copy(recipe.model.file, folder)
+        if recipe.model.code is not None:
+            shutil.copy(recipe.model.code, folder)
 
     target = (to or _own(recipe.folder / recipe.export.folder)).absolute()
     samples = export_writer.ExportSamples(few=build.first_samples(recipe, data, FEW), all=batches)
@@ -99,8 +99,8 @@ def open_predictor(path: Path, *, device: torch.device | None = None, dtype: DTy
     recipe, checkpoint = run_of(folder)
     recipes.guard(recipe)
     model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
-    make = getattr(plugins.implementation("models", recipe.model.kind), "tokenizer", None)
-    tokenizer = make(recipe.model) if make is not None and facts.modality == "text" else None
+    takes_tokens = recipe.model.TAKES_TOKENS and facts.modality == "text"
+    tokenizer = plugins.implementation("models", recipe.model.kind).tokenizer(recipe.model) if takes_tokens else None
     return predictor(facts, model, tokenizer, device=device, dtype=dtype)
 
 
@@ -174,12 +174,10 @@ def _model(recipe: Recipe, checkpoint: Path, spec: build.DataSpec) -> tuple[Mode
 
 def _about(recipe: Recipe) -> dict[str, Any]:
     """What a card tells beside: what was asked for, else what the source and the model know of themselves."""
-    of_data = getattr(plugins.find("data.sources", recipe.data.kind), "origin", None)
-    of_model = getattr(plugins.find("models", recipe.model.kind), "base_model", None)
-    origin: Origin | None = of_data(recipe.data) if of_data else None
+    origin: Origin | None = recipe.data.origin()
     return {
         "origin": origin,
         "license": recipe.export.license,
         "language": recipe.export.language or (origin.language if origin else ()),
-        "base_model": recipe.export.base_model or (of_model(recipe.model) if of_model else None),
+        "base_model": recipe.export.base_model or recipe.model.base_model,
     }

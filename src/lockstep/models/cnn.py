@@ -2,10 +2,10 @@
 
 from pydantic import Field
 
-from lockstep.base.config import PluginSection
+from lockstep.models._model_config import ModelSection
 
 
-class Config(PluginSection):
+class Config(ModelSection):
     """Two 3x3 convolutions (32 and 64 channels), max-pooling, two fully connected layers with dropout."""
 
     mean: float = 0.1307

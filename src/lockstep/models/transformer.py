@@ -1,11 +1,12 @@
 """Any transformers model that classifies sequences, by hub name or local folder; DistilBERT is the reference."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from lockstep.base.config import PluginSection
+from lockstep.models._model_config import ModelSection
 
 
 def _absolute_folder(name: str) -> str:
@@ -16,20 +17,18 @@ def _absolute_folder(name: str) -> str:
     return name
 
 
-PRETRAINED = True
-"""Its weights come from a file."""
-
-STARTER = {
-    "train": {"epochs": 2, "global_batch": 32, "micro_batch": 16},
-    "optim": {"lr": 1e-4},
-    "schedule": {"warmup": 0.06},
-}
-"""What `lockstep init` writes with this model: at the learning rate that suits a fresh network, or without a warm-up, a
-pretrained encoder forgets what it knows (AG News: 0.837 in place of 0.863)."""
-
-
-class Config(PluginSection):
+class Config(ModelSection):
     """A pretrained encoder with a classification head on top."""
+
+    PRETRAINED: ClassVar[bool] = True
+    TAKES_TOKENS: ClassVar[bool] = True
+    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "train": {"epochs": 2, "global_batch": 32, "micro_batch": 16},
+        "optim": {"lr": 1e-4},
+        "schedule": {"warmup": 0.06},
+    }
+    """At the learning rate that suits a fresh network, or without a warm-up, a pretrained encoder forgets what it knows
+    (AG News: 0.837 in place of 0.863)."""
 
     name: Annotated[str, AfterValidator(_absolute_folder)] = "distilbert-base-uncased"
     """A name on the Hugging Face hub, or a local folder (here or in models/) with a saved model and its tokenizer."""
@@ -42,7 +41,7 @@ class Config(PluginSection):
     def modality(self) -> str:
         return "text"
 
-
-def base_model(config: Config) -> str | None:
-    """The hub's name of what is trained on; None for a local folder, which does not tell whose it is."""
-    return None if Path(config.name).is_absolute() else config.name
+    @property
+    def base_model(self) -> str | None:
+        """None for a local folder, which does not tell whose it is."""
+        return None if Path(self.name).is_absolute() else self.name

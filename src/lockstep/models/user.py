@@ -1,12 +1,16 @@
 """A model from the user's own Python file."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
-from lockstep.base.config import LocalPath, PluginSection
+from lockstep.base.config import LocalPath
+from lockstep.models._model_config import ModelSection
 
 
-class Config(PluginSection):
+class Config(ModelSection):
     """A Python file with `build(options, spec)`, and optionally `loss(outputs, batch)` and `metrics(spec)`."""
+
+    MEASURES_ITSELF: ClassVar[bool] = True
 
     file: LocalPath
     """The Python file."""
@@ -14,6 +18,6 @@ class Config(PluginSection):
     """Whatever the file's functions want; they get it as it is."""
 
     @property
-    def modality(self) -> str:
-        """Takes whatever the user's code takes."""
-        return "any"
+    def code(self) -> Path | None:
+        """The Python file."""
+        return self.file

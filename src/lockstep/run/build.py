@@ -144,7 +144,7 @@ class Components:
         """Why the weights depend on the number of processes, if they do."""
         if self.is_synchronised:
             return "batchnorm is sync: the weights depend on the number of processes"
-        if reason := getattr(self.recipe.parallel, "leaves_the_promise", None):
+        if reason := self.recipe.parallel.leaves_the_promise:
             return str(reason)
         if self.recipe.run.reproducibility == "fast":
             return "reproducibility is fast: the last bits of the weights depend on the number of processes"
@@ -184,7 +184,7 @@ class Components:
             strategy=self.strategy,
             randomness=self.state.randomness,
             loss_is=self.recipe.train.loss_is,
-            peer=self.strategy.copies[0] if getattr(self.recipe.parallel, "SHARES_SHARDS", False) else 0,
+            peer=self.strategy.copies[0] if self.recipe.parallel.SHARES_SHARDS else 0,
         )
         return check.findings(micro_batch, again=self.fetched_again(micro_batch.step))
 
@@ -207,10 +207,9 @@ class Components:
 def open_data(recipe: Recipe, *, publish: Callable[[object], None] = lambda _: None, is_checked: bool = False) -> Data:
     """Open both splits, with their tokens made if need be. Raises DataError."""
     train, test = (open_source(recipe.data, split) for split in ("train", "test"))
-    make = getattr(plugins.implementation("models", recipe.model.kind), "tokenizer", None)
     tokenizer = None
-    if make is not None and train.spec.modality == "text":
-        tokenizer = make(recipe.model)
+    if recipe.model.TAKES_TOKENS and train.spec.modality == "text":
+        tokenizer = plugins.implementation("models", recipe.model.kind).tokenizer(recipe.model)
         train, test = (
             with_tokens(source, recipe.data, tokenizer, publish=publish, is_checked=is_checked)
             for source in (train, test)
@@ -315,7 +314,7 @@ def evaluation_loader(
 
 def measured(recipe: Recipe, spec: DataSpec) -> dict[str, Measure]:
     """The metrics of an evaluation by name, the user's own among them. Raises ModelError."""
-    own = getattr(plugins.implementation("models", recipe.model.kind), "metrics", None)
+    own = plugins.hook("models", recipe.model.kind, "metrics")
     found = measures(spec, own(recipe.model, spec) if own else {})
     return {name: each for name, each in found.items() if is_asked(name, recipe.evaluate.metrics)}
 
@@ -329,8 +328,7 @@ def build_model(recipe: Recipe, spec: DataSpec) -> Model:
 def _unfilled_model(recipe: Recipe, spec: DataSpec) -> Model | None:
     """The same without memory for its weights, for strategies that fill only what a process holds. None where the
     model brings pretrained weights, or its construction looks at the numbers."""
-    fills = getattr(plugins.find("parallel.strategies", recipe.parallel.kind), "FILLS", False)
-    if not fills or getattr(plugins.find("models", recipe.model.kind), "PRETRAINED", False):
+    if not recipe.parallel.FILLS or recipe.model.PRETRAINED:
         return None
     return deferred(partial(build_model, recipe, spec))
 

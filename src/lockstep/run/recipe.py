@@ -112,16 +112,15 @@ def _of_parts(recipe: Recipe) -> Iterator[Complaint]:
 
 def _of_spreading(recipe: Recipe) -> Iterator[Complaint]:
     train, launch, parallel = recipe.train, recipe.launch, recipe.parallel
-    if parallel.kind == "single" and launch.max_nodes > 1:
-        what = f"{launch.nodes} machines, but parallel.kind=single runs one process"
+    if parallel.MOST_PROCESSES == 1 and launch.max_nodes > 1:
+        what = f"{launch.nodes} machines, but parallel.kind={parallel.kind} runs one process"
         yield ("launch", "nodes"), f"{what}; set parallel.kind=ddp or launch.nodes=1"
-    if parallel.kind == "single" and launch.processes not in ("auto", 1):
-        what = f"{launch.processes} processes, but parallel.kind=single runs one"
+    if parallel.MOST_PROCESSES == 1 and launch.processes not in ("auto", 1):
+        what = f"{launch.processes} processes, but parallel.kind={parallel.kind} runs one"
         yield ("launch", "processes"), f"{what}; set parallel.kind=ddp or launch.processes=1"
-    if getattr(parallel, "gather", "fp32") == "bf16" and train.precision != "bf16":
-        what = f"weights gathered in bf16 are computed with in bf16, but train.precision={train.precision}"
-        yield ("parallel", "gather"), f"{what}; set train.precision=bf16 or parallel.gather=fp32"
-    if train.batchnorm == "sync" and getattr(parallel, "SHARES_SHARDS", False):
+    for setting, why in parallel.contradictions(train.precision):
+        yield ("parallel", setting), why
+    if train.batchnorm == "sync" and parallel.SHARES_SHARDS:
         what = f"processes that share a model run the same samples, but parallel.kind={parallel.kind}"
         yield ("train", "batchnorm"), f"sync counts what all processes hold; {what}; set it to shard"
 
@@ -132,7 +131,7 @@ def _unknown_metrics(recipe: Recipe) -> list[Complaint]:
     return [
         (place, f"there is no metric {name!r}{nearest(name, METRICS)} (there is: {', '.join(METRICS)})")
         for place, name in named.items()
-        if name is not None and name not in METRICS and recipe.model.kind != "user"
+        if name is not None and name not in METRICS and not recipe.model.MEASURES_ITSELF
     ]
 
 
@@ -166,8 +165,8 @@ def of_sections(sections: Mapping[str, Any], overrides: Sequence[str] = ()) -> R
 
 def _completed(recipe: Recipe) -> Recipe:
     """With what follows from the strategy."""
-    if recipe.parallel.kind == "single" and recipe.launch.processes == "auto":
-        launch = recipe.launch.model_copy(update={"processes": 1})
+    if recipe.parallel.MOST_PROCESSES is not None and recipe.launch.processes == "auto":
+        launch = recipe.launch.model_copy(update={"processes": recipe.parallel.MOST_PROCESSES})
         recipe = recipe.model_copy(update={"launch": launch})
     return recipe
 
@@ -189,16 +188,18 @@ def numeric(recipe: Recipe, facts: dict[str, Any], *, processes: int = 1) -> dic
     is_open_ended = recipe.schedule.shape == "constant" and not 0 < recipe.schedule.warmup < 1
     total = {"train.epochs", "train.steps"} if is_open_ended else set()
     found: dict[str, Any] = {"run.seed": recipe.run.seed, "run.reproducibility": recipe.run.reproducibility}
-    of_strategy = getattr(recipe.parallel, "numeric", None)
-    if of_strategy is not None:
-        found |= {f"parallel.{name}": value for name, value in of_strategy(processes).items()}
+    found |= {f"parallel.{name}": value for name, value in recipe.parallel.numeric(processes).items()}
     for name in ("data", "model", "optim", "schedule", "train"):
         section: Section = getattr(recipe, name)
         values = section.model_dump(mode="json", exclude=set(section.incidental))
         found |= {f"{name}.{key}": value for key, value in values.items() if f"{name}.{key}" not in total}
-        for own in ("file", "augment"):
-            if isinstance(file := getattr(section, own, None), Path) and file.is_file():
-                found[f"{name}.{own}_sha256"] = storage.sha256(file)
+    for setting, file in (
+        ("model.file", recipe.model.code),
+        ("data.file", recipe.data.code),
+        ("data.augment", recipe.data.augment),
+    ):
+        if file is not None and file.is_file():
+            found[f"{setting}_sha256"] = storage.sha256(file)
     return found | facts
 
 
@@ -218,9 +219,8 @@ def code_of(recipe: Recipe) -> list[trust.Code]:
 
 def files_of(recipe: Recipe) -> list[Path]:
     """The Python files that a recipe names."""
-    sections = (recipe.model, recipe.data, recipe.observe)
-    named_files = [getattr(section, "file", None) for section in sections] + [recipe.data.augment]
-    return [file for file in dict.fromkeys(named_files) if isinstance(file, Path)]
+    every = (recipe.model.code, recipe.data.code, recipe.observe.file, recipe.data.augment)
+    return [file for file in dict.fromkeys(every) if file is not None]
 
 
 def is_written(path: Path) -> bool:
@@ -256,15 +256,16 @@ def starter(source: str, code: Path = Path("user.py")) -> Recipe:
     """A recipe to start from for a source, with the model that fits it and settings that suit both; `code` is the
     user's own file, for a source that has a template of one. Raises ConfigError for an unknown source."""
     module = plugins.find("data.sources", source)
-    own: dict[str, Any] = getattr(module, "STARTER", {})
-    file = {} if template(source) is None else {"file": str(code)}
+    own = module.Config.STARTER
+    file = {} if module.Config.TEMPLATE is None else {"file": str(code)}
     data = module.Config.model_validate({"kind": source, **own.get("data", {}), **file})
     model = {"kind": {"text": "transformer", "any": "user"}.get(data.modality, "cnn")}
-    suited: dict[str, Any] = getattr(plugins.find("models", model["kind"]), "STARTER", {})
+    suited = plugins.find("models", model["kind"]).Config.STARTER
     rest = {name: {**suited.get(name, {}), **own.get(name, {})} for name in ("train", "optim", "schedule")}
     return Recipe.model_validate({"data": data, "model": model | file, **{k: v for k, v in rest.items() if v}})
 
 
 def template(source: str) -> Path | None:
     """A file of code to start from, for a source that is the user's own; raises ConfigError for an unknown source."""
-    return getattr(plugins.find("data.sources", source), "TEMPLATE", None)
+    found: Path | None = plugins.find("data.sources", source).Config.TEMPLATE
+    return found

@@ -25,10 +25,9 @@ class Config(DataSection):
     def modality(self) -> str:
         return "text"
 
-
-def origin(config: Config) -> Origin:
-    """The same texts, from files or the hub."""
-    return Origin(name="AG News", hub=HUB_NAME, language=("en",))
+    def origin(self) -> Origin:
+        """The same texts, from files or the hub."""
+        return Origin(name="AG News", hub=HUB_NAME, language=("en",))
 
 
 def build(config: Config, split: str) -> Texts:

@@ -1,5 +1,8 @@
 """scikit-learn's bundled real handwritten digits: 1,797 images of 8x8, nothing to download."""
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import numpy as np
 
 from lockstep.base import plugins
@@ -10,21 +13,18 @@ from lockstep.data.in_memory import Images
 class Config(DataSection):
     """scikit-learn's bundled handwritten digits: 1,442 training and 355 test images of 8x8, ten classes."""
 
+    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "train": {"epochs": 20, "global_batch": 64, "micro_batch": 16},
+        "optim": {"lr": 3e-3},
+        "schedule": {"shape": "cosine", "warmup": 0.05},
+    }
+
     @property
     def modality(self) -> str:
         return "image"
 
-
-STARTER = {
-    "train": {"epochs": 20, "global_batch": 64, "micro_batch": 16},
-    "optim": {"lr": 3e-3},
-    "schedule": {"shape": "cosine", "warmup": 0.05},
-}
-"""What `lockstep init` writes: settings that the CNN learns this data well with."""
-
-
-def origin(config: Config) -> Origin:
-    return Origin(name="Optical Recognition of Handwritten Digits (UCI, as in scikit-learn)")
+    def origin(self) -> Origin:
+        return Origin(name="Optical Recognition of Handwritten Digits (UCI, as in scikit-learn)")
 
 
 def build(config: Config, split: str) -> Images:

@@ -1,7 +1,7 @@
 """Your own files: texts in CSV, JSON lines or Parquet, or images in a folder for each class."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ CSV_BLOCK = 1 << 26
 class Config(ImageSection):
     """Your own files: a folder holds images (FOLDER/CLASS/*.png), a file is a table with a text column."""
 
+    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"train": "data/train.csv"}}
+
     incidental: ClassVar[frozenset[str]] = ImageSection.incidental | {"train", "test"}
 
     train: LocalPath
@@ -46,6 +48,14 @@ class Config(ImageSection):
         """A folder is images, a file is texts; what is not there yet is judged by its name's suffix."""
         return "text" if is_table(self.train) else "image"
 
+    def origin(self) -> Origin:
+        """All that can be known: what the file or folder is called."""
+        return Origin(name=self.train.stem or self.train.name)
+
+    @property
+    def table_columns(self) -> tuple[str, str]:
+        return self.text_column, self.label_column
+
 
 MOST_OF_A_LINE = 1 << 25
 """Characters: a file of zeros is one line that has no end."""
@@ -60,13 +70,7 @@ class Found:
     place: Place
 
 
-STARTER = {"data": {"train": "data/train.csv"}}
 """What `lockstep init files` writes for settings without a default."""
-
-
-def origin(config: Config) -> Origin:
-    """All that can be known: what the file or folder is called."""
-    return Origin(name=config.train.stem or config.train.name)
 
 
 def build(config: Config, split: str) -> Images | Texts:

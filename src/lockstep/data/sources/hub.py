@@ -1,9 +1,9 @@
 """Any data set of the Hugging Face hub, or a local folder in one of its forms."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from pydantic import model_validator
@@ -18,6 +18,8 @@ from lockstep.data.in_memory import Images, Texts
 
 class Config(ImageSection):
     """A Hugging Face data set: one text or image column, and one label column."""
+
+    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"name": "fancyzhx/ag_news", "text_column": "text"}}
 
     name: str
     """Name on the hub (fancyzhx/ag_news), or a local folder of CSV, JSON, Parquet or image files."""
@@ -52,6 +54,18 @@ class Config(ImageSection):
         """The column of texts or images."""
         return self.text_column or self.image_column or ""
 
+    def origin(self) -> Origin:
+        """As on the hub, or what the local folder is called."""
+        folder = Path(self.name).expanduser()
+        if folder.is_dir():
+            return Origin(name=folder.absolute().name, split=self.test_split)
+        subset, revision, split = self.subset, self.revision, self.test_split
+        return Origin(name=self.name, hub=self.name, subset=subset, revision=revision, split=split)
+
+    @property
+    def table_columns(self) -> tuple[str, str]:
+        return self.text_column or "text", self.label_column
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
@@ -72,17 +86,7 @@ class Part:
             yield None if cell is None else cell["bytes"] or Path(cell["path"])
 
 
-STARTER = {"data": {"name": "fancyzhx/ag_news", "text_column": "text"}}
 """What `lockstep init hub` writes for settings without a default."""
-
-
-def origin(config: Config) -> Origin:
-    """As on the hub, or what the local folder is called."""
-    folder = Path(config.name).expanduser()
-    if folder.is_dir():
-        return Origin(name=folder.absolute().name, split=config.test_split)
-    subset, revision, split = config.subset, config.revision, config.test_split
-    return Origin(name=config.name, hub=config.name, subset=subset, revision=revision, split=split)
 
 
 def build(config: Config, split: str) -> Images | Texts:

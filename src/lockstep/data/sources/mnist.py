@@ -2,7 +2,9 @@
 
 import gzip
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pooch
@@ -32,6 +34,12 @@ MEND = "it is damaged or not MNIST; replace it, or remove it to have it fetched"
 class Config(DataSection):
     """MNIST: handwritten digits, grey, 28x28, ten classes."""
 
+    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "train": {"epochs": 5, "global_batch": 128, "micro_batch": 64},
+        "optim": {"lr": 2e-3},
+        "schedule": {"shape": "cosine", "warmup": 0.05},
+    }
+
     root: LocalPath = Path("data")
     """Folder with the four IDX files, .gz or not, or with a folder mnist of them; else they are fetched."""
 
@@ -39,17 +47,8 @@ class Config(DataSection):
     def modality(self) -> str:
         return "image"
 
-
-STARTER = {
-    "train": {"epochs": 5, "global_batch": 128, "micro_batch": 64},
-    "optim": {"lr": 2e-3},
-    "schedule": {"shape": "cosine", "warmup": 0.05},
-}
-"""What `lockstep init` writes: settings that the CNN learns this data well with."""
-
-
-def origin(config: Config) -> Origin:
-    return Origin(name="MNIST", hub="ylecun/mnist")
+    def origin(self) -> Origin:
+        return Origin(name="MNIST", hub="ylecun/mnist")
 
 
 def build(config: Config, split: str) -> Images:

@@ -1,5 +1,6 @@
 """Data from the user's own Python file."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +12,9 @@ class Config(DataSection):
     """A Python file with `source(options, split)`, which returns a Source or a torch Dataset.
 
     `collate(samples)` may join a Dataset's samples (see docs: bring your own data)."""
+
+    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"train": {"epochs": 20, "global_batch": 32, "micro_batch": 8}}
+    TEMPLATE: ClassVar[Path | None] = Path(__file__).with_name("_template.py")
 
     incidental: ClassVar[frozenset[str]] = DataSection.incidental | {"file"}
 
@@ -24,9 +28,7 @@ class Config(DataSection):
         """Known only to the user's code."""
         return "any"
 
-
-TEMPLATE = Path(__file__).with_name("_template.py")
-"""What `lockstep init user` writes beside the config: data and a model in one file."""
-
-STARTER = {"train": {"epochs": 20, "global_batch": 32, "micro_batch": 8}}
-"""What suits the template."""
+    @property
+    def code(self) -> Path | None:
+        """The Python file."""
+        return self.file

@@ -25,7 +25,7 @@ def code_of(folder: Path, facts: ExportFacts) -> list[trust.Code]:
     Raises ModelError."""
     codes = trust.of_file(folder / facts.model["file"]) if "file" in facts.model else []
     with _told(folder):
-        program = getattr(plugins.find(FORMATS, facts.kind), "PROGRAM", None)
+        program = plugins.find(FORMATS, facts.kind).PROGRAM
         return [*codes, *([_program(folder / program)] if program else [])]
 
 
@@ -47,7 +47,7 @@ def forward_of(folder: Path, facts: ExportFacts | None = None) -> Forward:
 
 def tokenizer_of(folder: Path, facts: ExportFacts) -> Tokenizer | None:
     """The tokenizer that lies beside the weights, for models that take tokens."""
-    if facts.modality != "text" or not hasattr(plugins.implementation("models", facts.model["kind"]), "tokenizer"):
+    if facts.modality != "text" or not plugins.find("models", facts.model["kind"]).Config.TAKES_TOKENS:
         return None
     with _told(folder):
         plugin, section = _weights.section_of(facts, folder)
@@ -71,7 +71,7 @@ def metrics_of(folder: Path, facts: ExportFacts) -> dict[str, Any]:
     """The user's own torchmetrics by name."""
     with _told(folder):
         plugin, section = _weights.section_of(facts, folder)
-        make = getattr(plugin, "metrics", None)
+        make = plugins.hook("models", facts.model["kind"], "metrics")
         return make(section, facts.spec) if make else {}
 
 

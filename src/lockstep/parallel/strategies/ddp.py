@@ -3,13 +3,18 @@
 S. Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
 """
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from pydantic import Field
 
-from lockstep.base.config import PluginSection
+from lockstep.parallel.strategy_config import StrategySection
 
 
-class Config(PluginSection):
+class Config(StrategySection):
     """Every process holds the whole model and runs its share of the shards."""
+
+    FOR_ANY_MODEL: ClassVar[Mapping[str, Any]] = {"find_unused": True}
 
     bucket_mb: float = Field(25.0, ge=1e-4, le=2**16)
     """Gradients are exchanged in buckets of about this many MiB."""

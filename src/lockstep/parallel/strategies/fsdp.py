@@ -4,20 +4,20 @@ Y. Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel
 `fully_shard`, by rows of each parameter.
 """
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lockstep.base.config import PluginSection
 from lockstep.parallel.strategies._torch_version import require_torch
-
-FILLS = True
-"""A model may come without its weights: this strategy asks for them."""
+from lockstep.parallel.strategy_config import StrategySection
 
 
-class Config(PluginSection):
+class Config(StrategySection):
     """Every process holds a part of each weight, its gradient and its optimizer state: 1/W of the memory of ddp, for
     gathering the weights in every forward and backward pass."""
+
+    FILLS: ClassVar[bool] = True
 
     reshard: bool = True
     """Give a block's weights back after its forward pass and gather them again for the backward pass; false keeps them
@@ -36,6 +36,16 @@ class Config(PluginSection):
         require_torch("2.13", self.kind)
         return self
 
-    def numeric(self, _: int) -> dict[str, Any]:
+    def numeric(self, processes: int) -> dict[str, Any]:
         """The settings that change bits, for so many processes."""
         return {} if self.gather == "fp32" else {"gather": self.gather}
+
+    def contradictions(self, precision: str) -> Iterator[tuple[str, str]]:
+        """Weights that are gathered in bf16 are computed with in bf16."""
+        if self.gather == "bf16" and precision != "bf16":
+            what = f"weights gathered in bf16 are computed with in bf16, but train.precision={precision}"
+            yield "gather", f"{what}; set train.precision=bf16 or parallel.gather=fp32"
+
+    def fitted(self, processes: int) -> Self:
+        """Without replicas, where so many processes cannot form them."""
+        return self.model_copy(update={"replicas": 1}) if processes % self.replicas else self

@@ -8,18 +8,15 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lockstep.base.config import PluginSection
 from lockstep.parallel.strategies._torch_version import require_torch
-
-FILLS = True
-"""A model may come without its weights: this strategy asks for them."""
+from lockstep.parallel.strategy_config import StrategySection
 
 
-class Config(PluginSection):
+class Config(StrategySection):
     """Every process holds some of the model's blocks: weights never travel, only what one block gives the next."""
 
+    FILLS: ClassVar[bool] = True
     SHARES_SHARDS: ClassVar[bool] = True
-    """Several processes run the same micro-batches together."""
 
     stages: Annotated[int, Field(ge=1, le=2**16)] | Literal["auto"] = "auto"
     """Processes that share a model; the others form replicas of it. auto: as many of the processes as the model has
@@ -36,3 +33,9 @@ class Config(PluginSection):
     def _torch_is_new_enough(self) -> Self:
         require_torch("2.13", self.kind)
         return self
+
+    def fitted(self, processes: int) -> Self:
+        """With as many stages as the model has blocks for, where so many processes cannot form those of the config."""
+        stages = self.stages if self.cut == "auto" else len(self.cut) + 1
+        is_odd = stages != "auto" and processes % stages
+        return self.model_copy(update={"stages": "auto", "cut": "auto"}) if is_odd else self

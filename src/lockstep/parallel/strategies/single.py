@@ -1,7 +1,11 @@
 """One process: the plain loop that every other strategy must equal."""
 
-from lockstep.base.config import PluginSection
+from typing import ClassVar
+
+from lockstep.parallel.strategy_config import StrategySection
 
 
-class Config(PluginSection):
+class Config(StrategySection):
     """One process runs every shard."""
+
+    MOST_PROCESSES: ClassVar[int | None] = 1

@@ -8,16 +8,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lockstep.base.config import PluginSection
+from lockstep.parallel.strategy_config import StrategySection
 
 
-class Config(PluginSection):
+class Config(StrategySection):
     """Every process holds a part of each large layer (some heads, some columns), its gradient and its optimizer state,
     for an exchange of activations after every attention and MLP, in both passes. Needs a model with a plan, such as
     Llama, Qwen2 or Mistral."""
 
     SHARES_SHARDS: ClassVar[bool] = True
-    """Several processes run the same micro-batches together."""
+    HAS_COMMON_BITS: ClassVar[bool] = False
 
     size: Annotated[int, Field(ge=1, le=2**16)] | Literal["all"] = "all"
     """Processes that share a model; the others form replicas of it. A layer's sums are split between them, so the last

@@ -33,7 +33,7 @@ def timed_strategies(
     return memory to the system come first, since the others keep it.
     """
     found = {}
-    for name in sorted(names, key=lambda name: not getattr(plugins.find("parallel.strategies", name), "FILLS", False)):
+    for name in sorted(names, key=lambda name: not plugins.find("parallel.strategies", name).Config.FILLS):
         trial = shortened(recipe).model_copy(update={"parallel": section_of(recipe, name)})
         with suppress(LockstepError):  # its forecast will say why
             found[name] = step_seconds(trial, world, device, seconds=seconds)

@@ -10,13 +10,12 @@ from typing import Any
 import psutil
 
 from lockstep.base import plugins
-from lockstep.base.config import PluginSection
 from lockstep.base.errors import UserError
 from lockstep.checkpoint.layout import listed, step_of
+from lockstep.parallel.strategy_config import StrategySection
 from lockstep.run.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
-from lockstep.tools.prove.strategy_choice import fitting
 from lockstep.tools.trials import TrialFailed
 
 
@@ -87,7 +86,7 @@ class ProofRuns:
             raise self._failure(start, run, code)
         return run
 
-    def spread(self, name: str, processes: int, parallel: PluginSection) -> ProofRun | str:
+    def spread(self, name: str, processes: int, parallel: StrategySection) -> ProofRun | str:
         """Run to the end with another strategy -> the run, or why the strategy refuses it. Raises TrialFailed."""
         start = RunVariant(name=name, processes=processes, task=self.task, changes={}, parallel=parallel)
         code, run = self.ended(start)
@@ -152,7 +151,7 @@ class RunVariant:
     task: ProofRequest
     changes: Mapping[str, Mapping[str, Any]]
     """Settings by section and name that differ from the proof's other runs."""
-    parallel: PluginSection | None = None
+    parallel: StrategySection | None = None
     """Another strategy than the recipe's."""
 
     def __str__(self) -> str:
@@ -174,6 +173,6 @@ def varied(recipe: Recipe, folder: Path, *, start: RunVariant, steps: int) -> Re
     parallel = start.parallel or recipe.parallel
     if start.task.inspect:
         parallel = plugins.find("parallel.strategies", "single").Config(kind="single")
-    elif parallel.kind == "single" and start.processes > 1 or start.task.is_traced:  # a trace sees whole weights
+    elif start.processes > (parallel.MOST_PROCESSES or start.processes) or start.task.is_traced:  # of whole weights
         parallel = plugins.find("parallel.strategies", "ddp").Config(kind="ddp", find_unused=True)
-    return trials.varied(recipe, sections, parallel=fitting(parallel, start.processes))
+    return trials.varied(recipe, sections, parallel=parallel.fitted(start.processes))

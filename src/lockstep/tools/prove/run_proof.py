@@ -17,11 +17,11 @@ import psutil
 import torch
 from rich.console import Console
 
-from lockstep.base.config import PluginSection
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.base.world import cores
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.data.sampler import EvaluationRequests
+from lockstep.parallel.strategy_config import StrategySection
 from lockstep.run import build
 from lockstep.run.build import Data
 from lockstep.run.recipe import Recipe
@@ -160,9 +160,10 @@ class Proof:
             return ProofRow(what=what, how="", result="not shown", cause=f"{kind} refuses this run: {run}")
         return self.row(what, self.how, label=kind, run=run, cause=partial(self.cause_with, kind, run))
 
-    def spread(self, kind: str, processes: int, section: PluginSection) -> ProofRun | str:
+    def spread(self, kind: str, processes: int, section: StrategySection) -> ProofRun | str:
         """The run with another strategy, or why it refuses."""
-        is_own = kind == self.recipe.parallel.kind or (kind == "ddp" and self.recipe.parallel.kind == "single")
+        stand_in = "ddp" if self.recipe.parallel.MOST_PROCESSES == 1 else self.recipe.parallel.kind  # see proof_runs
+        is_own = kind in (self.recipe.parallel.kind, stand_in)
         if is_own and processes in self.done:
             return self.done[processes]
         return self.runs.spread(f"{kind}-{processes}", processes, section)
@@ -281,7 +282,7 @@ class Proof:
         """Why a run with another strategy differs."""
         if known := self.known(run, found):
             return known
-        if kind != "single" and (plain := apart(self.on(1), self.on(2))) is not None:
+        if strategy_choice.processes_of(kind) > 1 and (plain := apart(self.on(1), self.on(2))) is not None:
             return f"W = 2 differs with parallel.kind={self.recipe.parallel.kind}, too: {self.cause(2, plain)}"
         return f"nothing in the model's code is known that would do it, and {kind} alone differs: please report it"
 

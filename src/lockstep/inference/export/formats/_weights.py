@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lockstep.base import plugins, storage, trust
-from lockstep.base.config import PluginSection
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Model
 from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.models._model_config import ModelSection
 
 FILE = "model.safetensors"
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -24,14 +24,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return getattr(model, "network", model)
 
 
-def section_of(facts: ExportFacts, folder: Path) -> tuple[Any, PluginSection]:
+def section_of(facts: ExportFacts, folder: Path) -> tuple[Any, ModelSection]:
     """The model's plugin and section, as it lies in an export; from now on its code runs only where it is known."""
     trust.guard(folder)
     plugin = plugins.implementation("models", facts.model["kind"])
     section = dict(facts.model)
     if "file" in section:
         section["file"] = folder / section["file"]
-    if hasattr(plugin, "tokenizer"):
+    if plugin.Config.TAKES_TOKENS:
         section["name"] = str(folder)
     return plugin, plugin.Config.model_validate(section)
 
@@ -39,9 +39,9 @@ def section_of(facts: ExportFacts, folder: Path) -> tuple[Any, PluginSection]:
 def rebuilt(facts: ExportFacts, folder: Path) -> Model:
     """Untrained, of the export's dtype, in evaluation mode; fp32 is also what was built in double precision."""
     plugin, section = section_of(facts, folder)
-    if facts.model["kind"] != "user":  # a user's own build() may do anything
+    if section.code is None:  # a user's own build() may do anything
         _check_size(facts, folder)
-    from_config = getattr(plugin, "from_config", None)
+    from_config = plugins.hook("models", facts.model["kind"], "from_config")
     model: Model = from_config(folder) if from_config else plugin.build(section, facts.spec)
     is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
     return (model if is_double and facts.dtype == "fp32" else model.to(TORCH_DTYPES[facts.dtype])).eval()
@@ -51,7 +51,7 @@ def _check_size(facts: ExportFacts, folder: Path) -> None:
     """Raise ModelError for a model that is larger than the file of its weights: settings in a file may say anything,
     and memory for it would be taken before the weights are looked at."""
     plugin, section = section_of(facts, folder)
-    from_config = getattr(plugin, "from_config", None)
+    from_config = plugins.hook("models", facts.model["kind"], "from_config")
     with torch.device("meta"):
         model: Model = from_config(folder) if from_config else plugin.build(section, facts.spec)
     check_numbers(model, [folder / facts.file])
@@ -69,8 +69,7 @@ def check_numbers(model: nn.Module, weights: Iterable[Path]) -> None:
 
 def save_config(model: Model, facts: ExportFacts, folder: Path) -> None:
     """What `rebuilt` needs beside the facts, for models whose shape is not all in their section."""
-    save = getattr(plugins.implementation("models", facts.model["kind"]), "save_config", None)
-    if save:
+    if save := plugins.hook("models", facts.model["kind"], "save_config"):
         save(model, folder)
 
 

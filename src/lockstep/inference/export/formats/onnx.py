@@ -13,6 +13,7 @@ from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.export.formats._graph import Traceable, cannot_be_traced, inputs_of, moving_dimensions, silence
 
 DTYPES = ("fp32", "fp16", "int8")
+PROGRAM = None
 FILE = "model.onnx"
 
 

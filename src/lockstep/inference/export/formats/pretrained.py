@@ -11,6 +11,7 @@ from lockstep.inference.export.formats import _weights
 
 FILE = _weights.FILE
 DTYPES = ("fp32", "fp16", "bf16")
+PROGRAM = None
 
 LOADER = '''"""Loads the exported model: `python loader.py` prints it; `load()` returns it, ready to predict."""
 
@@ -31,9 +32,8 @@ if __name__ == "__main__":
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
     """With save_pretrained() where the model has it, else as safetensors with a loader."""
-    own = plugins.implementation("models", facts.model["kind"])
-    if hasattr(own, "save"):
-        own.save(model, folder)
+    if save := plugins.hook("models", facts.model["kind"], "save"):
+        save(model, folder)
         return
     _weights.write(model, facts, folder)
     if not (folder / "loader.py").exists():  # a user's own code may be called so
@@ -42,9 +42,11 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
     """With from_pretrained() where the model has it."""
-    own = plugins.implementation("models", facts.model["kind"])
-    if hasattr(own, "read_back"):
-        with torch.device("meta"):
-            shape = own.from_config(folder)
-        _weights.check_numbers(shape, sorted(folder.glob("*.safetensors")))
-    return own.read_back(folder).eval() if hasattr(own, "read_back") else _weights.read(folder, facts)
+    read_back = plugins.hook("models", facts.model["kind"], "read_back")
+    if read_back is None:
+        return _weights.read(folder, facts)
+    with torch.device("meta"):
+        shape = plugins.hook("models", facts.model["kind"], "from_config")(folder)
+    _weights.check_numbers(shape, sorted(folder.glob("*.safetensors")))
+    found: Model = read_back(folder)
+    return found.eval()

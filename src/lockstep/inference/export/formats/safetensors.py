@@ -8,6 +8,7 @@ from lockstep.inference.export.formats import _weights
 
 FILE = _weights.FILE
 DTYPES = ("fp32", "fp16", "bf16")
+PROGRAM = None
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:

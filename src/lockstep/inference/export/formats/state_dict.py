@@ -11,6 +11,7 @@ from lockstep.inference.export.formats._weights import rebuilt, save_config, unw
 
 FILE = None  # export.file names it
 DTYPES = ("fp32", "fp16", "bf16")
+PROGRAM = None
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
