@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from lockstep.base import plugins
+from lockstep.base.contracts import HOOKS
 
 ROOT = pathlib.Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = [
@@ -174,3 +175,26 @@ def test_a_name_stands_for_one_thing():
 
 def is_typed(module):
     return module.rpartition(".")[0].replace(".", "/") in [*FAMILIES, "run/tasks"]
+
+
+def test_contracts_are_declared():
+    """What a plugin may have is asked of its Config, or of plugins.hook(); a kind is not compared with a name."""
+    names = "|".join(name for family in plugins.FAMILIES.values() for name in plugins.names(family))
+    asked = re.compile(
+        r"(getattr|hasattr)\((?!plugins\.load_file)(plugins?\b|own\b|recipe\.(model|data|parallel|launch)\b|section, \")"
+    )
+    compared = re.compile(rf'(model|data|parallel|launch)\.kind (==|!=|in) \(?"({names})"')
+    wrong = [
+        f"{module}: {line.strip()}"
+        for module, path in MODULES.items()
+        for line in path.read_text().splitlines()
+        if asked.search(line) or compared.search(line)
+    ]
+    assert wrong == []
+
+
+def test_every_hook_is_somebodys():
+    """A hook that no plugin has is no contract any more."""
+    for family, hooks in HOOKS.items():
+        found = {hook for name in plugins.names(family) for hook in hooks if plugins.hook(family, name, hook)}
+        assert found == set(hooks)
