@@ -181,7 +181,7 @@ def test_contracts_are_declared():
     """What a plugin may have is asked of its Config, or of plugins.hook(); a kind is not compared with a name."""
     names = "|".join(name for family in plugins.FAMILIES.values() for name in plugins.names(family))
     asked = re.compile(
-        r"(getattr|hasattr)\((?!plugins\.load_file)(plugins?\b|own\b|recipe\.(model|data|parallel|launch)\b|section, \")"
+        r"(getattr|hasattr)\((?!plugins\.load_file)(plugins?\b|own\b|(recipe\.(model|data|parallel|launch)|section), \")"
     )
     compared = re.compile(rf'(model|data|parallel|launch)\.kind (==|!=|in) \(?"({names})"')
     wrong = [
