@@ -3,7 +3,7 @@ rem [set CONFIG=my.yaml] scripts\run_ddp.bat [GPUS] [section.key=value ...]     
 setlocal
 rem the active environment, else .venv: the first Python that has Lockstep
 for %%p in (python "%~dp0..\.venv\Scripts\python.exe") do (
-  %%p -c "from importlib.util import find_spec as find; exit(not (find('lockstep.worker') and find('torch')))" >nul 2>nul && (
+  %%p -c "from importlib.util import find_spec as find; exit(not (find('lockstep.run.worker') and find('torch')))" >nul 2>nul && (
     %%p "%~dp0run_ddp.py" %*
     goto end
   )
