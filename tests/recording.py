@@ -24,7 +24,7 @@ NUMBERED = '''
 import numpy as np
 
 from lockstep.data.in_memory import Images
-from lockstep.data.sources import digits
+from lockstep.data.sources import _digits as digits
 
 
 class Numbered:

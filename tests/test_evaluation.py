@@ -23,7 +23,7 @@ from lockstep.base.errors import ConfigError, DataError, ModelError
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
 from lockstep.data.in_memory import Texts
-from lockstep.data.sources import digits
+from lockstep.data.sources import _digits as digits
 from lockstep.inference import trained_model
 from lockstep.inference.evaluate import evaluate_model, evaluation_page, evaluation_report
 from lockstep.inference.evaluate import figures as drawing

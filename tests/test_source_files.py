@@ -10,8 +10,8 @@ from pyarrow import parquet
 
 from lockstep.base.errors import DataError
 from lockstep.data import columns as tables
-from lockstep.data import images
-from lockstep.data.sources import files
+from lockstep.data import data_config, images
+from lockstep.data.sources import _files as files
 
 WORDS = [("good", "yes"), ("bad", "no"), ("fine", "yes"), ("awful", "no")]
 
@@ -172,7 +172,7 @@ def test_images_of_any_mode_become_bytes(*, tmp_path, mode, value, expected):
     path = tmp_path / "a.png"
     picture(mode=mode, value=value).save(path)
     for channels in (1, 3):
-        section = images.ImageSection(kind="x", channels=channels)
+        section = data_config.ImageSection(kind="x", channels=channels)
         for file in (path, path.read_bytes()):
             found, _ = images.decode([file], 1, section, like=[file], place=str)
             assert found.shape == (1, channels, 4, 6)
@@ -183,7 +183,7 @@ def test_photos_are_turned_upright(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     picture(4, 6).save(tmp_path / "a.jpg", exif=exif)
-    section = images.ImageSection(kind="x")
+    section = data_config.ImageSection(kind="x")
     assert images.decode([tmp_path / "a.jpg"], 1, section, like=[tmp_path / "a.jpg"], place=str)[0].shape == (
         1,
         3,

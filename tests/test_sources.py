@@ -20,7 +20,9 @@ from PIL import Image
 from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError
 from lockstep.data import huggingface
-from lockstep.data.sources import ag_news, hub, mnist
+from lockstep.data.sources import _ag_news as ag_news
+from lockstep.data.sources import _hub as hub
+from lockstep.data.sources import _mnist as mnist
 
 SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="real MNIST and AG News are not at hand")

@@ -11,8 +11,9 @@ from rich.text import Text
 
 from lockstep.base.errors import DataError, printable
 from lockstep.base.escaping import EscapingConsole, named
-from lockstep.data.images import ImageSection, decode
-from lockstep.data.sources import files
+from lockstep.data.data_config import ImageSection
+from lockstep.data.images import decode
+from lockstep.data.sources import _files as files
 from lockstep.inference.evaluate import evaluation_table
 from lockstep.observe.sinks.progress import readable
 

@@ -5,14 +5,16 @@ from collections.abc import Callable
 from functools import partial, wraps
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from lockstep.base import ctrl_c, user_code
 from lockstep.base.errors import LockstepError, printable
 from lockstep.base.escaping import EscapingConsole
-from lockstep.run import recipe as recipes
+
+if TYPE_CHECKING:
+    from lockstep.run.recipe import Recipe
 
 console = EscapingConsole(highlight=False, markup=False, emoji=False)  # a path may hold [x] or :100:
 
@@ -37,8 +39,10 @@ def versions() -> str:
     return f"lockstep {version('lockstep-train')}, torch {version('torch')}, Python {platform.python_version()}"
 
 
-def settled(path: Path, overrides: list[str] | None, *, trusts: bool) -> recipes.Recipe:
-    """A config whose code may be executed."""
+def settled(path: Path, overrides: list[str] | None, *, trusts: bool) -> "Recipe":
+    """The recipe of a config file whose code may be executed."""
+    from lockstep.run import recipe as recipes
+
     recipe = recipes.load(path, overrides or [])
     recipes.settle_trust(recipe, path, trusts=trusts)
     return recipe

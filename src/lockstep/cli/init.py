@@ -10,7 +10,6 @@ from rich.table import Table
 from lockstep.base import config, plugins, storage
 from lockstep.base.errors import ConfigError
 from lockstep.cli._common import console, honest
-from lockstep.run import recipe as recipes
 
 
 @honest
@@ -23,6 +22,8 @@ def command(
     if lists:
         _show_tasks()
         return
+    from lockstep.run import recipe as recipes
+
     target = to or Path(f"{task}.yaml")
     code = target.with_suffix(".py")
     template = recipes.template(task)
@@ -51,6 +52,8 @@ def _refuse_to_overwrite(folder: Path, wanted: Iterable[Path]) -> None:
 
 
 def _show_tasks() -> None:
+    from lockstep.run import recipe as recipes
+
     table = Table("task", "what it is", "model")
     for name in plugins.names("data.sources"):
         section = recipes.starter(name)

@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, honest
-from lockstep.run import recipe as recipes
 
 
 @honest
@@ -28,6 +27,8 @@ def command(
 
     On several machines: set launch.nodes, and give the same command on each, with --rendezvous and --node-rank.
     """
+    from lockstep.run import recipe as recipes
+
     recipe = recipes.load(path, overrides or [])
     passed_on = recipes.passed_on(recipe) if dry_run else recipes.settle_trust(recipe, path, trusts=trust_code)
     from lockstep.launch import launch_run

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import pooch
-from pydantic import Field
+import platformdirs
+from pydantic import Field, PositiveInt
 
 from lockstep.base.config import MANY, LocalPath, PluginSection
 
@@ -46,7 +46,7 @@ class DataSection(PluginSection):
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """What becomes of a sample that cannot be read: it ends the run, or is left out of its micro-batch, the same one on
     any number of processes. The run warns of each, and lists them in summary.json."""
-    cache: LocalPath = pooch.os_cache("lockstep")
+    cache: LocalPath = platformdirs.user_cache_path("lockstep")
     """Folder for tokens and other things that can be made again; may be deleted at any time."""
 
     @property
@@ -72,3 +72,12 @@ class DataSection(PluginSection):
     def modality(self) -> str:
         """What a sample is, as far as the settings tell before any data is read: "image", "text", or "any"."""
         return "any"
+
+
+class ImageSection(DataSection):
+    """The settings of sources whose images come as files."""
+
+    image_size: tuple[PositiveInt, PositiveInt] | None = None
+    """Height and width every image is scaled to; by default all images must have the size of the first."""
+    channels: Literal[1, 3] = 3
+    """1 makes all images grey, 3 makes them red, green, blue."""

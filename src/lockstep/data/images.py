@@ -5,16 +5,14 @@ import warnings
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import psutil
 from PIL import Image, ImageOps
-from pydantic import PositiveInt
 
 from lockstep.base.errors import DataError
 from lockstep.data.columns import Place
-from lockstep.data.data_config import DataSection
+from lockstep.data.data_config import ImageSection
 
 MOST_PIXELS = 64_000_000
 """Of one image: a small file may unpack to gigabytes."""
@@ -25,15 +23,6 @@ ImageFile = Path | bytes | None
 
 class TooLarge(DataError):
     """An image of more pixels than may be unpacked."""
-
-
-class ImageSection(DataSection):
-    """The settings of sources whose images come as files."""
-
-    image_size: tuple[PositiveInt, PositiveInt] | None = None
-    """Height and width every image is scaled to; by default all images must have the size of the first."""
-    channels: Literal[1, 3] = 3
-    """1 makes all images grey, 3 makes them red, green, blue."""
 
 
 def decode(

@@ -1,34 +1,11 @@
-"""MNIST: 60,000 training and 10,000 test images of handwritten digits, 28x28, from IDX files."""
+"""Settings of MNIST."""
 
-import gzip
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-import pooch
-import requests
-
 from lockstep.base.config import LocalPath
-from lockstep.base.errors import DataError
 from lockstep.data.data_config import DataSection, Origin
-from lockstep.data.in_memory import Images
-
-MIRRORS = (
-    "https://ossci-datasets.s3.amazonaws.com/mnist/",
-    "https://storage.googleapis.com/cvdf-datasets/mnist/",
-)
-MD5 = {
-    "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-    "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-    "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-    "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-}
-"""Of the official archives; only what is fetched is checked by them, files at hand may be packed anew."""
-CONNECT_SECONDS, READ_SECONDS = 2.0, 30.0
-IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
-MEND = "it is damaged or not MNIST; replace it, or remove it to have it fetched"
 
 
 class Config(DataSection):
@@ -49,80 +26,3 @@ class Config(DataSection):
 
     def origin(self) -> Origin:
         return Origin(name="MNIST", hub="ylecun/mnist")
-
-
-def build(config: Config, split: str) -> Images:
-    """The "train" or "test" split, uint8 [N, 1, 28, 28].
-
-    Source: Y. LeCun, C. Cortes, C. Burges; the form is described at yann.lecun.com/exdb/mnist.
-    Raises DataError for damaged files, or when they are neither there nor can be fetched.
-    """
-    stem = "train" if split == "train" else "t10k"
-    archives = [f"{stem}-images-idx3-ubyte.gz", f"{stem}-labels-idx1-ubyte.gz"]
-    if not all(_find(config.root, archive) for archive in archives):
-        _fetch(config.root)
-    images_file, labels_file = (_find(config.root, a) or config.root / "mnist" / a for a in archives)
-    images = _read(images_file, IMAGES_MAGIC, (28, 28))
-    labels = _read(labels_file, LABELS_MAGIC, ())
-    if len(images) != len(labels):
-        raise DataError(
-            f"{images_file} holds {len(images)} images, but {labels_file} {len(labels)} labels: they do not "
-            f"belong together; replace both, or remove both to have them fetched"
-        )
-    if labels.max(initial=0) > 9:
-        raise DataError(f"{labels_file} holds the label {labels.max()}, but digits are 0 to 9: {MEND}")
-    return Images(images[:, None], labels, [str(digit) for digit in range(10)])
-
-
-def _find(root: Path, archive: str) -> Path | None:
-    places = [folder / name for folder in (root / "mnist", root) for name in (archive, archive.removesuffix(".gz"))]
-    return next((path for path in places if path.is_file()), None)
-
-
-def _fetch(root: Path) -> None:
-    """Download what is missing of the four files; each is whole and of the right checksum, or not there."""
-    for archive in MD5:
-        if not _find(root, archive):
-            _fetch_one(root / "mnist", archive)
-
-
-def _fetch_one(folder: Path, archive: str) -> None:
-    downloader = pooch.HTTPDownloader(timeout=(CONNECT_SECONDS, READ_SECONDS))
-    reasons = []
-    for mirror in MIRRORS:
-        try:
-            pooch.retrieve(mirror + archive, f"md5:{MD5[archive]}", archive, folder, downloader=downloader)
-        except (OSError, ValueError) as error:  # no network, a full disk; a wrong checksum
-            reasons.append(f"{mirror}: {_short(error)}")
-            if isinstance(error, requests.ConnectTimeout):
-                break  # packets vanish: each address costs CONNECT_SECONDS, and the next mirror has as many
-        else:
-            return
-    raise DataError(
-        f"MNIST is not there and cannot be fetched: put {', '.join(MD5)} (or the same unpacked, without "
-        f".gz) into {folder}, or set data.root to their folder ({'; '.join(reasons)})"
-    )
-
-
-def _short(error: Exception) -> str:
-    if isinstance(error, requests.ConnectionError):
-        return "cannot be reached"
-    return str(error).partition("\n")[0]
-
-
-def _read(path: Path, magic: int, shape: tuple[int, ...]) -> np.ndarray:
-    """An IDX file as uint8 [N, *shape]: magic number, N and shape, big-endian int32, then the bytes."""
-    try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read ({error}): {MEND}") from error
-    head = 4 * (2 + len(shape))
-    found_magic, count, *found = np.frombuffer(data[:head].ljust(head, b"\0"), dtype=">i4").tolist()
-    if len(data) < head or found_magic != magic:
-        raise DataError(f"{path} does not begin with an IDX header of magic number {magic}: {MEND}")
-    if tuple(found) != shape:
-        raise DataError(f"{path} holds images of {found[0]}x{found[1]}, not {shape[0]}x{shape[1]}: {MEND}")
-    size = head + count * int(np.prod(shape))
-    if len(data) != size:
-        raise DataError(f"{path} is {len(data)} bytes long unpacked, but its header says {size}: {MEND}")
-    return np.frombuffer(data, dtype=np.uint8, offset=head).reshape(count, *shape)

@@ -13,7 +13,7 @@ from lockstep.data.columns import positions
 from lockstep.data.dataset import Subset
 from lockstep.data.images import pixels_of
 from lockstep.data.in_memory import Texts
-from lockstep.data.sources import files
+from lockstep.data.sources import _files as files
 from lockstep.data.token_cache import Tokens
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from pyarrow import csv, parquet
 
 from lockstep.base.errors import DataError
-from lockstep.data.sources.files import IMAGE_SUFFIXES
+from lockstep.data.sources._files import IMAGE_SUFFIXES
 
 ROWS = 512
 """Of a chunk: the rows that one process predicts at a time, and the most that a killed one loses. The same for any
