@@ -290,16 +290,16 @@ def test_an_ended_command_goes_on(predict, images_model, photos):
     workers[0].kill()
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    said = process.communicate(timeout=20)[0]
+    said = process.communicate(timeout=60)[0]
     assert "a process was killed by SIGKILL: another one takes its place" in said
     assert process.returncode == 75 and say in said, said
     assert "Traceback" not in said and "Warning" not in said
-    assert not psutil.wait_procs(workers, timeout=3)[1]
+    assert not psutil.wait_procs(workers, timeout=10)[1]
 
     process, workers = begun(images_model, photos, "--out", out, "--processes", 2)
     process.kill()
-    assert "resuming: " in process.communicate(timeout=20)[0]
-    assert not psutil.wait_procs(workers, timeout=3)[1]
+    assert "resuming: " in process.communicate(timeout=60)[0]
+    assert not psutil.wait_procs(workers, timeout=10)[1]
 
     with asked_to_end_soon():
         assert say in predict(images_model, photos, "--out", out, code=75)

