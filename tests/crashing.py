@@ -1,6 +1,6 @@
 """Kills a training process at every file operation of a save, one after the other; each time the run is resumed.
 
-python crashing.py FOLDER WORLD VICTIM: prints a line of JSON per point tried. Processes are forked from this one, in
+python crashing.py FOLDER WORLD VICTIM EVERY: prints a line of JSON per point tried, one of EVERY. Processes are forked from this one, in
 which everything has been imported once.
 """
 
@@ -174,10 +174,10 @@ def point(folder, world, victim, last):
     }
 
 
-def main(folder, world, victim):
+def main(folder, world, victim, every):
     last = 0
     while True:
-        last += 1
+        last += int(every)
         found = point(pathlib.Path(folder) / f"point-{last}", int(world), int(victim), last)
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()

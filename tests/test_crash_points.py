@@ -11,9 +11,9 @@ import pytest
 SCRIPT = pathlib.Path(__file__).parent / "crashing.py"
 
 
-def tried(folder, world, victim):
-    """Every point, as crashing.py tells it, and the digest of the run that was not killed."""
-    command = [sys.executable, str(SCRIPT), str(folder), str(world), str(victim)]
+def tried(folder, world, victim, every=1):
+    """One of `every` points, as crashing.py tells it, and the digest of the run that was not killed."""
+    command = [sys.executable, str(SCRIPT), str(folder), str(world), str(victim), str(every)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=550, env=environment, check=False)
     assert done.returncode == 0, done.stderr
@@ -33,11 +33,18 @@ def check(points, digest):
     return kinds
 
 
+def test_killed_at_some_file_operations(tmp_path):
+    points, digest = tried(tmp_path, 1, 0, every=5)
+    check(points, digest)
+    assert len(points) > 5
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     return tried(tmp_path_factory.mktemp("alone"), 1, 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_killed_at_every_file_operation(alone):
     points, digest = alone

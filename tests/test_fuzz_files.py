@@ -18,6 +18,8 @@ from lockstep.inference import trained_model
 
 SEED = 20261
 INPUTS = {"checkpoint": 40, "run folder": 30, "job file": 20, "export": 50}
+QUICK = 3
+"""Of so many damages, one is tried in the quick tests, all in the matrix."""
 EXPORTS = ("safetensors", "state_dict", "torch_export")
 CONFIG = """
 run: {dir: runs, name: one}
@@ -148,10 +150,16 @@ def opened(path):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", INPUTS)
-def test_every_damage_is_answered(commands, valid, answers, tmp_path, what):
+@pytest.mark.parametrize(
+    ("what", "count"),
+    [
+        *((what, count // QUICK) for what, count in INPUTS.items()),
+        *(pytest.param(what, count, marks=pytest.mark.matrix) for what, count in INPUTS.items()),
+    ],
+)
+def test_every_damage_is_answered(commands, valid, answers, tmp_path, what, count):
     chance, bad = random.Random(f"{SEED} {what}"), []
-    for number in range(INPUTS[what]):
+    for number in range(count):
         folder = tmp_path / str(number)
         shutil.copytree(valid / "runs", folder / "runs")
         shutil.copy(valid / "c.yaml", folder)

@@ -90,6 +90,7 @@ def survives(folder, kills, data):
         assert found[name] == expected[name], name
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_two_kills(tmp_path):
     survives(tmp_path, 2, DIGITS)

@@ -205,7 +205,7 @@ def survived(folder, seconds):
 
 @pytest.mark.timeout(500)
 def test_a_short_soak(tmp_path):
-    survived(tmp_path, 30)
+    survived(tmp_path, 8)
 
 
 @pytest.mark.soak

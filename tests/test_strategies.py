@@ -42,6 +42,7 @@ LAYOUTS = {
     "tensor": [],
 }
 """Strategy -> (processes, settings); a mesh of 2 x 2 among them. tensor keeps to a tolerance: see test_tensor.py."""
+assert LAYOUTS.keys() == set(plugins.names("parallel.strategies"))
 
 
 class Network(Model):
@@ -143,14 +144,20 @@ def trained(task, kind, config, train):
 
 
 RECOMPUTED, SCALED = {"precision": "bf16", "recompute": True}, {"precision": "fp16"}
-EVERY = [pytest.param(task, train, marks=pytest.mark.matrix) for task in TASKS for train in ({}, RECOMPUTED, SCALED)]
+FEW = {"ddp": [(3, {})], "fsdp": [(2, {})], "pipeline": [(2, {"schedule": "interleaved"})]}
+EVERY = [
+    pytest.param(task, train, LAYOUTS, marks=pytest.mark.matrix) for task in TASKS for train in ({}, RECOMPUTED, SCALED)
+]
 
 
-@pytest.mark.parametrize(("task", "train"), [("images", {}), ("images", SCALED), ("texts", RECOMPUTED), *EVERY])
-def test_every_strategy_gives_the_bits_of_one_process(ranks, task, train):
+@pytest.mark.parametrize(
+    ("task", "train", "layouts"),
+    [("images", {}, LAYOUTS), ("images", SCALED, FEW), ("texts", RECOMPUTED, FEW), *EVERY],
+)
+def test_every_strategy_gives_the_bits_of_one_process(ranks, task, train, layouts):
     (expected,) = ranks(1, trained, task, "single", {}, train)
-    for kind in plugins.names("parallel.strategies"):
-        for world, config in LAYOUTS[kind]:
+    for kind in layouts:
+        for world, config in layouts[kind]:
             for rank, found in enumerate(ranks(world, trained, task, kind, config, train)):
                 for number, (one, other) in enumerate(zip(found, expected, strict=True)):
                     assert one == other, (kind, world, config, rank, number)
@@ -191,8 +198,8 @@ def test_gathering_in_bf16_is_told_and_does_not_depend_on_the_world(ranks):
     settings = {"gather": "bf16"}
     assert plugins.find("parallel.strategies", "fsdp").Config(kind="fsdp", **settings).numeric(2) == {"gather": "bf16"}
     (expected,) = ranks(1, trained, "texts", "single", {}, {})
-    found = [ranks(world, trained, "texts", "fsdp", settings, {})[0] for world in (2, 3, 4)]
-    assert found[0] == found[1] == found[2] != expected
+    found = [ranks(world, trained, "texts", "fsdp", settings, {})[0] for world in (2, 3)]
+    assert found[0] == found[1] != expected
 
 
 def held_on_rank(kind, config):
