@@ -1,7 +1,9 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` runs every test.
-.PHONY: setup demo test test-matrix test-browser test-slurm soak check format
+.PHONY: setup demo test test-all test-matrix test-browser test-slurm soak check format
 
 BIN := .venv/bin
+# Files of tests are shared out to as many processes as there are cores, at most four: each starts several of its own.
+SHARED_OUT := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 setup:
 	@./setup.sh
@@ -15,7 +17,13 @@ check: setup
 	$(BIN)/mypy
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SHARED_OUT)
+
+# make test, test-browser and test-slurm in one go: what CI runs after `make check`.
+test-all: setup
+	@tests/browser/packages.sh
+	@tests/cluster/packages.sh
+	$(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak"
 
 test-matrix: setup
 	$(BIN)/python -m pytest -m matrix

@@ -117,8 +117,28 @@ class Ranks:
         self.workers = []
 
 
+SLOWEST = (
+    "test_slurm_runs",
+    "test_cluster",
+    "test_prove",
+    "test_estimate",
+    "test_strategies",
+    "test_transformer",
+    "test_nodes",
+)
+"""Files of tests that begin first where several processes share the suite, so that none of them is left for the end."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
+
+
 def pytest_sessionfinish(session, exitstatus):
     """On CI, a test that could have run and was skipped is a failure."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     skips = [report.longrepr[2] for report in reporter.stats.get("skipped", [])] if os.environ.get("CI") else []
     unknown = [text for text in skips if not text.removeprefix("Skipped: ").startswith(SKIPS)]

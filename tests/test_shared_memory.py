@@ -112,9 +112,10 @@ def test_machines_that_do_not_fit_a_table_take_the_wire(ranks, machine_of):
 
 
 def shared_now():
-    """Names in /dev/shm, and what of it this process has open."""
+    """What of /dev/shm this process has open, and the names there that are its own."""
     opened = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    return sorted(name for name in opened if "torch" in name), sorted(p.name for p in Path("/dev/shm").glob("torch*"))
+    named = sorted(path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+    return sorted(name for name in opened if "torch" in name), named
 
 
 def shared_at_rest():
