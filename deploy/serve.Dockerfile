@@ -1,8 +1,8 @@
-# An image that serves an export. From the repository's root:
+# An image that serves an export. Run in the repository root:
 #   docker build --file deploy/serve.Dockerfile --tag lockstep-serve .
 #   docker run --rm --publish 8000:8000 --volume "$PWD/runs/NAME/export:/model:ro" lockstep-serve
-# With the export in it: FROM lockstep-serve, then COPY export /model
-# For processors, which is much smaller; for GPUs: --build-arg TORCH_INDEX=https://pypi.org/simple
+# To include the export in the image: FROM lockstep-serve, then COPY export /model
+# Installs the CPU build of torch, which is much smaller. GPU build: --build-arg TORCH_INDEX=https://pypi.org/simple
 FROM python:3.11-slim
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -12,7 +12,7 @@ LABEL org.opencontainers.image.title="lockstep-serve" \
       org.opencontainers.image.description="An HTTP server for a model that Lockstep has exported" \
       org.opencontainers.image.version="${VERSION}"
 
-# all that a model needs lies in its export: nothing is asked of the hub
+# an export contains everything that its model needs, so access to the hub is disabled
 ENV PYTHONUNBUFFERED=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -23,18 +23,18 @@ RUN groupadd --gid 1000 lockstep \
 
 WORKDIR /opt/lockstep
 
-# what changes seldom comes first: torch by itself and exact, so that nothing else chooses another build ...
+# layers that rarely change come first; torch is installed alone and pinned, so that nothing else selects another build
 COPY constraints.txt ./
 RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" --extra-index-url https://pypi.org/simple \
     --constraint constraints.txt torch
 
-# ... then all else that is needed, with the server's packages and what reads ONNX ...
+# then the other dependencies, including the server's packages and onnxruntime
 COPY pyproject.toml ./
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['serve'], 'onnxruntime', sep='\n')" \
     > requirements.txt \
     && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
 
-# ... and what changes often comes last
+# the source code changes most often, so it comes last
 COPY README.md LICENSE ./
 COPY src ./src
 RUN pip install --no-cache-dir --no-deps . && rm --recursive --force build

@@ -1,7 +1,9 @@
 @echo off
-rem [set CONFIG=my.yaml] scripts\run_ddp.bat [GPUS] [section.key=value ...]     GPUS: all there are; without any, 2 processes
+rem Train with torchrun, one process per GPU.
+rem     [set CONFIG=my.yaml] scripts\run_ddp.bat [GPUS] [section.key=value ...]
+rem GPUS: number of processes; default: all GPUs, or 2 processes if there are none. CONFIG: default examples/mnist.yaml
 setlocal
-rem the active environment, else .venv: the first Python that has Lockstep
+rem use the first Python that has Lockstep: of the active environment, else of .venv
 for %%p in (python "%~dp0..\.venv\Scripts\python.exe") do (
   %%p -c "from importlib.util import find_spec as find; exit(not (find('lockstep.run.worker') and find('torch')))" >nul 2>nul && (
     %%p "%~dp0run_ddp.py" %*

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# [CONFIG=my.yaml] scripts/run_ddp.sh [GPUS] [section.key=value ...]     GPUS: all there are; without any, 2 processes
+# Train with torchrun, one process per GPU.
+#     [CONFIG=my.yaml] scripts/run_ddp.sh [GPUS] [section.key=value ...]
+# GPUS: number of processes; default: all GPUs, or 2 processes if there are none. CONFIG: default examples/mnist.yaml
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-# the active environment, else the one that `make setup` has made: the first Python that has Lockstep
+# use the first Python that has Lockstep: of the active environment, else of the .venv made by `make setup`
 for python in python python3 "$here/../.venv/bin/python"; do
     if "$python" -c 'from importlib.util import find_spec as find; exit(not (find("lockstep.run.worker") and find("torch")))' \
         >/dev/null 2>&1; then

@@ -48,7 +48,7 @@ def example():
             "    sbatch --nodes=4 --gres=gpu:8 examples/slurm/train.slurm CONFIG.yaml",
             "",
             "Edit the lines down to `srun` for your cluster. `lockstep train CONFIG.yaml launch.kind=slurm` writes the same",
-            "script from the config, and hands it in.",
+            "script from the config, and submits it.",
         ],
         options={
             "job-name": "lockstep",
