@@ -8,18 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from lockstep.base import config, plugins, storage
 from lockstep.base.config import PluginSection
 from lockstep.base.errors import LockstepError
 from lockstep.base.events import Bus
 from lockstep.core.host.lifetime import end_family
+from lockstep.core.host.memory_meter import descendants_bytes
 from lockstep.run import build
 from lockstep.run.build import Data
 from lockstep.run.recipe import Recipe
@@ -101,21 +99,11 @@ def _watched(command: Sequence[str], log: Path, look: Callable[[], None]) -> tup
                 look()
                 looks += 1
                 if looks % LOOKS_PER_COUNT == 0:
-                    peak = max(peak, memory_of(launcher.pid))
+                    peak = max(peak, descendants_bytes(launcher.pid))
                 time.sleep(LOOK_SECONDS)
         finally:
             end_family(launcher, grace_seconds=GRACE_SECONDS + 2)
     return launcher.returncode, peak
-
-
-def memory_of(pid: int) -> int:
-    """Bytes that all processes below one hold in memory."""
-    total = 0
-    with suppress(psutil.Error):
-        for process in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.Error):
-                total += process.memory_info().rss
-    return total
 
 
 def prepared(recipe: Recipe) -> Data:

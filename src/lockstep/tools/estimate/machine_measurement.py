@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from lockstep.base import plugins
 from lockstep.base.world import cores
+from lockstep.core.host.memory_meter import available_bytes
 from lockstep.core.reduction.tree import root
 from lockstep.parallel.forecast import Cluster
 from lockstep.parallel.measurements import Measurements, Seconds
@@ -107,7 +107,7 @@ def worth_trying(wish: EstimateOptions, slots: int, *, together: int, facts: Mea
     """Numbers of processes: as many as were measured at once, and those that are asked for on one machine; on a CPU, up
     to twice as many as it has cores for, if memory allows."""
     each = facts.fixed_bytes + 2 * facts.parameter_bytes + facts.optimizer_bytes + facts.step_bytes
-    most = slots if torch.cuda.is_available() else min(2 * slots, psutil.virtual_memory().available // each)
+    most = slots if torch.cuda.is_available() else min(2 * slots, available_bytes() // each)
     asked = {per_machine(world, wish, slots) for world in wish.worlds if world > 1} | {together}
     several = {number for number in asked if 1 < number <= max(most, together)}
     return sorted(several | ({1} & set(wish.worlds)))

@@ -55,7 +55,7 @@ class Measurement:
         recipe, meter = self.recipe, Meter(self.device)
         data = build.open_data(recipe)
         build.measured(recipe, data.test.spec)
-        before = meter.forget()
+        before = meter.reset()
         model = build.build_model(recipe, data.train.spec).to(self.device)
         highest = meter.peak()
         order = self.order(data)
@@ -65,7 +65,7 @@ class Measurement:
         fixed = max(before, meter.now() - held)
         largest = self.largest(data, order, state)
         pass_bytes = passed(state, largest, meter)
-        meter.forget()
+        meter.reset()
         timed = self.timed(state, data, order)
         step_bytes = meter.peak() - fixed - held
         found, uncuttable = self.surveyed(model, largest, state)
@@ -196,7 +196,7 @@ def passed(state: TrainState, micro_batch: MicroBatch, meter: Meter) -> int:
     """The most bytes that a forward and backward pass takes beside what was there."""
     alone, found = replace(micro_batch, present=frozenset([micro_batch.shard])), 0
     for _ in range(PASSES):
-        before = meter.forget()
+        before = meter.reset()
         state.strategy.forward_backward([alone])
         found = max(found, meter.peak() - before)
         state.optimizer.zero_grad(set_to_none=True)

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from rich.console import Console
 
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.base.world import cores
+from lockstep.core.host.memory_meter import available_bytes
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.data.sampler import EvaluationRequests
 from lockstep.parallel.strategy_config import StrategySection
@@ -131,7 +131,7 @@ class Proof:
             return f"there are {torch.cuda.device_count()} GPUs"
         if self.runs.on_cpu and processes > 2 and processes * threads > 2 * cores():
             return f"{cores()} cores would be shared by {processes} processes of {threads} threads"
-        if self.runs.on_cpu and needed > psutil.virtual_memory().available:
+        if self.runs.on_cpu and needed > available_bytes():
             return f"it needs about {needed / 2**30:.1f} GiB of memory"
         return None
 

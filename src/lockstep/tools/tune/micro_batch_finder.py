@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from lockstep.base.errors import ConfigError
+from lockstep.core.host.memory_meter import GB, available_bytes
 from lockstep.run.recipe import Recipe
-from lockstep.tools.tune import available_memory, trial_process
-from lockstep.tools.tune.available_memory import GB
+from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.micro_batch_table import TrialRow, Verdict, counted, recommendations, shards_of, table
 from lockstep.tools.tune.size_search import candidates, largest
 from lockstep.tools.tune.trial_request import TrialRequest
@@ -128,7 +128,7 @@ def budget_of(recipe: Recipe, memory_gb: float | None, *, on_gpu: bool) -> Budge
         return Budget(processes=processes, on_gpu=on_gpu, bytes=int(memory_gb * GB), told="--memory")
     if on_gpu:
         return Budget(processes=processes, on_gpu=True, bytes=None, told="all of the GPU")
-    there = available_memory.available()
+    there = available_bytes()
     told = f"{PART:.0%} of the {there / GB:.1f} GB that are available, for {counted(processes)}"
     return Budget(processes=processes, on_gpu=False, bytes=int(PART * there / processes), told=told)
 

@@ -9,7 +9,7 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.tools.tune.available_memory import GB
+from lockstep.core.host.memory_meter import GB
 
 FASTER = 1.03
 """Differences in speed below this are noise."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lockstep.base import ctrl_c, plugins
+from lockstep.core.host.memory_meter import resident_bytes
 from lockstep.run.recipe import Recipe
 from lockstep.tools.trials import TrialFailed, tail, varied
-from lockstep.tools.tune.available_memory import held_bytes
 from lockstep.tools.tune.trial_request import TrialRequest, TrialResult
 from lockstep.tools.tune.trial_work import work
 
@@ -84,7 +84,7 @@ def run(task: TrialRequest, *, budget_bytes: int | None = None) -> Trial:
             while process.is_alive() and not is_over:
                 process.join(LOOK_SECONDS)
                 said |= received(answers)
-                peak = max(peak, held_bytes(process.pid))
+                peak = max(peak, resident_bytes(process.pid))
                 is_over = budget_bytes is not None and peak > budget_bytes
         finally:
             if process.pid is not None:

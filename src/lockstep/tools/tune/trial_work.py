@@ -5,8 +5,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,11 +19,11 @@ from lockstep.base.errors import Interrupted, LockstepError
 from lockstep.base.world import World
 from lockstep.core.distributed import process_group
 from lockstep.core.host.lifetime import end_with_parent
+from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.data.dataset import selected
 from lockstep.run import build
 from lockstep.run.build import Components
-from lockstep.tools.tune.available_memory import be_the_first_to_go, peak_bytes
 from lockstep.tools.tune.loss_curve import Smoothing, has_diverged
 from lockstep.tools.tune.trial_request import TrialRequest
 from lockstep.training.step import step
@@ -35,7 +37,8 @@ NO_ROOM = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "bad_alloc"
 def work(task: TrialRequest, answers: Connection, log: str) -> NoReturn:
     """Do a task, send the answer in parts, and end this process; what it prints goes to the log."""
     end_with_parent("SIGKILL")
-    be_the_first_to_go()
+    with suppress(OSError):  # where memory runs short, the kernel ends this process first
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         file = open(log, "ab")  # noqa: SIM115 (closed at once, below)
     except FileNotFoundError:  # the trial was interrupted while this process was being made
@@ -51,7 +54,7 @@ def work(task: TrialRequest, answers: Connection, log: str) -> NoReturn:
         code = error.exit_code
     except Exception as error:
         if is_out_of_memory(error):
-            answers.send({"out_of_memory": True, "peak_bytes": device_peak()})
+            answers.send({"out_of_memory": True, "peak_bytes": device_peak_bytes()})
         else:
             traceback.print_exc()
             code = 1
@@ -92,12 +95,7 @@ def measured(parts: Components, task: TrialRequest) -> dict[str, Any]:
         if time.monotonic() - begin >= TIMED_SECONDS:
             break
     del ballast  # held until here
-    return {"peak_bytes": device_peak(), "samples_per_second": 1 / float(np.median(seconds))}
-
-
-def device_peak() -> int:
-    """The most that tensors have taken of the GPU, else that this process has of the machine's memory, in bytes."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else peak_bytes()
+    return {"peak_bytes": device_peak_bytes(), "samples_per_second": 1 / float(np.median(seconds))}
 
 
 def held_in_the_run(parts: Components, task: TrialRequest) -> Tensor:
