@@ -8,6 +8,7 @@ from rich.console import Console
 from test_observe import ended, evaluated, run, started, step
 
 from lockstep.base.events import CheckpointSaved, EpochDone, Preparing, Warned
+from lockstep.observe import progress_bar
 from lockstep.observe.sinks import progress
 
 
@@ -57,8 +58,8 @@ def test_lines_for_steps_are_rare_but_the_last_always_comes(tmp_path):
 
 
 def test_time_left_counts_from_the_resumed_step(tmp_path, monkeypatch):
-    clock = iter([0.0, 100.0, 104.0])
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    clock = iter([100.0, 104.0, 104.0])
+    monkeypatch.setattr(progress_bar, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     lines = shown(started(tmp_path, resumed_step=10, total_steps=20), step(12, loss=1.0))
     assert lines[-1].endswith("· 0:00:16 left")
 

@@ -14,7 +14,7 @@ from lockstep.base.errors import LockstepError, printable
 from lockstep.base.escaping import EscapingConsole
 from lockstep.run import recipe as recipes
 
-console = EscapingConsole(highlight=False, markup=False, emoji=False)  # a path may hold [x] or :100:
+console = EscapingConsole()
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or a run's recipe.yaml.", metavar="CONFIG")]
 Overrides = Annotated[

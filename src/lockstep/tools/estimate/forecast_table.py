@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.escaping import EscapingConsole
+from lockstep.base.escaping import wide_console
 from lockstep.parallel.forecast import Forecast
 
 MIB = 2**20
@@ -81,15 +81,11 @@ class ForecastRow:
 
 def print_forecasts(rows: list[ForecastRow], console: Console) -> None:
     """Print a table for each number of processes, and under it what is best and what cannot run."""
-    shown = (
-        console
-        if console.is_terminal
-        else EscapingConsole(file=console.file, highlight=False, width=LOG_WIDTH, quiet=console.quiet)
-    )
+    wide = wide_console(console, LOG_WIDTH)
     for world in dict.fromkeys(row.world for row in rows):
         some = [row for row in rows if row.world == world]
         if known := [row for row in some if row.forecast]:
-            shown.print(table(known))
+            wide.print(table(known))
         for row in some:
             said = [row.why] if row.why else []
             said += row.forecast.notes if row.forecast else ()

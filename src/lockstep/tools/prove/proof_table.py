@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.escaping import EscapingConsole
+from lockstep.base.escaping import wide_console
 
 LOG_WIDTH = 140
 """Characters of a line where there is no terminal to ask."""
@@ -39,8 +39,7 @@ def table(rows: list[ProofRow]) -> Table:
 
 def print_proof(rows: list[ProofRow], console: Console) -> int:
     """Print the table, the causes and a last sentence; returns the exit code, 1 when anything differs."""
-    shown = console if console.is_terminal else EscapingConsole(file=console.file, highlight=False, width=LOG_WIDTH)
-    shown.print(table(rows))
+    wide_console(console, LOG_WIDTH).print(table(rows))
     for row in rows:
         if row.cause:
             console.print(f"{row.result}: {row.what}\n  {row.cause}", soft_wrap=True)
