@@ -238,10 +238,10 @@ def test_a_sweep_finds_a_rate_and_draws_it(tune, tmp_path):
     title = "Learning-rate range test: cnn on digits, adamw, 64 samples a step"
     words = [text.text for text in picture.iter(f"{name}text")]
     assert picture.find(f"{name}title").text == title and title in words
-    assert {"training loss", "smoothed", "1e-7", "learning rate used (optim.lr times 2), log scale"} <= set(words)
+    assert {"training loss", "smoothed", "learning rate used (optim.lr times 2), log scale"} <= set(words)
     assert f"suggestion {used:.2g}: falls fastest" in words
-    assert len(list(picture.iter(f"{name}polyline"))) == len(list(picture.iter(f"{name}circle"))) == 2
-    assert "href" not in (tmp_path / "curve.svg").read_text()
+    references = re.findall('href="(.)', (tmp_path / "curve.svg").read_text())
+    assert set(references) == {"#"}, "nothing from outside"
 
 
 @pytest.mark.parametrize(
@@ -290,6 +290,7 @@ def test_any_curve_can_be_drawn(loss, steps):
     root = ElementTree.fromstring(svg(curve, "<&> é"))
     assert root.find("{http://www.w3.org/2000/svg}title").text == "<&> é"
     assert "nan" not in svg(curve, "")
+    assert svg(curve, "x") == svg(curve, "x")
 
 
 # ---------------------------------------------------------------------------------------------- the command
