@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import singledispatchmethod
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import TaskID
@@ -72,13 +73,12 @@ class ProgressLines:
 
 
 class ProgressBar(ProgressLines):
-    """Prints the same lines above a bar that moves with every step."""
+    """Prints the same lines above bars for preparation and for training."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self.progress = progress_bar(console)
-        self.training: TaskID | None = None
-        self.preparing: dict[str, TaskID] = {}
+        self.tasks: dict[str, TaskID] = {}
 
     def close(self) -> None:
         """Stop drawing and show the cursor again."""
@@ -86,32 +86,27 @@ class ProgressBar(ProgressLines):
 
     def notice(self, event: object) -> None:
         """Move a bar for steps and preparation; print the rest above it."""
-        if isinstance(event, StepDone):
-            self._step(event)
-            return
         if isinstance(event, Preparing):
-            self._prepare(event)
+            self._move(event.what, event.total, completed=event.done)
+            return
+        if isinstance(event, StepDone):
+            if self.pace is not None:
+                short = {name: value for name, value in event.values.items() if name not in SHORT or name == SPEED}
+                figures = {"figures": readable(short)} if short else {}
+                description = f"epoch {event.epoch}"
+                self._move("training", self.pace.total, completed=event.step, description=description, **figures)
             return
         if isinstance(event, RunEnded):
             self.progress.stop()
         super().notice(event)
         if isinstance(event, RunStarted):
-            self.training = self.progress.add_task("training", total=event.total_steps, figures="")
-            self.progress.update(self.training, completed=event.resumed_step)
-            self.progress.start()
+            self._move("training", event.total_steps, completed=event.resumed_step)
 
-    def _step(self, event: StepDone) -> None:
-        if self.training is not None:
-            self.progress.update(self.training, completed=event.step, description=f"epoch {event.epoch}")
-            if event.values:
-                short = {name: value for name, value in event.values.items() if name not in SHORT or name == SPEED}
-                self.progress.update(self.training, figures=readable(short))
-
-    def _prepare(self, event: Preparing) -> None:
-        if event.what not in self.preparing:
-            self.preparing[event.what] = self.progress.add_task(event.what, total=event.total, figures="")
+    def _move(self, name: str, total: int, **fields: Any) -> None:
+        if name not in self.tasks:
+            self.tasks[name] = self.progress.add_task(name, total=total, figures="")
             self.progress.start()
-        self.progress.update(self.preparing[event.what], completed=event.done)
+        self.progress.update(self.tasks[name], **fields)
 
 
 def terminal() -> ProgressLines:
