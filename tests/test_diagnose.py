@@ -110,7 +110,7 @@ def test_a_worker_process_says_where_it_is_whatever_it_is_at():
         assert ready.wait(30)
         for _ in range(2):  # each answer is the newest
             dump = loader_stacks.ask_all()[worker.pid]
-            assert parsed(dump)[0].function == "dawdle"
+            assert "dawdle" in [line.function for line in parsed(dump)]
     finally:
         worker.kill()
         worker.join()

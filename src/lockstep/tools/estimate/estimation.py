@@ -14,7 +14,7 @@ from lockstep.base import plugins, storage
 from lockstep.base.errors import ConfigError, LockstepError
 from lockstep.parallel.forecast import Cluster, Forecast, Setting
 from lockstep.run.recipe import Recipe
-from lockstep.tools.estimate.forecast_table import ForecastRow, print_forecasts
+from lockstep.tools.estimate.forecast_table import MIB, ForecastRow, print_forecasts
 from lockstep.tools.estimate.machine_measurement import (
     EstimateOptions,
     MachineMeasurements,
@@ -93,17 +93,17 @@ def forecast_of(name: str, recipe: Recipe, measured: MachineMeasurements, *, clu
 
     Raises ConfigError where it has none, LaunchError or ModelError where it cannot run.
     """
-    computed = computation(name, recipe, measured, cluster=cluster)
+    computed = predicted(name, recipe, measured, cluster=cluster)
     size = measured.nearest_trial(cluster)
     if name not in measured.trials.get(size, {}):
         return computed
     here, times = measured.cluster(size, per_machine=size), computed.times
-    trial = computation(name, shortened(recipe), measured, cluster=here)
+    trial = predicted(name, shortened(recipe), measured, cluster=here)
     rest = (measured.trials[size][name] - trial.times.total) / trial.turns / here.crowd * computed.turns * cluster.crowd
     return replace(computed, times=replace(times, rest=max(rest, -times.total / 2)))
 
 
-def computation(name: str, recipe: Recipe, measured: MachineMeasurements, *, cluster: Cluster) -> Forecast:
+def predicted(name: str, recipe: Recipe, measured: MachineMeasurements, *, cluster: Cluster) -> Forecast:
     setting = Setting(
         section=section_of(recipe, name),
         shards=recipe.train.shards,
@@ -135,22 +135,21 @@ def judged(rows: Sequence[ForecastRow], *, configured: str) -> list[ForecastRow]
     best = min(equal, key=lambda row: (row.strategy != configured, row.peak_bytes))
     why = "the only one that fits" if len(fitting) == 1 else "the fastest that fits"
     if len(equal) > 1:
-        why = "as fast as any that fits" + (
-            ", and the config's own" if best.strategy == configured else ", least memory"
-        )
+        reason = "and the config's own" if best.strategy == configured else "least memory"
+        why = f"as fast as any that fits, {reason}"
     return [replace(row, is_best=True, why=why) if row is best else row for row in rows]
 
 
 def explanation(recipe: Recipe, options: EstimateOptions, measured: MachineMeasurements) -> list[str]:
     """What was measured, and what was computed from it, in sentences."""
     facts, links = measured.alone, measured.crowded.links if measured.crowded else None
-    mib, times = 2**20, facts.seconds
+    times = facts.seconds
     saved = sum(block.saved_bytes for block in facts.blocks)
     less = sum(block.handed_bytes for block in facts.blocks) + max(block.saved_bytes for block in facts.blocks)
     lines = [
-        f"Measured here: a process without a model {facts.fixed_bytes / mib:.0f} MiB; the largest micro-batch of "
-        f"{recipe.train.micro_batch} keeps {saved / mib:.1f} MiB for its backward pass, beside "
-        f"{facts.working_bytes / mib:.0f} MiB of working memory; a micro-batch {1e3 * times.passes:.1f} ms, the update "
+        f"Measured here: a process without a model {facts.fixed_bytes / MIB:.0f} MiB; the largest micro-batch of "
+        f"{recipe.train.micro_batch} keeps {saved / MIB:.1f} MiB for its backward pass, beside "
+        f"{facts.working_bytes / MIB:.0f} MiB of working memory; a micro-batch {1e3 * times.passes:.1f} ms, the update "
         f"{1e3 * times.update:.1f} ms, alone.",
     ]
     if measured.crowded is not None:
@@ -160,22 +159,20 @@ def explanation(recipe: Recipe, options: EstimateOptions, measured: MachineMeasu
     if sizes := ", ".join(str(size) for size, times in measured.trials.items() if times):
         lines.append(f"Every strategy took some steps on {sizes} processes: rest is what it needed beyond its parts.")
     if links is not None:
-        source = "measured over the loopback between them"
-        gigabytes = (
+        network = (
             f"gather {links.gather / 1e9:.2f}, all-to-all {links.scatter / 1e9:.2f}, pairs {links.pair / 1e9:.2f} GB/s"
+            ", measured over the loopback between them"
         )
         if options.bandwidth is not None:
-            gigabytes, source = f"{options.bandwidth / 1e9:g} GB/s", "stated with --bandwidth"
-        lines.append(
-            f"Bandwidth: {gigabytes}, {source}; gradients in shared memory {links.exchange / 1e9:.2f} GB/s, measured."
-        )
+            network = f"{options.bandwidth / 1e9:g} GB/s, stated with --bandwidth"
+        lines.append(f"Bandwidth: {network}; gradients in shared memory {links.exchange / 1e9:.2f} GB/s, measured.")
     if max(per_machine(size, options, measured.slots) for size in options.world_sizes) > measured.slots:
         lines.append(
             f"More than {measured.slots} processes share this machine's cores and memory in turns; with --per-machine "
             "they are spread over machines like this one."
         )
     if not recipe.train.recompute:
-        lines.append(f"train.recompute=true would keep about {less / mib:.1f} MiB instead of {saved / mib:.1f}.")
+        lines.append(f"train.recompute=true would keep about {less / MIB:.1f} MiB instead of {saved / MIB:.1f}.")
     where = "the resident set of a process" if facts.device == "cpu" else "what a process holds on its GPU"
     lines.append(
         f"Computed: everything else. Memory is {where} at its highest, of the process that needs most; time is "

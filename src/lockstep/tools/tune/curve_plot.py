@@ -1,6 +1,7 @@
 """Draws a learning-rate range test as SVG."""
 
 import io
+import logging
 
 import numpy as np
 
@@ -21,6 +22,7 @@ def svg(curve: Curve, title: str, *, rate: str = "learning rate") -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first time it announces that it looks for fonts
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=(9, 5.4), layout="constrained")
         axes = figure.add_subplot(xscale="log", xlabel=f"{rate}, log scale", ylabel="training loss", ylim=limits(curve))
