@@ -147,12 +147,12 @@ def a_round(name: str, options: argparse.Namespace, found: dict[Key, list[tuple[
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.yaml"
         path.write_text(MODELS[name](Path(folder), options) + QUIET)
-        wish = EstimateOptions(worlds=tuple(options.worlds))
+        wish = EstimateOptions(world_sizes=tuple(options.worlds))
         for row in estimate(recipes.load(path), wish, console=Console(file=sys.stderr), to=None):
             if row.strategy in options.strategies and row.forecast is not None:
-                pair = row, trained(path, row.strategy, row.world)
-                found.setdefault((name, row.strategy, row.world), []).append(pair)
-                sys.stdout.write(line((name, row.strategy, row.world), [pair]) + "\n")
+                pair = row, trained(path, row.strategy, row.world_size)
+                found.setdefault((name, row.strategy, row.world_size), []).append(pair)
+                sys.stdout.write(line((name, row.strategy, row.world_size), [pair]) + "\n")
                 sys.stdout.flush()
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.modules.module_trace import Trace, fingerprint
 from lockstep.tools.prove.batch_split import agree
-from lockstep.tools.prove.trace_diff import REPEATED, SPREAD, Traced, explained, first_difference
+from lockstep.tools.prove.trace_diff import REPEATED, SPREAD, RunTrace, explained, first_difference
 
 
 def call(name, inputs="a", hash="b"):
@@ -44,14 +44,14 @@ def tensors(kind, hash, step=0):
 )
 def test_the_first_difference_is_found(one, other, found):
     """A module whose inputs differ is passed over; an earlier step, and an earlier rung of one, comes first."""
-    difference = first_difference(Traced().add(one), Traced().add(other))
+    difference = first_difference(RunTrace().add(one), RunTrace().add(other))
     if found is None:
         assert difference is None
     elif found == "first":
         assert (difference.step, difference.kind) == (0, "gradient")
     else:
         assert (difference.kind, difference.name, difference.shard) == found
-        texts = [explained(difference, Traced(), meanings) for meanings in (REPEATED, SPREAD) if found[0] in meanings]
+        texts = [explained(difference, RunTrace(), meanings) for meanings in (REPEATED, SPREAD) if found[0] in meanings]
         assert texts and not [text for text in texts if found[1] not in text]
 
 

@@ -1,4 +1,4 @@
-"""`lockstep compare`: equal where the bits are equal, however they came about; else the first place where they part."""
+"""`lockstep compare`: equal where the bits are equal, however they came about; else the first step where they diverge."""
 
 import json
 import shutil
@@ -168,7 +168,7 @@ def test_another_learning_rate_is_named_first(runs):
     assert code == 1
     assert out[2] == "different: at step 4, the first that can be compared"
     assert out[3] == "  learning rate: 0.001 in A, 0.002 in B"
-    assert out[7] == "  they part in one of steps 1 to 4; observe.log_every=1 would tell in which"
+    assert out[7] == "  they diverge in one of steps 1 to 4; observe.log_every=1 would tell in which"
     fields = out[out.index("recipes:") + 1 :]
     assert fields == ["  optim.lr: 0.001 in A, 0.002 in B", "  observe.log_every: 1 in A, 4 in B (incidental)"]
 
@@ -220,7 +220,7 @@ def test_a_difference_between_logged_steps_is_no_secret(tmp_path):
     assert out[2:5] == [
         "different: at step 20, after step 10 was equal",
         "  chain: ab in A, cd in B",
-        "  they part in one of steps 11 to 20; observe.log_every=1 would tell in which",
+        "  they diverge in one of steps 11 to 20; observe.log_every=1 would tell in which",
     ]
 
 
@@ -234,7 +234,7 @@ def test_where_an_evaluation_alone_differs_the_steps_before_it_are_not_suspected
     code, out, _ = compare(a, b)
     assert code == 1
     assert "  evaluation accuracy: 0.5 in A, 0.75 in B" in out
-    assert not any("they part in" in line for line in out)
+    assert not any("they diverge in" in line for line in out)
 
 
 def test_a_loss_that_is_not_finite_is_another_value(tmp_path):

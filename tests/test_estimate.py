@@ -65,7 +65,7 @@ def measured(tmp_path_factory):
     (folder / "my_model.py").write_text(WIDE)
     (folder / "c.yaml").write_text(CONFIG)
     recipe = recipes.load(folder / "c.yaml", [f"model.file={folder / 'my_model.py'}"])
-    return recipe, measure(recipe, EstimateOptions(worlds=(1, 2), seconds=0.1), say=lambda _: None)
+    return recipe, measure(recipe, EstimateOptions(world_sizes=(1, 2), seconds=0.1), report=lambda _: None)
 
 
 def told(measured, folder, **wish):
@@ -73,12 +73,12 @@ def told(measured, folder, **wish):
     recipe, facts = measured
     console = Console(quiet=True)
     rows = estimation.report(recipe, EstimateOptions(**wish), facts, console=console, to=folder / "e.json")
-    return {(row.strategy, row.world): row for row in rows}, json.loads((folder / "e.json").read_text())
+    return {(row.strategy, row.world_size): row for row in rows}, json.loads((folder / "e.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def whole(measured, tmp_path_factory):
-    return told(measured, tmp_path_factory.mktemp("whole"), worlds=(1, 2, 4))
+    return told(measured, tmp_path_factory.mktemp("whole"), world_sizes=(1, 2, 4))
 
 
 def test_parts_that_can_be_counted_are_exact(whole):
@@ -154,7 +154,7 @@ def test_the_peak_is_that_of_a_real_training(whole, tmp_path, world):
 
 
 def test_a_device_that_is_too_small(measured, tmp_path):
-    rows, document = told(measured, tmp_path, worlds=(1,), memory_bytes=200 * MIB)
+    rows, document = told(measured, tmp_path, world_sizes=(1,), memory_bytes=200 * MIB)
     assert not any(row.fits or row.is_best for row in rows.values())
     assert "more than 200" in document["rows"][0]["verdict"]
 
@@ -163,7 +163,7 @@ def test_a_stated_bandwidth_is_used(measured, tmp_path):
     """Ten times slower, ten times longer, but for what small messages cost."""
     times = []
     for bandwidth in (1e7, 1e6):
-        rows, document = told(measured, tmp_path, worlds=(4,), per_machine=1, bandwidth=bandwidth)
+        rows, document = told(measured, tmp_path, world_sizes=(4,), per_machine=1, bandwidth=bandwidth)
         assert document["bandwidth"] == {"bytes_per_second": bandwidth, "source": "stated"}
         assert rows["ddp", 4].forecast.sent_bytes == 2 * 3 * WEIGHTS // 4  # as in a ring
         times.append(rows["fsdp", 4].forecast.times.exchange)
@@ -177,7 +177,7 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_recompute(measure
     for factor, recomputes in ((1, False), (1000, False), (1000, True)):
         blocks = tuple(replace(block, saved_bytes=factor * block.saved_bytes) for block in alone.blocks)
         each = replace(facts, alone=replace(alone, blocks=blocks, recomputes=recomputes))
-        rows, _ = told((recipe, each), tmp_path, worlds=(1,))
+        rows, _ = told((recipe, each), tmp_path, world_sizes=(1,))
         found.append(rows["single", 1].forecast.memory.activations)
     few, many, recomputed = found
     assert many > few + 100 * sum(block.saved_bytes for block in alone.blocks)
@@ -198,7 +198,7 @@ def test_tensor_parallelism_divides_what_its_plan_splits(measured, whole, tmp_pa
     recipe, facts = measured
     weights = tuple(replace(w, is_split=w.name.startswith("network.layers")) for w in facts.alone.weights)
     alone = replace(facts.alone, weights=weights, unsplittable=None, split_counts={"units": 1500})
-    rows, _ = told((recipe, replace(facts, alone=alone)), tmp_path, worlds=(1, 2, 4, 7))
+    rows, _ = told((recipe, replace(facts, alone=alone)), tmp_path, world_sizes=(1, 2, 4, 7))
     head = 4 * (1500 * 10 + 10)
     for world in (1, 2, 4):
         forecast = rows["tensor", world].forecast
@@ -281,6 +281,6 @@ def test_a_mistake_is_one_message(tmp_path, capsys, monkeypatch, arguments, word
 
 
 def test_worlds_are_numbers():
-    assert estimation.worlds_of("4,1,4") == (4, 1)
+    assert estimation.world_sizes_of("4,1,4") == (4, 1)
     with pytest.raises(ConfigError):
-        estimation.worlds_of("")
+        estimation.world_sizes_of("")

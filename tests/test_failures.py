@@ -177,7 +177,7 @@ def test_a_frozen_process_is_noticed_and_the_run_goes_on(folder, undisturbed):
     frozen.suspend()
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 0, output
-    expected = rf"rank 0 \(process {frozen.pid}\) has given no sign of life for \d s: it is stopped"
+    expected = rf"rank 0 \(process {frozen.pid}\) has sent no heartbeat for \d s: it is stopped"
     assert len(re.findall(expected, output)) == 1, output
     assert f"rank 0 (process {frozen.pid}) was killed (SIGKILL" in output
     assert "Starting again on 2 processes" in output
@@ -190,7 +190,7 @@ def test_weights_that_come_apart_stop_the_run(folder):
     settings = ["model.kind=user", "model.file=model.py", "observe.desync_every=3", "checkpoint.keep=20"]
     done = train(folder, "none", *settings)
     assert done.returncode == 4, done.stdout + done.stderr
-    expected = """the ranks' weights have come apart, first seen after step 6 (equal after step 3):
+    expected = """the ranks' weights are no longer equal, first seen after step 6 (equal after step 3):
   network.linear.weight: ranks 0-1 differ"""
     assert done.stderr.count(expected) == 1, done.stderr
     assert "Traceback" not in done.stderr

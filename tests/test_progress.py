@@ -8,6 +8,7 @@ from rich.console import Console
 from test_observe import ended, evaluated, run, started, step
 
 from lockstep.base.events import CheckpointSaved, EpochDone, Preparing, Warned
+from lockstep.observe import progress_bar
 from lockstep.observe.sinks import progress
 
 
@@ -57,8 +58,8 @@ def test_lines_for_steps_are_rare_but_the_last_always_comes(tmp_path):
 
 
 def test_time_left_counts_from_the_resumed_step(tmp_path, monkeypatch):
-    clock = iter([0.0, 100.0, 104.0])
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    clock = iter([100.0, 104.0, 104.0])
+    monkeypatch.setattr(progress_bar, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     lines = shown(started(tmp_path, resumed_step=10, total_steps=20), step(12, loss=1.0))
     assert lines[-1].endswith("· 0:00:16 left")
 
@@ -111,3 +112,18 @@ def test_bar_gives_the_terminal_back_after_an_error(tmp_path):
     bar.notice(started(tmp_path))
     bar.close()
     assert text.getvalue().count("\x1b[?25h") == 1
+
+
+def test_a_count_is_a_bar_on_a_terminal_and_lines_elsewhere():
+    text = io.StringIO()
+    with progress_bar.counting(Console(file=text, width=80), "predicting", "rows", total=10, done=2) as counter:
+        counter.add(1)
+        assert text.getvalue() == ""  # lines are rare
+        counter.pace.quiet_seconds = 0.0
+        counter.add(2)
+    assert text.getvalue().startswith("5 of 10 rows · ") and text.getvalue().endswith(" left\n")
+    text = io.StringIO()
+    terminal = Console(file=text, width=120, force_terminal=True)
+    with progress_bar.counting(terminal, "predicting", "rows", total=10_000, done=2) as counter:
+        counter.add(4_998)
+    assert "predicting" in text.getvalue() and "5,000/10,000" in text.getvalue() and "rows/s" in text.getvalue()

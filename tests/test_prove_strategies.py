@@ -4,7 +4,6 @@ The runs are those of a proof, in warm processes instead of new ones.
 """
 
 import io
-import json
 import sys
 
 import pytest
@@ -68,7 +67,7 @@ def run_of_proof(asked, recipe):
         del sys.modules[name]
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
-    job = ProofTask(ProofRequest(**json.loads(asked)), recipe, world, SignalWatch())
+    job = ProofTask(ProofRequest.model_validate_json(asked), recipe, world, SignalWatch())
     try:
         job.run("auto", allow_drift=False)
     except LockstepError as error:
@@ -83,17 +82,17 @@ class WarmRuns(ProofRuns):
 
     ranks = None
 
-    def ended(self, start, look=None):
-        folder, recipe = self.prepared(start)
-        told = self.ranks(start.processes, run_of_proof, start.task.dump(), recipe)
-        return told[0][0], ProofRun(folder=folder, output=told[0][1], peak_bytes=0)
+    def ended(self, variant, poll=None):
+        folder, recipe = self.prepared(variant)
+        ended = self.ranks(variant.processes, run_of_proof, variant.request.model_dump_json(), recipe)
+        return ended[0][0], ProofRun(folder=folder, output=ended[0][1], peak_bytes=0)
 
 
 def proof_of(ranks, folder, steps=4, **sections):
     recipe = Recipe.model_validate(config_in(folder, "a", **sections))
     said = []
     data = build.prepare(recipe, lambda _: None)
-    proof = Proof(recipe=recipe, folder=folder / "proof", steps=steps, data=data, say=said.append)
+    proof = Proof(recipe=recipe, folder=folder / "proof", steps=steps, data=data, report=said.append)
     proof.runs = WarmRuns(**vars(proof.runs))
     proof.runs.ranks, proof.said = ranks, said
     return proof

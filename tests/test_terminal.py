@@ -22,7 +22,7 @@ HOSTILE = "a\x1b[31mb\x9b2J\r\x07\x00\u202e\n[bold]c"
 
 def printed(*renderables):
     file = io.StringIO()
-    console = EscapingConsole(file=file, markup=False, emoji=False, width=400, force_terminal=True, color_system=None)
+    console = EscapingConsole(file=file, width=400, force_terminal=True, color_system=None)
     for renderable in renderables:
         console.print(renderable)
     return file.getvalue()
@@ -43,7 +43,7 @@ def test_an_evaluation_with_hostile_names():
     file = io.StringIO()
     one = {"label": HOSTILE, "precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 3}
     found = {"samples": 3, "data": HOSTILE, "metrics": {HOSTILE: 1.0}, "classes": [one]}
-    evaluation_table.show(found, EscapingConsole(file=file, width=400, markup=False, emoji=False))
+    evaluation_table.show(found, EscapingConsole(file=file, width=400))
     assert "\x1b" not in file.getvalue()
     assert file.getvalue().count("\\n[bold]c") == 3
     assert "\n" not in readable({HOSTILE: 1.0, "loss": 2.0})

@@ -22,12 +22,11 @@ from lockstep.run import build
 from lockstep.run import recipe as recipes
 from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.curve_plot import svg
-from lockstep.tools.tune.learning_rate_finder import hopeless
+from lockstep.tools.tune.learning_rate_finder import no_rate
 from lockstep.tools.tune.loss_curve import Curve, rates_between
 from lockstep.tools.tune.micro_batch_table import TrialRow, recommendations
 from lockstep.tools.tune.size_search import candidates, largest
-from lockstep.tools.tune.trial_request import TrialRequest
-from lockstep.tools.tune.trial_work import longest
+from lockstep.tools.tune.trial_work import TrialRequest, longest
 
 MODEL = """
 import os
@@ -190,9 +189,9 @@ def test_a_single_sample_that_batchnorm_refuses_is_passed_over(tune):
 
 @pytest.mark.parametrize(
     ("memory", "width", "words"),
-    [(0.05, 1, "there is no room even for the model"), (0.5, 1_000_000, "not even train.micro_batch=1 fits")],
+    [(0.05, 1, "not even the model fits in memory"), (0.5, 1_000_000, "not even train.micro_batch=1 fits")],
 )
-def test_no_room_at_all_is_told(tune, memory, width, words):
+def test_too_little_memory_for_anything_is_reported(tune, memory, width, words):
     settings = [f"model.options.width={width}", "train.global_batch=1", "launch.processes=1"]
     code, out, err = tune("c.yaml", *settings, "--micro-batch", "--memory", memory)
     assert code == 2 and "Traceback" not in out + err
@@ -201,7 +200,9 @@ def test_no_room_at_all_is_told(tune, memory, width, words):
 
 
 def test_an_error_in_the_users_code_is_shown_as_it_is(tune):
-    code, _, err = tune("c.yaml", "model.options={factor: x}", "train.global_batch=1", "--micro-batch")
+    code, _, err = tune(
+        "c.yaml", "model.options={factor: x}", "train.global_batch=1", "launch.processes=1", "--micro-batch"
+    )
     assert code == 1
     assert 'model.py", line' in err and "TypeError" in err
     assert err.endswith("the trial of train.micro_batch=1 ended with exit code 1\n")
@@ -238,10 +239,10 @@ def test_a_sweep_finds_a_rate_and_draws_it(tune, tmp_path):
     title = "Learning-rate range test: cnn on digits, adamw, 64 samples a step"
     words = [text.text for text in picture.iter(f"{name}text")]
     assert picture.find(f"{name}title").text == title and title in words
-    assert {"training loss", "smoothed", "1e-7", "learning rate used (optim.lr times 2), log scale"} <= set(words)
+    assert {"training loss", "smoothed", "learning rate used (optim.lr times 2), log scale"} <= set(words)
     assert f"suggestion {used:.2g}: falls fastest" in words
-    assert len(list(picture.iter(f"{name}polyline"))) == len(list(picture.iter(f"{name}circle"))) == 2
-    assert "href" not in (tmp_path / "curve.svg").read_text()
+    references = re.findall('href="(.)', (tmp_path / "curve.svg").read_text())
+    assert set(references) == {"#"}, "nothing from outside"
 
 
 @pytest.mark.parametrize(
@@ -279,7 +280,7 @@ def test_a_curve_is_read_where_it_falls_fastest():
     rates, losses = bowl(until=50)
     assert Curve.of(rates, (*losses, math.nan)).end == "not finite"
     early = Curve.of(rates, (*losses[:4], math.inf))
-    assert not early.is_readable and "after 4 steps already" in hopeless(early, rates)
+    assert not early.is_readable and "after 4 steps already" in no_rate(early, rates)
 
 
 @pytest.mark.parametrize("loss", [0.0, -3.0, 1e-12, 1e30])
@@ -290,6 +291,7 @@ def test_any_curve_can_be_drawn(loss, steps):
     root = ElementTree.fromstring(svg(curve, "<&> é"))
     assert root.find("{http://www.w3.org/2000/svg}title").text == "<&> é"
     assert "nan" not in svg(curve, "")
+    assert svg(curve, "x") == svg(curve, "x")
 
 
 # ---------------------------------------------------------------------------------------------- the command

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from lockstep.tools.tune import available_memory
+from lockstep.core.host import memory_meter
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -19,7 +19,7 @@ def test_the_tightest_control_group_above_counts(tmp_path, version):
     (tmp_path / "proc" / "self").mkdir(parents=True)
     line = "4:cpu,memory:/docker/abc/job\n3:cpuset:/" if version == 1 else "0::/docker/abc/job"
     (tmp_path / "proc" / "self" / "cgroup").write_text(line + "\n")
-    names = available_memory.VERSION_1 if version == 1 else available_memory.VERSION_2
+    names = memory_meter.CGROUP_V1 if version == 1 else memory_meter.CGROUP_V2
     root = tmp_path / "groups" / ("memory" if version == 1 else "")
 
     def left(**limits):
@@ -28,7 +28,7 @@ def test_the_tightest_control_group_above_counts(tmp_path, version):
             path.mkdir(parents=True, exist_ok=True)
             for name, value in zip(names, (limit, use, f"cache 5\n{names[2]} {inactive}\n"), strict=True):
                 (path / (name if name != names[2] else "memory.stat")).write_text(f"{value}\n")
-        return available_memory.available(proc=tmp_path / "proc", cgroups=tmp_path / "groups")
+        return memory_meter.available_bytes(proc=tmp_path / "proc", cgroups=tmp_path / "groups")
 
     machine = psutil.virtual_memory().available
     assert left() == pytest.approx(machine, rel=0.2)
@@ -50,8 +50,8 @@ def test_a_real_control_group_counts():
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(256 << 20))
-        code = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid()))\nfrom lockstep.tools.tune import available_memory as memory"
-        command = [sys.executable, "-c", f"{code}\nprint(memory.available())", str(group / "cgroup.procs")]
+        code = "import os, sys\nfrom lockstep.core.host import memory_meter\nopen(sys.argv[1], 'w').write(str(os.getpid()))"
+        command = [sys.executable, "-c", f"{code}\nprint(memory_meter.available_bytes())", str(group / "cgroup.procs")]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert 100 << 20 < int(done.stdout) <= 256 << 20
     finally:
@@ -60,8 +60,13 @@ def test_a_real_control_group_counts():
 
 def test_the_peak_is_a_processs_own():
     """Not its parent's, which getrusage would give; and not what it holds in the end."""
-    code = "from lockstep.tools.tune.available_memory import peak_bytes\nx = b'x' * 300_000_000\ndel x\nprint(peak_bytes())"
+    code = (
+        "from lockstep.core.host.memory_meter import peak_bytes\nbefore = peak_bytes()\nx = b'x' * 300_000_000\ndel x\n"
+    )
+    code += "print(before, peak_bytes())"
     held = torch.ones(200_000_000)  # 0.8 GB
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert held.sum() > 0
-    assert 0.3e9 < int(done.stdout) < 0.4e9
+    before, peak = map(int, done.stdout.split())
+    assert before < 0.8e9
+    assert 0.2e9 < peak - before < 0.4e9

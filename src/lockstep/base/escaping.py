@@ -15,9 +15,17 @@ def named(text: object) -> str:
 
 
 class EscapingConsole(Console):
-    """A console that shows control characters instead of sending them to the terminal, whoever wrote them."""
+    """A console that prints text as it is (a path may hold [x] or :100:), control characters as escapes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
-        """As rich does it, but for the text."""
+        """Render as rich does, but escape the text."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def wide_console(console: Console, width: int) -> Console:
+    """The console itself if it is a terminal, else one of a fixed width: in a log, tables are not folded to 80."""
+    return console if console.is_terminal else EscapingConsole(file=console.file, width=width, quiet=console.quiet)

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.escaping import EscapingConsole
+from lockstep.base.escaping import wide_console
 from lockstep.checkpoint.inventory import Entry, Inventory, weight
 from lockstep.checkpoint.layout import CheckpointSection
 
@@ -38,8 +38,7 @@ FORMS = (Form(has_reasons=True), Form(has_reasons=False), Form(has_reasons=False
 
 def show(found: Inventory, section: CheckpointSection, console: Console) -> None:
     """Print the table, as far as it fits with a line for each row, and below it what else is to be said."""
-    if not console.is_terminal:  # a log, or another program: nothing is folded
-        console = EscapingConsole(file=console.file, highlight=False, markup=False, emoji=False, width=UNFOLDED)
+    console = wide_console(console, UNFOLDED)
     if found.entries:
         for form in FORMS:
             table = _table(found, section, form)

@@ -16,7 +16,7 @@ from lockstep.base.escaping import EscapingConsole
 if TYPE_CHECKING:
     from lockstep.run.recipe import Recipe
 
-console = EscapingConsole(highlight=False, markup=False, emoji=False)  # a path may hold [x] or :100:
+console = EscapingConsole()
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or a run's recipe.yaml.", metavar="CONFIG")]
 Overrides = Annotated[

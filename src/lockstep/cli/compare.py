@@ -13,7 +13,7 @@ def command(
     run_a: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint's.", metavar="RUN_A")],
     run_b: Annotated[Path, typer.Argument(help="Another one.", metavar="RUN_B")],
 ) -> int:
-    """Say whether two runs, or two checkpoints, are equal bit for bit; if not, where they part.
+    """Say whether two runs, or two checkpoints, are equal bit for bit; if not, where they diverge.
 
     Compared are loss, gradient norm, learning rate and the chain over them, step by step as far as both have logged
     them, the digests of the weights, the values of evaluations, whether and when a run was stopped early, and all

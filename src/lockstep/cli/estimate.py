@@ -26,10 +26,10 @@ def command(
     from lockstep.tools.estimate import estimation
     from lockstep.tools.estimate.machine_measurement import EstimateOptions
 
-    wish = EstimateOptions(
-        worlds=estimation.worlds_of(world),
+    options = EstimateOptions(
+        world_sizes=estimation.world_sizes_of(world),
         per_machine=per_machine,
         memory_bytes=None if memory is None else round(memory * 1e9),
         bandwidth=None if bandwidth is None else bandwidth * 1e9,
     )
-    estimation.estimate(recipe, wish, console=console, to=json)
+    estimation.estimate(recipe, options, console=console, to=json)

@@ -33,7 +33,7 @@ def command(
     recipe = settled(path, overrides, trusts=trust_code)
     from lockstep.tools.tune import tuning
 
-    wishes = tuning.TuneOptions(
+    options = tuning.TuneOptions(
         micro_batch=micro_batch,
         rate=lr,
         memory_gb=memory,
@@ -42,4 +42,4 @@ def command(
         steps=steps,
         picture=out or Path(f"{path.stem}-lr.svg"),
     )
-    return tuning.tune(recipe, wishes, console=console)
+    return tuning.tune(recipe, options, console=console)

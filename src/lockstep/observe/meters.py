@@ -1,10 +1,10 @@
-"""How fast it goes, without what is not training: the first steps, evaluations, saves."""
+"""Throughput of training, without the first steps, evaluations and saves."""
 
 import time
 
 
 class Throughput:
-    """Samples per second between looks; a look happens where the device has been waited for anyway."""
+    """Samples per second between calls of `look`, which come where the device is synchronized anyway."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -20,8 +20,8 @@ class Throughput:
             self._mark = self._mark[0] + time.monotonic() - self._paused, self._mark[1]
 
     def look(self, samples: int) -> float | None:
-        """Samples per second since the last look; `samples` counts the whole run. None at the first look, before
-        which lies warm-up."""
+        """Samples per second since the last call; `samples` counts the whole run. None at the first call, which ends
+        the warm-up."""
         now, before = time.monotonic(), self._mark
         self._mark = now, samples
         if before is None:
@@ -32,5 +32,5 @@ class Throughput:
 
     @property
     def steady(self) -> float | None:
-        """Samples per second over all looks but the first; None when there was only one."""
+        """Samples per second since the first call; None when there was no other."""
         return self.samples / self.seconds if self.seconds else None

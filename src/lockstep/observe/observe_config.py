@@ -1,4 +1,4 @@
-"""The settings of watching."""
+"""The settings of observing a run."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,21 +13,21 @@ class ObserveSection(Section):
     """What is shown and written down while it runs."""
 
     sinks: tuple[str, ...] = ("progress", "jsonl", "tensorboard")
-    """Who is told: names of files in observe/sinks."""
+    """Where events go: names of files in observe/sinks."""
     log_every: int = Field(10, ge=1, le=MANY)
-    """Read loss and metrics from the device every so many steps (reading waits for the device)."""
+    """Read loss and metrics from the device every this many steps (reading waits for the device)."""
     hang_seconds: Annotated[float, Field(ge=0.1, le=MANY)] | Literal["auto"] = "auto"
-    """When nothing gets done for so long, every process's stack is collected and the rank that the others wait for is
+    """Without progress for this long, all processes' stacks are collected and the rank that the others wait for is
     named; auto: ten times the median step, at least 30 s."""
     on_hang: Literal["report", "restart"] = "report"
-    """Only say so, or also end the processes and start them again from the newest checkpoint."""
+    """Only report it, or also restart the processes from the newest checkpoint."""
     desync_every: int | None = Field(200, ge=1, le=MANY)
-    """Compare the weights of all processes every so many steps, and stop where they are not equal."""
+    """Compare the weights of all processes every this many steps, and stop if they are not equal."""
     file: LocalPath | None = None
     """A Python file of your own with `observers(options)`: a list of objects with notice(event) and close();
-    they are told everything, on rank 0."""
+    they get all events, on rank 0."""
     options: dict[str, Any] = {}
-    """Whatever that file wants."""
+    """Options for that file."""
 
     @field_validator("sinks")
     @classmethod

@@ -1,4 +1,4 @@
-"""Starts the processes of a trial through the launcher, as `lockstep train` does, and ends with their exit code.
+"""Starts the processes of a trial through the launcher, as `lockstep train` does, and passes their exit code on.
 
 python -m lockstep.tools.trial_launcher CONFIG.yaml PROCESSES cpu|any TASK REQUEST.json
 """
@@ -14,20 +14,19 @@ from lockstep.core.host.lifetime import end_with_parent
 from lockstep.launch import launch_run
 from lockstep.run import recipe as recipes
 
-HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
-"""What keeps a process from seeing any GPU."""
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def main(argv: list[str]) -> int:
-    """Plan one process, which any machine allows, and run so many: of GPUs that are hidden there may be fewer."""
+    """Plan one process, which is allowed on any machine, then set the real number: hidden GPUs do not count."""
     end_with_parent("SIGTERM")
     config, processes, device, task, request = argv
     recipe = recipes.load(Path(config))
     alone = recipe.launch.model_copy(update={"processes": 1})
     launcher = launch_run.launcher_of(recipe.model_copy(update={"launch": alone}))
-    arguments = ("--task", task, "--request", request, trust.OPTION)  # allowed by whoever has asked for the trial
+    arguments = ("--task", task, "--request", request, trust.OPTION)  # the calling command has checked that
     plan = launcher.plan(Request(recipe=Path(config), arguments=arguments))
-    environment = {**plan.environment, **(HIDDEN if device == "cpu" else {})}
+    environment = {**plan.environment, **(NO_GPUS if device == "cpu" else {})}
     try:
         return launcher.run(replace(plan, processes=int(processes), environment=environment), recipe.folder / "logs")
     except Interrupted as error:

@@ -1,63 +1,151 @@
-"""How much memory this process holds, and the most it has held since it was last asked to forget."""
+"""Memory that processes hold, have held at most, and can still get: of the host, of a cgroup, of a GPU."""
 
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
 
-STATUS, FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-LOOK_SECONDS = 0.002
+if sys.platform == "darwin":
+    import resource
+
+GB = 10**9
+CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+"""The files with a cgroup's limit and usage, and the field of memory.stat with reclaimable page cache."""
+SAMPLE_SECONDS = 0.002
+
+
+def available_bytes(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Memory that new processes can have together: what is available on the host, or less where a cgroup of this
+    process (of a container or a Slurm job) allows less."""
+    return min(psutil.virtual_memory().available, *_left_in_cgroups(proc, cgroups), sys.maxsize)
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process; 0 when it has ended."""
+    with suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_info().rss)
+    return 0
+
+
+def descendants_bytes(pid: int) -> int:
+    """Resident memory of all processes below one, without that one."""
+    with suppress(psutil.Error):
+        return sum(resident_bytes(child.pid) for child in psutil.Process(pid).children(recursive=True))
+    return 0
+
+
+def peak_bytes() -> int:
+    """Peak resident memory of this process, with Python and all libraries.
+
+    On Linux that is VmHWM. getrusage's ru_maxrss would be wrong there: it survives fork and exec, so it starts at the
+    size of the parent, which has torch loaded.
+    """
+    if (peak := _high_water_mark()) is not None:
+        return peak
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    info = psutil.Process().memory_info()
+    return int(getattr(info, "peak_wset", info.rss))
+
+
+def device_peak_bytes() -> int:
+    """Peak memory of tensors on the GPU where this process uses one, else of this process, in bytes."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else peak_bytes()
 
 
 class Meter:
-    """Bytes: on a GPU those of its allocator, on a CPU the process's resident set.
+    """Memory now and its peak since `reset`, in bytes: allocated on a GPU, resident on a CPU.
 
-    Linux keeps the highest resident set itself, and `5` in clear_refs makes it start anew (proc(5)). Elsewhere a thread
-    looks every 2 ms, which may miss a peak that is shorter.
+    Linux tracks the peak itself, and writing 5 to clear_refs resets it (proc(5)). Elsewhere a thread samples every
+    2 ms and may miss a shorter peak.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.process = psutil.Process()
-        self._is_kept = device.type == "cuda" or self._forgets()
-        self._highest = 0
-        if not self._is_kept:
-            threading.Thread(target=self._look, name="memory", daemon=True).start()
+        self._peak = 0
+        self._is_tracked = device.type == "cuda" or _reset_high_water_mark()
+        if not self._is_tracked:
+            threading.Thread(target=self._sample, name="memory", daemon=True).start()
 
     def now(self) -> int:
-        """Bytes at this moment."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
         return int(self.process.memory_info().rss)
 
-    def forget(self) -> int:
-        """Let the peak begin at what is held now, which is returned."""
+    def reset(self) -> int:
+        """Restart the peak at the current value, which is returned."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        elif self._is_kept:
-            self._forgets()
-        self._highest = self.now()
-        return self._highest
+        elif self._is_tracked:
+            _reset_high_water_mark()
+        self._peak = self.now()
+        return self._peak
 
     def peak(self) -> int:
-        """The most bytes since `forget`."""
+        """Peak since `reset`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        if self._is_kept:
-            line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-            return max(self._highest, int(line.split()[1]) * 1024)
-        return max(self._highest, self.now())
+        return max(self._peak, (_high_water_mark() if self._is_tracked else None) or self.now())
 
-    def _forgets(self) -> bool:
-        with suppress(OSError):
-            FORGET.write_text("5")
-            return "VmHWM" in STATUS.read_text()
-        return False
-
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while True:
-            self._highest = max(self._highest, self.now())
-            time.sleep(LOOK_SECONDS)
+            self._peak = max(self._peak, self.now())
+            time.sleep(SAMPLE_SECONDS)
+
+
+def _high_water_mark() -> int | None:
+    """VmHWM of this process in bytes; None where the system has none."""
+    with suppress(OSError):
+        for line in (PROC / "self" / "status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _reset_high_water_mark() -> bool:
+    """Whether the system could do it."""
+    with suppress(OSError):
+        (PROC / "self" / "clear_refs").write_text("5", encoding="ascii")
+        return _high_water_mark() is not None
+    return False
+
+
+def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Limit minus usage of each cgroup above this process, reclaimable page cache not counted as used."""
+    for folder, (limit, usage, inactive) in _cgroups(proc, cgroups):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            left = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            yield max(0, left + _field(folder / "memory.stat", inactive))
+
+
+def _cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Folders of this process's cgroup and of its ancestors, with their file names. Inside a container the path in
+    /proc may be the host's: then only the root exists, and it is the container's own."""
+    with suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, names = (cgroups / "memory", CGROUP_V1) if controllers else (cgroups, CGROUP_V2)
+            own = root / path.lstrip("/")
+            for folder in (own, *own.parents):
+                yield folder, names
+                if folder == root:
+                    break
+
+
+def _field(file: Path, name: str) -> int:
+    """A field of memory.stat; 0 when there is none."""
+    with suppress(OSError):
+        for line in file.read_text(encoding="ascii").splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return 0

@@ -13,7 +13,7 @@ from lockstep.base.errors import ConfigError, DataError, Interrupted, LaunchErro
 from lockstep.base.world import cores
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.predict import output_writer, prediction_progress
+from lockstep.inference.predict import output_writer
 from lockstep.inference.predict.chunk_worker import ChunkTask, Columns, Work
 from lockstep.inference.predict.input_rows import ROWS, Input, opened, packed
 from lockstep.inference.predict.input_scan import InputScan, survey
@@ -21,6 +21,7 @@ from lockstep.inference.predict.output_parts import OutputParts
 from lockstep.inference.predict.worker_pool import WorkerPool
 from lockstep.inference.predictor import DTypeName
 from lockstep.inference.trained_model import fixed
+from lockstep.observe import progress_bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,7 @@ class Bulk:
             for chunk, table in found.again()
             if chunk.part not in done
         )
-        with prediction_progress.shown(self.console, total=found.rows, before=before) as count:
+        with progress_bar.counting(self.console, "predicting", "rows", total=found.rows, done=before) as count:
             for rows in self.crew.predict(work, todo):
                 count.add(rows)
         return f", {count.speed:,.0f} rows/s"

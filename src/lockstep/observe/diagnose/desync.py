@@ -1,4 +1,4 @@
-"""Whether all ranks still hold the same weights, as they must after every step."""
+"""Checks that replicas still hold the same weights, as they must after every step."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,18 +12,18 @@ from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host.activity import waiting_in
 from lockstep.observe.diagnose.hang_verdict import ranks_text
 
-NAMED = 3
+MOST_NAMED = 3
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's bits as integers, int64 0-dim: one changed bit always changes it, and the order does not."""
+    """Sum of a tensor's bits as integers, int64 0-dim: one changed bit always changes it, the order does not."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return plain.detach().view(INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
 
 
 class RankComparison:
-    """Compares the parameters, or parts of them, that several ranks hold alike.
+    """Compares parameters, or shards of them, between the ranks that hold the same ones.
 
     `copies`: the ranks that hold the same as this one.
     """
@@ -33,29 +33,30 @@ class RankComparison:
         self.names, self.tensors = [name for name, _ in held], [tensor for _, tensor in held]
         self.copies = tuple(copies)
         self.equal_at = step
-        """The last step at which all ranks are known to have been equal."""
+        """The last step at which all ranks were found equal."""
 
     def check(self, step: int) -> None:
-        """Raise Desync, on all ranks, where any differ after a step."""
+        """Raise Desync on all ranks if any differ after a step."""
         if dist.get_world_size() == 1:
             return
         own = torch.stack([checksum(tensor) for tensor in self.tensors]).tolist() if self.tensors else []
         with waiting_in("the comparison of weights"):
             everyone = all_gather_object((self.copies, self.names, own))
-        alike = {copies: (names, [everyone[rank][2] for rank in copies]) for copies, names, _ in everyone}
+        groups = {copies: (names, [everyone[rank][2] for rank in copies]) for copies, names, _ in everyone}
         differing = [
             _line(name, dict(zip(copies, sums, strict=True)))
-            for copies, (names, rows) in alike.items()
+            for copies, (names, rows) in groups.items()
             for name, *sums in zip(names, *rows, strict=True)
             if len(set(sums)) > 1
         ]
         if not differing:
             self.equal_at = step
             return
-        more = f"\n  and {len(differing) - NAMED} more parameters" if len(differing) > NAMED else ""
+        more = f"\n  and {len(differing) - MOST_NAMED} more parameters" if len(differing) > MOST_NAMED else ""
         raise Desync(
-            f"the ranks' weights have come apart, first seen after step {step} (equal after step {self.equal_at}):\n  "
-            + "\n  ".join(differing[:NAMED])
+            f"the ranks' weights are no longer equal, first seen after step {step} (equal after step {self.equal_at}):"
+            "\n  "
+            + "\n  ".join(differing[:MOST_NAMED])
             + more
             + "\n  Something changes parameters on some ranks only (code that asks for the rank, a forward pass that "
             "writes to them), or a device computes wrongly.",
@@ -64,7 +65,7 @@ class RankComparison:
 
 
 def _line(name: str, sums: dict[int, int]) -> str:
-    """Who differs from the majority; where there is none, that they differ."""
+    """The ranks that differ from the majority; all where there is none."""
     (usual, count), *_ = Counter(sums.values()).most_common()
     others = [rank for rank, value in sums.items() if value != usual]
     if 2 * count <= len(sums):

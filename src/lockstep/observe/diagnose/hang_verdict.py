@@ -1,4 +1,4 @@
-"""Who keeps the others waiting: one sentence from what every rank says of itself."""
+"""Which rank keeps the others waiting: one sentence from the reports of all ranks."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -9,21 +9,21 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a rank's watching thread says of its training thread."""
+    """Where a rank's training thread is."""
 
     rank: int
     process: int
     host: str
     step: int
-    """The step that it is at, from 1."""
+    """The current step, from 1."""
     waits_in: str | None
-    """The collective that it waits in; None where it is busy by itself."""
-    place: str
+    """The collective that it waits in; None where it is busy itself."""
+    location: str
     """file:line `function`."""
     seconds: float
     """How long it has been there."""
     stacks: str
-    """All stacks, for who wants to know more."""
+    """The stacks of all threads."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,22 +42,22 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def verdict(reports: Sequence[Report], silent: Sequence[str] = ()) -> str:
     """One sentence: the ranks that are busy or silent, then where the others wait for them."""
     busy = [report for report in reports if report.waits_in is None]
-    parts = list(silent)
-    together: dict[str, list[Report]] = defaultdict(list)
+    clauses = list(silent)
+    by_location: dict[str, list[Report]] = defaultdict(list)
     for report in busy:
-        together[report.place].append(report)
-    for place, there in together.items():
-        verb = "is" if len(there) == 1 else "are"
-        seconds = min(report.seconds for report in there)
-        parts.append(f"{ranks_text(r.rank for r in there)} {verb} in {place} for {seconds:.0f} s")
+        by_location[report.location].append(report)
+    for location, group in by_location.items():
+        verb = "is" if len(group) == 1 else "are"
+        seconds = min(report.seconds for report in group)
+        clauses.append(f"{ranks_text(r.rank for r in group)} {verb} in {location} for {seconds:.0f} s")
     waiting: dict[tuple[str, int], list[int]] = defaultdict(list)
     for report in reports:
         if report.waits_in is not None:
             waiting[report.waits_in, report.step].append(report.rank)
     for (what, step), ranks in waiting.items():
         verb = "waits" if len(ranks) == 1 else "wait"
-        parts.append(f"{ranks_text(ranks)} {verb} in {what} of step {step}")
-    text = "; ".join(parts)
+        clauses.append(f"{ranks_text(ranks)} {verb} in {what} of step {step}")
+    text = "; ".join(clauses)
     if not busy and not silent and len(waiting) > 1:
         return f"{text}: they wait for each other in different places, so none can go on"
     if not busy and not silent:

@@ -1,4 +1,4 @@
-"""Where a process's code is: every thread's stack, and the line of it that matters to a person."""
+"""Stacks of all threads of a process, and the line of a stack that tells the user most."""
 
 import os
 import re
@@ -31,9 +31,9 @@ class CodeLine:
 
 
 def telling(stack: list[CodeLine]) -> CodeLine:
-    """The line of a stack, innermost first, that matters to a person: the innermost that is the user's own, else the
-    innermost of all. Its file is shortened where it lies in the folder that the run was started in."""
-    users = [place for place in stack if not place.file.startswith((OURS, "<", *LIBRARIES))]
+    """The line of a stack (innermost first) that tells the user most: the innermost in the user's own code, else the
+    innermost of all. Its file is relative where it lies in the working directory."""
+    users = [line for line in stack if not line.file.startswith((OURS, "<", *LIBRARIES))]
     chosen = (users or stack)[0]
     with suppress(ValueError, OSError):
         return replace(chosen, file=str(Path(chosen.file).relative_to(Path.cwd())))
@@ -41,17 +41,17 @@ def telling(stack: list[CodeLine]) -> CodeLine:
 
 
 def stack_of(thread: int) -> list[CodeLine]:
-    """Where a thread is, innermost first; empty when it has ended."""
+    """The stack of a thread, innermost first; empty when it has ended."""
     innermost = sys._current_frames().get(thread)
     if innermost is None:
         return []
-    with suppress(AttributeError):  # of a call that is just being made, a frame may lack its code
+    with suppress(AttributeError):  # the frame of a call that is just being made may lack its code
         return [CodeLine(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(innermost)]
     return []
 
 
 def all_stacks() -> str:
-    """Every thread's Python stack, as text."""
+    """The Python stacks of all threads, as text."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []
     for thread, frame in sys._current_frames().items():
@@ -59,6 +59,6 @@ def all_stacks() -> str:
     return "\n".join(texts)
 
 
-def places_in(dump: str) -> list[CodeLine]:
-    """The lines of a stack that faulthandler has written, the innermost first."""
+def parsed(dump: str) -> list[CodeLine]:
+    """The lines of a stack written by faulthandler, innermost first."""
     return [CodeLine(file, int(line), function) for file, line, function in DUMPED.findall(dump)]

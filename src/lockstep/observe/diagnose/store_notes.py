@@ -1,4 +1,4 @@
-"""What ranks can tell each other while all of them hang in a collective: notes on the rendezvous' own store."""
+"""Messages between ranks through the rendezvous store, which work while all of them hang in a collective."""
 
 import json
 from datetime import timedelta
@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 PREFIX = "lockstep"
 PATIENCE = timedelta(seconds=10)
-"""How long one note may take to travel; a store that takes longer counts as gone."""
+"""Timeout of a note; a store that takes longer counts as lost."""
 
 
 class StoreNotes:
-    """Notes by rank on a store; for one thread, over a connection of its own.
+    """Notes by rank in the store, over a connection of its own, for use by one thread.
 
-    Every method raises dist.DistError when the store is gone.
+    Methods raise dist.DistError when the store is lost.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -26,7 +26,7 @@ class StoreNotes:
         self.store.set(f"{PREFIX}/{what}/{self.rank}", json.dumps(value))
 
     def read(self, what: str, ranks: list[int]) -> dict[int, Any]:
-        """The notes of these ranks, as far as they have left one."""
+        """Rank -> its note, for those of the ranks that have written one."""
         keys = {rank: f"{PREFIX}/{what}/{rank}" for rank in ranks}
         there = {rank: key for rank, key in keys.items() if self.store.check([key])}
         if not there:
@@ -34,5 +34,5 @@ class StoreNotes:
         return {r: json.loads(text) for r, text in zip(there, self.store.multi_get(list(there.values())), strict=True)}
 
     def count(self, what: str, more: int = 0) -> int:
-        """A number that all share, after adding to it."""
+        """A counter shared by all ranks, after adding `more`."""
         return int(self.store.add(f"{PREFIX}/{what}", more))

@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line per logged step and per evaluation, in a form that any program reads."""
+"""metrics.jsonl: a line per logged step and per evaluation, as strict JSON."""
 
 import json
 import math
@@ -14,16 +14,16 @@ from lockstep.base.events import Evaluated, RunStarted, StepDone
 
 
 class Jsonl:
-    """Appends lines; after a resume, lines of steps that are done again are dropped first."""
+    """Appends lines; on resume, lines of steps that are repeated are dropped first."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
         self.waiting = ""
-        """Lines that could not be written, because the disk is full; they come before the next one."""
+        """Lines that could not be written because the disk was full; they go before the next one."""
 
     def notice(self, event: object) -> None:
         if isinstance(event, RunStarted):
-            self._forget_after(event.resumed_step)
+            self._drop_after(event.resumed_step)
         elif isinstance(event, StepDone) and event.values:
             self._write(
                 {"kind": "step", "step": event.step, "epoch": event.epoch, **event.values, "chain": event.chain}
@@ -43,11 +43,11 @@ class Jsonl:
             with storage.append(self.path) as file:
                 file.write(self.waiting)
             self.waiting = ""
-        except OSError:  # failed saves are told loudly; a part of a line must not stay
+        except OSError:  # failed saves are reported elsewhere; an incomplete line must not stay
             with suppress(OSError):
                 os.truncate(self.path, before)
 
-    def _forget_after(self, step: int) -> None:
+    def _drop_after(self, step: int) -> None:
         if not self.path.exists():
             return
         kept = [line for line in self.path.read_bytes().split(b"\n") if _step_of(line) <= step]
@@ -55,7 +55,7 @@ class Jsonl:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a line; a line that a kill has cut short belongs to no step and goes."""
+    """The step of a line; infinite for one that a kill has cut short, so that it is dropped."""
     try:
         return float(pydantic_core.from_json(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -1,142 +1,122 @@
-"""What a person sees: a bar on a terminal, plain lines elsewhere, and always logs/rank-0.log."""
+"""What the user sees of a run: a bar on a terminal, plain lines elsewhere, and always logs/rank-0.log."""
 
-import time
 from collections.abc import Mapping
-from datetime import timedelta
 from functools import singledispatchmethod
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TaskID
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.base.escaping import EscapingConsole, named
 from lockstep.base.events import CheckpointSaved, Evaluated, Preparing, RunEnded, RunStarted, StepDone, Warned
-
-QUIET_SECONDS = 5.0
-"""Plain lines for steps come at most this often."""
+from lockstep.observe.progress_bar import QUIET_SECONDS, Pace, progress_bar
 
 
 class ProgressLines:
-    """One line per event that matters, with the time left."""
+    """Prints a line for each event of interest; for steps at most every `quiet_seconds`."""
 
     def __init__(self, console: Console, quiet_seconds: float = QUIET_SECONDS) -> None:
         self.console, self.quiet_seconds = console, quiet_seconds
-        self.total_steps, self.last, self.began = 0, 0.0, (0, time.monotonic())
+        self.pace: Pace | None = None
 
     def close(self) -> None:
         """Nothing is kept open."""
 
     @singledispatchmethod
     def notice(self, event: object) -> None:
-        """Other events are not for people."""
+        """Ignore other events."""
 
-    def say(self, text: str, style: str | None = None) -> None:
-        """Print one line, as it is."""
+    def print(self, text: str, style: str | None = None) -> None:
+        """Print one line without wrapping or interpreting it."""
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     @notice.register
     def _(self, event: Preparing) -> None:
         if event.done >= event.total:
-            self.say(f"{event.what}: {event.done:,} done")
+            self.print(f"{event.what}: {event.done:,} done")
 
     @notice.register
     def _(self, event: RunStarted) -> None:
-        self.total_steps, self.began = event.total_steps, (event.resumed_step, time.monotonic())
-        for line in opening(event):
-            self.say(line)
+        self.pace = Pace(event.total_steps, event.resumed_step, self.quiet_seconds)
+        for line in start_lines(event):
+            self.print(line)
 
     @notice.register
     def _(self, event: StepDone) -> None:
-        now = time.monotonic()
-        is_last = event.step == self.total_steps
-        if event.values and (is_last or now - self.last >= self.quiet_seconds):
-            self.last = now
-            left = (self.total_steps - event.step) * (now - self.began[1]) / max(event.step - self.began[0], 1)
-            time_left = f" · {timedelta(seconds=round(left))} left" if not is_last else ""
-            self.say(
-                f"step {event.step}/{self.total_steps} · epoch {event.epoch} · {readable(event.values)}{time_left}"
-            )
+        if not event.values or self.pace is None:
+            return
+        is_last = event.step == self.pace.total
+        if is_last or self.pace.is_due():
+            line = f"step {event.step}/{self.pace.total} · epoch {event.epoch} · {readable(event.values)}"
+            self.print(line if is_last else f"{line} · {self.pace.time_left(event.step)}")
 
     @notice.register
     def _(self, event: Evaluated) -> None:
-        self.say(f"test after step {event.step} ({event.samples:,} samples): {readable(event.values)}", "bold")
+        self.print(f"test after step {event.step} ({event.samples:,} samples): {readable(event.values)}", "bold")
 
     @notice.register
     def _(self, event: CheckpointSaved) -> None:
         stall = f"training stood still for {event.stall_seconds * 1000:.0f} ms"
-        self.say(f"checkpoint {named(event.folder.name)} saved in {event.seconds:.2f} s, {stall}", "dim")
+        self.print(f"checkpoint {named(event.folder.name)} saved in {event.seconds:.2f} s, {stall}", "dim")
 
     @notice.register
     def _(self, event: Warned) -> None:
-        self.say(f"warning: {event.message}", "yellow")
+        self.print(f"warning: {event.message}", "yellow")
 
     @notice.register
     def _(self, event: RunEnded) -> None:
-        for line in closing(event):
-            self.say(line)
+        for line in end_lines(event):
+            self.print(line)
 
 
 class ProgressBar(ProgressLines):
-    """The same lines, above a bar that moves with every step."""
+    """Prints the same lines above bars for preparation and for training."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        columns = (
-            "{task.description}",
-            BarColumn(),
-            "{task.completed}/{task.total}",
-            "{task.fields[values]}",
-        )
-        shown = [TextColumn(c, markup=False) if isinstance(c, str) else c for c in columns]
-        self.progress = Progress(
-            *shown, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console
-        )
-        self.task: TaskID | None = None
-        self.preparing: dict[str, TaskID] = {}
+        self.progress = progress_bar(console)
+        self.tasks: dict[str, TaskID] = {}
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Stop drawing and show the cursor again."""
         self.progress.stop()
 
     def notice(self, event: object) -> None:
-        """Steps and preparation move a bar; the rest is printed above it."""
+        """Move a bar for steps and preparation; print the rest above it."""
+        if isinstance(event, Preparing):
+            self._move(event.what, event.total, completed=event.done)
+            return
         if isinstance(event, StepDone):
-            self._step(event)
-        elif isinstance(event, Preparing):
-            self._prepare(event)
-        else:
-            if isinstance(event, RunEnded):
-                self.progress.stop()
-            super().notice(event)
-        if isinstance(event, RunStarted):
-            self.task = self.progress.add_task("training", total=event.total_steps, values="")
-            self.progress.update(self.task, completed=event.resumed_step)
-            self.progress.start()
-
-    def _step(self, event: StepDone) -> None:
-        if self.task is not None:
-            self.progress.update(self.task, completed=event.step, description=f"epoch {event.epoch}")
-            if event.values:
+            if self.pace is not None:
                 short = {name: value for name, value in event.values.items() if name not in SHORT or name == SPEED}
-                self.progress.update(self.task, values=readable(short))
+                figures = {"figures": readable(short)} if short else {}
+                description = f"epoch {event.epoch}"
+                self._move("training", self.pace.total, completed=event.step, description=description, **figures)
+            return
+        if isinstance(event, RunEnded):
+            self.progress.stop()
+        super().notice(event)
+        if isinstance(event, RunStarted):
+            self._move("training", event.total_steps, completed=event.resumed_step)
 
-    def _prepare(self, event: Preparing) -> None:
-        if event.what not in self.preparing:
-            self.preparing[event.what] = self.progress.add_task(event.what, total=event.total, values="")
+    def _move(self, name: str, total: int, **fields: Any) -> None:
+        if name not in self.tasks:
+            self.tasks[name] = self.progress.add_task(name, total=total, figures="")
             self.progress.start()
-        self.progress.update(self.preparing[event.what], completed=event.done)
+        self.progress.update(self.tasks[name], **fields)
 
 
 def terminal() -> ProgressLines:
-    """For the terminal alone: a bar where it is one, lines where it is not."""
+    """An observer for the terminal alone: a bar if it is one, else lines."""
     console = EscapingConsole()
     return ProgressBar(console) if console.is_terminal else ProgressLines(console)
 
 
-class Both:
-    """The terminal, and the same in plain lines in logs/rank-0.log."""
+class ProgressSink:
+    """Reports to the terminal, and in plain lines to logs/rank-0.log."""
 
     def __init__(self, folder: Path) -> None:
         logs = folder / "logs"
@@ -146,15 +126,15 @@ class Both:
         except OSError as error:
             raise ConfigError(f"{logs / 'rank-0.log'} cannot be written: {error.strerror}; remove it") from None
         log = EscapingConsole(file=self.file, width=200, color_system=None)
-        self.parts: list[ProgressLines] = [terminal(), ProgressLines(log, 0.0)]
+        self.outputs: list[ProgressLines] = [terminal(), ProgressLines(log, 0.0)]
 
     def notice(self, event: object) -> None:
-        for part in self.parts:
-            part.notice(event)
+        for output in self.outputs:
+            output.notice(event)
 
     def close(self) -> None:
-        for part in self.parts:
-            part.close()
+        for output in self.outputs:
+            output.close()
         self.file.close()
 
 
@@ -163,20 +143,19 @@ SHORT = {"learning_rate": "lr", "gradient_norm": "grad norm", "samples_per_secon
 
 
 def readable(values: Mapping[str, float]) -> str:
-    """Values in the order given, short: 'loss 0.0312 · accuracy 0.9912 · 5,312 samples/s'."""
-    parts = []
+    """Values in the given order, short: 'loss 0.0312 · accuracy 0.9912 · 5,312 samples/s'."""
+    texts = []
     for name, value in values.items():
         if name == SPEED:
-            parts.append(f"{value:,.0f} samples/s")
+            texts.append(f"{value:,.0f} samples/s")
         elif name == "learning_rate":
-            parts.append(f"lr {value:.3g}")
+            texts.append(f"lr {value:.3g}")
         else:
-            parts.append(f"{named(SHORT.get(name, name))} {value:.4f}")
-    return " · ".join(parts)
+            texts.append(f"{named(SHORT.get(name, name))} {value:.4f}")
+    return " · ".join(texts)
 
 
-def opening(event: RunStarted) -> list[str]:
-    """What a run says before its first step."""
+def start_lines(event: RunStarted) -> list[str]:
     processes = f"{event.world_size} process{'es' if event.world_size > 1 else ''}"
     lines = [
         f"run {named(event.name)}: {event.parameters:,} parameters, {event.train_samples:,} training samples, "
@@ -187,8 +166,7 @@ def opening(event: RunStarted) -> list[str]:
     return lines + [f"note: {note}" for note in event.notes]
 
 
-def closing(event: RunEnded) -> list[str]:
-    """What a run says at its end."""
+def end_lines(event: RunEnded) -> list[str]:
     summary = event.summary
     if event.status == "failed":
         return [f"failed after {summary['steps']:,} steps"]
@@ -198,6 +176,6 @@ def closing(event: RunEnded) -> list[str]:
     return [*lines, f"everything is in {named(summary['folder'])}"]
 
 
-def build(folder: Path) -> Both:
-    """The sink for a run directory."""
-    return Both(folder)
+def build(folder: Path) -> ProgressSink:
+    """The sink for a run's folder."""
+    return ProgressSink(folder)

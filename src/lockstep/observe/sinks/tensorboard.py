@@ -7,7 +7,7 @@ from lockstep.base.events import CheckpointSaved, Evaluated, RunEnded, RunStarte
 
 
 class TensorBoard:
-    """train/* for logged steps, test/* for evaluations, checkpoint/* for saves; steps done again replace the old."""
+    """train/* for logged steps, test/* for evaluations, checkpoint/* for saves; repeated steps replace the old ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "tensorboard"
@@ -17,7 +17,7 @@ class TensorBoard:
         if isinstance(event, RunStarted):
             from torch.utils.tensorboard import SummaryWriter
 
-            # also for a fresh start: the folder may hold steps of a run that was killed before its first checkpoint
+            # also on a fresh start: the folder may hold steps of a run that was killed before its first checkpoint
             self.writer = SummaryWriter(str(self.folder), purge_step=event.resumed_step + 1, flush_secs=10)
         elif isinstance(event, StepDone) and event.values:
             self._write("train", event.step, event.values)

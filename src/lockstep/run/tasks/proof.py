@@ -23,7 +23,7 @@ from lockstep.run.build import Components
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.train import Hooks, TrainTask
 from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
-from lockstep.tools.prove.single_process_checks import inspected
+from lockstep.tools.prove.single_process_checks import checked
 from lockstep.training.loop import Training
 
 NEEDS_GROUP = True
@@ -96,7 +96,7 @@ class ProofTask:
         folder = self.training.recipe.folder
         if self.request.inspect:
             self.training.claim()
-            rows = [asdict(row) for row in inspected(self.hooks.assembled(self.training.assemble()))]
+            rows = [asdict(row) for row in checked(self.hooks.assembled(self.training.assemble()))]
             storage.write(folder / "rows.json", json.dumps(rows))
             return
         try:
@@ -139,4 +139,4 @@ def build(
 ) -> ProofTask:
     """The task that a file asks for."""
     assert request is not None
-    return ProofTask(ProofRequest.read(request), recipe, world, signals, began=began)
+    return ProofTask(ProofRequest.model_validate_json(request.read_bytes()), recipe, world, signals, began=began)

@@ -1,4 +1,4 @@
-"""Whether two runs, or two checkpoints, have the same bits; if not, where they part and what may be the cause."""
+"""Whether two runs, or two checkpoints, have the same bits; if not, where they diverge and what may be the cause."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from lockstep.checkpoint import layout, verify
 from lockstep.tools.compare.run_evidence import DIGESTS, EVALUATION, LOGGED, Evidence, evidence
 from lockstep.tools.compare.tensor_differences import TensorDifference, differences
 
-ORDER = (*LOGGED, *DIGESTS)
-"""In which one is the cause of another; evaluations follow."""
+QUANTITIES = (*LOGGED, *DIGESTS)
+"""A cause comes before its effects; evaluations follow."""
 EARLY = "stopped early"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The result, and what to tell a person."""
+class Comparison:
+    """The result, and the lines to print."""
 
     is_equal: bool
     """Whether loss, gradient norm, learning rate, chain, digests, evaluations and tensors are the same, as far as both
@@ -25,7 +25,7 @@ class Verdict:
     lines: list[str]
 
 
-def compare(path: Path, other: Path) -> Verdict:
+def compare(path: Path, other: Path) -> Comparison:
     """Compare two runs or two checkpoints, as far as both go.
 
     Raises ConfigError when one of them is neither, CheckpointError when they have no step in common.
@@ -47,13 +47,13 @@ def compare(path: Path, other: Path) -> Verdict:
     if first is None and not tensors and not ends:
         lines += [_equal(a, b, last), *([f"all {number} tensors of step {pair} are equal"] if pair else [])]
     else:
-        lines += [*(_parting(a, b, common=common, first=first) if first or tensors else ()), *ends]
+        lines += [*(_first_difference(a, b, common=common, first=first) if first or tensors else ()), *ends]
         if pair:
-            lines += _in_tensors(pair, number, tensors)
+            lines += _tensors(pair, number, tensors)
     if not pair:
         lines.append("there is no checkpoint of a step that both have kept whole: no tensors were compared")
-    lines += [*_fields(a, b), *(f"note: {note}" for note in notes)]
-    return Verdict(is_equal=first is None and not tensors and not ends, lines=lines)
+    lines += [*_settings(a, b), *(f"note: {note}" for note in notes)]
+    return Comparison(is_equal=first is None and not tensors and not ends, lines=lines)
 
 
 def _steps(side: Evidence) -> str:
@@ -63,7 +63,7 @@ def _steps(side: Evidence) -> str:
 def _shared(a: Evidence, b: Evidence, step: int) -> list[str]:
     """Quantities that both sides know of a step."""
     measured = sorted(name for name in a.facts[step] if name.startswith(EVALUATION))
-    return [name for name in (*ORDER, *measured) if name in a.facts[step] and name in b.facts.get(step, {})]
+    return [name for name in (*QUANTITIES, *measured) if name in a.facts[step] and name in b.facts.get(step, {})]
 
 
 def _differing(a: Evidence, b: Evidence, step: int) -> list[str]:
@@ -71,7 +71,7 @@ def _differing(a: Evidence, b: Evidence, step: int) -> list[str]:
 
 
 def _ends(a: Evidence, b: Evidence) -> list[str]:
-    """Why one was stopped early, which is a decision, and the other was not; none where one has not got that far."""
+    """Where one run was stopped early and the other was not; nothing if the other has not got that far."""
     for name, side, other_name, other in (("A", a, "B", b), ("B", b, "A", a)):
         if side.end != EARLY or (other.end == EARLY and other.last == side.last):
             continue
@@ -106,8 +106,8 @@ def _equal(a: Evidence, b: Evidence, last: int) -> str:
     return f"equal so far, not to the end of both: {what}; {', '.join(ends)}"
 
 
-def _parting(a: Evidence, b: Evidence, *, common: list[int], first: int | None) -> Iterator[str]:
-    """The first step that differs, and in what."""
+def _first_difference(a: Evidence, b: Evidence, *, common: list[int], first: int | None) -> Iterator[str]:
+    """The first step that differs, and its differing quantities."""
     if first is None:
         yield f"different, although all that was logged up to step {max(common):,} is equal"
         return
@@ -120,7 +120,7 @@ def _parting(a: Evidence, b: Evidence, *, common: list[int], first: int | None) 
     knows_weights = not {"chain", "digest"}.isdisjoint(_shared(a, b, first))
     is_evaluation = knows_weights and all(name.startswith(EVALUATION) for name in differing)
     if first - before > 1 and not is_evaluation:
-        yield f"  they part in one of steps {before + 1:,} to {first:,}; observe.log_every=1 would tell in which"
+        yield f"  they diverge in one of steps {before + 1:,} to {first:,}; observe.log_every=1 would tell in which"
 
 
 def _value(side: Evidence, step: int, name: str) -> Any:
@@ -128,19 +128,20 @@ def _value(side: Evidence, step: int, name: str) -> Any:
     return "NaN or infinite" if value is None else value[:16] if isinstance(value, str) else repr(value)
 
 
-def _in_tensors(step: int, number: int, found: list[TensorDifference]) -> Iterator[str]:
-    if not found:
+def _tensors(step: int, number: int, differing: list[TensorDifference]) -> Iterator[str]:
+    if not differing:
         yield f"all {number} tensors of step {step:,} are equal"
         return
-    yield f"tensors of step {step:,}: {len(found)} of {number} differ, in {sum(d.elements for d in found):,} elements"
-    yield f"  the first is {found[0].name}: {found[0]}"
-    most = max((d for d in found if d.unit and not d.kind), key=lambda d: d.largest, default=found[0])
-    if most is not found[0]:
+    elements = sum(d.elements for d in differing)
+    yield f"tensors of step {step:,}: {len(differing)} of {number} differ, in {elements:,} elements"
+    yield f"  the first is {differing[0].name}: {differing[0]}"
+    most = max((d for d in differing if d.unit and not d.kind), key=lambda d: d.largest, default=differing[0])
+    if most is not differing[0]:
         yield f"  the largest difference is in {most.name}: {most}"
 
 
-def _fields(a: Evidence, b: Evidence) -> Iterator[str]:
-    """Fields of the recipes that differ: first those that may change bits, then those that may not."""
+def _settings(a: Evidence, b: Evidence) -> Iterator[str]:
+    """Settings of the recipes that differ: first those that may change bits, then the others."""
     numeric = {*a.numeric, *b.numeric}
     sides = [
         {**side.settings, **side.numeric} if a.numeric and b.numeric else side.settings

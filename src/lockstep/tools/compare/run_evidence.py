@@ -1,4 +1,4 @@
-"""What a run, or one of its checkpoints, has written down about its bits."""
+"""What the files of a run or of a checkpoint say about its bits."""
 
 import math
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ from lockstep.checkpoint import layout
 LOGGED = ("learning_rate", "loss", "gradient_norm", "chain")
 DIGESTS = ("digest", "training_digest")
 EVALUATION = "evaluation "
-"""How the quantities of an evaluation begin: "evaluation accuracy"."""
+"""Prefix of quantities of an evaluation: "evaluation accuracy"."""
 DECIDED = ("finished", "stopped early")
-"""Ends that a run comes to by itself."""
+"""Status of a run that ended by itself."""
 FIELDS = {"numeric_recipe": dict, "evaluation": dict, "drift": list, "steps": int}
-"""Of summary.json: what they are."""
+"""Fields of summary.json and their types."""
 MOST_BYTES = 1 << 30
-"""Of metrics.jsonl."""
-PLACE = ("kind", "step", "epoch", "samples")
-"""Of an evaluation's line, what is not measured."""
+"""Size limit of metrics.jsonl."""
+NOT_MEASURED = ("kind", "step", "epoch", "samples")
+"""Fields of an evaluation's line that are no metrics."""
 NAMES = {"run.name", "run.dir"}
-"""Settings that tell two runs apart and mean nothing else."""
+"""Settings that always differ and change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +35,25 @@ class Evidence:
     name: str
     """The path as it was given."""
     facts: Mapping[int, Mapping[str, Any]]
-    """Step -> quantity -> value: what metrics.jsonl, summary.json and the manifests say, in the order of steps.
-    Quantities are those of LOGGED, as far as a step was logged, what was measured in an evaluation, and digests of the
-    weights where there are any."""
+    """Step -> quantity -> value, ascending, from metrics.jsonl, summary.json and the manifests. Quantities are those of
+    LOGGED for logged steps, metrics of evaluations, and digests of the weights."""
     checkpoints: Mapping[int, Path]
     numeric: Mapping[str, Any]
     """The numeric recipe; empty for a run that was killed before its first checkpoint."""
     settings: Mapping[str, Any]
-    """Every setting of recipe.yaml by its dotted name; empty for a checkpoint that lies outside of a run."""
+    """Every setting of recipe.yaml by its dotted name; empty for a checkpoint outside of a run."""
     notes: list[str] = field(default_factory=list)
     end: str | None = None
-    """How the run has ended; None where it has not come to an end by itself."""
+    """Status of the run; None where it has not ended by itself."""
 
     @property
     def last(self) -> int:
-        """The last step that anything is known of."""
+        """The last step with any facts."""
         return max(self.facts, default=0)
 
 
 def evidence(path: Path) -> Evidence:
-    """Read a run's folder or a checkpoint's. Raises ConfigError when it is neither, or cannot be read."""
+    """Read the folder of a run or a checkpoint. Raises ConfigError when it is neither, or cannot be read."""
     folder = path.expanduser().absolute()
     is_checkpoint = (folder / layout.MANIFEST).is_file()
     if not is_checkpoint and not (folder / "recipe.yaml").is_file():
@@ -93,13 +92,13 @@ def _of_run(path: Path, folder: Path) -> Evidence:
     newest = next(iter(manifests.values()), None)
     numeric, drift = (newest.numeric, newest.progress.get("drift", [])) if newest else ({}, [])
     end = None
-    if (folder / "summary.json").exists():  # not in a run that goes on, nor in one that was killed
+    if (folder / "summary.json").exists():  # missing while a run goes on, and after a kill
         summary = storage.read_json(folder / "summary.json")
         for name, kind in FIELDS.items():
             if not isinstance(summary.get(name) or kind(), kind):
                 raise ValueError(f"{name} in summary.json is no {kind.__name__}")
         numeric, drift = summary.get("numeric_recipe", numeric), summary.get("drift", drift)
-        if summary.get("status") != "failed":  # what a failed run had not read yet is not in its chain
+        if summary.get("status") != "failed":  # a failed run's chain lacks what it had not read yet
             known = {name: summary[name] for name in ("chain", *DIGESTS) if summary.get(name) is not None}
             known |= _evaluated(summary.get("evaluation") or {})
             facts[summary.get("steps", 0)] = known | facts.get(summary.get("steps", 0), {})
@@ -121,7 +120,7 @@ def _facts(manifest: layout.Manifest) -> dict[str, Any]:
 
 
 def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """An evaluation as quantities of its step; what is not finite is None, as in metrics.jsonl."""
+    """The quantities of an evaluation; non-finite ones are None, as in metrics.jsonl."""
     return {
         f"{EVALUATION}{name}": None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
@@ -129,7 +128,7 @@ def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logged(file: Path) -> dict[int, dict[str, Any]]:
-    """Step -> what was logged; a line that a kill has cut short counts for nothing."""
+    """Step -> quantity -> value; a line that a kill has cut short is skipped."""
     found: dict[int, dict[str, Any]] = {}
     for text in storage.read(file, MOST_BYTES).split(b"\n") if file.exists() else []:
         try:
@@ -142,7 +141,7 @@ def _logged(file: Path) -> dict[int, dict[str, Any]]:
         if line.get("kind") == "step":
             known |= {name: line[name] for name in LOGGED if name in line}
         elif line.get("kind") == "evaluation":
-            known |= _evaluated({name: value for name, value in line.items() if name not in PLACE})
+            known |= _evaluated({name: value for name, value in line.items() if name not in NOT_MEASURED})
     return found
 
 

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, in units of the last place; and where two checkpoints differ first."""
+"""How far two tensors differ, in units in the last place (ulps); and which tensors of two checkpoints differ."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from torch import Tensor
 from lockstep.checkpoint.reader import contents, load
 
 AT_ONCE_BYTES = 256 * 2**20
-"""Tensors are read from both checkpoints in portions of about so much: a whole one may not fit in memory twice."""
+"""Size of the portions in which both checkpoints are read: they may not fit in memory together."""
 GROUPS = ("model.", "ema.", "optimizer.")
-"""What stands first in a checkpoint is compared first: weights differ before what follows from them matters."""
+"""Prefixes in the order of comparison: a difference in weights explains the others."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -24,16 +24,16 @@ class TensorDifference:
 
     name: str
     elements: int
-    """How many elements have other bits; all where the tensors are of another kind."""
+    """Elements with other bits; all where type or shape differ."""
     size: int
     largest: int = 0
-    """The largest distance: in ulps for floating-point numbers, else the plain difference. 0 where only the signs of
-    zeros, or NaNs of several kinds, differ."""
+    """The largest distance, in ulps for floating-point numbers; 0 where only signs of zeros or payloads of NaNs
+    differ."""
     nans: int = 0
-    """Elements that are NaN on one side only; they have no distance."""
+    """Elements that are NaN on one side only, which have no distance."""
     unit: str = "ulp"
     kind: str = ""
-    """In words, where one side has no such tensor, or one of another type or shape."""
+    """Text, where one side has no such tensor, or one of another type or shape."""
 
     def __str__(self) -> str:
         if self.kind:
@@ -50,8 +50,8 @@ class TensorDifference:
 def ulps(one: Tensor, other: Tensor) -> np.ndarray:
     """Distance of two floating-point tensors of one type and shape, per element, as uint64 [elements].
 
-    That is how many steps from a number to its neighbour lead from one to the other: 1 for neighbours, also across
-    zero, where +0 and -0 are the same place; infinity is the neighbour of the largest number. 0 where any is NaN.
+    The distance counts steps from one representable number to the next, with +0 and -0 the same, and infinity next to
+    the largest number. 0 where either is NaN.
     """
     kind = BITS[one.element_size()]
     lowest = torch.iinfo(kind).min
@@ -64,11 +64,11 @@ def ulps(one: Tensor, other: Tensor) -> np.ndarray:
 
 
 def difference(name: str, one: Tensor, other: Tensor) -> TensorDifference | None:
-    """How two tensors differ; None when every bit is the same."""
+    """How two tensors differ; None when all bits are equal."""
     if one.dtype != other.dtype or one.shape != other.shape:
         kinds = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (one, other)]
-        kind_words = "{} in A, {} in B".format(*kinds)
-        return TensorDifference(name=name, elements=one.numel(), size=one.numel(), kind=kind_words)
+        text = "{} in A, {} in B".format(*kinds)
+        return TensorDifference(name=name, elements=one.numel(), size=one.numel(), kind=text)
     a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (one, other))
     kind = BITS[a.element_size()]
     bits = (a.contiguous().flatten().view(kind) != b.contiguous().flatten().view(kind)).numpy()
@@ -85,14 +85,14 @@ def difference(name: str, one: Tensor, other: Tensor) -> TensorDifference | None
     return TensorDifference(name=name, elements=int(bits.sum()), size=bits.size, largest=largest, nans=nans, unit=unit)
 
 
-def order(name: str) -> tuple[int, str]:
-    """Weights and buffers first, then their moving average, then the optimizer; by name inside each."""
+def sort_key(name: str) -> tuple[int, str]:
+    """Sort key: weights and buffers, then their moving average, then the optimizer; by name within each."""
     group = next((i for i, prefix in enumerate(GROUPS) if name.startswith(prefix)), len(GROUPS))
     return group, name
 
 
 def differences(one: Path, other: Path) -> tuple[int, list[TensorDifference]]:
-    """(number of tensors, those that differ, in order) of two checkpoints that have been verified."""
+    """Number of tensors of two verified checkpoints, and those that differ, sorted."""
     a, b = contents(one), contents(other)
     alone = [
         TensorDifference(name=name, elements=t.numel(), size=t.numel(), kind=f"only in {side}")
@@ -103,13 +103,13 @@ def differences(one: Path, other: Path) -> tuple[int, list[TensorDifference]]:
     shared = [
         difference(name, *pair) for names in _portions(a, b) for name, *pair in _read(names, (one, a), (other, b))
     ]
-    found = [*alone, *(each for each in shared if each is not None)]
-    return len({*a, *b}), sorted(found, key=lambda each: order(each.name))
+    differing = [*alone, *(each for each in shared if each is not None)]
+    return len({*a, *b}), sorted(differing, key=lambda each: sort_key(each.name))
 
 
 def _portions(a: dict[str, Tensor], b: dict[str, Tensor]) -> Iterator[list[str]]:
     portion, size = [], 0
-    for name in sorted(a.keys() & b.keys(), key=order):
+    for name in sorted(a.keys() & b.keys(), key=sort_key):
         portion.append(name)
         size += a[name].nbytes + b[name].nbytes
         if size >= AT_ONCE_BYTES:

@@ -1,4 +1,4 @@
-"""The forecasts as a table for people, and as plain values for scripts."""
+"""Forecasts as a table, and as plain values for scripts."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -7,13 +7,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.escaping import EscapingConsole
+from lockstep.base.escaping import wide_console
 from lockstep.parallel.forecast import Forecast
+from lockstep.tools.trials import processes_text
 
 MIB = 2**20
 LOG_WIDTH = 150
-"""Characters of a line where there is no terminal to ask."""
-PARTS = ("fixed", "parameters", "gradients", "optimizer", "average", "activations", "communication", "checkpoint")
+"""Characters of a line where there is no terminal."""
 HEADINGS = {
     "fixed": "process",
     "parameters": "weights",
@@ -24,15 +24,16 @@ HEADINGS = {
     "communication": "exchange",
     "checkpoint": "saving",
 }
+"""Kind of memory -> heading."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastRow:
     """One strategy on one number of processes."""
 
-    world: int
+    world_size: int
     strategy: str
-    room_bytes: int
+    device_bytes: int
     """Memory of a device."""
     forecast: Forecast | None = None
     is_best: bool = False
@@ -51,87 +52,81 @@ class ForecastRow:
     @property
     def fits(self) -> bool:
         """Whether a device has the memory."""
-        return self.forecast is not None and self.peak_bytes <= self.room_bytes
+        return self.forecast is not None and self.peak_bytes <= self.device_bytes
 
     @property
     def verdict(self) -> str:
         if self.forecast is None:
             return self.why
         if not self.fits:
-            return f"needs {(self.peak_bytes - self.room_bytes) / MIB:.0f} MiB more than {self.room_bytes / MIB:.0f}"
+            return (
+                f"needs {(self.peak_bytes - self.device_bytes) / MIB:.0f} MiB more than {self.device_bytes / MIB:.0f}"
+            )
         return self.why if self.is_best else "fits"
 
     def plain(self) -> dict[str, Any]:
         """For scripts: bytes and seconds."""
-        found: dict[str, Any] = {
-            "world": self.world,
+        values: dict[str, Any] = {
+            "world": self.world_size,
             "strategy": self.strategy,
-            "memory_of_device_bytes": self.room_bytes,
+            "memory_of_device_bytes": self.device_bytes,
             "fits": self.fits,
             "is_best": self.is_best,
             "verdict": self.verdict,
         }
         if self.forecast is None:
-            return {**found, "forecast": None}
-        own = asdict(self.forecast)
-        own["memory"] |= {"step": self.forecast.memory.step, "peak": self.forecast.memory.peak}
-        own["times"] |= {"total": self.forecast.times.total}
-        return {**found, "forecast": own}
+            return {**values, "forecast": None}
+        forecast = asdict(self.forecast)
+        forecast["memory"] |= {"step": self.forecast.memory.step, "peak": self.forecast.memory.peak}
+        forecast["times"] |= {"total": self.forecast.times.total}
+        return {**values, "forecast": forecast}
 
 
 def print_forecasts(rows: list[ForecastRow], console: Console) -> None:
-    """Print a table for each number of processes, and under it what is best and what cannot run."""
-    shown = (
-        console
-        if console.is_terminal
-        else EscapingConsole(file=console.file, highlight=False, width=LOG_WIDTH, quiet=console.quiet)
-    )
-    for world in dict.fromkeys(row.world for row in rows):
-        some = [row for row in rows if row.world == world]
-        if known := [row for row in some if row.forecast]:
-            shown.print(table(known))
-        for row in some:
-            said = [row.why] if row.why else []
-            said += row.forecast.notes if row.forecast else ()
-            if said:
-                console.print(f"{row.strategy}: {'; '.join(said)}", soft_wrap=True)
-        if not any(row.fits for row in some):
-            console.print(f"none fits {some[0].room_bytes / MIB:.0f} MiB: try train.recompute=true", soft_wrap=True)
+    """Print a table for each world size, and below it what is best and what cannot run."""
+    wide = wide_console(console, LOG_WIDTH)
+    for world_size in dict.fromkeys(row.world_size for row in rows):
+        group = [row for row in rows if row.world_size == world_size]
+        if known := [row for row in group if row.forecast]:
+            wide.print(table(known))
+        for row in group:
+            if notes := [*([row.why] if row.why else ()), *(row.forecast.notes if row.forecast else ())]:
+                console.print(f"{row.strategy}: {'; '.join(notes)}", soft_wrap=True)
+        if not any(row.fits for row in group):
+            console.print(f"none fits {group[0].device_bytes / MIB:.0f} MiB: try train.recompute=true", soft_wrap=True)
         console.print()
 
 
 def table(rows: list[ForecastRow]) -> Table:
-    """The forecasts for one number of processes."""
-    world, room = rows[0].world, rows[0].room_bytes
-    parts = [part for part in PARTS if any(getattr(row.forecast.memory, part) for row in rows if row.forecast)]
+    """The forecasts for one world size."""
+    world_size, device = rows[0].world_size, rows[0].device_bytes
+    kinds = [kind for kind in HEADINGS if any(getattr(row.forecast.memory, kind) for row in rows if row.forecast)]
     made = Table(title_justify="left")
     made.title = (
-        f"{world} process{'es' if world > 1 else ''}, each with {room / MIB:.0f} MiB: memory in MiB, traffic per step "
-        "in MiB, a step in ms"
+        f"{processes_text(world_size)}, each with {device / MIB:.0f} MiB: memory in MiB, "
+        "traffic per step in MiB, a step in ms"
     )
     made.add_column("", no_wrap=True)
-    for heading in (*(HEADINGS[part] for part in parts), "PEAK", "sent", "STEP", "waiting", "rest", "bubble"):
+    for heading in (*(HEADINGS[kind] for kind in kinds), "PEAK", "sent", "STEP", "waiting", "rest", "bubble"):
         made.add_column(heading, justify="right", no_wrap=True)
     made.add_column("", no_wrap=True)
     for row in rows:
-        made.add_row(*cells(row, parts), style="bold" if row.is_best else "")
+        made.add_row(*cells(row, kinds), style="bold" if row.is_best else "")
     return made
 
 
-def cells(row: ForecastRow, parts: list[str]) -> list[str | Text]:
+def cells(row: ForecastRow, kinds: list[str]) -> list[str | Text]:
     assert row.forecast is not None
     memory, times = row.forecast.memory, row.forecast.times
-    verdict = (
-        Text("best", "green") if row.is_best else Text("fits" if row.fits else "too much", "" if row.fits else "red")
-    )
+    verdict = Text("fits") if row.fits else Text("too much", "red")
     return [
         row.strategy,
-        *(f"{getattr(memory, part) / MIB:.1f}" for part in parts),
+        *(f"{getattr(memory, kind) / MIB:.1f}" for kind in kinds),
         f"{memory.peak / MIB:.0f}{'' if memory.peak == memory.step else ' at start'}",
         f"{row.forecast.sent_bytes / MIB:.1f}",
         f"{1e3 * times.total:.1f}",
         f"{1e3 * (times.exchange + times.idle):.1f}",
         f"{1e3 * times.rest:.1f}",
         f"{row.forecast.bubble:.0%}" if row.forecast.bubble else "",
-        verdict,
+        Text("best", "green") if row.is_best else verdict,
     ]

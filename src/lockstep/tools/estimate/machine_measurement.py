@@ -1,69 +1,71 @@
-"""Everything that this machine can measure of a config, and what is asked about it."""
+"""Measures on this machine what an estimate needs of a config."""
 
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from lockstep.base import plugins
 from lockstep.base.world import cores
+from lockstep.core.host.memory_meter import available_bytes
 from lockstep.core.reduction.tree import root
 from lockstep.parallel.forecast import Cluster
 from lockstep.parallel.measurements import Measurements, Seconds
 from lockstep.parallel.memory_forecast import HeldMemory, held, passes
 from lockstep.run.recipe import Recipe
-from lockstep.tools.estimate.measurement_runs import MeasurementRuns, Trials
+from lockstep.tools.estimate.measurement_runs import MeasurementRuns, StepSeconds
+from lockstep.tools.trials import processes_text
 
 SECONDS = ("fetch", "passes", "update")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions:
-    worlds: tuple[int, ...] = (1, 2, 4, 8)
+    world_sizes: tuple[int, ...] = (1, 2, 4, 8)
     per_machine: int | None = None
-    """Processes of a machine; None: all of them are on this one, or as many as it has GPUs."""
+    """Processes on a machine; None: all of them on this one, or as many as it has GPUs."""
     memory_bytes: int | None = None
-    """Of a device; None: this machine's over the processes on it, or the GPU's."""
+    """Of a device; None: this machine's divided by its processes, or the GPU's."""
     bandwidth: float | None = None
     """Bytes per second of the network; None: as measured over the loopback."""
     seconds: float = 5.0
-    """How long steps are timed, for each measurement."""
+    """How long each measurement times steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineMeasurements:
     alone: Measurements
     crowded: Measurements | None
-    """Measured with as many processes at once as are asked for, or as can run at the same time."""
+    """Measured with several processes at once: as many as requested, at most `slots`."""
     together: int
-    """How many that were."""
-    trials: dict[int, Trials]
-    """Number of processes -> what steps took with them: see trials.py."""
+    """Number of those processes."""
+    trials: dict[int, StepSeconds]
+    """Number of processes -> seconds of a step with each strategy."""
     slots: int
+    """Processes that this machine can run at the same time."""
 
     def seconds(self, processes: int) -> Seconds:
-        """Times with so many processes at once; between one and those that were measured, on a line."""
+        """Times with this many processes at once, interpolated linearly between one and those that were measured."""
         if self.crowded is None or self.together == 1:
             return self.alone.seconds
-        part = min(1.0, (processes - 1) / (self.together - 1))
+        weight = min(1.0, (processes - 1) / (self.together - 1))
         pairs = {name: (getattr(self.alone.seconds, name), getattr(self.crowded.seconds, name)) for name in SECONDS}
-        return Seconds(**{name: one + part * (more - one) for name, (one, more) in pairs.items()})
+        return Seconds(**{name: one + weight * (more - one) for name, (one, more) in pairs.items()})
 
-    def tried(self, cluster: Cluster) -> int:
-        """The number of processes of the trials that come closest: where several are asked for, several."""
+    def nearest_trial(self, cluster: Cluster) -> int:
+        """The number of processes of the closest trials; more than one where the cluster has more than one."""
         local = min(cluster.per_machine, cluster.world)
         several = [each for each in self.trials if each > 1]
         if cluster.world == 1 or not several:
             return 1
         return max((each for each in several if each <= local), default=min(several))
 
-    def cluster(self, world: int, *, per_machine: int, bandwidth: float | None = None) -> Cluster:
+    def cluster(self, world_size: int, *, per_machine: int, bandwidth: float | None = None) -> Cluster:
         """Processes on machines like this one."""
         return Cluster(
-            world=world,
+            world=world_size,
             per_machine=per_machine,
             slots=self.slots,
             links=self.crowded.links if self.crowded else None,
@@ -78,44 +80,44 @@ def slots_of(recipe: Recipe) -> int:
     return max(1, cores() // recipe.run.threads)
 
 
-def per_machine(world: int, wish: EstimateOptions, slots: int) -> int:
-    return wish.per_machine or (min(world, slots) if torch.cuda.is_available() else world)
+def per_machine(world_size: int, options: EstimateOptions, slots: int) -> int:
+    return options.per_machine or (min(world_size, slots) if torch.cuda.is_available() else world_size)
 
 
-def measure(recipe: Recipe, wish: EstimateOptions, *, say: Callable[[str], object]) -> MachineMeasurements:
-    """One process alone; then, if several are asked for, as many as they are or as this machine runs at once. Then
-    every strategy is tried on the numbers of processes that are asked for, as far as they run here."""
+def measure(recipe: Recipe, options: EstimateOptions, *, report: Callable[[str], object]) -> MachineMeasurements:
+    """Measure one process alone, then several at once if any world size needs them; then time every strategy on the
+    requested world sizes, as far as they run here."""
     slots = slots_of(recipe)
-    together = min(max(per_machine(world, wish, slots) for world in wish.worlds), slots)
-    if max(wish.worlds) > 1 and not torch.cuda.is_available():
+    together = min(max(per_machine(world_size, options, slots) for world_size in options.world_sizes), slots)
+    if max(options.world_sizes) > 1 and not torch.cuda.is_available():
         together = max(2, together)
     with tempfile.TemporaryDirectory(prefix="lockstep-estimate-", ignore_cleanup_errors=True) as folder:
-        runs, crowded = MeasurementRuns(recipe=recipe, folder=Path(folder), seconds=wish.seconds), None
-        say("measuring one process ...")
+        runs, crowded = MeasurementRuns(recipe=recipe, folder=Path(folder), seconds=options.seconds), None
+        report("measuring one process ...")
         alone = calibrated(runs.measured(1))
         if together > 1:
-            say(f"measuring {together} processes at once, and what they send each other ...")
+            report(f"measuring {together} processes at once, and what they send each other ...")
             crowded = runs.measured(together)
-        trials: dict[int, Trials] = {}
-        for processes in worth_trying(wish, slots, together=together, facts=alone):
-            say(f"trying every strategy on {processes} process{'es' if processes > 1 else ''} ...")
-            trials[processes] = runs.tried(processes, plugins.names("parallel.strategies"))
+        trials: dict[int, StepSeconds] = {}
+        for processes in worth_trying(options, slots, together=together, facts=alone):
+            report(f"trying every strategy on {processes_text(processes)} ...")
+            trials[processes] = runs.timed(processes, plugins.names("parallel.strategies"))
     return MachineMeasurements(alone=alone, crowded=crowded, together=together, slots=slots, trials=trials)
 
 
-def worth_trying(wish: EstimateOptions, slots: int, *, together: int, facts: Measurements) -> list[int]:
-    """Numbers of processes: as many as were measured at once, and those that are asked for on one machine; on a CPU, up
-    to twice as many as it has cores for, if memory allows."""
+def worth_trying(options: EstimateOptions, slots: int, *, together: int, facts: Measurements) -> list[int]:
+    """Numbers of processes to time strategies on: those measured at once, and the requested ones on one machine; on a
+    CPU up to twice its slots, if memory allows."""
     each = facts.fixed_bytes + 2 * facts.parameter_bytes + facts.optimizer_bytes + facts.step_bytes
-    most = slots if torch.cuda.is_available() else min(2 * slots, psutil.virtual_memory().available // each)
-    asked = {per_machine(world, wish, slots) for world in wish.worlds if world > 1} | {together}
-    several = {number for number in asked if 1 < number <= max(most, together)}
-    return sorted(several | ({1} & set(wish.worlds)))
+    most = slots if torch.cuda.is_available() else min(2 * slots, available_bytes() // each)
+    sizes = {per_machine(world_size, options, slots) for world_size in options.world_sizes if world_size > 1}
+    several = {size for size in sizes | {together} if 1 < size <= max(most, together)}
+    return sorted(several | ({1} & set(options.world_sizes)))
 
 
 def calibrated(facts: Measurements) -> Measurements:
-    """With what whole steps took more than the parts that can be counted, as working memory: kernels' own, and what the
-    C library keeps of memory that was freed."""
+    """The measurements with working memory: what whole steps took beyond the memory that can be counted (that of
+    kernels, and freed memory that the C library keeps)."""
     shards, blocks = frozenset(range(facts.step_shards)), range(len(facts.blocks))
     whole = held(tuple((shard,) for shard in sorted(shards)), shards, (root(shards),))
     alone = HeldMemory(before=(0,), after=(1,))

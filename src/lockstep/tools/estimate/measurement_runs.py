@@ -1,4 +1,4 @@
-"""Starts measurements in processes of their own, which end with the command, and reads what they found."""
+"""Measurements in processes of their own, which end with the command."""
 
 import json
 from collections.abc import Sequence
@@ -6,20 +6,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from lockstep.base import plugins
+from pydantic import BaseModel
+
 from lockstep.parallel.measurements import Measurements, Seconds
 from lockstep.run.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.estimate.measurement_request import MeasurementRequest
-from lockstep.tools.trials import TrialFailed, varied
+from lockstep.tools.trials import TrialFailed, strategy, varied
 
-Trials = dict[str, float]
-"""Strategy -> seconds of a step that it was seen to take."""
+StepSeconds = dict[str, float]
+"""Strategy -> seconds of a step."""
+
+
+class MeasurementRequest(BaseModel):
+    """What a measuring process is asked to do."""
+
+    to: Path
+    """Folder for its results."""
+    seconds: float
+    """How long steps are timed, at least."""
+    strategies: tuple[str, ...] = ()
+    """Time these together with the other processes; empty: measure, each process for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementRuns:
-    """Measurements of one recipe, in a folder that goes away."""
+    """Measurements of one recipe, in a temporary folder."""
 
     recipe: Recipe
     folder: Path
@@ -27,34 +38,31 @@ class MeasurementRuns:
     """How long each process times steps."""
 
     def measured(self, processes: int) -> Measurements:
-        """The facts of so many processes at once: memory is the first one's, times are medians over all.
+        """Measurements of several processes at once: memory of rank 0, and the medians of all times.
 
         Raises TrialFailed.
         """
         folder = self._run(f"measured-{processes}", processes)
-        return combined([Measurements.read(folder / f"facts-{rank}.json") for rank in range(processes)])
+        ranks = [Measurements.read(folder / f"facts-{rank}.json") for rank in range(processes)]
+        times = [facts.seconds for facts in ranks]
+        seconds = Seconds(
+            **{name: median(getattr(each, name) for each in times) for name in ("fetch", "passes", "update")}
+        )
+        return replace(ranks[0], seconds=seconds)
 
-    def tried(self, processes: int, strategies: Sequence[str]) -> Trials:
-        """What steps take with each strategy, the median over all processes. Raises TrialFailed."""
+    def timed(self, processes: int, strategies: Sequence[str]) -> StepSeconds:
+        """Seconds of a step with each strategy, the median over all processes. Raises TrialFailed."""
         folder = self._run(f"tried-{processes}", processes, strategies)
-        found = [json.loads((folder / f"trials-{rank}.json").read_text("utf-8")) for rank in range(processes)]
-        return {name: median(each[name] for each in found) for name in found[0]}
+        ranks = [json.loads((folder / f"trials-{rank}.json").read_text("utf-8")) for rank in range(processes)]
+        return {name: median(each[name] for each in ranks) for name in ranks[0]}
 
     def _run(self, name: str, processes: int, strategies: Sequence[str] = ()) -> Path:
-        """The folder in which the processes leave what they found."""
+        """The folder with the results."""
         folder = self.folder / name
         folder.mkdir()
-        sections = {"run": {"dir": folder, "name": "run"}}
-        recipe = varied(self.recipe, sections, parallel=plugins.find("parallel.strategies", "ddp").Config(kind="ddp"))
+        recipe = varied(self.recipe, {"run": {"dir": folder, "name": "run"}}, parallel=strategy("ddp"))
         request = MeasurementRequest(to=folder, seconds=self.seconds, strategies=tuple(strategies))
-        done = trials.run(recipe, folder, task="estimate", request=request.model_dump_json(), processes=processes)
-        if done.code:
-            raise TrialFailed(trials.tail(done.output), done.code)
+        trial = trials.run(recipe, folder, task="estimate", request=request, processes=processes)
+        if trial.code:
+            raise TrialFailed(trial.output, trial.code)
         return folder
-
-
-def combined(found: list[Measurements]) -> Measurements:
-    """What several processes have measured at once, as one."""
-    times = [facts.seconds for facts in found]
-    seconds = Seconds(**{name: median(getattr(each, name) for each in times) for name in ("fetch", "passes", "update")})
-    return replace(found[0], seconds=seconds)

@@ -1,4 +1,4 @@
-"""Measures one process's part of a config: the real model, the real data, one process, a few micro-batches.
+"""Measures the real model on real data in one process, with a few micro-batches.
 
 V = shards of a step, m = samples of a micro-batch.
 """
@@ -6,15 +6,14 @@ V = shards of a step, m = samples of a micro-batch.
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from lockstep.base import plugins
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import LossSum, MicroBatch, Model
 from lockstep.core.host.memory_meter import Meter
@@ -26,124 +25,125 @@ from lockstep.parallel.module_profile import ModuleProfile, survey
 from lockstep.parallel.partition import Cuttable
 from lockstep.parallel.tensor_plan import splittable
 from lockstep.run import build
-from lockstep.run.build import Data
 from lockstep.run.recipe import Recipe
 from lockstep.tools.estimate.saved_tensors import kept_by_block
+from lockstep.tools.trials import strategy
 from lockstep.training.state import TrainState
 from lockstep.training.step import step
 
 LOOK_STEPS = 1000
-"""The largest micro-batch is looked for in so many steps."""
+"""The largest micro-batch is searched in this many steps."""
 PASSES = 3
 """Of the largest micro-batch: freed memory is used again from the second on."""
 LEAST_STEPS, MOST_STEPS = 4, 40
 MOST_MICRO_BATCHES = 8
-"""Of a step that is timed: the others are like these."""
+"""Of a step that is timed: further ones are like these."""
 WARM_UP = 2
 
 
-@dataclass(kw_only=True)
 class Measurement:
-    """One process with a model of its own; the process group has this process alone."""
+    """One process with a model of its own, alone in its process group; steps are timed for `seconds`."""
 
-    recipe: Recipe
-    device: torch.device
-    seconds: float
-    """How long steps are timed."""
+    def __init__(self, *, recipe: Recipe, device: torch.device, seconds: float) -> None:
+        self.recipe, self.device, self.seconds = recipe, device, seconds
+        self.meter = Meter(device)
+        self.data = build.open_data(recipe)
+        build.measured(recipe, self.data.test.spec)
+        self.order = Order(
+            seed=recipe.run.seed,
+            samples=len(self.data.train),
+            global_batch=recipe.train.global_batch,
+            micro_batch=recipe.train.micro_batch,
+            lengths=self.data.train.lengths,
+        )
 
     def facts(self) -> Measurements:
-        recipe, meter = self.recipe, Meter(self.device)
-        data = build.open_data(recipe)
-        build.measured(recipe, data.test.spec)
-        before = meter.forget()
-        model = build.build_model(recipe, data.train.spec).to(self.device)
-        highest = meter.peak()
-        order = self.order(data)
-        state = self.placed(model, data, order)
-        held = sum(t.nbytes for t in state_of(model, state))
-        # Weights that were read from a file lie there until they are first written to: by the optimizer, in placed().
-        fixed = max(before, meter.now() - held)
-        largest = self.largest(data, order, state)
-        pass_bytes = passed(state, largest, meter)
-        meter.forget()
-        timed = self.timed(state, data, order)
-        step_bytes = meter.peak() - fixed - held
-        found, uncuttable = self.surveyed(model, largest, state)
-        split, counts, unsplittable = split_of(model)
+        before = self.meter.reset()
+        model = build.build_model(self.recipe, self.data.train.spec).to(self.device)
+        build_peak = self.meter.peak()
+        state = self.placed(model)
+        held = sum(tensor.nbytes for tensor in held_tensors(model, state))
+        # Weights read from a file take memory only once they are written to: by the optimizer, in placed().
+        fixed = max(before, self.meter.now() - held)
+        largest = self.largest_micro_batch(state)
+        pass_bytes = self.pass_bytes(state, largest)
+        self.meter.reset()
+        seconds = self.timed(state)
+        step_bytes = self.meter.peak() - fixed - held
+        profile, uncuttable = profile_of(model, largest, state)
+        split, split_counts, unsplittable = split_of(model)
         return Measurements(
             device=self.device.type,
             fixed_bytes=fixed if self.device.type == "cpu" else context_bytes(self.device),
-            build_bytes=max(highest - fixed, 0),
+            build_bytes=max(build_peak - fixed, 0),
             buffer_bytes=sum(b.nbytes for b in model.buffers()),
-            weights=weights_of(model, found, split),
-            blocks=self.blocks(model, largest, state, found=found),
+            weights=weights_of(model, profile, split),
+            blocks=blocks_of(model, largest, state, profile=profile),
             optimizer_bytes=sum(tensor.nbytes for tensor in optimizer_tensors(state)),
             pass_bytes=pass_bytes,
             step_bytes=step_bytes,
-            step_shards=min(recipe.train.shards, MOST_MICRO_BATCHES),
-            recomputes=recipe.train.recompute,
-            seconds=timed,
-            obstacles=found.obstacles() if found else {},
+            step_shards=min(self.recipe.train.shards, MOST_MICRO_BATCHES),
+            recomputes=self.recipe.train.recompute,
+            seconds=seconds,
+            obstacles=profile.obstacles() if profile else {},
             uncuttable=uncuttable,
-            split_counts=counts,
+            split_counts=split_counts,
             unsplittable=unsplittable,
             links=None,
         )
 
-    def order(self, data: Data) -> Order:
-        train = self.recipe.train
-        return Order(
-            seed=self.recipe.run.seed,
-            samples=len(data.train),
-            global_batch=train.global_batch,
-            micro_batch=train.micro_batch,
-            lengths=data.train.lengths,
-        )
-
-    def placed(self, model: Model, data: Data, order: Order) -> TrainState:
-        """The model under the strategy of one process, whatever the config's own is."""
-        alone = plugins.find("parallel.strategies", "single").Config(kind="single")
-        recipe = self.recipe.model_copy(update={"parallel": alone})
-        sample = partial(build.first_batch, recipe, data, order=order, device=self.device)
-        total = recipe.train.total_steps(order.steps_per_epoch)
+    def placed(self, model: Model) -> TrainState:
+        """The model under the strategy of one process, whatever the recipe's own is."""
+        recipe = self.recipe.model_copy(update={"parallel": strategy("single")})
+        sample = partial(build.first_batch, recipe, self.data, order=self.order, device=self.device)
+        total = recipe.train.total_steps(self.order.steps_per_epoch)
         return build.distribute(recipe, model, sample, total_steps=total, device=self.device)
 
-    def micro_batches(self, data: Data, order: Order, state: TrainState, *, start: int) -> Iterator[list[MicroBatch]]:
-        """Steps of the run from one on, for as long as they are asked for."""
+    def steps(self, state: TrainState, *, start: int) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of the run's steps, from one on."""
         stop = start + MOST_STEPS + WARM_UP
-        requests = TrainingRequests(order=order, owned=state.strategy.owned, start=start, stop=stop)
-        return build.loaded(self.recipe, data, requests, device=self.device).steps()
+        requests = TrainingRequests(order=self.order, owned=state.strategy.owned, start=start, stop=stop)
+        return build.loaded(self.recipe, self.data, requests, device=self.device).steps()
 
-    def largest(self, data: Data, order: Order, state: TrainState) -> MicroBatch:
-        """The micro-batch with the most numbers: samples times the longest of them."""
-        width = {}
-        for number in range(min(order.steps_per_epoch, LOOK_STEPS)):
-            for shard, rows in enumerate(order.shards(number)):
-                longest = order.lengths[rows].max() if order.lengths is not None and len(rows) else 1
-                width[number, shard] = len(rows) * int(longest)
-        step, shard = max(width, key=lambda place: width[place])
-        found = next(iter(self.micro_batches(data, order, state, start=step)))
-        return next(each for each in found if each.shard == shard)
+    def largest_micro_batch(self, state: TrainState) -> MicroBatch:
+        """The one with the most numbers: samples times the longest of them."""
+        lengths, sizes = self.order.lengths, {}
+        for number in range(min(self.order.steps_per_epoch, LOOK_STEPS)):
+            for shard, rows in enumerate(self.order.shards(number)):
+                longest = lengths[rows].max() if lengths is not None and len(rows) else 1
+                sizes[number, shard] = len(rows) * int(longest)
+        number, shard = max(sizes, key=lambda key: sizes[key])
+        return next(each for each in next(iter(self.steps(state, start=number))) if each.shard == shard)
 
-    def timed(self, state: TrainState, data: Data, order: Order) -> Seconds:
-        """Steps as they come, in turn with fetching what they need; each figure is the median over steps."""
+    def pass_bytes(self, state: TrainState, micro_batch: MicroBatch) -> int:
+        """Peak memory of a forward and backward pass beyond what was held before."""
+        alone, most = replace(micro_batch, present=frozenset([micro_batch.shard])), 0
+        for _ in range(PASSES):
+            before = self.meter.reset()
+            state.strategy.forward_backward([alone])
+            most = max(most, self.meter.peak() - before)
+            state.optimizer.zero_grad(set_to_none=True)
+        return most
+
+    def timed(self, state: TrainState) -> Seconds:
+        """Times of the run's steps and of fetching their micro-batches, each the median over steps."""
         passes, updates, fetches = list[float](), list[float](), list[float]()
-        clock = Clock(state)
-        began, steps = time.perf_counter(), self.micro_batches(data, order, state, start=0)
-        for number in range(MOST_STEPS):
-            begin = time.perf_counter()
-            some = list(islice(next(steps), MOST_MICRO_BATCHES))
-            fetched = time.perf_counter()
-            present = frozenset(each.shard for each in some)
-            step(state, [replace(each, present=present) for each in some], clip=self.recipe.optim.clip)
-            finish(self.device)
-            if number >= WARM_UP:
-                fetches.append((fetched - begin) / len(some))
-                passes.append(clock.seconds / len(some))
-                updates.append(time.perf_counter() - fetched - clock.seconds)
-            if len(passes) >= LEAST_STEPS and time.perf_counter() - began > self.seconds:
-                break
-        clock.stop()
+        start, steps = time.perf_counter(), self.steps(state, start=0)
+        with timed_passes(state) as pass_seconds:
+            for number in range(MOST_STEPS):
+                begin = time.perf_counter()
+                micro_batches = list(islice(next(steps), MOST_MICRO_BATCHES))
+                fetched = time.perf_counter()
+                present = frozenset(each.shard for each in micro_batches)
+                ready = [replace(each, present=present) for each in micro_batches]
+                step(state, ready, clip=self.recipe.optim.clip)
+                synchronize(self.device)
+                if number >= WARM_UP:
+                    fetches.append((fetched - begin) / len(micro_batches))
+                    passes.append(pass_seconds[-1] / len(micro_batches))
+                    updates.append(time.perf_counter() - fetched - pass_seconds[-1])
+                if len(passes) >= LEAST_STEPS and time.perf_counter() - start > self.seconds:
+                    break
         with suppress(ValueError):  # the loader is in the middle of a step
             steps.close()  # type: ignore[attr-defined]
         return Seconds(
@@ -152,76 +152,48 @@ class Measurement:
             update=statistics.median(updates),
         )
 
-    def surveyed(self, model: Model, largest: MicroBatch, state: TrainState) -> tuple[ModuleProfile | None, str | None]:
-        """What each block holds and costs; or why a pipeline could not cut the model."""
-        try:
-            return survey(Cuttable(model), largest.batch, state.precision.autocast), None
-        except ModelError as error:
-            return None, str(error)
 
-    def blocks(
-        self, model: Model, largest: MicroBatch, state: TrainState, *, found: ModuleProfile | None
-    ) -> tuple[Block, ...]:
-        """Each block's memory and share of the time."""
-        kept = kept_by_block(model, largest.batch, state.precision.autocast)
-        seconds = found.seconds if found else [1.0] * len(kept)
-        total = sum(seconds)
-        return tuple(
-            Block(saved_bytes=saved, handed_bytes=handed, seconds=part / total)
-            for (saved, handed), part in zip(kept, seconds, strict=True)
-        )
+@contextmanager
+def timed_passes(state: TrainState) -> Iterator[list[float]]:
+    """Seconds of the strategy's forward and backward passes, one entry per step that is done meanwhile."""
+    seconds, run = list[float](), state.strategy.forward_backward
 
-
-class Clock:
-    """Times a strategy's passes of the last step."""
-
-    def __init__(self, state: TrainState) -> None:
-        self.state, self.seconds = state, 0.0
-        self.run = state.strategy.forward_backward
-        state.strategy.forward_backward = self._timed  # type: ignore[method-assign]
-
-    def _timed(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
+    def timed(micro_batches: Sequence[MicroBatch]) -> LossSum:
         begin = time.perf_counter()
-        loss = self.run(micro_batches)
-        finish(loss.total.device)
-        self.seconds = time.perf_counter() - begin
+        loss = run(micro_batches)
+        synchronize(loss.total.device)
+        seconds.append(time.perf_counter() - begin)
         return loss
 
-    def stop(self) -> None:
-        """Leave the strategy as it was."""
-        self.state.strategy.forward_backward = self.run  # type: ignore[method-assign]
-
-
-def passed(state: TrainState, micro_batch: MicroBatch, meter: Meter) -> int:
-    """The most bytes that a forward and backward pass takes beside what was there."""
-    alone, found = replace(micro_batch, present=frozenset([micro_batch.shard])), 0
-    for _ in range(PASSES):
-        before = meter.forget()
-        state.strategy.forward_backward([alone])
-        found = max(found, meter.peak() - before)
-        state.optimizer.zero_grad(set_to_none=True)
-    return found
-
-
-def optimizer_tensors(state: TrainState) -> list[Tensor]:
-    return [value for values in state.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
-
-
-def state_of(model: Model, state: TrainState) -> list[Tensor]:
-    """Every tensor that a lone process holds between two steps."""
-    average = list(state.ema.tensors().values()) if state.ema else []
-    return [*model.parameters(), *model.buffers(), *optimizer_tensors(state), *average]
-
-
-def split_of(model: Model) -> tuple[frozenset[str], dict[str, int], str | None]:
-    """What parallel.kind=tensor would split of a model, what that has to divide, and why it cannot, if so."""
+    state.strategy.forward_backward = timed  # type: ignore[method-assign]
     try:
-        return *splittable(model), None
+        yield seconds
+    finally:
+        state.strategy.forward_backward = run  # type: ignore[method-assign]
+
+
+def profile_of(model: Model, micro_batch: MicroBatch, state: TrainState) -> tuple[ModuleProfile | None, str | None]:
+    """What each block holds and costs; or why a pipeline cannot cut the model."""
+    try:
+        return survey(Cuttable(model), micro_batch.batch, state.precision.autocast), None
     except ModelError as error:
-        return frozenset(), {}, str(error)
+        return None, str(error)
 
 
-def weights_of(model: Model, found: ModuleProfile | None, split: frozenset[str]) -> tuple[Weight, ...]:
+def blocks_of(
+    model: Model, micro_batch: MicroBatch, state: TrainState, *, profile: ModuleProfile | None
+) -> tuple[Block, ...]:
+    """Each block's memory and share of the time."""
+    kept = kept_by_block(model, micro_batch.batch, state.precision.autocast)
+    seconds = profile.seconds if profile else [1.0] * len(kept)
+    total = sum(seconds)
+    return tuple(
+        Block(saved_bytes=saved, handed_bytes=passed_on, seconds=each / total)
+        for (saved, passed_on), each in zip(kept, seconds, strict=True)
+    )
+
+
+def weights_of(model: Model, profile: ModuleProfile | None, split: frozenset[str]) -> tuple[Weight, ...]:
     """The model's weights with their blocks."""
     holders: dict[str, list[int]] = {name: [] for name, _ in model.named_parameters()}
     first = {parameter: name for name, parameter in model.named_parameters()}
@@ -234,12 +206,30 @@ def weights_of(model: Model, found: ModuleProfile | None, split: frozenset[str])
             rows=parameter.shape[0] if parameter.ndim else 1,
             bytes=parameter.nbytes,
             is_trained=parameter.requires_grad,
-            block=found.holders[name][0] if found else min(holders[name], default=0),
+            block=profile.holders[name][0] if profile else min(holders[name], default=0),
             is_root=len(holders[name]) != 1,
             is_split=name in split,
         )
         for name, parameter in model.named_parameters()
     )
+
+
+def split_of(model: Model) -> tuple[frozenset[str], dict[str, int], str | None]:
+    """The weights that parallel.kind=tensor splits, the counts it has to divide, and why it cannot, if so."""
+    try:
+        return *splittable(model), None
+    except ModelError as error:
+        return frozenset(), {}, str(error)
+
+
+def optimizer_tensors(state: TrainState) -> list[Tensor]:
+    return [value for values in state.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+
+
+def held_tensors(model: Model, state: TrainState) -> list[Tensor]:
+    """Every tensor that a single process holds between two steps."""
+    average = list(state.ema.tensors().values()) if state.ema else []
+    return [*model.parameters(), *model.buffers(), *optimizer_tensors(state), *average]
 
 
 def context_bytes(device: torch.device) -> int:
@@ -248,6 +238,6 @@ def context_bytes(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def finish(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -15,17 +15,17 @@ from lockstep.core.numerics.loss import unweighted
 
 
 def kept_by_block(model: Model, batch: Batch, autocast: Callable[[], Any]) -> list[tuple[int, int]]:
-    """Run a forward pass -> for each block with weights the bytes kept from the end of the one before, and the bytes
-    handed on.
+    """Run a forward pass -> for each block with weights the bytes kept since the end of the block before, and the bytes
+    of its outputs.
 
-    Memory that several operations keep counts once, and weights do not count. With train.recompute, too, what the
-    blocks would keep without it is counted: a block that is not in training itself keeps everything (its parts still
-    are, so that their dropout runs).
+    Storage that several operations keep counts once; weights do not count. With train.recompute, what blocks would keep
+    without it is counted: a block in evaluation mode is not recomputed (its submodules stay in training mode, for
+    their dropout).
     """
     blocks = with_weights(model.blocks())
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     known |= {column.untyped_storage().data_ptr() for column in batch.values()}
-    kept, handed = [0] * len(blocks), [0] * len(blocks)
+    kept, passed_on = [0] * len(blocks), [0] * len(blocks)
     done = 0
 
     def pack(tensor: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def kept_by_block(model: Model, batch: Batch, autocast: Callable[[], Any]) -> li
 
     def left(_: Any, __: Any, outputs: Any) -> None:
         nonlocal done
-        handed[min(done, len(blocks) - 1)] = sum(
+        passed_on[min(done, len(blocks) - 1)] = sum(
             leaf.nbytes for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)
         )
         done += 1
@@ -45,14 +45,14 @@ def kept_by_block(model: Model, batch: Batch, autocast: Callable[[], Any]) -> li
     handles = [block.register_forward_hook(left) for block in blocks]
     try:
         for block in blocks:
-            block.training = False  # without its parts: see above
+            block.training = False  # not its submodules: see above
         with saved_tensors_hooks(pack, lambda tensor: tensor), autocast():
             outputs = model(batch)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             total = unweighted(model.loss(widened(outputs), batch)).total
-        assert torch.is_tensor(total)  # alive until here, with all that it keeps
+        assert torch.is_tensor(total)  # the graph has to live until here
     finally:
         for handle in handles:
             handle.remove()
         model.train()
-    return list(zip(kept, handed, strict=True))
+    return list(zip(kept, passed_on, strict=True))

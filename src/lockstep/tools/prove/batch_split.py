@@ -1,12 +1,12 @@
 """Whether a step's gradient, summed over micro-batches, is that of all its samples at once; if not, which module is the
 first to mix samples.
 
-Shown in float64 where the model can be computed in it, since both are then equal but for about 1e-16; randomness is
-switched off, and BatchNorm set to its running statistics: its own belong to the micro-batch by design.
+Compared in float64 where the model can be computed in it, since both are then equal but for about 1e-16. Randomness is
+switched off, and BatchNorm uses its running statistics: its own are a micro-batch's by design.
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils import _pytree as pytree
 
 from lockstep.base import plugins
-from lockstep.base.model_contracts import Batch, MicroBatch, Model
+from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.core.modules.module_trace import descriptions, fingerprint
 from lockstep.core.numerics.loss import unweighted
 from lockstep.core.numerics.precision import Precision
@@ -28,46 +30,42 @@ from lockstep.run.build import Components
 from lockstep.tools.prove.proof_table import ProofRow
 
 ROUNDINGS = 2**14
-"""How many roundings of the number format may come between two orders of the same sums; relative to the largest
+"""How many roundings of the number format may lie between two orders of the same sums, relative to the largest
 gradient of all (some, such as that of an attention key's bias, are nothing but rounding): 3.6e-12 and 2.0e-3."""
 ATTEMPTS = 5
-"""Switching one module off may let another one draw."""
+"""Switching one module off may make another one draw random numbers."""
 
 Call = tuple[str, list[Tensor], list[Tensor]]
 """A module's name, and the tensors of its inputs and outputs."""
 
 
-def unsplit(parts: Components, what: str) -> ProofRow:
+def split_row(components: Components, what: str) -> ProofRow:
     """The row about the first step's gradient."""
-    if parts.recipe.train.loss_is == "batch_wise":
-        return declared(parts.recipe.train.micro_batch)
-    micro_batches = next(parts.steps(0))
+    train = components.recipe.train
+    if train.loss_is == "batch_wise":
+        return ProofRow(
+            what="the loss compares the samples of a micro-batch",
+            how="train.loss_is=batch_wise",
+            result="declared",
+            cause=f"equal on any number of processes at this micro-batch (train.micro_batch={train.micro_batch}), as "
+            "the rows of the runs show; another micro_batch compares other samples, and is another loss",
+        )
+    micro_batches = next(components.steps(0))
     if len(micro_batches) == 1:
         return ProofRow(what=what, how="a step is one micro-batch, nothing is split", result="shown")
     reason = ""
     for dtype in (torch.float64, torch.float32):
         try:
-            with computed_in(dtype):
-                return SplitComparison(parts, micro_batches, dtype).row(what)
+            with default_dtype(dtype):
+                return SplitComparison(components, micro_batches, dtype).row(what)
         except (RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
-    return ProofRow(what=what, how="", result="not shown", cause=f"all samples at once cannot be computed: {reason}")
-
-
-def declared(size: int) -> ProofRow:
-    """The row in its place where a loss compares samples by intention."""
-    return ProofRow(
-        what="the loss compares the samples of a micro-batch",
-        how="train.loss_is=batch_wise",
-        result="declared",
-        cause=f"equal on any number of processes at this micro-batch (train.micro_batch={size}), as the rows of the "
-        "runs show; another micro_batch compares other samples, and is another loss",
-    )
+    return ProofRow(what=what, result="not shown", cause=f"all samples at once cannot be computed: {reason}")
 
 
 @contextmanager
-def computed_in(dtype: torch.dtype) -> Iterator[None]:
-    """Numbers made of integers, such as pixels / 255, get this type too."""
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The type of floats made of integers, such as pixels / 255."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -79,34 +77,35 @@ def computed_in(dtype: torch.dtype) -> Iterator[None]:
 class SplitComparison:
     """One step of a fresh model: as its micro-batches, and as one."""
 
-    def __init__(self, parts: Components, micro_batches: list[MicroBatch], dtype: torch.dtype) -> None:
-        self.parts, self.dtype = parts, dtype
+    def __init__(self, components: Components, micro_batches: list[MicroBatch], dtype: torch.dtype) -> None:
+        self.components, self.dtype = components, dtype
         self.micro_batches = [replace(m, batch=cast(m.batch, dtype)) for m in micro_batches]
-        self.model = build.build_model(parts.recipe, parts.data.train.spec).to(parts.device, dtype)
+        self.model = build.build_model(components.recipe, components.data.train.spec).to(components.device, dtype)
         self.start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.tolerance = ROUNDINGS * torch.finfo(dtype).eps
         self.model.train()
         self.norms = [m for m in self.model.modules() if isinstance(m, _BatchNorm)]
-        self.silenced: set[nn.Module] = {*self.norms}
-        self.still_random = self.silence()
+        self.in_evaluation: set[nn.Module] = {*self.norms}
+        self.still_random = self.switch_off_randomness()
 
-    def silence(self) -> list[str]:
-        """Set to evaluation whatever draws random numbers, and only that; returns who draws even then."""
+    def switch_off_randomness(self) -> list[str]:
+        """Put the modules that draw random numbers, and only those, in evaluation mode; returns the names of those that
+        draw even then."""
         names = {module: name for name, module in self.model.named_modules()}
-        found: set[nn.Module] = set()
+        random_modules: set[nn.Module] = set()
         for _ in range(ATTEMPTS):
-            self.quiet()
-            found = drawing(self.model, self.micro_batches[0].batch)
-            if found <= self.silenced:
+            self.reset()
+            random_modules = drawing(self.model, self.micro_batches[0].batch)
+            if random_modules <= self.in_evaluation:
                 break
-            self.silenced |= found
-        self.quiet()
-        return sorted(names[module] for module in found)
+            self.in_evaluation |= random_modules
+        self.reset()
+        return sorted(names[module] for module in random_modules)
 
-    def quiet(self) -> None:
-        """Back to the first weights and buffers, with the silenced modules in evaluation."""
+    def reset(self) -> None:
+        """Restore the initial weights and buffers, and evaluation mode where it is needed."""
         self.model.load_state_dict(self.start)
-        for module in self.silenced:
+        for module in self.in_evaluation:
             module.training = False
 
     def row(self, what: str) -> ProofRow:
@@ -125,13 +124,13 @@ class SplitComparison:
         figure = f"error {error:.1e} (allowed: {self.tolerance:.1e})"
         if error <= self.tolerance:
             return ProofRow(what=what, how=how, result="shown", digest=figure)
-        self.quiet()
+        self.reset()
         return ProofRow(what=what, how=how, result="DIFFERS", digest=figure, cause=self.cause())
 
     def error(self) -> float:
         """The largest difference of any gradient or the loss, relative to the largest gradient and the loss."""
-        whole = joined([m.batch for m in self.micro_batches], self.parts.data.pad_id)
-        loss = unweighted(self.model.loss(self.model(whole), whole))
+        whole = self.joined(self.micro_batches)
+        loss = self.loss(self.model(whole), whole)
         loss.total.backward()
         named = dict(self.model.named_parameters())
         expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
@@ -139,13 +138,13 @@ class SplitComparison:
         count, total = float(loss.count), float(loss.total.detach())
 
         single = plugins.implementation("parallel.strategies", "single")
-        precision = Precision("fp32", self.parts.device)
+        precision = Precision("fp32", self.components.device)
         config = single.Config(kind="single")
         strategy = single.build(config, randomness=Randomness(0), precision=precision, exact=True)
         strategy.place(self.model, lambda: self.micro_batches[0].batch)
-        self.quiet()
-        found = strategy.forward_backward(self.micro_batches)
-        if float(found.count) != count:
+        self.reset()
+        summed = strategy.forward_backward(self.micro_batches)
+        if float(summed.count) != count:
             return float("inf")
         scale = max(float(gradient.abs().max()) for gradient in expected.values() if gradient.numel())
         pairs = ((named[name].grad, gradient) for name, gradient in expected.items())
@@ -153,19 +152,19 @@ class SplitComparison:
         worst = max(float(error.abs().max()) for error in errors if error.numel())
         if not np.isfinite(worst):
             return float("inf")
-        return max(worst / max(scale, 1e-30), abs(float(found.total) - total) / max(abs(total), 1e-30))
+        return max(worst / max(scale, 1e-30), abs(float(summed.total) - total) / max(abs(total), 1e-30))
 
     def cause(self) -> str:
-        """The first module whose outputs for a sample depend on those beside it, else the loss, else what is left."""
+        """The first module whose outputs for a sample depend on the samples beside it, else the loss, else neither."""
         first, second = self.micro_batches[:2]
-        whole = joined([first.batch, second.batch], self.parts.data.pad_id)
-        calls, outputs = called(self.model, whole)
-        self.quiet()
-        alone, own = called(self.model, second.batch)
+        whole = self.joined([first, second])
+        calls_whole, outputs_whole = traced_calls(self.model, whole)
+        self.reset()
+        calls_alone, outputs_alone = traced_calls(self.model, second.batch)
         sizes = (len(first.indices) + len(second.indices), len(second.indices))
         same = partial(agree, sizes=sizes, tolerance=self.tolerance)
         described = descriptions(self.model)
-        for (name, inputs, results), (other, own_inputs, own_results) in zip(calls, alone, strict=False):
+        for (name, inputs, results), (other, own_inputs, own_results) in zip(calls_whole, calls_alone, strict=False):
             if name != other:
                 return f"which modules are called depends on the batch: {described[name]}, or {described[other]}"
             if same(inputs, own_inputs) and not same(results, own_results):
@@ -174,11 +173,11 @@ class SplitComparison:
                     "the others beside it (a mean, a normalisation or a division by the number of samples)"
                 )
         with torch.no_grad():
-            losses = [unweighted(self.model.loss(outputs, whole)), unweighted(self.model.loss(own, second.batch))]
-            self.quiet()
-            losses.append(unweighted(self.model.loss(called(self.model, first.batch)[1], first.batch)))
-        sums = [float(losses[1].total + losses[2].total), float(losses[0].total)]
-        counts = [int(losses[1].count) + int(losses[2].count), int(losses[0].count)]
+            at_once, loss_second = self.loss(outputs_whole, whole), self.loss(outputs_alone, second.batch)
+            self.reset()
+            loss_first = self.loss(traced_calls(self.model, first.batch)[1], first.batch)
+        sums = float(loss_second.total + loss_first.total), float(at_once.total)
+        counts = int(loss_second.count) + int(loss_first.count), int(at_once.count)
         if abs(sums[0] - sums[1]) > self.tolerance * abs(sums[1]) or counts[0] != counts[1]:
             return (
                 f"the loss is no sum over its samples: two micro-batches give {sums[0]:.6g} over {counts[0]}, both at "
@@ -186,38 +185,66 @@ class SplitComparison:
             )
         return "all modules and the loss agree sample by sample, but gradients do not: a backward pass mixes samples"
 
+    def loss(self, outputs: Tensor, batch: Batch) -> LossSum:
+        return unweighted(self.model.loss(outputs, batch))
+
+    def joined(self, micro_batches: Sequence[MicroBatch]) -> Batch:
+        """One batch of several; rows of different length are padded as collate pads them."""
+        pad = {"input_ids": self.components.data.pad_id, **self.components.data.train.spec.pad}
+        joined = {}
+        for name in micro_batches[0].batch:
+            columns = [m.batch[name] for m in micro_batches]
+            if len({column.shape[1:] for column in columns}) > 1:
+                rows = [row for column in columns for row in column]
+                joined[name] = pad_sequence(rows, batch_first=True, padding_value=pad.get(name, 0))
+            else:
+                joined[name] = torch.cat(columns)
+        return joined
+
+
+def cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The batch with its floating-point columns in another type."""
+    return {name: column.to(dtype) if column.is_floating_point() else column for name, column in batch.items()}
+
+
+def forward(model: Model, batch: Batch, *, enter: Callable[..., None], leave: Callable[..., None]) -> Tensor:
+    """The outputs of a forward pass without gradients. Around each module's call `enter(name, module, args, kwargs)`
+    and `leave(name, module, inputs, outputs)` are called."""
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(leave, name)))
+    try:
+        with torch.no_grad():
+            return model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+
 
 def drawing(model: Model, batch: Batch) -> set[nn.Module]:
     """The modules that draw from torch's, NumPy's or Python's generators in their own code, not in an inner module."""
-    found: set[nn.Module] = set()
-    open_calls: list[tuple[nn.Module, list[str]]] = []
+    random_modules: set[nn.Module] = set()
+    stack: list[nn.Module] = []
+    last = ""
 
-    def look() -> str:
+    def check() -> None:
+        nonlocal last
         now = random_state()
-        if open_calls:
-            module, since = open_calls[-1]
-            if since[0] != now:
-                found.add(module)
-        return now
+        if stack and now != last:
+            random_modules.add(stack[-1])
+        last = now
 
-    def enter(module: nn.Module, _: Any) -> None:
-        open_calls.append((module, [look()]))
+    def enter(_: str, module: nn.Module, *__: Any) -> None:
+        check()
+        stack.append(module)
 
-    def leave(_: nn.Module, __: Any, ___: Any) -> None:
-        now = look()
-        open_calls.pop()
-        if open_calls:
-            open_calls[-1][1][0] = now
+    def leave(*_: Any) -> None:
+        check()
+        stack.pop()
 
-    hooks: list[Any] = [module.register_forward_pre_hook(enter) for module in model.modules()]
-    hooks += [module.register_forward_hook(leave) for module in model.modules()]
-    try:
-        with torch.no_grad():
-            model(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
+    forward(model, batch, enter=enter, leave=leave)
+    return random_modules
 
 
 def random_state() -> str:
@@ -226,45 +253,30 @@ def random_state() -> str:
     return fingerprint([torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()])
 
 
-def called(model: Model, batch: Batch) -> tuple[list[Call], Tensor]:
+def traced_calls(model: Model, batch: Batch) -> tuple[list[Call], Tensor]:
     """Every call of a module in a forward pass, in the order in which they end, and the outputs."""
     calls: list[Call] = []
     inputs: list[list[Tensor]] = []
 
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs.append([tensor.clone() for tensor in tensors_of([args, kwargs])])
+    def enter(_: str, __: nn.Module, *arguments: Any) -> None:
+        inputs.append(copies(arguments))
 
     def leave(name: str, _: nn.Module, __: Any, outputs: Any) -> None:
-        calls.append((name, inputs.pop(), [tensor.clone() for tensor in tensors_of(outputs)]))
+        calls.append((name, inputs.pop(), copies(outputs)))
 
-    hooks: list[Any] = []
-    for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        hooks.append(module.register_forward_hook(partial(leave, name)))
-    try:
-        with torch.no_grad():
-            outputs = model(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls, outputs
+    return calls, forward(model, batch, enter=enter, leave=leave)
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in a nest of lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value.detach()
-    elif isinstance(value, Mapping):
-        yield from (tensor for part in value.values() for tensor in tensors_of(part))
-    elif isinstance(value, list | tuple):
-        yield from (tensor for part in value for tensor in tensors_of(part))
+def copies(nest: Any) -> list[Tensor]:
+    """Copies of the tensors in a nest of lists, tuples and dicts."""
+    return [leaf.detach().clone() for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
 def agree(whole: Sequence[Tensor], part: Sequence[Tensor], *, sizes: tuple[int, int], tolerance: float) -> bool:
-    """Whether tensors over a batch hold, in their last rows, those over its last part; `sizes` are samples of both.
+    """Whether the last rows of tensors over a batch equal those over its last part; `sizes` are the samples of both.
 
-    Rows are looked for along the first axis whose length goes with the number of samples (a row may be a token);
-    an axis that is longer in one, as texts are padded to the longest of a batch, is cut.
+    Rows lie along the first axis whose length is proportional to the number of samples (a row may be a token). An axis
+    that is longer in one, as texts are padded to the longest of a batch, is cut.
     """
     for a, b in zip(whole, part, strict=False):
         if a.ndim != b.ndim:
@@ -282,22 +294,3 @@ def agree(whole: Sequence[Tensor], part: Sequence[Tensor], *, sizes: tuple[int, 
         if not error <= tolerance * largest:
             return False
     return True
-
-
-def cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The batch with its floating-point columns in another type."""
-    return {name: column.to(dtype) if column.is_floating_point() else column for name, column in batch.items()}
-
-
-def joined(batches: Sequence[Batch], pad_id: int) -> Batch:
-    """One batch of several; rows of different length are filled as collate fills them."""
-    found = {}
-    for name in batches[0]:
-        columns = [batch[name] for batch in batches]
-        if len({column.shape[1:] for column in columns}) > 1:
-            width = max(column.shape[1] for column in columns)
-            fill = pad_id if name == "input_ids" else 0
-            beyond = [(0, 0) * (column.ndim - 2) + (0, width - column.shape[1]) for column in columns]
-            columns = [nn.functional.pad(c, more, value=fill) for c, more in zip(columns, beyond, strict=True)]
-        found[name] = torch.cat(columns)
-    return found

@@ -1,4 +1,4 @@
-"""What a proof says: a row for each thing that was shown, and why where it was not."""
+"""The result of a proof: a row for each claim, and the cause where it was not shown."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.escaping import EscapingConsole
+from lockstep.base.escaping import wide_console
 
 LOG_WIDTH = 140
-"""Characters of a line where there is no terminal to ask."""
+"""Characters of a line where there is no terminal."""
 
 Result = Literal["shown", "DIFFERS", "not shown", "declared"]
 STYLES: dict[Result, str] = {"shown": "green", "DIFFERS": "bold red", "not shown": "yellow", "declared": "cyan"}
@@ -18,16 +18,16 @@ STYLES: dict[Result, str] = {"shown": "green", "DIFFERS": "bold red", "not shown
 
 @dataclass(frozen=True, kw_only=True)
 class ProofRow:
-    """One thing that a proof sets out to show."""
+    """One claim of a proof."""
 
     what: str
-    how: str
-    """On how many processes, how many steps, by which comparison."""
+    how: str = ""
+    """Number of processes and steps, and what was compared."""
     result: Result
     digest: str = ""
-    """The number or the digest that it comes down to."""
+    """The digest or number that was compared."""
     cause: str = ""
-    """The first cause of a difference that could be found, or why it could not be shown."""
+    """The first cause of a difference, or why the claim could not be shown."""
 
 
 def table(rows: list[ProofRow]) -> Table:
@@ -38,9 +38,8 @@ def table(rows: list[ProofRow]) -> Table:
 
 
 def print_proof(rows: list[ProofRow], console: Console) -> int:
-    """Print the table, the causes and a last sentence; returns the exit code, 1 when anything differs."""
-    shown = console if console.is_terminal else EscapingConsole(file=console.file, highlight=False, width=LOG_WIDTH)
-    shown.print(table(rows))
+    """Print the table, the causes and a summary; returns the exit code, 1 when anything differs."""
+    wide_console(console, LOG_WIDTH).print(table(rows))
     for row in rows:
         if row.cause:
             console.print(f"{row.result}: {row.what}\n  {row.cause}", soft_wrap=True)

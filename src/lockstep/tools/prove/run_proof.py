@@ -1,27 +1,24 @@
 """Shows on a user's own config and machine that the weights depend neither on the number of processes nor on the
 strategy.
 
-W = processes, V = shards of a step.
+W = processes.
 """
 
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from rich.console import Console
 
 from lockstep.base.errors import ConfigError, nearest
-from lockstep.base.world import cores
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.data.sampler import EvaluationRequests
-from lockstep.parallel.strategy_config import StrategySection
 from lockstep.run import build
 from lockstep.run.build import Data
 from lockstep.run.recipe import Recipe
@@ -29,35 +26,33 @@ from lockstep.tools.prove import metric_differences, strategy_choice
 from lockstep.tools.prove.proof_request import ProofRequest, test_samples, train_samples
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
 from lockstep.tools.prove.proof_table import ProofRow, print_proof
-from lockstep.tools.prove.run_differences import Apart, apart
-from lockstep.tools.prove.trace_diff import SPREAD, explained, first_difference, read
+from lockstep.tools.prove.run_differences import DifferenceCauses, RunDifference, run_difference
 from lockstep.tools.trials import prepared
 
 PARTS = ("repeat", "worlds", "strategies", "kill", "evaluate")
-"""What can be chosen; `repeat` looks into single micro-batches, alone and beside each other."""
+"""What --only can choose; `repeat` checks single micro-batches, alone and beside each other."""
 SHORT_DIGEST = 16
 
 
 @dataclass(kw_only=True)
 class Proof:
-    """The runs of a proof and the rows they give; each run is made once."""
+    """The runs of a proof and the rows they give."""
 
     recipe: Recipe
     folder: Path
     steps: int
     data: Data
-    say: Callable[[str], None]
-    done: dict[int, ProofRun] = field(default_factory=dict)
+    report: Callable[[str], None]
     equal: dict[str, ProofRun] = field(default_factory=dict)
-    """Runs with the weights of W = 1, by what they are called: what they have measured is compared in the end."""
+    """Runs with the weights of W = 1, by label: what they measured is compared at the end."""
     unequal: list[str] = field(default_factory=list)
-    why: str = ""
-    """Why single micro-batches already differ, where they do: the worlds then differ for the same reason."""
+    repeat_cause: str = ""
+    """Why single micro-batches differ when they are repeated, where they do."""
     differing: int | None = None
-    """The first W whose weights differ: what rests on equal weights is then not tried."""
+    """The first W whose weights differ: claims that rest on equal weights are then not tried."""
 
     def __post_init__(self) -> None:
-        task = ProofRequest(
+        request = ProofRequest(
             train_samples=train_samples(self.recipe, len(self.data.train)),
             test_samples=test_samples(self.recipe, len(self.data.test)),
         )
@@ -65,86 +60,46 @@ class Proof:
             recipe=self.recipe,
             folder=self.folder,
             steps=self.steps,
-            task=task,
+            request=request,
             on_cpu=torch.cuda.device_count() < 2,
-            say=self.say,
+            report=self.report,
         )
 
     def rows(self, parts: tuple[str, ...]) -> list[ProofRow]:
         """Every chosen part's rows, in the order of PARTS."""
-        found: list[ProofRow] = []
+        rows: list[ProofRow] = []
         if "repeat" in parts:
-            run = self.runs.run("single-batches", 1, replace(self.runs.task, inspect=True))
-            found += [ProofRow(**row) for row in run.read("rows.json")]
-            self.why = found[0].cause
+            rows += self.single_batches()
         if "worlds" in parts:
-            found += [self.world(processes) for processes in (2, 4)]
+            rows += [self.processes(number) for number in (2, 4)]
         if "strategies" in parts:
-            found += [self.strategy(kind) for kind in strategy_choice.compared(self.recipe)]
+            rows += [self.strategy(kind) for kind in strategy_choice.compared(self.recipe)]
         if "kill" in parts:
-            found.append(self.killed())
+            rows.append(self.killed())
         if "evaluate" in parts:
-            found.append(self.evaluated())
+            rows.append(self.evaluated())
         if self.equal or self.unequal:
-            found.append(self.measured())
-        return found
+            rows.append(self.measured())
+        return rows
 
-    def on(self, processes: int) -> ProofRun:
-        """The undisturbed run on so many processes."""
-        if processes not in self.done:
-            self.done[processes] = self.runs.run(f"world-{processes}", processes)
-        return self.done[processes]
+    def single_batches(self) -> list[ProofRow]:
+        """Whether a micro-batch gives the same bits again, and whether a step can be split into micro-batches."""
+        run = self.runs.run("single-batches", 1, self.runs.request.model_copy(update={"inspect": True}))
+        rows = [ProofRow(**row) for row in run.read("rows.json")]
+        self.repeat_cause = rows[0].cause
+        return rows
 
-    def compare(self, label: str, run: ProofRun) -> Apart | None:
-        """How a run differs from the first one in what it trains; what it has measured is kept for later."""
-        found = apart(self.on(1), run)
-        if found is None or not found.has_other_weights:
-            self.equal[label] = run
-        elif label not in self.unequal:
-            self.unequal.append(label)
-        return found
-
-    def row(self, what: str, how: str, *, label: str, run: ProofRun, cause: Callable[[Apart], str]) -> ProofRow:
-        """The row of a run that is compared with the first; `cause` is asked where they differ."""
-        one, found = self.on(1), self.compare(label, run)
-        digest = one.digest[:SHORT_DIGEST]
-        if found is not None:
-            if found.has_other_weights:
-                digest = f"{digest} {run.digest[:SHORT_DIGEST]}"
-            return ProofRow(what=what, how=how, result="DIFFERS", digest=f"{digest}, {found.place}", cause=cause(found))
-        if noticed := run.noticed:
-            why = f"equal in these steps, but the run has noticed: {noticed}"
-            return ProofRow(what=what, how=how, result="not shown", digest=digest, cause=why)
-        return ProofRow(what=what, how=how, result="shown", digest=digest)
-
-    def obstacle(self, processes: int) -> str | None:
-        """Why so many processes are not tried, if so: others differ already, or the machine does not carry them."""
-        return f"W = {self.differing} differs already" if self.differing is not None else self.shortage(processes)
-
-    def shortage(self, processes: int) -> str | None:
-        """Why so many processes are too many, if so: more than shards, GPUs, half cores, or than fit the memory."""
-        shards, threads = self.recipe.train.shards, self.recipe.run.threads
-        needed = processes * self.on(1).peak_bytes
-        if processes > 2 and shards < processes:
-            return f"a step has {shards} micro-batches only"
-        if not self.runs.on_cpu and torch.cuda.device_count() < processes:
-            return f"there are {torch.cuda.device_count()} GPUs"
-        if self.runs.on_cpu and processes > 2 and processes * threads > 2 * cores():
-            return f"{cores()} cores would be shared by {processes} processes of {threads} threads"
-        if self.runs.on_cpu and needed > psutil.virtual_memory().available:
-            return f"it needs about {needed / 2**30:.1f} GiB of memory"
-        return None
-
-    def world(self, processes: int) -> ProofRow:
+    def processes(self, number: int) -> ProofRow:
         """The weights and steps of W processes against those of one."""
-        what = f"W = {processes}: weights and steps of W = 1"
-        self.on(1)
-        if obstacle := self.obstacle(processes):
-            return ProofRow(what=what, how="", result="not shown", cause=obstacle)
-        label, run = f"W = {processes}", self.on(processes)
-        row = self.row(what, self.how, label=label, run=run, cause=partial(self.cause, processes))
+        label = f"W = {number}"
+        what = f"{label}: weights and steps of W = 1"
+        self.runs.on(1)
+        if obstacle := self.obstacle(number):
+            return ProofRow(what=what, result="not shown", cause=obstacle)
+        cause = partial(self.causes.of_processes, number)
+        row = self.compared(what, self.how, label=label, run=self.runs.on(number), cause=cause)
         if label in self.unequal:
-            self.differing = processes
+            self.differing = number
         return row
 
     def strategy(self, kind: str) -> ProofRow:
@@ -152,73 +107,97 @@ class Proof:
         processes = strategy_choice.processes_of(kind)
         what = f"parallel.kind={kind}, W = {processes}: weights and steps of {self.recipe.parallel.kind}, W = 1"
         section = strategy_choice.section(self.recipe, kind)
-        obstacle = section if isinstance(section, str) else strategy_choice.own_bits(self.recipe)
-        if isinstance(section, str) or (obstacle := obstacle or self.shortage(processes)):
-            return ProofRow(what=what, how="", result="not shown", cause=str(obstacle))
-        run = self.spread(kind, processes, section)
+        if isinstance(section, str):
+            return ProofRow(what=what, result="not shown", cause=section)
+        if obstacle := strategy_choice.own_bits(self.recipe) or self.runs.shortage(processes):
+            return ProofRow(what=what, result="not shown", cause=obstacle)
+        run = self.runs.with_strategy(kind, processes, section)
         if isinstance(run, str):
-            return ProofRow(what=what, how="", result="not shown", cause=f"{kind} refuses this run: {run}")
-        return self.row(what, self.how, label=kind, run=run, cause=partial(self.cause_with, kind, run))
-
-    def spread(self, kind: str, processes: int, section: StrategySection) -> ProofRun | str:
-        """The run with another strategy, or why it refuses."""
-        stand_in = "ddp" if self.recipe.parallel.MOST_PROCESSES == 1 else self.recipe.parallel.kind  # see proof_runs
-        is_own = kind in (self.recipe.parallel.kind, stand_in)
-        if is_own and processes in self.done:
-            return self.done[processes]
-        return self.runs.spread(f"{kind}-{processes}", processes, section)
+            return ProofRow(what=what, result="not shown", cause=f"{kind} refuses this run: {run}")
+        return self.compared(what, self.how, label=kind, run=run, cause=partial(self.causes.of_strategy, kind, run))
 
     def killed(self) -> ProofRow:
-        """A run that is killed and resumed on another world against the one that was left alone."""
-        one = self.on(1)
-        second = 3 if self.obstacle(3) is None else 1
-        what = f"killed on W = 2, resumed on W = {second}: weights and steps of W = 1"
+        """A run that is killed and resumed on another number of processes against the undisturbed one."""
+        resumed_on = 3 if self.obstacle(3) is None else 1
+        what = f"killed on W = 2, resumed on W = {resumed_on}: weights and steps of W = 1"
         if obstacle := self.obstacle(2):
-            return ProofRow(what=what, how="", result="not shown", cause=obstacle)
-        epoch = one.read("started.json")["steps_per_epoch"]
+            return ProofRow(what=what, result="not shown", cause=obstacle)
+        epoch = self.runs.on(1).read("started.json")["steps_per_epoch"]
         killed = self.runs.kill("killed", 2, every=half_time(self.steps, epoch))
         middle = "in mid-epoch" if killed.checkpoint % epoch and killed.steps % epoch else "at the end of an epoch"
-        run = self.runs.run("killed", second)
+        run = self.runs.run("killed", resumed_on)
         resumed = run.read("started.json")["resumed_step"]
         how = (
             f"rank 1 (process {killed.process}) ended by SIGKILL in step {killed.steps + 1} of {self.steps}, {middle}; "
-            f"resumed after step {resumed}{self.where}"
+            f"resumed after step {resumed}{self.device_note}"
         )
         if resumed != killed.checkpoint:
             cause = f"it was resumed after step {resumed} instead of {killed.checkpoint}: please report it"
             return ProofRow(what=what, how=how, result="DIFFERS", cause=cause)
-        after = partial(self.after_kill, run, second)
-        return self.row(what, how, label=f"killed, W = {second}", run=run, cause=after)
+        cause_of = partial(self.causes.of_kill, resumed_on, run)
+        return self.compared(what, how, label=f"killed, W = {resumed_on}", run=run, cause=cause_of)
 
     def evaluated(self) -> ProofRow:
-        """Who evaluates which sample, and how many were counted."""
-        what, there = "evaluation counts each test sample once", len(self.data.test)
+        """Whether the ranks together evaluate each test sample once."""
+        what, samples = "evaluation counts each test sample once", self.runs.request.test_samples
         if self.differing is not None:
             cause = f"the weights of W = {self.differing} differ, and so what is measured of them"
-            return ProofRow(what=what, how="", result="not shown", cause=cause)
-        worlds = [1, *(w for w in (2, 4) if self.obstacle(w) is None)]
-        for world in worlds[1:]:
-            self.compare(f"W = {world}", self.on(world))
-        results = [line for w in worlds for line in self.on(w).metrics if line["kind"] == "evaluation"]
-        counted = sorted({line["samples"] for line in results})
-        names = ", ".join(map(str, worlds))
-        how = f"W = {names}: the plan over all {there:,}; measured on {self.runs.task.test_samples:,}"
-        if wrong := [w for w in worlds if not self.is_partition(w)]:
+            return ProofRow(what=what, result="not shown", cause=cause)
+        numbers = [1, *(number for number in (2, 4) if self.obstacle(number) is None)]
+        for number in numbers[1:]:
+            self.difference(f"W = {number}", self.runs.on(number))
+        how = f"W = {', '.join(map(str, numbers))}: the plan over all {len(self.data.test):,}; measured on {samples:,}"
+        if wrong := [number for number in numbers if not self.is_partition(number)]:
             cause = f"on W = {wrong[0]} the plan leaves out samples or repeats them: please report it with your config"
             return ProofRow(what=what, how=how, result="DIFFERS", cause=cause)
-        if counted != [self.runs.task.test_samples]:
+        lines = [line for number in numbers for line in self.runs.on(number).metrics]
+        counted = sorted({line["samples"] for line in lines if line["kind"] == "evaluation"})
+        if counted != [samples]:
             cause = f"counted {counted} samples: please report it with your config"
             return ProofRow(what=what, how=how, result="DIFFERS", cause=cause)
         return ProofRow(what=what, how=how, result="shown")
 
     def measured(self) -> ProofRow:
-        """Whether all runs with the same weights have measured the same."""
+        """Whether all runs with the same weights measured the same."""
         if not self.equal:
             cause = f"the weights of {', '.join(self.unequal)} differ, and so what is measured of them"
-            return ProofRow(what=metric_differences.WHAT, how="", result="not shown", cause=cause)
+            return ProofRow(what=metric_differences.WHAT, result="not shown", cause=cause)
         measures = build.measured(self.recipe, self.data.test.spec)
-        again = partial(self.runs.run, "again-1", 1)
-        return metric_differences.measured(self.recipe, self.on(1), self.equal, measures=measures, again=again)
+        repeat = partial(self.runs.run, "again-1", 1)
+        return metric_differences.metric_row(self.recipe, self.runs.on(1), self.equal, measures=measures, repeat=repeat)
+
+    def compared(
+        self, what: str, how: str, *, label: str, run: ProofRun, cause: Callable[[RunDifference], str]
+    ) -> ProofRow:
+        """The row of a run that is compared with the first; `cause` is called where they differ."""
+        difference = self.difference(label, run)
+        digest = self.runs.on(1).digest[:SHORT_DIGEST]
+        if difference is not None:
+            if difference.in_weights:
+                digest = f"{digest} {run.digest[:SHORT_DIGEST]}"
+            digest = f"{digest}, {difference.position}"
+            return ProofRow(what=what, how=how, result="DIFFERS", digest=digest, cause=cause(difference))
+        if run.finding:
+            why = f"equal in these steps, but the run has noticed: {run.finding}"
+            return ProofRow(what=what, how=how, result="not shown", digest=digest, cause=why)
+        return ProofRow(what=what, how=how, result="shown", digest=digest)
+
+    def difference(self, label: str, run: ProofRun) -> RunDifference | None:
+        """How a run differs from the first one in what it trains; the run is kept for comparing metrics later."""
+        difference = run_difference(self.runs.on(1), run)
+        if difference is None or not difference.in_weights:
+            self.equal[label] = run
+        elif label not in self.unequal:
+            self.unequal.append(label)
+        return difference
+
+    @property
+    def causes(self) -> DifferenceCauses:
+        return DifferenceCauses(runs=self.runs, repeat_cause=self.repeat_cause)
+
+    def obstacle(self, processes: int) -> str | None:
+        """Why this many processes are not tried, if so: fewer differ already, or the machine cannot run them."""
+        return f"W = {self.differing} differs already" if self.differing else self.runs.shortage(processes)
 
     def is_partition(self, processes: int) -> bool:
         """Whether the ranks' micro-batches, without ghosts, hold each test sample exactly once."""
@@ -236,67 +215,13 @@ class Proof:
         return bool((seen == 1).all())
 
     @property
-    def where(self) -> str:
-        """A word on the device, where it is not the one that would be expected."""
+    def device_note(self) -> str:
         return ", on the CPU: two processes need two GPUs" if torch.cuda.is_available() and self.runs.on_cpu else ""
 
     @property
     def how(self) -> str:
-        epochs = self.on(1).summary["epochs"]
-        return f"{self.steps} steps each, {epochs:.1f} epochs of {self.runs.task.train_samples} samples{self.where}"
-
-    def cause(self, processes: int, found: Apart) -> str:
-        """Why two worlds differ: what was known before, else run both again, traced and in the exact order."""
-        run = self.on(processes)
-        if known := self.known(run, found):
-            return known
-        task, exact = replace(self.runs.task, is_traced=True), {"run": {"reproducibility": "exact"}}
-        one = self.runs.run("traced-1", 1, task, **exact)
-        other = self.runs.run(f"traced-{processes}", processes, task, **exact)
-        traces = read(one.folder), read(other.folder)
-        if difference := first_difference(*traces):
-            return explained(difference, traces[0], SPREAD)
-        if one.digest != other.digest:
-            return "all gradients and their sums are equal, but the last step's weights are not: the optimizer differs"
-        if self.recipe.run.reproducibility == "fast":
-            return (
-                "run.reproducibility=fast adds gradients in an order that depends on the number of processes; "
-                "with exact, both worlds have just given the same weights"
-            )
-        return "a second, traced run of both gave the same weights: something differs from run to run, and seldom"
-
-    def known(self, run: ProofRun, found: Apart) -> str | None:
-        """Why a run differs, as far as that can be said without another run."""
-        if self.why:
-            return f"as above: {self.why}"
-        if noticed := run.noticed or self.on(1).noticed:
-            return f"the run has noticed: {noticed}"
-        if not found.has_other_weights:
-            return (
-                f"the weights are equal, but {found.figures}: the loss adds something that is no function of the "
-                "samples and weights, such as the rank or the time"
-            )
-        return None
-
-    def cause_with(self, kind: str, run: ProofRun, found: Apart) -> str:
-        """Why a run with another strategy differs."""
-        if known := self.known(run, found):
-            return known
-        if strategy_choice.processes_of(kind) > 1 and (plain := apart(self.on(1), self.on(2))) is not None:
-            return f"W = 2 differs with parallel.kind={self.recipe.parallel.kind}, too: {self.cause(2, plain)}"
-        return f"nothing in the model's code is known that would do it, and {kind} alone differs: please report it"
-
-    def after_kill(self, run: ProofRun, second: int, found: Apart) -> str:
-        """Why a killed and resumed run differs, as far as the undisturbed ones do not say so already."""
-        if known := self.known(run, found):
-            return known
-        for processes in sorted({2, second} - {1}):
-            if (plain := apart(self.on(1), self.on(processes))) is not None:
-                return f"W = {processes} differs from W = 1 without a kill, too: {self.cause(processes, plain)}"
-        return (
-            "undisturbed runs are equal on both worlds: something that changes in training is not in the checkpoint, "
-            "such as numbers that a module or an observer keeps outside its parameters and buffers"
-        )
+        epochs, samples = self.runs.on(1).summary["epochs"], self.runs.request.train_samples
+        return f"{self.steps} steps each, {epochs:.1f} epochs of {samples} samples{self.device_note}"
 
 
 def half_time(steps: int, epoch: int) -> int:
@@ -306,7 +231,7 @@ def half_time(steps: int, epoch: int) -> int:
 
 
 def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None, console: Console) -> int:
-    """Run the chosen parts of the proof and print what came of them; returns 0, or 1 when anything differs.
+    """Run the chosen parts of the proof and print the results; returns 0, or 1 when anything differs.
 
     Raises ConfigError for an unknown part, TrialFailed when a run ends with an error of its own.
     """
@@ -319,18 +244,18 @@ def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None
     start = time.monotonic()
     with ended_by_sigterm(), folder_for(keep) as folder:
 
-        def say(what: str) -> None:
-            console.print(f"[{time.monotonic() - start:5.1f} s] {what}", soft_wrap=True)
+        def report(message: str) -> None:
+            console.print(f"[{time.monotonic() - start:5.1f} s] {message}", soft_wrap=True)
 
-        proof = Proof(recipe=recipe, folder=folder, steps=steps, data=data, say=say)
+        proof = Proof(recipe=recipe, folder=folder, steps=steps, data=data, report=report)
         rows = proof.rows(tuple(parts))
-        say("done")
+        report("done")
     return print_proof(rows, console)
 
 
 @contextmanager
 def folder_for(keep: Path | None) -> Iterator[Path]:
-    """Where the runs lie: in a folder that goes away with everything in it, or in the one to keep, which is new."""
+    """The folder of the runs: a temporary one, or the new one that the user wants to keep."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="lockstep-prove-", ignore_cleanup_errors=True) as folder:
             yield Path(folder)

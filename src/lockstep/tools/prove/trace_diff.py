@@ -1,7 +1,7 @@
 """The first difference between two traces, and what it means.
 
-A trace is what module_trace.py has written: per step the weights, per shard a micro-batch, its calls and gradients,
-per step the sums over all shards.
+A trace is what module_trace.py writes: per step the weights, per shard a micro-batch, its calls and gradients, per step
+the sums over all shards.
 """
 
 import json
@@ -13,8 +13,8 @@ from lockstep.core.modules.module_trace import Line
 
 
 @dataclass
-class Step:
-    """What one step left behind on all ranks."""
+class StepTrace:
+    """The lines of one step from all ranks."""
 
     weights: dict[str, str] = field(default_factory=dict)
     sum: dict[str, str] = field(default_factory=dict)
@@ -22,20 +22,20 @@ class Step:
 
 
 @dataclass
-class Traced:
-    """A whole trace, in the order of steps and shards, whoever ran them."""
+class RunTrace:
+    """The lines of a run from all ranks, by step and shard."""
 
     modules: dict[str, str] = field(default_factory=dict)
-    """Dotted name -> that with class, file and line."""
-    steps: dict[int, Step] = field(default_factory=dict)
+    """Name of a module -> name with class, file and line."""
+    steps: dict[int, StepTrace] = field(default_factory=dict)
 
-    def add(self, lines: Iterable[Line]) -> "Traced":
-        """Take over the lines of one rank."""
+    def add(self, lines: Iterable[Line]) -> "RunTrace":
+        """Add the lines of one rank."""
         for line in lines:
             if line["kind"] == "modules":
                 self.modules = line["modules"]
                 continue
-            step = self.steps.setdefault(line["step"], Step())
+            step = self.steps.setdefault(line["step"], StepTrace())
             if line["kind"] in ("weights", "sum"):
                 setattr(step, line["kind"], line["tensors"])
             else:
@@ -50,33 +50,34 @@ class TraceDifference:
     step: int
     """From 0."""
     name: str
-    """Of the module, the parameter or the columns."""
+    """Of the module, parameter or column."""
     shard: int | None = None
 
     @property
-    def place(self) -> str:
-        """For people, who count steps from 1."""
+    def position(self) -> str:
+        """Step (from 1) and shard, as text."""
         return f"step {self.step + 1}" + (f", shard {self.shard}" if self.shard is not None else "")
 
 
-def read(folder: Path) -> Traced:
-    """The trace of a run, from the files of all its ranks."""
-    traced = Traced()
+def read(folder: Path) -> RunTrace:
+    """The trace of a run from the files of all its ranks."""
+    trace = RunTrace()
     for path in sorted(folder.glob("trace-*.jsonl")):
         with path.open(encoding="utf-8") as file:
-            traced.add(json.loads(line) for line in file)
-    return traced
+            trace.add(json.loads(line) for line in file)
+    return trace
 
 
-def first_difference(one: Traced, other: Traced) -> TraceDifference | None:
-    """The first step, shard and module, in the order of the run, at which two traces part."""
+def first_difference(one: RunTrace, other: RunTrace) -> TraceDifference | None:
+    """The first step, shard and module, in the order of the run, at which two traces differ."""
     for number in sorted(one.steps.keys() | other.steps.keys()):
-        a, b = one.steps.get(number, Step()), other.steps.get(number, Step())
+        a, b = one.steps.get(number, StepTrace()), other.steps.get(number, StepTrace())
         if name := _unequal(a.weights, b.weights):
             return TraceDifference(kind="weights", step=number, name=name)
         for shard in sorted(a.shards.keys() | b.shards.keys()):
-            if found := _in_shard(a.shards.get(shard, []), b.shards.get(shard, [])):
-                return TraceDifference(kind=found[0], step=number, name=found[1], shard=shard)
+            if difference := _in_shard(a.shards.get(shard, []), b.shards.get(shard, [])):
+                kind, name = difference
+                return TraceDifference(kind=kind, step=number, name=name, shard=shard)
         if name := _unequal(a.sum, b.sum):
             return TraceDifference(kind="sum", step=number, name=name)
     return None
@@ -91,15 +92,15 @@ def _in_shard(a: list[Line], b: list[Line]) -> tuple[str, str] | None:
     if batches[0] != batches[1]:
         columns = [line["columns"] for lines in batches for line in lines[:1]]
         return "batch", (_unequal(*columns) if len(columns) == 2 else None) or "the samples"
-    if found := _in_calls(*([line for line in lines if line["kind"] == "call"] for lines in (a, b))):
-        return found
+    if difference := _in_calls(*([line for line in lines if line["kind"] == "call"] for lines in (a, b))):
+        return difference
     gradients = [{line["name"]: line["hash"] for line in lines if line["kind"] == "gradient"} for lines in (a, b)]
     name = _unequal(*gradients)
     return ("gradient", name) if name else None
 
 
 def _in_calls(a: list[Line], b: list[Line]) -> tuple[str, str] | None:
-    """The first call with equal inputs and other outputs: a module whose inputs differ has been handed the difference.
+    """The first call with equal inputs and other outputs: a module whose inputs differ only passes a difference on.
     Calls come in the order in which they end, so an inner module comes before the one around it."""
     for one, other in zip(a, b, strict=False):
         if one["name"] != other["name"]:
@@ -128,22 +129,22 @@ REPEATED = {
 """Kind of difference between two passes over the same micro-batch -> what it means."""
 
 SPREAD = {
-    "weights": "the weights before {place} differ, first of them {name}, though all gradients until then are equal: "
+    "weights": "the weights before {step} differ, first of them {name}, though all gradients until then are equal: "
     "the building of the model or the optimizer depends on the process",
-    "batch": "{place}: the data ({name}) differs: the source, or augment(), depends on the process, or on what it was "
+    "batch": "{step}: the data ({name}) differs: the source, or augment(), depends on the process, or on what it was "
     "asked before",
-    "call": "{place}: module {module} gave other outputs for equal inputs: it depends on the process (its rank, the "
+    "call": "{step}: module {module} gave other outputs for equal inputs: it depends on the process (its rank, the "
     "number of processes, the environment, the clock), or keeps something from one micro-batch to the next",
-    "flow": "{place}: module {module} was called on one world where another was called on the other",
-    "gradient": "{place}: all modules gave equal outputs but the gradient of {name} differs: the loss, or a backward "
+    "flow": "{step}: module {module} was called with one number of processes where another was called with the other",
+    "gradient": "{step}: all modules gave equal outputs but the gradient of {name} differs: the loss, or a backward "
     "pass of its own, depends on the process",
-    "sum": "{place}: the gradients of all shards are equal but their sum over the processes differs, first of all in "
+    "sum": "{step}: the gradients of all shards are equal but their sum over the processes differs, first of all in "
     "{name}: that is an error of Lockstep's, please report it with your config",
 }
-"""Kind of difference between two worlds -> what it means."""
+"""Kind of difference between two numbers of processes -> what it means."""
 
 
-def explained(found: TraceDifference, traced: Traced, meanings: dict[str, str]) -> str:
+def explained(difference: TraceDifference, trace: RunTrace, meanings: dict[str, str]) -> str:
     """A difference in a sentence, with the module's class, file and line."""
-    module = traced.modules.get(found.name, found.name)
-    return meanings[found.kind].format(place=found.place, name=found.name, module=module)
+    name, module = difference.name, trace.modules.get(difference.name, difference.name)
+    return meanings[difference.kind].format(step=difference.position, name=name, module=module)

@@ -13,72 +13,7 @@ from lockstep.run.recipe import Recipe
 from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.curve_plot import svg
 from lockstep.tools.tune.loss_curve import Curve, rates_between
-from lockstep.tools.tune.trial_request import TrialRequest
-
-
-def find(recipe: Recipe, rates: tuple[float, ...], *, picture: Path, console: Console) -> float | None:
-    """Sweep, print and draw what came of it, and return optim.lr for the config; None where there is no good rate.
-
-    Raises ConfigError where the sweep has no room, TrialFailed where it fails.
-    """
-    factor = base_factor(recipe)
-    rule = f", which is optim.lr times {1 / factor:g}" if factor != 1 else ""
-    console.print(
-        f"{len(rates)} steps of {recipe.train.global_batch} samples, rate from {rates[0]:.2g} to {rates[-1]:.2g}{rule}",
-        soft_wrap=True,
-    )
-    with console.status("sweeping the learning rate ..."):
-        curve = swept(recipe, rates)
-    place = curve.steepest
-    if len(curve.losses) > 1:
-        draw(curve, picture, recipe)
-    if place is None:
-        console.print(hopeless(curve, rates), soft_wrap=True)
-    for line in said(curve, factor) if place is not None else []:
-        console.print(line, soft_wrap=True)
-    if len(curve.losses) > 1:
-        console.print(f"The curve is in {picture}", soft_wrap=True)
-    return None if place is None else float(f"{curve.rates[place] * factor:.2g}")
-
-
-def base_factor(recipe: Recipe) -> float:
-    """From the rate that is used to optim.lr, which stands before the linear rule."""
-    base = recipe.optim.base_batch
-    return base / recipe.train.global_batch if base else 1.0
-
-
-def swept(recipe: Recipe, rates: tuple[float, ...]) -> Curve:
-    """Run the sweep in a process of its own, whose weights end with it."""
-    settings = {"steps": len(rates), "ema": None}
-    done = trial_process.run(TrialRequest(recipe=trial_process.alone(recipe, data={}, train=settings), rates=rates))
-    if done.killed_by or done.answer.out_of_memory:
-        raise ConfigError(
-            f"there was no room for the sweep with train.micro_batch={recipe.train.micro_batch}; "
-            "lockstep tune --micro-batch finds one that fits"
-        )
-    if done.code:
-        raise done.failure("the sweep")
-    return Curve.of(rates, done.answer.losses)
-
-
-def said(curve: Curve, factor: float) -> list[str]:
-    """What the curve says, where the loss falls."""
-    place = curve.steepest
-    assert place is not None
-    rate, lowest = curve.rates[place], curve.rates[curve.lowest]
-    rule = f"optim.lr={rate * factor:.2g}"
-    if factor != 1:
-        rule += f" (the rate used is then {rate:.2g}: the linear rule multiplies by {1 / factor:g})"
-    best = f"the loss is lowest, {curve.smoothed[curve.lowest]:.3g}, at optim.lr={lowest * factor:.2g}"
-    lines = [f"{rule}: here the loss falls fastest.", f"For comparison, {best}: too near to where training diverges."]
-    if curve.end == "done" and curve.lowest == len(curve.losses) - 1:
-        lines[1] = (
-            f"For comparison, {best}, the end of the sweep: it still falls there, and a larger --to may show more."
-        )
-    elif curve.end != "done":
-        lines.append(f"The sweep ended at a rate of {curve.rates[-1]:.2g}: {ENDS[curve.end]}.")
-    return lines
-
+from lockstep.tools.tune.trial_work import TrialRequest
 
 ENDS = {
     "done": "all steps were done",
@@ -87,7 +22,69 @@ ENDS = {
 }
 
 
-def hopeless(curve: Curve, rates: tuple[float, ...]) -> str:
+def find(recipe: Recipe, rates: tuple[float, ...], *, picture: Path, console: Console) -> float | None:
+    """Sweep, print and draw the result, and return optim.lr for the config; None where there is no good rate.
+
+    Raises ConfigError where memory runs out, TrialFailed where the sweep fails.
+    """
+    factor = base_factor(recipe)
+    rule = f", which is optim.lr times {1 / factor:g}" if factor != 1 else ""
+    console.print(
+        f"{len(rates)} steps of {recipe.train.global_batch} samples, rate from {rates[0]:.2g} to {rates[-1]:.2g}{rule}",
+        soft_wrap=True,
+    )
+    with console.status("sweeping the learning rate ..."):
+        curve = sweep(recipe, rates)
+    best = curve.steepest
+    lines = [no_rate(curve, rates)] if best is None else suggestion(curve, best, factor)
+    if len(curve.losses) > 1:
+        draw(curve, picture, recipe)
+        lines.append(f"The curve is in {picture}")
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    return None if best is None else float(f"{curve.rates[best] * factor:.2g}")
+
+
+def base_factor(recipe: Recipe) -> float:
+    """From the rate in use to optim.lr, which the linear rule scales."""
+    base = recipe.optim.base_batch
+    return base / recipe.train.global_batch if base else 1.0
+
+
+def sweep(recipe: Recipe, rates: tuple[float, ...]) -> Curve:
+    """Run the sweep in a process of its own, whose weights end with it."""
+    settings = {"steps": len(rates), "ema": None}
+    trial = trial_process.run(TrialRequest(recipe=trial_process.alone(recipe, data={}, train=settings), rates=rates))
+    if trial.killed_by or trial.result.out_of_memory:
+        raise ConfigError(
+            f"the sweep ran out of memory with train.micro_batch={recipe.train.micro_batch}; "
+            "lockstep tune --micro-batch finds one that fits"
+        )
+    if trial.code:
+        raise trial.failure("the sweep")
+    return Curve.of(rates, trial.result.losses)
+
+
+def suggestion(curve: Curve, best: int, factor: float) -> list[str]:
+    """What to take from a curve that falls fastest at step `best`."""
+    rate, lowest = curve.rates[best], curve.rates[curve.lowest]
+    rule = f"optim.lr={rate * factor:.2g}"
+    if factor != 1:
+        rule += f" (the rate used is then {rate:.2g}: the linear rule multiplies by {1 / factor:g})"
+    comparison = (
+        f"For comparison, the loss is lowest, {curve.smoothed[curve.lowest]:.3g}, at optim.lr={lowest * factor:.2g}"
+    )
+    if curve.end == "done" and curve.lowest == len(curve.losses) - 1:
+        comparison += ", the end of the sweep: it still falls there, and a larger --to may show more."
+    else:
+        comparison += ": too near to where training diverges."
+    lines = [f"{rule}: here the loss falls fastest.", comparison]
+    if curve.end != "done":
+        lines.append(f"The sweep ended at a rate of {curve.rates[-1]:.2g}: {ENDS[curve.end]}.")
+    return lines
+
+
+def no_rate(curve: Curve, rates: tuple[float, ...]) -> str:
     """Why there is no rate to suggest, and what to do."""
     if not len(curve.losses):
         return (
@@ -122,7 +119,7 @@ def draw(curve: Curve, picture: Path, recipe: Recipe) -> None:
 
 
 def rates_of(start: float, stop: float, steps: int) -> tuple[float, ...]:
-    """The rates of a sweep. Raises ConfigError when they make none."""
+    """The rates of a sweep. Raises ConfigError for options that give none."""
     if not 0 < start < float("inf"):
         raise ConfigError(f"--from {start:g}: a rate is a number above 0, such as 1e-7")
     if not start < stop < float("inf"):

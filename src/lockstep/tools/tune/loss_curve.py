@@ -13,29 +13,29 @@ import numpy as np
 WINDOW = 10
 """A loss is averaged over about a tenth of the sweep: 10 steps of 100, 0.8 decades of the usual range."""
 SKIPPED = 10
-"""Nor is a tenth of the sweep, its first, looked at: the average is still one of few losses."""
+"""The first tenth of the sweep is ignored: its averages are over few losses."""
 SLOPES = 20
-"""A slope is averaged over a twentieth of the sweep: for 8 seeds on the digits the steepest place lay between 0.007 and
-0.010, that of single slopes between 0.006 and 0.079."""
+"""A slope is averaged over a twentieth of the sweep: for 8 seeds on the digits the steepest rate was then between 0.007
+and 0.010, with single slopes between 0.006 and 0.079."""
 DIVERGED = 4.0
-"""A loss of so many times the best one ends the sweep (fast.ai's number)."""
+"""A loss this many times the best one ends the sweep (fast.ai's number)."""
 NOISE = 2.0
-"""The loss has to fall by so many standard deviations of its changes from step to step ..."""
+"""The loss has to fall by this many standard deviations of its changes from step to step ..."""
 LEAST_DESCENT = 0.01
-"""... and by this part of itself, to be said to fall."""
+"""... and by this fraction, to count as falling."""
 
 End = Literal["done", "diverged", "not finite"]
 
 
 class Smoothing:
-    """An exponential moving average, corrected for its beginning at 0 (as Adam's moments are)."""
+    """An exponential moving average with bias correction, as for Adam's moments."""
 
     def __init__(self, steps: int) -> None:
         self.beta = max(0.0, 1 - WINDOW / steps)
         self.sum, self.count, self.best = 0.0, 0, math.inf
 
     def add(self, loss: float) -> float:
-        """Take the next loss; returns the average up to it."""
+        """Add the next loss; returns the average up to it."""
         self.count += 1
         self.sum = self.beta * self.sum + (1 - self.beta) * loss
         value = self.sum / (1 - self.beta**self.count)
@@ -55,14 +55,14 @@ def rates_between(start: float, stop: float, steps: int) -> tuple[float, ...]:
 
 @dataclass(kw_only=True)
 class Curve:
-    """What a sweep has found; n = its steps with a finite loss."""
+    """The losses of a sweep; n = its steps with a finite loss."""
 
     rates: np.ndarray
     """Float64 [n], rising."""
     losses: np.ndarray
     """Mean loss over the global batch of each step, before its update, float64 [n]."""
     steps: int
-    """Steps that were asked for."""
+    """Steps that were planned."""
     end: End
     smoothed: np.ndarray = field(init=False)
     """Float64 [n]."""
@@ -73,7 +73,7 @@ class Curve:
 
     @classmethod
     def of(cls, rates: tuple[float, ...], losses: tuple[float, ...]) -> "Curve":
-        """The curve of a sweep's answer: a loss a step, of which the last may not be finite."""
+        """The curve of a sweep: a loss per step, of which the last may not be finite."""
         is_finite = not losses or math.isfinite(losses[-1])
         kept = np.array(losses if is_finite else losses[:-1], dtype=np.float64)
         curve = cls(rates=np.array(rates[: len(kept)]), losses=kept, steps=len(rates), end="done")
@@ -85,12 +85,12 @@ class Curve:
 
     @property
     def first(self) -> int:
-        """The first step that is looked at."""
+        """The first step that counts."""
         return self.steps // SKIPPED
 
     @property
     def is_readable(self) -> bool:
-        """Whether there are enough points to speak of a descent."""
+        """Whether there are enough points for a slope."""
         return len(self.losses) >= self.first + 3
 
     @property
@@ -105,13 +105,13 @@ class Curve:
 
     @property
     def start_loss(self) -> float:
-        """The loss before any rate had an effect."""
+        """The loss while rates are too small for an effect."""
         return float(np.median(self.losses[: max(self.first, 3)]))
 
     @property
     def steepest(self) -> int | None:
         """The step where the smoothed loss falls fastest over the logarithm of the rate, up to its lowest point; None
-        where it falls nowhere by more than it varies anyway."""
+        where it falls nowhere by more than its noise."""
         if not self.is_readable:
             return None
         descent = self.start_loss - self.smoothed[self.lowest]

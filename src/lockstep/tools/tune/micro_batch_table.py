@@ -1,4 +1,4 @@
-"""What trials of micro-batches came to: a table, and what it says in sentences.
+"""The trials of micro-batches as a table, and what follows from them in sentences.
 
 G = global batch, m = micro-batch, V = ceil(G/m) shards of a step, W = processes.
 """
@@ -9,19 +9,20 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.tools.tune.available_memory import GB
+from lockstep.core.host.memory_meter import GB
+from lockstep.tools.trials import processes_text
 
 FASTER = 1.03
-"""Differences in speed below this are noise."""
+"""Smaller differences in speed are noise."""
 
-Verdict = Literal["fits", "over the budget", "out of memory", "killed", "fails"]
+TrialVerdict = Literal["fits", "over the budget", "out of memory", "killed", "fails"]
 STYLES = {"fits": "green", "fails": "yellow"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRow:
     m: int
-    verdict: Verdict
+    verdict: TrialVerdict
     peak_bytes: int
     samples_per_second: float
     """Of one process."""
@@ -49,7 +50,7 @@ def table(rows: list[TrialRow], global_batch: int) -> Table:
 
 
 def recommendations(rows: list[TrialRow], m: int, *, global_batch: int, processes: int) -> list[str]:
-    """What the table comes to, in sentences; `m` is the one to take."""
+    """What follows from the table; `m` is the recommended micro-batch."""
     fitting = {row.m: row for row in rows if row.verdict == "fits"}
     lines = [f"train.micro_batch={m} is the largest that fits."]
     if max(fitting) > m:
@@ -57,28 +58,14 @@ def recommendations(rows: list[TrialRow], m: int, *, global_batch: int, processe
     elif global_batch % m:
         left = global_batch % m
         lines.append(f"It does not divide {global_batch}: each step's last micro-batch holds {left} samples only.")
-    lines += fastest(fitting, m) + idle(list(fitting), m, global_batch=global_batch, processes=processes)
-    return lines + [f"m = {row.m} fails: {row.why}" for row in rows if row.verdict == "fails"]
-
-
-def fastest(fitting: dict[int, TrialRow], m: int) -> list[str]:
-    """Whether a smaller one is faster."""
-    best, own = max(fitting.values(), key=lambda row: row.samples_per_second), fitting[m]
-    factor = best.samples_per_second / own.samples_per_second
-    if best.m > m or factor < FASTER:
-        return []
-    return [f"Fastest is train.micro_batch={best.m}, with {factor:.2f} times its samples per second."]
-
-
-def idle(fitting: list[int], m: int, *, global_batch: int, processes: int) -> list[str]:
-    """Whether some processes would have no micro-batch in a step, and which would give all of them one."""
+    fastest = max(fitting.values(), key=lambda row: row.samples_per_second)
+    factor = fastest.samples_per_second / fitting[m].samples_per_second
+    if fastest.m <= m and factor >= FASTER:
+        lines.append(f"Fastest is train.micro_batch={fastest.m}, with {factor:.2f} times its samples per second.")
     shards = shards_of(global_batch, m)
-    busy = [each for each in fitting if shards_of(global_batch, each) >= processes]
-    if shards >= processes:
-        return []
-    remedy = f"; train.micro_batch={max(busy)} keeps all of them at work" if busy else ""
-    return [f"With it only {shards} of {counted(processes)} {'has' if shards == 1 else 'have'} work in a step{remedy}."]
-
-
-def counted(processes: int) -> str:
-    return f"{processes} process{'es' if processes > 1 else ''}"
+    if shards < processes:
+        busy = [each for each in fitting if shards_of(global_batch, each) >= processes]
+        remedy = f"; train.micro_batch={max(busy)} keeps all of them at work" if busy else ""
+        have = "has" if shards == 1 else "have"
+        lines.append(f"With it only {shards} of {processes_text(processes)} {have} work in a step{remedy}.")
+    return lines + [f"m = {row.m} fails: {row.why}" for row in rows if row.verdict == "fails"]

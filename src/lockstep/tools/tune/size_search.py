@@ -1,4 +1,4 @@
-"""Which micro-batches to try: a search that is made of few trials, since each of them is real training.
+"""Which micro-batches to try: a search with few trials, since each of them is real training.
 
 G = global batch, m = micro-batch.
 """
@@ -7,20 +7,20 @@ from collections.abc import Callable
 
 
 def candidates(global_batch: int, samples: int) -> list[int]:
-    """The micro-batches worth a try, rising: what divides G, and powers of two; none that no step would fill."""
+    """Divisors of G and powers of two, ascending, up to what a step can fill."""
     limit = min(global_batch, samples)
     powers = {1 << bit for bit in range(limit.bit_length())}
     return sorted(powers | {m for m in range(1, limit + 1) if global_batch % m == 0})
 
 
-def largest(known: list[int], fits: Callable[[int], bool]) -> int | None:
-    """The largest that fits: doubling up to the first that does not, then halving what lies between; None if none does.
+def largest(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest size that fits, by doubling up to the first that does not, then bisection; None if none fits.
 
-    While none has fitted, larger ones are tried all the same: they keep fewer partial sums of gradients, and BatchNorm
-    refuses single samples.
+    As long as none fits, larger ones are still tried: they keep fewer partial sums of gradients, and BatchNorm refuses
+    single samples.
     """
     best, above = None, None
-    for m in [m for m in known if m.bit_count() == 1 or m == known[-1]]:
+    for m in [m for m in sizes if m.bit_count() == 1 or m == sizes[-1]]:
         if fits(m):
             best = m
         elif best is not None:
@@ -28,7 +28,7 @@ def largest(known: list[int], fits: Callable[[int], bool]) -> int | None:
             break
     if best is None:
         return None
-    between = [m for m in known if best < m < above] if above is not None else []
+    between = [m for m in sizes if best < m < above] if above is not None else []
     while between:
         middle = len(between) // 2
         if fits(between[middle]):

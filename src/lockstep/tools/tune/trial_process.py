@@ -1,4 +1,8 @@
-"""A trial: a process of its own that does a few steps, is watched, and may die of it."""
+"""A trial in a process of its own, which is watched and may run out of memory.
+
+It is forked from a server that has imported everything, and has no launcher around it, unlike those of tools/trials.py:
+a search runs about ten trials, imports would take 6 s in each, and the kernel may kill it without harm to the command.
+"""
 
 import multiprocessing
 import signal
@@ -11,12 +15,11 @@ from typing import Any
 
 import torch
 
-from lockstep.base import ctrl_c, plugins
+from lockstep.base import ctrl_c
+from lockstep.core.host.memory_meter import resident_bytes
 from lockstep.run.recipe import Recipe
-from lockstep.tools.trials import TrialFailed, tail, varied
-from lockstep.tools.tune.available_memory import held_bytes
-from lockstep.tools.tune.trial_request import TrialRequest, TrialResult
-from lockstep.tools.tune.trial_work import work
+from lockstep.tools.trials import TrialFailed, strategy, varied
+from lockstep.tools.tune.trial_work import TrialRequest, TrialResult, work
 
 PRELOADED = [
     "lockstep.tools.tune.trial_work",
@@ -24,88 +27,79 @@ PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torchmetrics.classification",
 ]
-"""What every trial needs: imported once, by the process from which the system copies them (where it can), instead of
-for 6 s in each of them."""
+"""What every trial imports."""
 
-LOOK_SECONDS = 0.02
-"""A process touches fresh memory at some GB a second: between two looks it can get 0.1 GB further."""
-KILLS = {-getattr(signal, name): name for name in ("SIGKILL", "SIGBUS", "SIGABRT") if hasattr(signal, name)}
-"""Ends by which a process may be told that there is no memory: exit code -> signal."""
+POLL_SECONDS = 0.02
+"""A process touches fresh memory at some GB per second: between two polls it can get 0.1 GB further."""
+MEMORY_SIGNALS = {-getattr(signal, name): name for name in ("SIGKILL", "SIGBUS", "SIGABRT") if hasattr(signal, name)}
+"""Exit code -> signal by which a process may end when there is no memory left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     code: int
     """Exit code; negative: the signal that ended it."""
-    answer: TrialResult
+    result: TrialResult
     peak_bytes: int
-    """The most that it was seen to hold on the machine."""
+    """Peak resident memory, as sampled or reported."""
     is_over: bool
-    """Whether it was ended because it held more than the budget."""
-    log: str
-    """What it wrote: its last words, where it failed."""
+    """Whether it was killed here because it exceeded the budget."""
+    output: str
 
     @property
     def killed_by(self) -> str | None:
-        """The signal that ended it, where it is one of those that can mean a want of memory."""
-        return None if self.is_over else KILLS.get(self.code)
+        """The signal that ended it, if that may mean that memory ran out."""
+        return None if self.is_over else MEMORY_SIGNALS.get(self.code)
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended by an error that is none of memory."""
+        """Whether it ended by an error other than memory."""
         return self.code != 0 and not self.is_over and self.killed_by is None
 
-    @property
-    def last_words(self) -> str:
-        return tail(self.log)
-
     def failure(self, what: str) -> TrialFailed:
-        if self.code == 2:  # a mistake of the user's, which says itself what it is
-            return TrialFailed(self.last_words, self.code)
-        return TrialFailed(f"{self.last_words}\n{what} ended with exit code {self.code}", self.code)
+        return TrialFailed(self.output, self.code, what if self.code != 2 else "")
 
 
-def run(task: TrialRequest, *, budget_bytes: int | None = None) -> Trial:
-    """Do a task in a process of its own; one that holds more than the budget is ended at once, so that the machine
-    never has to do it."""
-    can_copy = "forkserver" in multiprocessing.get_all_start_methods()
-    can_copy = can_copy and not torch.cuda.is_available()  # one who may have asked for GPUs cannot be copied
-    context: Any = multiprocessing.get_context("forkserver" if can_copy else "spawn")
+def run(request: TrialRequest, *, budget_bytes: int | None = None) -> Trial:
+    """Run a trial; kill it as soon as it holds more than the budget, so that the kernel never has to."""
+    can_fork = "forkserver" in multiprocessing.get_all_start_methods()
+    can_fork = can_fork and not torch.cuda.is_available()  # a process that may have initialized CUDA cannot be forked
+    context: Any = multiprocessing.get_context("forkserver" if can_fork else "spawn")
     context.set_forkserver_preload(PRELOADED)
-    answers, theirs = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="lockstep-tune-", ignore_cleanup_errors=True) as folder, answers:
+    results, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="lockstep-tune-", ignore_cleanup_errors=True) as folder, results:
         log = Path(folder) / "log"
-        process = context.Process(target=work, args=(task, theirs, str(log)))
-        said: dict[str, Any] = {}
+        process = context.Process(target=work, args=(request, sender, str(log)))
+        fields: dict[str, Any] = {}
         peak, is_over = 0, False
         try:
             ctrl_c.start(process, context)
-            theirs.close()
+            sender.close()
             while process.is_alive() and not is_over:
-                process.join(LOOK_SECONDS)
-                said |= received(answers)
-                peak = max(peak, held_bytes(process.pid))
+                process.join(POLL_SECONDS)
+                fields |= received(results)
+                peak = max(peak, resident_bytes(process.pid))
                 is_over = budget_bytes is not None and peak > budget_bytes
         finally:
             if process.pid is not None:
                 process.kill()
                 process.join()
-        answer = TrialResult(**said | received(answers))
-        words = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    peak = max(peak, answer.peak_bytes)
-    return Trial(code=process.exitcode, answer=answer, peak_bytes=peak, is_over=is_over, log=words)
+        result = TrialResult(**fields | received(results))
+        output = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    peak = max(peak, result.peak_bytes)
+    return Trial(code=process.exitcode, result=result, peak_bytes=peak, is_over=is_over, output=output)
 
 
-def received(answers: Connection) -> dict[str, Any]:
-    """What has been sent so far."""
-    said: dict[str, Any] = {}
+def received(results: Connection) -> dict[str, Any]:
+    """The fields that have arrived."""
+    fields: dict[str, Any] = {}
     with suppress(EOFError, OSError):
-        while answers.poll():
-            said |= answers.recv()
-    return said
+        while results.poll():
+            fields |= results.recv()
+    return fields
 
 
 def alone(recipe: Recipe, *, data: dict[str, Any], train: dict[str, Any]) -> Recipe:
-    """The user's recipe, on one process and with some settings changed."""
+    """The user's recipe on one process, with some settings changed."""
     sections = {"data": data, "train": {"epochs": None, "stop_metric": None, **train}, "checkpoint": {"best": None}}
-    return varied(recipe, sections, parallel=plugins.find("parallel.strategies", "single").Config(kind="single"))
+    return varied(recipe, sections, parallel=strategy("single"))

@@ -1,12 +1,14 @@
-"""What the process of a trial does: a few real optimizer steps of a recipe, measured; or a sweep of the rate."""
+"""What the process of a trial does: measure a few real optimizer steps of a recipe, or sweep the learning rate."""
 
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,120 +19,148 @@ from lockstep.base.errors import Interrupted, LockstepError
 from lockstep.base.world import World
 from lockstep.core.distributed import process_group
 from lockstep.core.host.lifetime import end_with_parent
+from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.data.dataset import selected
 from lockstep.run import build
 from lockstep.run.build import Components
-from lockstep.tools.tune.available_memory import be_the_first_to_go, peak_bytes
+from lockstep.run.recipe import Recipe
 from lockstep.tools.tune.loss_curve import Smoothing, has_diverged
-from lockstep.tools.tune.trial_request import TrialRequest
 from lockstep.training.step import step
 
 TIMED_SECONDS = 1.0
-"""Steps are timed for at least so long, and at least one is."""
-NO_ROOM = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "bad_alloc", "could not create a primitive")
-"""What torch and its libraries say when they get no memory and raise no error of its own kind."""
+"""Steps are timed for at least this long, and at least one is."""
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "bad_alloc", "could not create a primitive")
+"""In messages of torch and its libraries that run out of memory without raising an error type of its own."""
 
 
-def work(task: TrialRequest, answers: Connection, log: str) -> NoReturn:
-    """Do a task, send the answer in parts, and end this process; what it prints goes to the log."""
+@dataclass(frozen=True, kw_only=True)
+class TrialRequest:
+    """Measure a few steps of a recipe or, with `rates`, sweep the learning rate."""
+
+    recipe: Recipe
+    """For one process."""
+    rates: tuple[float, ...] = ()
+    """The learning rate of each step."""
+    processes: int = 1
+    """Processes of the run: they share a checkpoint's copy of the state."""
+    copies: int = 0
+    """How many more copies of the gradients the run holds than these steps do."""
+    device_bytes: int | None = None
+    """Limit of GPU memory; None: all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    """Sent field by field as they become known, so that a process that is killed has sent the first ones."""
+
+    began: bool = False
+    """The data is open, the model and its optimizer are built: what follows depends on the micro-batch."""
+    out_of_memory: bool = False
+    peak_bytes: int = 0
+    """Of the device: the process's own memory on a CPU, that of tensors on a GPU."""
+    samples_per_second: float = 0.0
+    losses: tuple[float, ...] = ()
+    """Of a sweep, a loss per step until it ended; the last may not be finite."""
+
+
+def work(request: TrialRequest, results: Connection, log: str) -> NoReturn:
+    """Run a trial, send the results, and end this process; its output goes to the log."""
     end_with_parent("SIGKILL")
-    be_the_first_to_go()
+    with suppress(OSError):  # where memory runs short, the kernel ends this process first
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         file = open(log, "ab")  # noqa: SIM115 (closed at once, below)
-    except FileNotFoundError:  # the trial was interrupted while this process was being made
+    except FileNotFoundError:  # the trial was interrupted while this process was started
         os._exit(Interrupted.exit_code)
     with file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     code = 0
     try:
-        answer(task, answers.send)
+        run_trial(request, results.send)
     except LockstepError as error:
         sys.stderr.write(f"{error}\n")
         code = error.exit_code
     except Exception as error:
         if is_out_of_memory(error):
-            answers.send({"out_of_memory": True, "peak_bytes": device_peak()})
+            results.send({"out_of_memory": True, "peak_bytes": device_peak_bytes()})
         else:
             traceback.print_exc()
             code = 1
     sys.exit(code)
 
 
-def answer(task: TrialRequest, send: Callable[[dict[str, Any]], None]) -> None:
-    """Build every part for a world of one, then measure or sweep; what is sent are fields of Answer."""
-    recipe, world = task.recipe, World()
+def run_trial(request: TrialRequest, send: Callable[[dict[str, Any]], None]) -> None:
+    """Build everything for a single process, then measure or sweep; fields of TrialResult are sent."""
+    recipe, world = request.recipe, World()
     fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
     device = process_group.device_of(world)
-    if device.type == "cuda" and task.device_bytes is not None:
+    if device.type == "cuda" and request.device_bytes is not None:
         whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, task.device_bytes / whole), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, request.device_bytes / whole), device)
     with process_group.opened(world, device):
-        parts = build.assemble(recipe, world, device)
+        components = build.assemble(recipe, world, device)
         send({"began": True})
-        send({"losses": swept(parts, task.rates)} if task.rates else measured(parts, task))
+        send({"losses": sweep(components, request.rates)} if request.rates else measure(components, request))
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether there was no memory for something, on the GPU or on the machine."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in NO_ROOM)
+    """Whether the GPU or the host had no memory left."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
 
 
-def measured(parts: Components, task: TrialRequest) -> dict[str, Any]:
-    """One step with the longest samples, then steps in the run's own order, of whose speeds the median counts."""
-    ballast, clip = held_in_the_run(parts, task), parts.recipe.optim.clip
-    step(parts.state, next(longest(parts).steps(0)), clip=clip)
-    settled(parts)
+def measure(components: Components, request: TrialRequest) -> dict[str, Any]:
+    """Run one step with the longest samples, then steps in the run's own order; the speed is their median."""
+    ballast, clip = allocate_ballast(components, request), components.recipe.optim.clip
+    step(components.state, next(longest(components).steps(0)), clip=clip)
+    synchronize(components)
     seconds, begin = [], time.monotonic()
-    for micro_batches in parts.steps(0):
+    for micro_batches in components.steps(0):
         start = time.monotonic()
-        step(parts.state, micro_batches, clip=clip)
-        settled(parts)
+        step(components.state, micro_batches, clip=clip)
+        synchronize(components)
         samples = sum(len(micro_batch.indices) for micro_batch in micro_batches)
         seconds.append((time.monotonic() - start) / samples)
         if time.monotonic() - begin >= TIMED_SECONDS:
             break
     del ballast  # held until here
-    return {"peak_bytes": device_peak(), "samples_per_second": 1 / float(np.median(seconds))}
+    return {"peak_bytes": device_peak_bytes(), "samples_per_second": 1 / float(np.median(seconds))}
 
 
-def device_peak() -> int:
-    """The most that tensors have taken of the GPU, else that this process has of the machine's memory, in bytes."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else peak_bytes()
+def allocate_ballast(components: Components, request: TrialRequest) -> Tensor:
+    """As much memory as a run holds beyond these few steps, uint8 [bytes]: more partial sums of gradients, buckets, and
+    on the CPU this process's share of the copy that a checkpoint is written from."""
+    gradients = sum(p.nbytes for p in components.state.module.parameters() if p.requires_grad)
+    on_cpu = components.device.type == "cpu"
+    state = sum(tensor.nbytes for tensor in components.state.tensors().values()) if on_cpu else 0
+    size = request.copies * gradients + state // request.processes
+    return torch.ones(size, dtype=torch.uint8, device=components.device)
 
 
-def held_in_the_run(parts: Components, task: TrialRequest) -> Tensor:
-    """As much memory as a run holds beside what these few steps do, uint8 [bytes]: more partial sums of gradients,
-    buckets, and on the CPU this process's share of the copy that a checkpoint is written from."""
-    gradients = sum(p.nbytes for p in parts.state.module.parameters() if p.requires_grad)
-    state = sum(tensor.nbytes for tensor in parts.state.tensors().values()) if parts.device.type == "cpu" else 0
-    return torch.ones(task.copies * gradients + state // task.processes, dtype=torch.uint8, device=parts.device)
+def longest(components: Components) -> Components:
+    """The same for one step of the longest samples, which needs most memory; unchanged where all are equally long."""
+    if components.data.train.lengths is None:
+        return components
+    rows = np.argsort(components.data.train.lengths, kind="stable")[-components.order.global_batch :]
+    train = selected(components.data.train, rows)
+    order = replace(components.order, samples=len(train), lengths=train.lengths)
+    return replace(components, data=replace(components.data, train=train), order=order, total_steps=1)
 
 
-def longest(parts: Components) -> Components:
-    """One step of the longest samples there are: the most that a step can need. The same parts where all are alike."""
-    if parts.data.train.lengths is None:
-        return parts
-    rows = np.argsort(parts.data.train.lengths, kind="stable")[-parts.order.global_batch :]
-    train = selected(parts.data.train, rows)
-    order = replace(parts.order, samples=len(train), lengths=train.lengths)
-    return replace(parts, data=replace(parts.data, train=train), order=order, total_steps=1)
+def synchronize(components: Components) -> None:
+    if components.device.type == "cuda":
+        torch.cuda.synchronize(components.device)
 
 
-def settled(parts: Components) -> None:
-    """Wait until the device has done what it was given."""
-    if parts.device.type == "cuda":
-        torch.cuda.synchronize(parts.device)
-
-
-def swept(parts: Components, rates: tuple[float, ...]) -> tuple[float, ...]:
-    """A step at each rate, from small to large -> the loss before each; ends where it is not finite or diverges."""
-    parts.state.rate = lambda number: rates[number]
+def sweep(components: Components, rates: tuple[float, ...]) -> tuple[float, ...]:
+    """A step at each rate -> the loss before each; ends where it is not finite or diverges."""
+    components.state.rate = lambda number: rates[number]
     losses: list[float] = []
     smoothing = Smoothing(len(rates))
-    for micro_batches in parts.steps(0):
-        loss, _, is_finite, _ = step(parts.state, micro_batches, clip=parts.recipe.optim.clip).numbers().tolist()
+    for micro_batches in components.steps(0):
+        outcome = step(components.state, micro_batches, clip=components.recipe.optim.clip)
+        loss, _, is_finite, _ = outcome.numbers().tolist()
         losses.append(loss if is_finite else float("nan"))
         if not is_finite or has_diverged(smoothing.add(loss), smoothing.best):
             break

@@ -18,68 +18,68 @@ from lockstep.tools.tune import learning_rate_finder, micro_batch_finder
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """What is to be found, and how."""
-
     micro_batch: bool
+    """Find the largest micro-batch."""
     rate: bool
+    """Find a learning rate."""
     memory_gb: float | None
-    """What one process may use; None: what the machine allows."""
+    """Limit of one process; None: what the machine allows."""
     start: float
-    """The first rate of the sweep, as used: after the linear rule."""
+    """The first rate of the sweep, after the linear rule."""
     stop: float
     """The last one."""
     steps: int
     picture: Path
-    """Where the curve is drawn, as SVG."""
+    """File of the curve, an SVG."""
 
 
-def tune(recipe: Recipe, wishes: TuneOptions, *, console: Console) -> int:
-    """Find what is wished for and print it; returns 0, or 1 where no learning rate can be suggested.
+def tune(recipe: Recipe, options: TuneOptions, *, console: Console) -> int:
+    """Find what is asked for and print it; returns 0, or 1 where no learning rate can be suggested.
 
-    Raises ConfigError for wishes that cannot be fulfilled, TrialFailed when the model or the data fails.
+    Raises ConfigError for options that cannot be met, TrialFailed when the model or the data fails.
     """
-    rates = checked(wishes)
+    rates = checked(options)
     with ended_by_sigterm():
-        found = searched(recipe, wishes, rates, console=console)
-    if found:
+        settings = search(recipe, options, rates, console=console)
+    if settings:
         console.print("\nLines for the config (a run itself never changes them):\n")
-    for section, values in found.items():
+    for section, values in settings.items():
         console.print(f"{section}:\n" + "\n".join(f"  {key}: {value}" for key, value in values.items()))
-    return 1 if wishes.rate and "optim" not in found else 0
+    return 1 if options.rate and "optim" not in settings else 0
 
 
-def searched(
-    recipe: Recipe, wishes: TuneOptions, rates: tuple[float, ...], *, console: Console
+def search(
+    recipe: Recipe, options: TuneOptions, rates: tuple[float, ...], *, console: Console
 ) -> dict[str, dict[str, float]]:
-    """What has been found, by section and setting. The rate is that of the micro-batch found before it."""
+    """Section -> setting -> value. The learning rate is searched with the micro-batch found before."""
     samples = len(prepared(recipe).train)
-    found: dict[str, dict[str, float]] = {}
-    if wishes.micro_batch:
+    settings: dict[str, dict[str, float]] = {}
+    if options.micro_batch:
         on_gpu = device_of(World()).type == "cuda"
-        budget = micro_batch_finder.budget_of(recipe, wishes.memory_gb, on_gpu=on_gpu)
+        budget = micro_batch_finder.budget_of(recipe, options.memory_gb, on_gpu=on_gpu)
         m = micro_batch_finder.find(recipe, budget, samples=samples, console=console)
-        found["train"] = {"micro_batch": m}
-        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=found["train"])})
-    if wishes.rate:
-        if wishes.micro_batch:
+        settings["train"] = {"micro_batch": m}
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=settings["train"])})
+    if options.rate:
+        if options.micro_batch:
             console.print()
-        rate = learning_rate_finder.find(recipe, rates, picture=wishes.picture, console=console)
+        rate = learning_rate_finder.find(recipe, rates, picture=options.picture, console=console)
         if rate is not None:
-            found["optim"] = {"lr": rate}
-    return found
+            settings["optim"] = {"lr": rate}
+    return settings
 
 
-def checked(wishes: TuneOptions) -> tuple[float, ...]:
-    """The rates of the sweep. Raises ConfigError for a wish that makes no sense."""
-    if not (wishes.micro_batch or wishes.rate):
+def checked(options: TuneOptions) -> tuple[float, ...]:
+    """The rates of the sweep. Raises ConfigError for options that make no sense."""
+    if not (options.micro_batch or options.rate):
         raise ConfigError("say what to look for: --micro-batch, --lr, or both")
-    if wishes.memory_gb is not None and not 0 < wishes.memory_gb < math.inf:
-        raise ConfigError(f"--memory {wishes.memory_gb:g}: give GB above 0, such as --memory 8, or leave it out")
-    if wishes.memory_gb is not None and not wishes.micro_batch:
+    if options.memory_gb is not None and not 0 < options.memory_gb < math.inf:
+        raise ConfigError(f"--memory {options.memory_gb:g}: give GB above 0, such as --memory 8, or leave it out")
+    if options.memory_gb is not None and not options.micro_batch:
         raise ConfigError("--memory belongs to --micro-batch, which is not asked for")
-    if wishes.rate and wishes.picture.suffix != ".svg":
-        raise ConfigError(f"--out {wishes.picture}: the curve is an SVG file, so let its name end in .svg")
-    folder = wishes.picture.absolute().parent
-    if wishes.rate and not (folder.is_dir() and os.access(folder, os.W_OK)):
+    if options.rate and options.picture.suffix != ".svg":
+        raise ConfigError(f"--out {options.picture}: the curve is an SVG file, so let its name end in .svg")
+    folder = options.picture.absolute().parent
+    if options.rate and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"cannot write to {folder}; name a file in another folder with --out")
-    return learning_rate_finder.rates_of(wishes.start, wishes.stop, wishes.steps)
+    return learning_rate_finder.rates_of(options.start, options.stop, options.steps)

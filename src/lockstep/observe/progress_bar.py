@@ -1,0 +1,86 @@
+"""Progress of a task with known length: a bar on a terminal, a line every few seconds elsewhere."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+QUIET_SECONDS = 5.0
+"""Lines come at most this often."""
+SPEED_SECONDS = 60.0
+"""The remaining time on a bar follows from the speed of the last minute."""
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar with count, elapsed and remaining time, and the field `figures` of each of its tasks."""
+    columns = ("{task.description}", BarColumn(), "{task.completed:,}/{task.total:,}", "{task.fields[figures]}")
+    return Progress(
+        *(TextColumn(column, markup=False) if isinstance(column, str) else column for column in columns),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        speed_estimate_period=SPEED_SECONDS,
+    )
+
+
+class Pace:
+    """Speed and remaining time of a task, and whether its next line is due."""
+
+    def __init__(self, total: int, done_before: int, quiet_seconds: float = QUIET_SECONDS) -> None:
+        self.total, self.done_before, self.quiet_seconds = total, done_before, quiet_seconds
+        self.start, self.last_line = time.monotonic(), -math.inf
+
+    def speed(self, done: int) -> float:
+        """Units per second since the start."""
+        return (done - self.done_before) / max(time.monotonic() - self.start, 1e-9)
+
+    def time_left(self, done: int) -> str:
+        seconds = (self.total - done) * (time.monotonic() - self.start) / max(done - self.done_before, 1)
+        return f"{timedelta(seconds=round(seconds))} left"
+
+    def is_due(self) -> bool:
+        """Whether the last line, which this call counts as, is long enough ago."""
+        now = time.monotonic()
+        if now - self.last_line < self.quiet_seconds:
+            return False
+        self.last_line = now
+        return True
+
+
+class UnitCounter:
+    """Counts what is done of a task and shows it, on a bar if there is one."""
+
+    def __init__(self, console: Console, unit: str, *, total: int, done: int, bar: Progress | None) -> None:
+        self.console, self.unit, self.done = console, unit, done
+        self.bar, self.pace = bar, Pace(total, done)
+        self.pace.is_due()  # the first line comes after QUIET_SECONDS
+
+    def add(self, number: int) -> None:
+        self.done += number
+        speed = f"{self.speed:,.0f} {self.unit}/s"
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=self.done, figures=speed)
+        elif self.pace.is_due():
+            count = f"{self.done:,} of {self.pace.total:,} {self.unit}"
+            self.console.print(f"{count} · {speed} · {self.pace.time_left(self.done)}")
+
+    @property
+    def speed(self) -> float:
+        """Units per second since the start."""
+        return self.pace.speed(self.done)
+
+
+@contextmanager
+def counting(console: Console, what: str, unit: str, *, total: int, done: int) -> Iterator[UnitCounter]:
+    """A counter of a task, of which `done` units were done before."""
+    if not console.is_terminal:
+        yield UnitCounter(console, unit, total=total, done=done, bar=None)
+        return
+    with progress_bar(console) as bar:
+        bar.add_task(what, total=total, completed=done, figures="")
+        yield UnitCounter(console, unit, total=total, done=done, bar=bar)
