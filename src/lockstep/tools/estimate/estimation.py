@@ -104,7 +104,11 @@ def forecast_of(name: str, recipe: Recipe, measured: MachineMeasurements, *, clu
     here, times = measured.cluster(world, per_machine=world), computed.times
     trial = computation(name, shortened(recipe), measured, cluster=here)
     rest = (
-        (measured.trials[world][name] - trial.times.total) / trial.turns / here.crowd * computed.turns * cluster.crowd
+        (measured.trials[world][name] - trial.times.total)
+        / trial.turns
+        / here.slowdown
+        * computed.turns
+        * cluster.slowdown
     )
     return replace(computed, times=replace(times, rest=max(rest, -times.total / 2)))
 

@@ -10,10 +10,9 @@ import torch
 
 from lockstep.base import plugins
 from lockstep.base.world import cores
-from lockstep.core.reduction.tree import root
 from lockstep.parallel.forecast import Cluster
 from lockstep.parallel.measurements import Measurements, Seconds
-from lockstep.parallel.memory_forecast import HeldMemory, held, passes
+from lockstep.parallel.memory_forecast import PartialSums, peak_of_passes, sequential_sums
 from lockstep.run.recipe import Recipe
 from lockstep.tools.estimate.measurement_runs import MeasurementRuns, Trials
 
@@ -117,10 +116,10 @@ def calibrated(facts: Measurements) -> Measurements:
     """With what whole steps took more than the parts that can be counted, as working memory: kernels' own, and what the
     C library keeps of memory that was freed."""
     shards, blocks = frozenset(range(facts.step_shards)), range(len(facts.blocks))
-    whole = held(tuple((shard,) for shard in sorted(shards)), shards, (root(shards),))
-    alone = HeldMemory(before=(0,), after=(1,))
+    whole = sequential_sums(shards, shards)
+    alone = PartialSums(before=(0,), after=(1,))
     missing = [
-        measured - passes(facts, facts.weights, blocks, sums=sums)
+        measured - peak_of_passes(facts, facts.weights, blocks, sums=sums)
         for measured, sums in ((facts.step_bytes, whole), (facts.pass_bytes, alone))
     ]
     return replace(facts, working_bytes=max(0, *missing))

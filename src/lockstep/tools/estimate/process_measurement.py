@@ -22,8 +22,8 @@ from lockstep.core.modules.blocks import with_weights
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
 from lockstep.parallel.measurements import Block, Measurements, Seconds, Weight
-from lockstep.parallel.module_profile import ModuleProfile, survey
-from lockstep.parallel.partition import Cuttable
+from lockstep.parallel.module_profile import ModuleProfile, profile_modules
+from lockstep.parallel.partition import PartitionedModel
 from lockstep.parallel.tensor_plan import splittable
 from lockstep.run import build
 from lockstep.run.build import Data
@@ -155,7 +155,7 @@ class Measurement:
     def surveyed(self, model: Model, largest: MicroBatch, state: TrainState) -> tuple[ModuleProfile | None, str | None]:
         """What each block holds and costs; or why a pipeline could not cut the model."""
         try:
-            return survey(Cuttable(model), largest.batch, state.precision.autocast), None
+            return profile_modules(PartitionedModel(model), largest.batch, state.precision.autocast), None
         except ModelError as error:
             return None, str(error)
 
