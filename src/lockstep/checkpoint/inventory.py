@@ -18,7 +18,7 @@ class Entry:
 
     folder: Path
     manifest: Manifest | None
-    """None when it cannot be read; `problem` says why."""
+    """None when it cannot be read; see `problem`."""
     kept_for: Sequence[str]
     problem: str | None
     """What is wrong with it, in a few words; None when nothing is."""

@@ -114,5 +114,5 @@ def step_of(folder: Path) -> int:
 
 def listed(root: Path) -> list[Path]:
     """Folders of finished checkpoints, newest first."""
-    found = [f for f in root.glob("step-*") if f.name[5:].isdecimal() and (f / MANIFEST).is_file()]
-    return sorted(found, key=step_of, reverse=True)
+    folders = [f for f in root.glob("step-*") if f.name[5:].isdecimal() and (f / MANIFEST).is_file()]
+    return sorted(folders, key=step_of, reverse=True)

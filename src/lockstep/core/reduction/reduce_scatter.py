@@ -94,7 +94,7 @@ class TreeReduceScatter(ReduceScatter):
             }
 
     def _enter_round(self) -> None:
-        """Raise ModelError when FSDP passes a block's gradients twice in a round: they could not be told apart."""
+        """Raise ModelError when FSDP passes a block's gradients twice in a round: they could not be distinguished."""
         if self.finished == (self.rounds, self.rounds.number):
             raise ModelError(
                 f"{self.name or 'the model itself'} runs more than once in a forward pass, and parallel.kind=fsdp "

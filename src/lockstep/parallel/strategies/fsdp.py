@@ -38,7 +38,7 @@ class Config(StrategySection):
         return self
 
     def numeric(self, processes: int) -> dict[str, Any]:
-        """The settings that change bits, for so many processes."""
+        """The settings that change bits, for a number of processes."""
         return {} if self.gather == "fp32" else {"gather": self.gather}
 
     def contradictions(self, precision: str) -> Iterator[tuple[str, str]]:
@@ -54,5 +54,5 @@ class Config(StrategySection):
         return processes // self.replicas
 
     def fitted(self, processes: int) -> Self:
-        """Without replicas, where so many processes cannot form them."""
+        """Without replicas, where these do not divide the number of processes."""
         return self.model_copy(update={"replicas": 1}) if processes % self.replicas else self

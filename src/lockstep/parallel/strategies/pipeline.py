@@ -56,7 +56,7 @@ class Config(StrategySection):
         return -(-count // group_size) * group_size if self.schedule == "interleaved" else count
 
     def fitted(self, processes: int) -> Self:
-        """With as many stages as the model has blocks for, where so many processes cannot form those of the config."""
+        """With automatic stages, where those of the config do not divide the number of processes."""
         stages = self.stages if self.cut == "auto" else len(self.cut) + 1
         is_odd = stages != "auto" and processes % stages
         return self.model_copy(update={"stages": "auto", "cut": "auto"}) if is_odd else self
