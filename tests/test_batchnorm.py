@@ -100,11 +100,11 @@ def test_conversion_keeps_weights_names_and_statistics():
     before, weight = digest(model.state_dict()), model[1][0].weight
     synchronise(model, torch.device("cpu"))
     assert type(model[1][0]) is nn.BatchNorm2d
-    assert len(BufferUpdates(dict(model.named_modules())).slots) == 6
+    assert len(BufferUpdates(dict(model.named_modules())).buffers) == 6
     synchronise(model, torch.device("cuda"))
     assert has_batchnorm(model)
     assert isinstance(model[1][0], nn.SyncBatchNorm)
     assert isinstance(model[2], nn.SyncBatchNorm)
     assert model[1][0].weight is weight
     assert digest(model.state_dict()) == before
-    assert not BufferUpdates(dict(model.named_modules())).slots  # they are PyTorch's own affair now
+    assert not BufferUpdates(dict(model.named_modules())).buffers  # they are PyTorch's own affair now

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lockstep.base.errors import LockstepError
-from lockstep.core.modules.buffers import borrowed
+from lockstep.core.modules.buffers import copied_buffers
 
 LAYOUTS = [
     ("ddp", 2, {}),
@@ -138,7 +138,7 @@ def test_a_shape_that_changes_late_is_told(ranks):
 def test_a_forward_pass_on_trial_leaves_no_trace():
     model = nn.Sequential(nn.BatchNorm1d(3), Following(3), Queue(3))
     before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-    with borrowed(model):
+    with copied_buffers(model):
         model(torch.randn(4, 3))
     for name, buffer in model.named_buffers():
         assert buffer is before[name][0]

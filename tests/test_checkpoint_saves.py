@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint import layout, reader, verify, weights
-from lockstep.checkpoint.writer import Writer, share
+from lockstep.checkpoint.writer import Writer, assigned_names
 from lockstep.core.numerics.digest import digest
 
 resource = pytest.importorskip("resource")  # sets limits; Windows has none
@@ -137,7 +137,7 @@ def test_what_is_cancelled_never_becomes_a_checkpoint(ranks, root):
 def test_every_tensor_is_written_by_one_rank_and_the_work_is_even(world):
     sizes = [1000, 1, 1, 0, 400, 300, 300, 500, 500, 2]
     tensors = {f"t{number}": torch.empty(size) for number, size in enumerate(sizes)}
-    shares = [share(tensors, rank, world) for rank in range(world)]
+    shares = [assigned_names(tensors, rank, world) for rank in range(world)]
     assert sorted(name for names in shares for name in names) == sorted(tensors)
     loads = [sum(tensors[name].numel() for name in names) for names in shares]
     assert max(loads) <= max(1000, sum(sizes) / world * 4 / 3)

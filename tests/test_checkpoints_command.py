@@ -158,7 +158,7 @@ def test_it_says_what_the_keeper_does(root, keep, best, hours, damaged):
     for step in damaged:
         flip(folder_of(root, step) / "__0_0.distcp")
     section = CheckpointSection(keep=keep, best=best, keep_every_hours=hours)
-    found = inventory.look(root, section, every_byte=True)
+    found = inventory.take_inventory(root, section, every_byte=True)
     assert (found.resumed, found.is_certain) == (verify.newest(root, lambda *_: None), True)
     retention.tidy(root, section)
     assert layout.listed(root) == [entry.folder for entry in found.entries if entry.kept_for != ["nothing"]]
@@ -332,12 +332,14 @@ def test_what_vanishes_while_it_is_looked_at_is_left_out(root, every_byte, vanis
         if folder in (root / "step-000000040", root / "step-000000020"):
             vanish(folder)
 
-    found = inventory.look(root, section, every_byte=every_byte, reading=reading)
+    found = inventory.take_inventory(root, section, every_byte=every_byte, on_check=reading)
     assert [(layout.step_of(entry.folder), entry.problem) for entry in found.entries] == [(30, None), (10, None)]
     assert [entry.kept_for for entry in found.entries] == [["newest", "every 6 h"], ["newest", "best", "every 6 h"]]
     assert (found.resumed, found.num_finished) == (root / "step-000000030", 2)
     only = root / "step-000000030"
-    found = inventory.look(root, section, every_byte=every_byte, only=only, reading=lambda f: f == only and vanish(f))
+    found = inventory.take_inventory(
+        root, section, every_byte=every_byte, only=only, on_check=lambda f: f == only and vanish(f)
+    )
     assert (found.entries, found.resumed) == ([], root / "step-000000010")
 
 
@@ -356,7 +358,7 @@ def test_a_terminal_is_never_too_narrow(root, width, best):
     """Nothing is cut, no number is parted from its name, and the reason of a damage can be read in one line."""
     os.truncate(root / "step-000000020" / "__0_0.distcp", 100)
     section = CheckpointSection(keep=2, best=best, keep_every_hours=6)
-    found = inventory.look(root, section)
+    found = inventory.take_inventory(root, section)
     text = shown(found, section, width=width, force_terminal=True)
     assert "\x1b[31mdamaged" in text
     lines = plain(text)
@@ -371,7 +373,7 @@ def test_a_terminal_is_never_too_narrow(root, width, best):
 
 def test_elsewhere_a_row_is_one_line_without_colour(root):
     (root / "step-000000020" / f"{'long ' * 40}name").write_text("")
-    found = inventory.look(root, CheckpointSection())
+    found = inventory.take_inventory(root, CheckpointSection())
     text = shown(found, CheckpointSection(), width=80)
     assert "\x1b" not in text
     assert [line.split()[0] for line in plain(text)[1:5]] == ["40", "30", "20", "10"]

@@ -17,9 +17,9 @@ from rich.console import Console
 from lockstep.base import plugins
 from lockstep.base.errors import ConfigError
 from lockstep.base.model_contracts import Batch, LossSum
-from lockstep.core.reduction.tree import cover, root
+from lockstep.core.reduction.tree import cover
 from lockstep.parallel.forecast import Cluster
-from lockstep.parallel.memory_forecast import copied, held
+from lockstep.parallel.memory_forecast import checkpoint_copy, partial_sums, sequential_sums
 from lockstep.run import recipe as recipes
 from lockstep.tools.estimate import estimation
 from lockstep.tools.estimate.machine_measurement import EstimateOptions, measure
@@ -238,23 +238,23 @@ def test_what_is_kept_of_a_micro_batch_grows_with_it(samples):
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 8, 16])
 def test_partial_sums_are_as_many_as_the_tree_says(shards):
     every = frozenset(range(shards))
-    found = held(tuple((shard,) for shard in range(shards)), every, (root(every),))
+    found = sequential_sums(every, every)
     assert found.most <= max(1, (shards - 1).bit_length())
     assert found.after[-1] == 1
-    assert held((tuple(range(shards)),), every, cover(every, every)).after == (1,)
+    assert partial_sums((tuple(range(shards)),), every, cover(every, every)).after == (1,)
 
 
 def test_a_checkpoint_is_shared_out():
     tensors = {"a": 100, "b": 60, "c": 40}
-    assert copied(tensors, 1) == 200
-    assert copied(tensors, 2) == 100
-    assert copied(tensors, 8) == 100
+    assert checkpoint_copy(tensors, 1) == 200
+    assert checkpoint_copy(tensors, 2) == 100
+    assert checkpoint_copy(tensors, 8) == 100
 
 
 def test_processes_beyond_the_cores_share_them():
     cluster = Cluster(world=8, per_machine=4, slots=2, links=None, bandwidth=None)
     assert cluster.machines == 2
-    assert cluster.crowd == 2.0
+    assert cluster.slowdown == 2.0
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,14 @@ class Holder(nn.Module):
     "held",
     [None, 1.5, float("nan"), "a", [1, [2, {"a": {3}}]], (torch.zeros(2), torch.ones(1, requires_grad=True) * 2)]
     + [nn.Linear(2, 2), [nn.Linear(2, 2)], {1: torch.Generator()}, torch.zeros(2).to_sparse(), torch.float32]
-    + [torch.zeros(3, dtype=torch.complex64).conj(), torch.zeros(2, device="meta"), lambda: 3, object(), range(3)],
+    + [
+        torch.zeros(3, dtype=torch.complex64).conj(),
+        torch.zeros(2, device="meta"),
+        lambda: 3,
+        object(),
+        range(3),
+        list[int],
+    ],
     ids=repr,
 )
 def test_anything_may_be_held(held):

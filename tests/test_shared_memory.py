@@ -15,7 +15,7 @@ from lockstep.core.reduction import transport as shared_memory
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.transport import SharedMemoryTransport
 from lockstep.core.reduction.tree import TreeSum, tree_sum
-from lockstep.parallel.comm_thread import Thread
+from lockstep.parallel.comm_thread import CommThread
 
 
 def rows_of(shards, numbers, dtype):
@@ -33,16 +33,16 @@ def sum_on_rank(machine_of, case, numbers, dtype):
     owned = [frozenset(range(r * shards // world, (r + 1) * shards // world)) for r in range(world)]
     rows, buffer, found = rows_of(shards, numbers, dtype), torch.empty(numbers, dtype=dtype), []
     for present in presents:
-        exchange = AllReduce(owned, present, world_group())
-        slots = transport.slots(0, buffer, exchange.slots)
-        own = TreeSum(present, exchange.nodes[rank])
+        all_reduce = AllReduce(owned, present, world_group())
+        slots = transport.slots(0, buffer, all_reduce.max_nodes)
+        own = TreeSum(present, all_reduce.nodes[rank])
         for shard in sorted(owned[rank] & present):
             own.add((shard, 1), rows[shard].clone())
         for slot in slots:
             slot.fill_(float("nan"))
-        for node, slot in zip(exchange.nodes[rank], slots, strict=False):
-            slot.copy_(own.parts[node])
-        whole = transport.sum(0, slots, exchange)
+        for node, slot in zip(all_reduce.nodes[rank], slots, strict=False):
+            slot.copy_(own.partials[node])
+        whole = transport.sum(0, slots, all_reduce)
         assert whole.data_ptr() == buffer.data_ptr()
         found.append(whole.clone())
     return found, bool(transport.rows[0])
@@ -95,7 +95,7 @@ def sum_where_rank_1_fails(name, value, *args):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("SPARE", 1e15), ("_offer", failing), ("_opened", failing)],
+    [("FREE_FACTOR", 1e15), ("_offer", failing), ("_opened", failing)],
     ids=["no room", "cannot share", "cannot open"],
 )
 def test_where_one_rank_cannot_share_the_sum_goes_over_the_wire(ranks, name, value):
@@ -142,7 +142,7 @@ def test_processes_of_this_machine_recognise_each_other(ranks):
 
 
 def test_the_thread_hands_on_errors_and_ends_with_its_owner(lone):
-    thread = Thread()
+    thread = CommThread()
     assert thread.run(lambda: torch.ones(2)).wait().tolist() == [1, 1]
     future = thread.run(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -69,13 +69,13 @@ def test_the_sum_is_the_same_bits_for_any_split_and_any_order_of_arrival(case, w
         random.shuffle(mine)
         for shard in mine:
             own.add((shard, 1), rows[shard].clone())
-        assert set(own.parts) == set(cover(owned, present))
-        parts += own.parts.items()
+        assert set(own.partials) == set(cover(owned, present))
+        parts += own.partials.items()
     random.shuffle(parts)
     top = TreeSum(present, [root(present)])
     for node, value in parts:
         top.add(node, value)
-    assert bits(top.parts[root(present)]) == bits(tree_sum(rows, present))
+    assert bits(top.partials[root(present)]) == bits(tree_sum(rows, present))
 
 
 FINITE = st.floats(-(2.0**120), 2.0**120, width=32)
@@ -130,12 +130,12 @@ def exchange_on_rank(shards, present, numbers):
     strange = special[torch.randint(0, 8, rows.shape, generator=generator)]
     rows = torch.where(torch.rand(rows.shape, generator=generator) < 0.2, strange, rows)
     owners = split(shards, dist.get_world_size())
-    exchange = AllReduce(owners, present, world_group())
-    own = TreeSum(present, exchange.nodes[exchange.rank])
-    for shard in sorted(owners[exchange.rank] & present):
+    all_reduce = AllReduce(owners, present, world_group())
+    own = TreeSum(present, all_reduce.nodes[all_reduce.rank])
+    for shard in sorted(owners[all_reduce.rank] & present):
         own.add((shard, 1), rows[shard].clone())
-    parts = [own.parts[node] for node in exchange.nodes[exchange.rank]]
-    return exchange.sum(parts or [torch.full((numbers,), float("nan"))]), tree_sum(rows, present)
+    parts = [own.partials[node] for node in all_reduce.nodes[all_reduce.rank]]
+    return all_reduce.sum(parts or [torch.full((numbers,), float("nan"))]), tree_sum(rows, present)
 
 
 @pytest.mark.parametrize("present", [frozenset(range(8)), frozenset({0, 3, 4}), frozenset({6})], ids=str)

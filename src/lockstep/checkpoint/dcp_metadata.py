@@ -1,7 +1,8 @@
-"""A checkpoint's table of tensors: DCP's .metadata, a pickle that is read without importing or calling what it names.
+"""Reads DCP's .metadata, a pickle, without importing or calling what it names.
 
-Only the opcodes and the names that DCP itself writes are known; each name becomes a plain record of this module, and
-what comes out is checked against the files beside it.
+Only opcodes and names that DCP itself writes are accepted. Each named class becomes a plain record, and the result is
+checked against the files beside it. torch's weights-only unpickler does not fit: it reads pickle protocol 2, DCP writes
+a newer one.
 """
 
 import io
@@ -10,17 +11,15 @@ import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from lockstep.base import storage
 
 FILE = ".metadata"
 MOST_BYTES = 256 << 20
-"""Of the table: enough for ten terabytes of tensors."""
-LEAST_BYTES = 16 << 20
-"""The table of a small checkpoint may have so many, of a larger one also a part of what lies beside it ..."""
-PART = 64
-"""... one of so many."""
+"""Of the file: enough for ten terabytes of tensors."""
+ALWAYS_ALLOWED_BYTES = 16 << 20
+"""Of the file, in any checkpoint; in a larger one also 1/64 of the other files."""
 MOST_AXES = 64
 LARGEST = 2**53
 OPCODES = """
@@ -41,21 +40,23 @@ DTYPES = {
 }
 """Name in torch -> bytes of an element."""
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """Of a tensor: what it is, and the pieces that it was written in."""
+    """A tensor's type and shape, and the chunks in which it was written."""
 
     dtype: str
     size: Shape
-    pieces: tuple[tuple[Shape, Shape], ...]
+    chunks: tuple[tuple[Shape, Shape], ...]
     """(offsets, sizes) of each."""
 
 
 @dataclass(frozen=True)
-class PieceLocation:
+class ChunkLocation:
     name: str
+    """Of the tensor."""
     offset: Shape | None
     """In the tensor."""
     number: int | None
@@ -67,14 +68,14 @@ class PieceLocation:
 
 @dataclass(frozen=True)
 class TensorTable:
-    """All that DCP has to know to read a checkpoint."""
+    """What DCP needs to read a checkpoint."""
 
     tensors: Mapping[str, TensorType]
-    places: tuple[PieceLocation, ...]
+    locations: tuple[ChunkLocation, ...]
 
 
 class PickledObject:
-    """In the place of any object that DCP writes: its state, as it was written."""
+    """Stands for any object that DCP writes, with its state as it was written."""
 
     name = ""
 
@@ -108,7 +109,7 @@ RECORDS = {
 
 
 class Reader(pickle._Unpickler):
-    """The unpickler in Python, whose opcodes can be taken away, and whose memory grows with the file alone."""
+    """Python's unpickler with most opcodes removed, so that its memory is bounded by the file's size."""
 
     dispatch: ClassVar[dict[int, Any]] = {
         key: pickle._Unpickler.dispatch[key] for key in (getattr(pickle, o)[0] for o in OPCODES.split())
@@ -120,17 +121,17 @@ class Reader(pickle._Unpickler):
         self.stack[-1][_key(key)] = value
 
     def _set_items(self) -> None:
-        """Those that lie on the stack since the last mark."""
+        """The items on the stack since the last mark."""
         items = self.pop_mark()  # type: ignore[attr-defined]
         self.stack[-1].update(zip(map(_key, items[::2]), items[1::2], strict=True))
 
     dispatch |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
 
     def find_class(self, module: str, name: str) -> Any:
-        """A record, or the name of a dtype. Raises ValueError."""
+        """A record class, or the name of a dtype. Raises ValueError."""
         if module == "torch" and name in DTYPES:
             return name
-        if module.partition(".")[0] == "pathlib":  # where it was written
+        if module.partition(".")[0] == "pathlib":  # the path where it was written
             return PickledObject
         if (module, name) not in RECORDS:
             raise ValueError(f"it names {module}.{name}, which is not part of a checkpoint")
@@ -138,130 +139,119 @@ class Reader(pickle._Unpickler):
 
 
 def read(folder: Path) -> TensorTable:
-    """The table of a checkpoint.
+    """The metadata of a checkpoint.
 
-    Raises ValueError for one that is damaged, names anything but tensors, or does not fit the files beside it; OSError.
+    Raises ValueError where it is damaged, names anything but tensors, or does not fit the files beside it; OSError.
     """
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    text = storage.read(folder / FILE, min(MOST_BYTES, LEAST_BYTES + sum(sizes.values()) // PART))
+    text = storage.read(folder / FILE, min(MOST_BYTES, ALWAYS_ALLOWED_BYTES + sum(sizes.values()) // 64))
     try:
         return _table(Reader(io.BytesIO(text)).load(), sizes)
     except ValueError as error:
         raise ValueError(f"{FILE} cannot be used: {error}") from None
-    except Exception as error:  # whatever an unpickler raises about damaged bytes
+    except Exception as error:  # an unpickler may raise anything for damaged bytes
         raise ValueError(f"{FILE} is damaged ({type(error).__name__}: {error})") from None
 
 
 def _table(raw: Any, sizes: Mapping[str, int]) -> TensorTable:
-    table = _of(raw, "Metadata")
-    tensors = {_text(name): _kind(entry) for name, entry in _dict(table.get("state_dict_metadata")).items()}
-    places = tuple(_place(index, place, sizes) for index, place in _dict(table.get("storage_data")).items())
-    _refuse_overlap(places)
+    metadata = _record(raw, "Metadata")
+    entries = _checked(metadata.get("state_dict_metadata"), dict)
+    tensors = {_checked(name, str): _tensor_type(entry) for name, entry in entries.items()}
+    storage_data = _checked(metadata.get("storage_data"), dict)
+    locations = tuple(_location(index, info, sizes) for index, info in storage_data.items())
+    _refuse_overlap(locations)
     stored = dict.fromkeys(tensors, 0)
-    for place in places:
-        if place.name not in stored:
-            raise ValueError(f"it has bytes of {place.name!r}, but no such tensor")
-        stored[place.name] += place.length
-    for name, kind in tensors.items():  # they lie in the files uncompressed
+    for location in locations:
+        if location.name not in stored:
+            raise ValueError(f"it has bytes of {location.name!r}, but no such tensor")
+        stored[location.name] += location.length
+    for name, kind in tensors.items():  # they are stored uncompressed
         needed = math.prod(kind.size) * DTYPES[kind.dtype]
         if needed > stored[name]:
             raise ValueError(f"{name!r} should have {needed:,} bytes, but {stored[name]:,} are there")
-    return TensorTable(tensors, places)
+    return TensorTable(tensors, locations)
 
 
-def _refuse_overlap(places: Iterable[PieceLocation]) -> None:
-    """Raise ValueError where bytes belong to two pieces: a small file could claim tensors of any size."""
+def _refuse_overlap(locations: Iterable[ChunkLocation]) -> None:
+    """Raise ValueError where bytes belong to two chunks: a small file could claim tensors of any size."""
     ends: dict[str, int] = {}
-    for place in sorted(places, key=lambda place: (place.file, place.start)):
-        if place.length and place.start < ends.get(place.file, 0):
-            raise ValueError(f"two pieces share bytes of {place.file}")
-        ends[place.file] = max(ends.get(place.file, 0), place.start + place.length)
+    for location in sorted(locations, key=lambda location: (location.file, location.start)):
+        end = ends.get(location.file, 0)
+        if location.length and location.start < end:
+            raise ValueError(f"two pieces share bytes of {location.file}")
+        ends[location.file] = max(end, location.start + location.length)
 
 
-def _kind(raw: Any) -> TensorType:
-    entry = _of(raw, "TensorStorageMetadata")
-    size, properties = _shape(entry.get("size")), _of(entry.get("properties"), "TensorProperties").state
+def _tensor_type(raw: Any) -> TensorType:
+    entry = _record(raw, "TensorStorageMetadata")
+    size, properties = _shape(entry.get("size")), _record(entry.get("properties"), "TensorProperties").state
     if not isinstance(properties, tuple) or not properties or not isinstance(properties[0], str):
         raise ValueError("a tensor has no dtype")
     if properties[0] not in DTYPES:
         raise ValueError("a tensor has an unknown dtype")
-    chunks = [_of(chunk, "ChunkStorageMetadata") for chunk in _list(entry.get("chunks"))]
-    pieces = tuple((_shape(chunk.get("offsets")), _shape(chunk.get("sizes"))) for chunk in chunks)
-    if not all(_is_inside(size, *piece) for piece in pieces):
+    records = [_record(chunk, "ChunkStorageMetadata") for chunk in _checked(entry.get("chunks"), list)]
+    chunks = tuple((_shape(chunk.get("offsets")), _shape(chunk.get("sizes"))) for chunk in records)
+    if not all(_is_inside(size, *chunk) for chunk in chunks):
         raise ValueError("a piece of a tensor is not inside of it")
-    if sum(math.prod(sizes) for _, sizes in pieces) != math.prod(size):
+    if sum(math.prod(sizes) for _, sizes in chunks) != math.prod(size):
         raise ValueError("a tensor's pieces are not the whole of it")
-    return TensorType(properties[0], size, pieces)
+    return TensorType(properties[0], size, chunks)
 
 
-def _is_inside(whole: Shape, offsets: Shape, sizes: Shape) -> bool:
-    if not len(whole) == len(offsets) == len(sizes):
+def _is_inside(full: Shape, offsets: Shape, sizes: Shape) -> bool:
+    if not len(full) == len(offsets) == len(sizes):
         return False
-    return all(offset + size <= most for most, offset, size in zip(whole, offsets, sizes, strict=True))
+    return all(offset + size <= most for most, offset, size in zip(full, offsets, sizes, strict=True))
 
 
-def _place(index: Any, raw: Any, sizes: Mapping[str, int]) -> PieceLocation:
-    key, place = _of(index, "MetadataIndex"), _of(raw, "_StorageInfo")
-    file, start, length = _text(place.get("relative_path")), _number(place.get("offset")), _number(place.get("length"))
+def _location(raw_index: Any, raw_info: Any, sizes: Mapping[str, int]) -> ChunkLocation:
+    index, info = _record(raw_index, "MetadataIndex"), _record(raw_info, "_StorageInfo")
+    file, start, length = _checked(info.get("relative_path"), str), _size(info.get("offset")), _size(info.get("length"))
     if file not in sizes:
         raise ValueError(f"it names {file!r}, which is no file of this checkpoint")
     if start + length > sizes[file]:
         raise ValueError(f"it names bytes beyond the end of {file}")
-    if place.state.get("transform_descriptors"):
+    if info.state.get("transform_descriptors"):
         raise ValueError("it names a transformation of files")
-    return PieceLocation(
-        name=_text(key.get("fqn")),
-        offset=None if key.get("offset") is None else _shape(key.get("offset")),
-        number=None if key.get("index") is None else _number(key.get("index")),
+    offset, number = index.get("offset"), index.get("index")
+    return ChunkLocation(
+        name=_checked(index.get("fqn"), str),
+        offset=None if offset is None else _shape(offset),
+        number=None if number is None else _size(number),
         file=file,
         start=start,
         length=length,
     )
 
 
-# ---- what a value has to be
-
-
 def _key(raw: Any) -> Any:
     if not isinstance(raw, str | int | PickledObject):
-        raise ValueError("a key is no name")  # the hash of tuples in tuples without end would end the process
+        raise ValueError("a key is no name")  # hashing deeply nested tuples would overflow the C stack
     return raw
 
 
-def _of(raw: Any, name: str) -> PickledObject:
+def _record(raw: Any, name: str) -> PickledObject:
     if not isinstance(raw, PickledObject) or raw.name != name:
         raise ValueError(f"something is no {name}")
     return raw
 
 
-def _dict(raw: Any) -> dict[Any, Any]:
-    if not isinstance(raw, dict):
-        raise ValueError("something is no dict")
+def _checked(raw: Any, kind: type[T]) -> T:
+    if not isinstance(raw, kind):
+        raise ValueError(f"something is no {kind.__name__}")
     return raw
 
 
-def _list(raw: Any) -> list[Any]:
-    if not isinstance(raw, list):
-        raise ValueError("something is no list")
-    return raw
-
-
-def _text(raw: Any) -> str:
-    if not isinstance(raw, str):
-        raise ValueError("something is no name")
-    return raw
-
-
-def _number(raw: Any) -> int:
+def _size(raw: Any) -> int:
     if type(raw) is not int or not 0 <= raw <= LARGEST:
         raise ValueError("something is no size")
     return raw
 
 
 def _shape(raw: Any) -> Shape:
-    axes: Any = _of(raw, "Size").state
+    axes: Any = _record(raw, "Size").state
     if isinstance(axes, tuple) and len(axes) == 1 and isinstance(axes[0], Iterable):
         (axes,) = axes
     if not isinstance(axes, tuple) or len(axes) > MOST_AXES:
         raise ValueError("something is no shape")
-    return tuple(_number(axis) for axis in axes)
+    return tuple(_size(axis) for axis in axes)

@@ -1,4 +1,4 @@
-"""Which checkpoints a run has: how big, how old and how good each is, what it is kept for, and whether it is whole."""
+"""The checkpoints of a run: size, age, metrics, why each is kept, and whether it is intact."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,63 +14,62 @@ from lockstep.checkpoint.layout import MANIFEST, CheckpointSection, Manifest, li
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One checkpoint as it lies on disk."""
+    """A checkpoint on disk."""
 
     folder: Path
     manifest: Manifest | None
-    """None when it cannot be read; `problem` says why."""
+    """None when it cannot be read; see `problem`."""
     kept_for: Sequence[str]
     problem: str | None
-    """What is wrong with it, in a few words."""
+    """What is wrong with it, in a few words; None when nothing is."""
     is_verified: bool
-    """Whether every byte was read, or only the manifest and the sizes of the files."""
+    """Whether every byte was read, not only the manifest and the files' sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """What is in a run's folder of checkpoints."""
+    """A run's folder of checkpoints."""
 
     entries: Sequence[Entry]
-    """The checkpoints that were asked for, newest first."""
+    """The requested checkpoints, newest first."""
     resumed: Path | None
-    """The one that `--resume auto` would take, as far as `is_certain`."""
+    """The one that `--resume auto` would load."""
     is_certain: bool
-    """Whether every byte of that one was read: sizes alone may be right in a damaged one."""
+    """Whether every byte of that one was read."""
     num_finished: int
-    """How many there are from which a run could be resumed if they are whole."""
+    """How many could be resumed from if they are intact."""
     set_aside: Sequence[int] = ()
-    """Bytes of each checkpoint that a run has set aside when it went back to an older one."""
+    """Bytes of each checkpoint that was set aside when the run resumed from an older one."""
     unfinished: Sequence[int] = ()
-    """Bytes of each folder that is no checkpoint yet, or no more: what kills have left, or a save under way."""
+    """Bytes of each temporary folder: of killed saves, or of one in progress."""
 
 
-def look(
+def take_inventory(
     root: Path,
     section: CheckpointSection,
     *,
     every_byte: bool = False,
     only: Path | None = None,
-    reading: Callable[[Path], None] = lambda _: None,
+    on_check: Callable[[Path], None] = lambda _: None,
 ) -> Inventory:
-    """Take stock of a run's folder of checkpoints, or of `only` one in it; `reading` is told each before it is checked.
+    """Check a run's folder of checkpoints, or `only` one in it; `on_check` is called with each before it is checked.
 
-    The run may go on meanwhile: what it deletes while it is looked at is left out. Raises CheckpointError when the
-    folder cannot be read.
+    The run may continue meanwhile: checkpoints that it deletes are left out. Raises CheckpointError when the folder
+    cannot be read.
     """
     try:
         with suppress(FileNotFoundError):
-            os.listdir(root)  # a glob takes a folder that may not be read for an empty one
+            os.listdir(root)  # glob() ignores that a folder cannot be read
         folders, problems = listed(root), {}
         for folder in dict.fromkeys([*folders, *([only] if only else [])]):
-            reading(folder)
-            is_asked = every_byte and only in (None, folder)
-            problems[folder] = verify.problem(folder, every_byte=is_asked)
+            on_check(folder)
+            problems[folder] = verify.problem(folder, every_byte=every_byte and only in (None, folder))
         manifests = retention.manifests(root)
-        there = {folder: problem for folder, problem in problems.items() if (folder / MANIFEST).is_file()}
-        set_aside, unfinished = ([weight(f) for f in root.glob(each)] for each in ("set-aside-*", "step-*.tmp-*"))
+        existing = {folder: problem for folder, problem in problems.items() if (folder / MANIFEST).is_file()}
+        set_aside, unfinished = ([folder_bytes(f) for f in root.glob(each)] for each in ("set-aside-*", "step-*.tmp-*"))
     except OSError as error:
         raise CheckpointError(f"cannot look at the checkpoints in {root}: {error.strerror}") from None
-    finished = {folder: there[folder] for folder in folders if folder in there}
+    finished = {folder: existing[folder] for folder in folders if folder in existing}
     reasons = _reasons(finished, manifests, section)
     resumed = next(dropwhile(finished.get, finished), None)
     return Inventory(
@@ -82,7 +81,7 @@ def look(
                 problem=problem,
                 is_verified=every_byte,
             )
-            for folder, problem in there.items()
+            for folder, problem in existing.items()
             if only in (None, folder)
         ],
         resumed=resumed,
@@ -96,18 +95,20 @@ def look(
 def _reasons(
     finished: Mapping[Path, str | None], manifests: Mapping[Path, Manifest], section: CheckpointSection
 ) -> dict[Path, list[str]]:
-    """Checkpoint -> why `keeper.tidy` leaves it where it is; `finished`, newest first, says what is wrong with each."""
+    """Checkpoint -> why `retention.tidy` keeps it; `finished`: checkpoint -> its problem, newest first."""
     known = {folder: manifests[folder] for folder in finished if folder in manifests}
-    whole = list(dropwhile(finished.get, finished))
+    intact = list(dropwhile(finished.get, finished))
     reasons: dict[Path, list[str]] = {folder: [] for folder in finished}
-    for folder in whole[: section.keep]:
+    for folder in intact[: section.keep]:
         reasons[folder].append("newest")
     if section.best and (champion := retention.best(known, section.best)):
         reasons[champion].append("best")
     if section.keep_every_hours:
         for folder in retention.spaced(known, section.keep_every_hours):
             reasons[folder].append(f"every {section.keep_every_hours:g} h")
-    return {folder: found or ["nothing" if whole else "lack of a whole one"] for folder, found in reasons.items()}
+    return {
+        folder: kept_for or ["nothing" if intact else "lack of a whole one"] for folder, kept_for in reasons.items()
+    }
 
 
 def _manifest(folder: Path) -> Manifest | None:
@@ -116,11 +117,11 @@ def _manifest(folder: Path) -> Manifest | None:
     return None
 
 
-def weight(folder: Path) -> int:
-    """Bytes of all files in a folder; what vanishes meanwhile has none."""
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder; files that are deleted meanwhile count 0."""
     total = 0
-    for place, _, names in os.walk(folder):
+    for path, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
-                total += os.stat(os.path.join(place, name)).st_size
+                total += os.stat(os.path.join(path, name)).st_size
     return total

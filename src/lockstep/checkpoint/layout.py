@@ -1,4 +1,4 @@
-"""Where checkpoints lie and what their manifest says: a folder without a manifest does not exist."""
+"""The files of a checkpoint: its folder, and the manifest, without which it does not count as one."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from lockstep.base.config import MANY, Section
 
 MANIFEST = "manifest.json"
 MOST_BYTES = 8 << 20
-"""Of it."""
+"""Of a manifest."""
 Count = Annotated[int, Field(ge=0, le=2**53)]
 FileName = Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=255)]
 """Of a file in the checkpoint's own folder."""
@@ -40,12 +40,12 @@ class CheckpointSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds; written last, so that its presence means that the rest is there."""
+    """What a checkpoint holds; written last, so that its presence means that the checkpoint is complete."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     step: Count
-    """Steps done."""
+    """Number of finished steps."""
     epoch: Count
     world_size: Annotated[int, Field(ge=1, le=2**31)]
     saved_at: float
@@ -53,7 +53,7 @@ class Manifest:
     numeric: Mapping[str, Any]
     """The numeric recipe: everything that may change bits."""
     progress: Mapping[str, Any]
-    """Small state that is no tensor: chain, drift, scaler, best so far, patience."""
+    """Small state besides tensors: chain, drift, scaler, best so far, patience."""
     digest: str = ""
     """sha256 over the weights, as of core/numerics/digest.py; the writer fills it in."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Manifest:
     """File name -> (size in bytes, sha256)."""
 
     def text(self) -> str:
-        """As JSON, with a sha256 of its own: a changed byte in the manifest is noticed like one in any other file."""
+        """As JSON, with a sha256 of itself."""
         return _sealed(asdict(self))
 
 
@@ -78,9 +78,9 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; raises OSError or ValueError when there is none that can be used."""
+    """The manifest of a checkpoint. Raises OSError or ValueError."""
     text = storage.read(folder / MANIFEST, MOST_BYTES)
-    body = pydantic_core.from_json(text)  # no recursion, where json's has no end
+    body = pydantic_core.from_json(text)  # json.loads overflows the stack on deep nesting
     if not isinstance(body, dict):
         raise ValueError("the manifest is no section")
     body.pop("sha256", None)
@@ -114,5 +114,5 @@ def step_of(folder: Path) -> int:
 
 def listed(root: Path) -> list[Path]:
     """Folders of finished checkpoints, newest first."""
-    found = [f for f in root.glob("step-*") if f.name[5:].isdecimal() and (f / MANIFEST).is_file()]
-    return sorted(found, key=step_of, reverse=True)
+    folders = [f for f in root.glob("step-*") if f.name[5:].isdecimal() and (f / MANIFEST).is_file()]
+    return sorted(folders, key=step_of, reverse=True)

@@ -1,4 +1,4 @@
-"""Reads checkpoints through DCP, whatever world they were written by."""
+"""Reads checkpoints through DCP, written by any number of processes."""
 
 import os
 import warnings
@@ -18,11 +18,11 @@ from lockstep.core.distributed.collectives import raise_on_all_ranks
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose tensors cannot be read although its bytes are those that its manifest names."""
+    """A checkpoint whose tensors cannot be read although its files match the manifest."""
 
 
 def contents(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name, on the meta device: type and shape without a byte of data.
+    """The tensors of a checkpoint by name, on the meta device: dtype and shape without data.
 
     Raises DamagedError.
     """
@@ -36,29 +36,29 @@ def contents(folder: Path) -> dict[str, Tensor]:
 
 
 @cache
-def _careful() -> Any:
-    """DCP's reader, but for the table, which it would unpickle, and for archives that unpack to more than they are."""
+def _safe_reader() -> Any:
+    """DCP's FileSystemReader, but it does not unpickle the metadata, and refuses zip bombs."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.utils import _ReaderView
 
     class View(_ReaderView):
         def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-            return super().seek(-offset if whence == os.SEEK_END else offset, whence)  # as torch 2.13 counts backwards
+            return super().seek(-offset if whence == os.SEEK_END else offset, whence)  # torch 2.13 gets the sign wrong
 
-    class Careful(dcp.FileSystemReader):
+    class SafeReader(dcp.FileSystemReader):
         def read_metadata(self, *_: Any, **__: Any) -> Any:
-            return _metadata(dcp_metadata.read(Path(self.path)))
+            return _as_dcp(dcp_metadata.read(Path(self.path)))
 
-        def _slice_file(self, file: Any, place: Any) -> Any:
-            view: Any = View(file, place.offset, place.length)
-            storage.check_archive(view, place.length)
-            return super()._slice_file(file, place)
+        def _slice_file(self, file: Any, info: Any) -> Any:
+            view: Any = View(file, info.offset, info.length)
+            storage.check_archive(view, info.length)
+            return super()._slice_file(file, info)
 
-    return Careful
+    return SafeReader
 
 
-def _metadata(found: dcp_metadata.TensorTable) -> Any:
-    """The same as DCP has it."""
+def _as_dcp(table: dcp_metadata.TensorTable) -> Any:
+    """The table as DCP's Metadata."""
     from torch.distributed.checkpoint import metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -69,43 +69,43 @@ def _metadata(found: dcp_metadata.TensorTable) -> Any:
                 size=torch.Size(kind.size),
                 chunks=[
                     metadata.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-                    for offsets, sizes in kind.pieces
+                    for offsets, sizes in kind.chunks
                 ],
             )
-            for name, kind in found.tensors.items()
+            for name, kind in table.tensors.items()
         },
-        planner_data={name: (name,) for name in found.tensors},
+        planner_data={name: (name,) for name in table.tensors},
         storage_data={
             metadata.MetadataIndex(
-                place.name, None if place.offset is None else torch.Size(place.offset), place.number
-            ): _StorageInfo(relative_path=place.file, offset=place.start, length=place.length)
-            for place in found.places
+                chunk.name, None if chunk.offset is None else torch.Size(chunk.offset), chunk.number
+            ): _StorageInfo(relative_path=chunk.file, offset=chunk.start, length=chunk.length)
+            for chunk in table.locations
         },
         storage_meta=metadata.StorageMeta(),
     )
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors in place from a checkpoint, whatever world it was written by.
+    """Fill tensors in place from a checkpoint, written by any number of processes.
 
-    Raises CheckpointError naming the tensors that are not in it, or not of the same shape; DamagedError, on every rank,
-    where their bytes cannot be read.
+    Raises CheckpointError, with names, for tensors that are not in it or have another shape; DamagedError, on every
+    rank, where bytes cannot be read.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
     with raise_on_all_ranks() if dist.is_initialized() else nullcontext():
-        _compare(folder, tensors)
+        _check_names_and_shapes(folder, tensors)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process, as intended
         try:
-            dcp.load(tensors, storage_reader=_careful()(folder), no_dist=not dist.is_initialized())
+            dcp.load(tensors, storage_reader=_safe_reader()(folder), no_dist=not dist.is_initialized())
         except CheckpointException as error:
             reasons = [f"{type(reason).__name__}: {reason}".splitlines()[0] for reason, _ in error.failures.values()]
             raise DamagedError(f"{folder} cannot be read: {reasons[0]}") from None
 
 
-def _compare(folder: Path, tensors: dict[str, Tensor]) -> None:
+def _check_names_and_shapes(folder: Path, tensors: dict[str, Tensor]) -> None:
     stored = contents(folder)
     missing = [name for name in tensors if name not in stored]
     other = [

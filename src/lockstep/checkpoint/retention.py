@@ -1,6 +1,7 @@
-"""Which checkpoints stay: the newest few, the best, one every few hours; the only good one is never deleted."""
+"""Which checkpoints are kept: the newest few, the best, one every few hours; the only intact one is never deleted."""
 
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
@@ -13,7 +14,7 @@ LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "
 
 
 def is_better(metric: str, new: float, old: float | None) -> bool:
-    """Whether a metric's new value beats the old one; the first one always does, NaN never."""
+    """Whether a metric's new value is better than the old one; the first value is, NaN never."""
     if new != new:
         return False
     if old is None:
@@ -22,62 +23,62 @@ def is_better(metric: str, new: float, old: float | None) -> bool:
 
 
 def manifests(root: Path) -> dict[Path, Manifest]:
-    """Every finished checkpoint with its manifest, newest first; those whose manifest cannot be read are left out."""
-    found = {}
+    """Every finished checkpoint with a readable manifest, newest first."""
+    readable = {}
     for folder in listed(root):
         with suppress(OSError, ValueError):
-            found[folder] = read_manifest(folder)
-    return found
+            readable[folder] = read_manifest(folder)
+    return readable
 
 
-def best(there: dict[Path, Manifest], metric: str) -> Path | None:
-    """The checkpoint with the best value of a metric (the older one of equals), or None when none has it."""
-    found: tuple[float, Path] | None = None
-    for folder, manifest in reversed(there.items()):
+def best(manifests: Mapping[Path, Manifest], metric: str) -> Path | None:
+    """The checkpoint with the best value of a metric (the oldest of equals), or None when none has it."""
+    champion: tuple[float, Path] | None = None
+    for folder, manifest in reversed(manifests.items()):
         value = manifest.metrics.get(metric)
-        if value is not None and is_better(metric, value, found[0] if found else None):
-            found = value, folder
-    return found[1] if found else None
+        if value is not None and is_better(metric, value, champion[0] if champion else None):
+            champion = value, folder
+    return champion[1] if champion else None
 
 
-def spaced(there: dict[Path, Manifest], hours: float) -> list[Path]:
-    """The oldest checkpoint, then always the first that was saved so many hours after the one before."""
+def spaced(manifests: Mapping[Path, Manifest], hours: float) -> list[Path]:
+    """The oldest checkpoint, then each first one that was saved at least so many hours after the one before."""
     kept: list[Path] = []
-    for folder, manifest in reversed(there.items()):
-        if not kept or manifest.saved_at - there[kept[-1]].saved_at >= hours * 3600:
+    for folder, manifest in reversed(manifests.items()):
+        if not kept or manifest.saved_at - manifests[kept[-1]].saved_at >= hours * 3600:
             kept.append(folder)
     return kept
 
 
 def chosen(root: Path, section: CheckpointSection) -> Path | None:
-    """The checkpoint that a finished run stands for: the best whole one if it keeps one, else the newest."""
+    """The checkpoint to evaluate and export: the best, with checkpoint.best and if intact, or the newest intact one."""
     champion = best(manifests(root), section.best) if section.best else None
     candidates = [champion, *listed(root)] if champion else listed(root)
     return next((folder for folder in candidates if problem(folder) is None), None)
 
 
 def tidy(root: Path, section: CheckpointSection, just_saved: Path | None = None) -> None:
-    """Delete what is to be kept for no reason, and what killed saves have left behind.
+    """Delete checkpoints that nothing keeps, and leftovers of killed saves.
 
-    A run that has passed over damaged checkpoints saves older steps than theirs, so the newest ones are checked until
-    one is whole (in a sound run the first, just written); as long as none is, nothing is deleted.
+    A run that resumed before damaged checkpoints saves earlier steps than theirs, so the newest ones are checked until
+    one is intact (usually the first, just written). While none is, nothing is deleted.
     """
-    folders, there = listed(root), manifests(root)
-    whole = list(dropwhile(problem, folders))
-    stay = {*whole[: section.keep], *([just_saved] if just_saved else [])}
-    if section.best and (champion := best(there, section.best)):
-        stay.add(champion)
+    folders, readable = listed(root), manifests(root)
+    intact = list(dropwhile(problem, folders))
+    kept = {*intact[: section.keep], *([just_saved] if just_saved else [])}
+    if section.best and (champion := best(readable, section.best)):
+        kept.add(champion)
     if section.keep_every_hours:
-        stay.update(spaced(there, section.keep_every_hours))
-    for folder in folders if whole else []:
-        if folder not in stay:
+        kept.update(spaced(readable, section.keep_every_hours))
+    for folder in folders if intact else []:
+        if folder not in kept:
             remove(folder)
     for leftover in root.glob("step-*.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint: what is half deleted has another name, so that it is never taken for a damaged one."""
+    """Delete a checkpoint, after renaming it, so that a half-deleted one is never taken for a damaged one."""
     doomed = folder.with_name(f"{folder.name}.tmp-deleted")
     with suppress(OSError):
         folder.rename(doomed)

@@ -1,5 +1,4 @@
-"""Which checkpoint can be trusted: every byte is checked against the manifest, and the table against the files, before
-anything is loaded."""
+"""Verifies checkpoints before they are loaded: every byte against the manifest, DCP's metadata against the files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,34 +11,32 @@ from lockstep.checkpoint.layout import MANIFEST, listed, read_manifest
 def problem(folder: Path, *, every_byte: bool = True) -> str | None:
     """What is wrong with a checkpoint in a few words, or None when every file is as it was written.
 
-    Without `every_byte` only the manifest and the files' sizes are looked at, which takes no time.
+    Without `every_byte` only the manifest and the files' sizes are checked, which is quick.
     """
     try:
         manifest = read_manifest(folder)
-        there = {path.name for path in folder.iterdir()} - {MANIFEST}
-        if there != set(manifest.files):
-            return f"files missing or added: {', '.join(sorted(there ^ set(manifest.files)))}"
+        names = {path.name for path in folder.iterdir()} - {MANIFEST}
+        if names != set(manifest.files):
+            return f"files missing or added: {', '.join(sorted(names ^ set(manifest.files)))}"
         for name, (size, sha256) in manifest.files.items():
             if (folder / name).stat().st_size != size:
                 return f"{name} has {(folder / name).stat().st_size} bytes instead of {size}"
             if every_byte and storage.sha256(folder / name) != sha256:
                 return f"{name} has been changed (its sha256 differs)"
-        if (
-            every_byte and dcp_metadata.FILE in manifest.files
-        ):  # whoever wrote the manifest may have written anything into what it vouches for
-            dcp_metadata.read(folder)
+        if every_byte and dcp_metadata.FILE in manifest.files:
+            dcp_metadata.read(folder)  # a manifest with right hashes may be forged as well
     except (OSError, ValueError) as error:
         return f"cannot be read: {' '.join(str(error).split())}"
     return None
 
 
 def newest(
-    root: Path, passed_over: Callable[[Path, str], None], *, problem: Callable[[Path], str | None] = problem
+    root: Path, on_skip: Callable[[Path, str], None], *, problem: Callable[[Path], str | None] = problem
 ) -> Path | None:
-    """The newest checkpoint without a problem; tells `passed_over` each newer one and what is wrong with it."""
+    """The newest checkpoint without a problem; `on_skip` is called with each newer one and its problem."""
     for folder in listed(root):
         reason = problem(folder)
         if reason is None:
             return folder
-        passed_over(folder, reason)
+        on_skip(folder, reason)
     return None

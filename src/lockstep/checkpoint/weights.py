@@ -1,4 +1,4 @@
-"""The weights alone, out of a checkpoint."""
+"""Loads only the weights of a checkpoint."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +10,12 @@ from lockstep.checkpoint.reader import contents, load
 from lockstep.checkpoint.verify import problem
 
 MODEL, AVERAGE = "model.", "ema."
-"""How the names of weights and buffers begin in a checkpoint, and those of a moving average."""
+"""Prefixes of the names of weights and buffers in a checkpoint, and of their moving averages."""
 
 
 def restore(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor], folder: Path) -> None:
     """Fill weights and buffers in place; the parameters with the moving average where the checkpoint has one. A DTensor
-    takes the part of it that this rank holds.
+    gets its local shard.
 
     Raises CheckpointError when the checkpoint is damaged, or belongs to another model.
     """
@@ -30,5 +30,5 @@ def restore(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor], folde
 
 
 def restore_model(model: nn.Module, folder: Path) -> None:
-    """The same for a model that is whole."""
+    """The same for a model that is not sharded."""
     restore(model.state_dict(), dict(model.named_parameters()), folder)

@@ -26,12 +26,12 @@ def command(
 
     recipe, root, checkpoint = locate(run, None)
     with console.status("") as status:
-        found = inventory.look(
+        found = inventory.take_inventory(
             root,
             recipe.checkpoint,
             every_byte=verify,
             only=checkpoint,
-            reading=lambda folder: status.update(f"reading {folder.name}"),
+            on_check=lambda folder: status.update(f"reading {folder.name}"),
         )
     if not found.entries:
         gone = f"{run} is no longer there: the run has deleted it"

@@ -1,4 +1,4 @@
-"""Gradients of a rank's shards, added in the tree as they come.
+"""Gradient accumulation of a rank's shards in the tree.
 
 V = shards of a step, W = processes.
 """
@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.modules.dtensors import gradient_of, part_of, views_of
+from lockstep.core.modules.dtensors import local_gradient, local_tensor, parameter_views
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import Node, TreeSum
 from lockstep.parallel.micro_batches import MicroBatches
 
 
 class Accumulation:
-    """Keeps each parameter's gradients of a rank's shards as at most log2(V/W)+1 partial sums.
+    """Accumulates each parameter's gradients as at most log2(V/W)+1 partial sums.
 
-    With `leaves_last`, the last micro-batch leaves the first of them in p.grad, where that parameter took part in it:
-    from there DDP, whose hook comes next, brings it to its bucket. `fill` and `take` give the others.
+    With `leaves_last`, the last micro-batch leaves the first partial sum in p.grad, where the parameter took part in
+    it: DDP's hook runs next and copies it to its bucket. `fill` and `take` give the other partial sums.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], passes: MicroBatches, *, leaves_last: bool = True) -> None:
@@ -26,66 +26,67 @@ class Accumulation:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.trees: dict[Tensor, TreeSum] = {}
         self.nodes: Sequence[Node] = ()
-        """What this rank brings to the step's tree."""
+        """The nodes of this rank in the step's tree."""
         self.left: set[Tensor] = set()
         """Parameters whose first partial sum is in p.grad."""
-        self.hooks = [p.register_post_accumulate_grad_hook(self._keep) for p in self.parameters]
+        self.hooks = [p.register_post_accumulate_grad_hook(self._accumulate) for p in self.parameters]
 
-    def start_step(self, exchange: AllReduce) -> None:
-        """Forget the last step; take in what comes for the next."""
-        self.nodes, self.left = exchange.nodes[exchange.rank], set()
-        self.trees = {p: TreeSum(exchange.present, self.nodes) for p in self.parameters}
+    def start_step(self, all_reduce: AllReduce) -> None:
+        """Start with empty trees."""
+        self.nodes, self.left = all_reduce.local_nodes, set()
+        self.trees = {p: TreeSum(all_reduce.present, self.nodes) for p in self.parameters}
 
     def take(self, parameter: Tensor, node: Node) -> Tensor | None:
-        """One of a parameter's partial sums, handed out once; None where no shard used it."""
-        part = self.trees[parameter].take(node)
-        if part is not None and part.is_cuda:  # it is freed here, and was made on another stream
-            part.record_stream(torch.cuda.current_stream(part.device))
-        return part
+        """Remove and return one of a parameter's partial sums; None where no shard used the parameter."""
+        partial = self.trees[parameter].take(node)
+        if partial is not None and partial.is_cuda:  # allocated on another stream than the one that frees it
+            partial.record_stream(torch.cuda.current_stream(partial.device))
+        return partial
 
     def fill(self, parameters: Sequence[Tensor], slots: Sequence[Sequence[Tensor]]) -> None:
-        """Write the partial sums of some parameters, zeros where no shard used one: slots[k][i] takes node k of
-        parameter i. What `left` names lies in the first slot already.
+        """Write partial sums, zeros where no shard used a parameter: slots[k][i] gets node k of parameter i. Those of
+        the parameters in `left` are in the first slot already.
         """
         for number, (node, slot) in enumerate(zip(self.nodes, slots, strict=False)):
             for parameter, target in zip(parameters, slot, strict=True):
                 if number == 0 and parameter in self.left:
                     continue
-                part = self.take(parameter, node)
-                target.zero_() if part is None else target.copy_(part)
+                partial = self.take(parameter, node)
+                target.zero_() if partial is None else target.copy_(partial)
 
-    def totals(self, exchange: AllReduce) -> list[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with the sum of its gradients over all shards of all ranks, zeros where no shard used it; of a
-        parameter that is spread, the part that lies here."""
-        parts = [part_of(parameter) for parameter in self.parameters]
-        if exchange.size == 1:
-            found = [self.take(parameter, exchange.nodes[0][0]) for parameter in self.parameters]
-            totals = [torch.zeros_like(p) if t is None else t for p, t in zip(parts, found, strict=True)]
+    def totals(self, all_reduce: AllReduce) -> list[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with the sum of its gradients over all shards of all ranks, zeros where no shard used it; the
+        local shard of a DTensor."""
+        local = [local_tensor(parameter) for parameter in self.parameters]
+        if all_reduce.size == 1:
+            sums = [self.take(parameter, all_reduce.local_nodes[0]) for parameter in self.parameters]
+            totals = [torch.zeros_like(p) if s is None else s for p, s in zip(local, sums, strict=True)]
         else:
-            slots = [parts[0].new_empty(sum(part.numel() for part in parts)) for _ in range(exchange.slots)]
-            self.fill(self.parameters, [views_of(slot, parts) for slot in slots])
-            totals = views_of(exchange.sum(slots), parts)
+            slots = [local[0].new_empty(sum(p.numel() for p in local)) for _ in range(all_reduce.max_nodes)]
+            self.fill(self.parameters, [parameter_views(slot, local) for slot in slots])
+            totals = parameter_views(all_reduce.sum(slots), local)
         return list(zip(self.parameters, totals, strict=True))
 
     def remove(self) -> None:
+        """Remove the hooks."""
         while self.hooks:
             self.hooks.pop().remove()
 
-    def _keep(self, parameter: Tensor) -> None:
-        """Move a fresh gradient into the tree."""
+    def _accumulate(self, parameter: Tensor) -> None:
+        """Move a new gradient from p.grad into the tree."""
         micro_batch = self.passes.current
         assert micro_batch is not None
         if micro_batch.ghost:
             if not self.leaves_last:
                 parameter.grad = None
             return
-        gradient = gradient_of(parameter)
+        gradient = local_gradient(parameter)
         assert gradient is not None
         self.trees[parameter].add((micro_batch.shard, 1), gradient)
         parameter.grad = None
         if self.leaves_last and self.passes.is_last:
-            part = self.trees[parameter].take(self.nodes[0])
-            if part is not None and part.stride() != parameter.stride() and part.shape == parameter.shape:
-                part = torch.empty_like(parameter).copy_(part)  # as DDP's bucket has it
-            parameter.grad = part
+            partial = self.trees[parameter].take(self.nodes[0])
+            if partial is not None and partial.stride() != parameter.stride() and partial.shape == parameter.shape:
+                partial = torch.empty_like(parameter).copy_(partial)  # the layout of DDP's bucket
+            parameter.grad = partial
             self.left.add(parameter)

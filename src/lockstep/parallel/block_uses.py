@@ -1,4 +1,4 @@
-"""How a forward pass uses the model's blocks: which it enters once, and which have weights that are used elsewhere."""
+"""How a forward pass uses the model's blocks: which run once, and which have weights that are used elsewhere."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,51 +11,51 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lockstep.base.model_contracts import Batch, Model
-from lockstep.core.modules.buffers import borrowed
+from lockstep.core.modules.buffers import copied_buffers
 from lockstep.core.numerics.seeds import generators_restored
 
-LOOKS = {"dtype", "device", "shape", "requires_grad", "is_cuda", "ndim", "layout", "grad_fn", "is_leaf"}
-"""Attributes of a weight that anybody may ask for: the numbers themselves are not looked at."""
+METADATA = {"dtype", "device", "shape", "requires_grad", "is_cuda", "ndim", "layout", "grad_fn", "is_leaf"}
+"""Attributes of a weight whose access does not count as a use."""
 
 
 @dataclass
 class BlockUses:
-    """What one forward pass has shown."""
+    """The uses of blocks in one forward pass."""
 
     entered: list[nn.Module] = field(default_factory=list)
-    """Blocks in the order in which they ran, each as often as it did."""
+    """Blocks in the order of their calls; one that runs twice is there twice."""
     outside: dict[nn.Module, str] = field(default_factory=dict)
     """Block -> one of its weights that was used while the block did not run."""
 
     def alone(self) -> list[nn.Module]:
-        """Those that ran once and whose weights nothing else has used, in the order in which they ran."""
+        """Blocks that ran once and whose weights nothing else has used, in the order of their calls."""
         return [b for b in self.entered if self.entered.count(b) == 1 and b not in self.outside]
 
 
-class _Watch(TorchFunctionMode):
-    """Sees which weights the operations take while which blocks run."""
+class _WeightUses(TorchFunctionMode):
+    """Records operations on the weights of blocks that are not running."""
 
     def __init__(self, owners: dict[int, tuple[nn.Module, str]]) -> None:
         super().__init__()
-        self.owners, self.running, self.found = owners, list[nn.Module](), BlockUses()
+        self.owners, self.running, self.uses = owners, list[nn.Module](), BlockUses()
 
     def enter(self, block: nn.Module, *_: Any) -> None:
         self.running.append(block)
-        self.found.entered.append(block)
+        self.uses.entered.append(block)
 
     def leave(self, block: nn.Module, *_: Any) -> None:
         self.running.remove(block)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
-        """Note the weights that an operation takes."""
+        """Record the weights among an operation's arguments."""
         result = func(*args, **(kwargs or {}))
-        if func.__name__ == "__get__" and getattr(func.__self__, "__name__", "") in LOOKS:
+        if func.__name__ == "__get__" and getattr(func.__self__, "__name__", "") in METADATA:
             return result
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             for leaf in pytree.tree_leaves((args, kwargs)):
                 block, name = self.owners.get(id(leaf), (None, ""))
                 if block is not None and block not in self.running:
-                    self.found.outside.setdefault(block, name)
+                    self.uses.outside.setdefault(block, name)
         return result
 
 
@@ -67,21 +67,22 @@ def block_uses(
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]],
 ) -> BlockUses:
-    """Run a model forwards once in training mode, without gradients, and look.
+    """Record one forward pass in training mode, without gradients.
 
-    It runs with weights that take no memory and mean nothing; where its code writes to them, with copies. Its own
-    weights, its buffers and the seeded generators stay as they were.
+    It runs with placeholder weights that take no memory; where the model writes to weights, with copies. The model's
+    weights and buffers and the seeded generators do not change.
     """
     for are_copies in (False, True):
         try:
-            return _seen(model, blocks, batch, context=context, values=_stand_ins(model, device, are_copies=are_copies))
+            values = _placeholders(model, device, are_copies=are_copies)
+            return _recorded(model, blocks, batch, context=context, values=values)
         except RuntimeError:
             if are_copies:
                 raise
-    raise AssertionError("one of both has returned or raised")
+    raise AssertionError("unreachable")
 
 
-def _seen(
+def _recorded(
     model: Model,
     blocks: Sequence[nn.Module],
     batch: Batch,
@@ -89,28 +90,28 @@ def _seen(
     context: Callable[[], AbstractContextManager[Any]],
     values: dict[str, Tensor],
 ) -> BlockUses:
-    block_of = {part: block for block in blocks for part in block.modules()}
+    block_of = {module: block for block in blocks for module in block.modules()}
     owners = {
-        id(values[name]): (block_of[part], name)
-        for prefix, part in model.named_modules(remove_duplicate=False)
-        if part in block_of
-        for name in (f"{prefix}.{key}" if prefix else key for key in part._parameters)
+        id(values[name]): (block_of[module], name)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if module in block_of
+        for name in (f"{prefix}.{key}" if prefix else key for key in module._parameters)
         if name in values
     }
-    watch = _Watch(owners)
-    hooks = [block.register_forward_pre_hook(watch.enter) for block in blocks]
-    hooks += [block.register_forward_hook(watch.leave, always_call=True) for block in blocks]
+    mode = _WeightUses(owners)
+    hooks = [block.register_forward_pre_hook(mode.enter) for block in blocks]
+    hooks += [block.register_forward_hook(mode.leave, always_call=True) for block in blocks]
     try:
-        with torch.no_grad(), generators_restored(), borrowed(model), context(), watch:
+        with torch.no_grad(), generators_restored(), copied_buffers(model), context(), mode:
             torch.func.functional_call(model, values, (batch,))
     finally:
         for hook in hooks:
             hook.remove()
-    return watch.found
+    return mode.uses
 
 
-def _stand_ins(model: Model, device: torch.device, *, are_copies: bool) -> dict[str, Tensor]:
-    """Values for the weights, and for buffers that have none yet."""
+def _placeholders(model: Model, device: torch.device, *, are_copies: bool) -> dict[str, Tensor]:
+    """Values for the weights, and for buffers that are not initialised yet."""
 
     def value(parameter: Tensor) -> Tensor:
         if not are_copies:
@@ -119,9 +120,9 @@ def _stand_ins(model: Model, device: torch.device, *, are_copies: bool) -> dict[
             return parameter.detach().clone()
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
 
-    found = {name: value(parameter) for name, parameter in model.named_parameters()}
+    values = {name: value(parameter) for name, parameter in model.named_parameters()}
     initial = model._lockstep_initial
     if initial is not None:
-        # Copies: a buffer that was made of a number, such as BatchNorm's counter, has its memory already.
-        found |= {name: initial(buffer).to(device).clone() for name, buffer in model.named_buffers()}
-    return found
+        # A buffer that was made from a number, such as BatchNorm's counter, is real already: clone it.
+        values |= {name: initial(buffer).to(device).clone() for name, buffer in model.named_buffers()}
+    return values

@@ -1,7 +1,7 @@
-"""What a strategy forecasts of itself: memory, traffic and time of the busiest process, for a number of processes.
+"""What a strategy forecasts: memory, traffic and time of the busiest process, for a number of processes.
 
 W = processes, V = shards of a step. A strategy's companion `strategies/_NAME_forecast.py` has `forecast(setting) ->
-Forecast`; it raises LaunchError or ModelError where the strategy cannot run like that.
+Forecast`; it raises LaunchError or ModelError where the strategy cannot run with this setting.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from typing import Any
 from lockstep.core.distributed.bandwidth import Bandwidth
 from lockstep.core.reduction.tree import Shards
 from lockstep.parallel.measurements import Measurements, Seconds, Weight
-from lockstep.parallel.memory_forecast import Memory, copied, saved
+from lockstep.parallel.memory_forecast import Memory, checkpoint_copy, checkpoint_tensors
 
 OVERLAP = 0.6
-"""The backward pass's part of a micro-batch's time, in which an exchange can hide where a core, or a GPU, is free for
-it: it does about twice the work of the forward pass."""
+"""The backward pass's fraction of a micro-batch's time, in which communication can be hidden where a core, or a GPU, is
+free for it: it does about twice the work of the forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class Cluster:
     """The processes and what they run on."""
 
     world: int
+    """Number of processes."""
     per_machine: int
     """Processes of a machine."""
     slots: int
@@ -30,40 +31,60 @@ class Cluster:
     links: Bandwidth | None
     """As measured on this machine; None for one process."""
     bandwidth: float | None
-    """Bytes per second of the network, where it was stated; else what was measured over the loopback counts."""
+    """Bytes per second of the network, if the user gave it; else the measured loopback counts."""
 
     @property
     def machines(self) -> int:
         return -(-self.world // self.per_machine)
 
     @property
-    def crowd(self) -> float:
-        """How many times longer work takes that was measured with a core for each process."""
+    def slowdown(self) -> float:
+        """How many times longer work takes than with a core for each process."""
         return max(1.0, min(self.per_machine, self.world) / self.slots)
 
-    def seconds(self, sent: float, path: str, *, messages: int = 0) -> float:
-        """How long a process takes to send so many bytes; `path`: which of the links they take."""
+    def send_seconds(self, sent: float, path: str, *, messages: int = 0) -> float:
+        """How long a process takes to send so many bytes; `path`: the field of `links` that applies."""
         if not sent:
             return 0.0
         assert self.links is not None, "more than one process, but no links were measured"
         latency = messages * self.links.latency_seconds
         if self.bandwidth is not None:
             return sent / self.bandwidth + latency
-        return (sent / getattr(self.links, path) + latency) * self.crowd
+        return (sent / getattr(self.links, path) + latency) * self.slowdown
 
-    def together(self, times: int) -> float:
-        """Seconds for so many small collectives besides: the loss, the agreement whether to stop, a barrier."""
+    def collective_seconds(self, times: int) -> float:
+        """Seconds of small collectives: the loss, the agreement whether to stop, a barrier."""
         if self.world == 1 or self.links is None:
             return 0.0
-        return times * self.links.together_seconds * self.crowd
+        return times * self.links.together_seconds * self.slowdown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of a step."""
+
+    compute: float
+    """Forward and backward passes."""
+    fetch: float
+    exchange: float
+    """Communication that is not hidden behind the backward pass."""
+    idle: float
+    """A pipeline's bubble, unless another process uses the core."""
+    update: float
+    rest: float = 0.0
+    """What steps of the strategy's trial took beyond the others; negative where they took less."""
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, each.name) for each in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A question to a strategy's file."""
+    """What a forecast is computed for."""
 
     section: Any
-    """The strategy's own settings."""
+    """The strategy's Config."""
     shards: int
     """V, of a step."""
     is_exact: bool
@@ -77,46 +98,57 @@ class Setting:
 
     @property
     def present(self) -> Shards:
-        """The shards of a whole step."""
+        """The shards of a full step."""
         return frozenset(range(self.shards))
 
-    def between_steps(self, weights: Sequence[Weight], *, copies: int, share: float = 1.0) -> dict[str, int]:
-        """The parts of a process's memory that stay: `weights` as it holds them, of which `copies` ranks hold the same;
-        `share` of the buffers in a checkpoint is another's business."""
+    def persistent_memory(self, weights: Sequence[Weight], *, copies: int) -> dict[str, int]:
+        """The fields of Memory that stay between steps: for the local shards of weights, replicated on `copies`
+        ranks."""
         facts = self.facts
         trained = facts.bytes_of(weights, is_trained=True)
-        tensors = saved(facts, weights, average=self.has_average) | {"buffers": facts.buffer_bytes}
+        tensors = checkpoint_tensors(facts, weights, average=self.has_average) | {"buffers": facts.buffer_bytes}
         return {
             "fixed": facts.fixed_bytes,
             "parameters": facts.bytes_of(weights) + facts.buffer_bytes,
             "optimizer": round(trained * facts.optimizer_ratio),
             "average": facts.bytes_of(weights) if self.has_average else 0,
-            "checkpoint": copied(tensors, copies) if facts.device == "cpu" else 0,
+            "checkpoint": checkpoint_copy(tensors, copies) if facts.device == "cpu" else 0,
         }
 
     def start_bytes(self, more: int = 0) -> int:
-        """At its start every process has built the whole model, and `more`."""
+        """Bytes at the start, when every process has built the whole model, and `more`."""
         return self.facts.fixed_bytes + max(self.facts.build_bytes, self.facts.parameter_bytes + more)
 
+    def times(
+        self,
+        rounds: int,
+        exchange: float,
+        *,
+        compute: float | None = None,
+        idle: float = 0.0,
+        updated_bytes: int | None = None,
+    ) -> Times:
+        """The times of a process that runs `rounds` micro-batches, and updates so many bytes of weights (all by
+        default). `compute`: seconds of the passes, where they are not those of the whole model."""
+        seconds, slower = self.seconds, self.cluster.slowdown
+        fraction = 1.0 if updated_bytes is None else updated_bytes / max(self.facts.parameter_bytes, 1)
+        return Times(
+            compute=rounds * seconds.passes * slower if compute is None else compute,
+            fetch=rounds * seconds.fetch * slower,
+            exchange=exchange,
+            idle=idle,
+            update=seconds.update * slower * fraction,
+        )
 
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """Seconds of a step."""
+    def replica_traffic(self, weights: Sequence[Weight], *, replicas: int, nodes: int) -> tuple[int, float]:
+        """Bytes that a rank with so many nodes of the tree sends in the all-reduce over replicas, and seconds."""
+        trained = self.facts.bytes_of(weights, is_trained=True)
+        sent = round((nodes + 1) * (replicas - 1) / replicas * trained)
+        return sent, self.cluster.send_seconds(sent, "pair", messages=2)
 
-    compute: float
-    """Forward and backward passes."""
-    fetch: float
-    exchange: float
-    """Waiting for tensors on their way, as far as it is not hidden behind the backward pass."""
-    idle: float
-    """A pipeline's bubble, as far as nobody else uses the core."""
-    update: float
-    rest: float = 0.0
-    """What steps of the strategy's trial took beyond these parts; less than 0 where the parts were too much."""
-
-    @property
-    def total(self) -> float:
-        return sum(getattr(self, each.name) for each in fields(self))
+    def idle_notes(self, groups: int, noun: str = "processes") -> tuple[str, ...]:
+        """A note where some of the processes, or replicas, have no shard."""
+        return (f"{groups - self.shards} of {groups} {noun} have no micro-batch",) if groups > self.shards else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +162,7 @@ class Forecast:
     """Per step, added up in memory that the processes of a machine share."""
     times: Times
     turns: int = 1
-    """How often in a step there is what only a trial can tell: the strategy's own work."""
+    """How often in a step the strategy does work whose time only a trial shows."""
     bubble: float = 0.0
-    """The part of a pipeline's steps that stages wait with a core for each, were they equally long."""
+    """The fraction of a step that a pipeline's stages are idle, if they take equally long and have a core each."""
     notes: tuple[str, ...] = field(default=())

@@ -1,6 +1,6 @@
-"""What a strategy can know of a config before it runs: what one process on this machine has measured.
+"""Measurements of one process on this machine, from which strategies are forecast.
 
-m = samples of a micro-batch; block k goes from the end of block k-1 to its own end, the last one to the loss.
+Block k reaches from the end of block k-1 to its own end, the last one to the loss.
 """
 
 import json
@@ -16,33 +16,33 @@ from lockstep.core.distributed.bandwidth import Bandwidth
 class Weight:
     name: str
     rows: int
-    """Along its first axis, by which FSDP cuts."""
+    """Along its first axis, by which FSDP shards."""
     bytes: int
     is_trained: bool
     block: int
     """The first block that uses it."""
     is_root: bool
-    """Whether it lies outside of all blocks, or is shared by several."""
+    """Whether it is outside of all blocks, or used by several."""
     is_split: bool = False
-    """Whether parallel.kind=tensor leaves each process a part of it."""
+    """Whether parallel.kind=tensor splits it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What a block costs with one micro-batch."""
+    """The cost of a block with one micro-batch."""
 
     saved_bytes: int
-    """What autograd keeps of it for the backward pass, without train.recompute."""
+    """Activations that autograd keeps for the backward pass, without train.recompute."""
     handed_bytes: int
-    """What it hands to the next one; of the last one the outputs."""
+    """Its outputs, the last one's being the model's."""
     seconds: float
-    """Its forward and backward pass's part of those of all blocks together, which is 1."""
+    """Of its forward and backward pass, as a fraction of those of all blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
     fetch: float
-    """Of one micro-batch, from the data to a batch; 0 where data.workers do it."""
+    """Fetching and collating one micro-batch; 0 where data.workers do it."""
     passes: float
     """Forward and backward pass of one micro-batch."""
     update: float
@@ -51,40 +51,37 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """All that one process has measured."""
-
     device: str
     """"cpu" or "cuda"."""
     fixed_bytes: int
-    """Python, torch, the data set: what a process holds before it has a model."""
+    """Python, torch, the data set: what a process needs without a model."""
     build_bytes: int
-    """The most that building the model takes, the model included."""
+    """Peak of building the model, the model included."""
     buffer_bytes: int
     weights: tuple[Weight, ...]
     blocks: tuple[Block, ...]
     optimizer_bytes: int
-    """The optimizer's state for all trained weights, as it lies there."""
+    """The optimizer's state for all trained weights."""
     pass_bytes: int
-    """The most that a forward and backward pass of the largest micro-batch takes, with all the gradients it leaves."""
+    """Peak of a forward and backward pass of the largest micro-batch, its gradients included."""
     step_bytes: int
-    """The most that whole steps take, in one process that holds no copy for checkpoints, ..."""
+    """Peak of whole steps of `step_shards` micro-batches, in one process without a copy for checkpoints."""
     step_shards: int
-    """... with so many micro-batches."""
     recomputes: bool
-    """Whether blocks keep only what they are given (train.recompute)."""
+    """Whether blocks keep only their inputs (train.recompute)."""
     working_bytes: int = 0
-    """What passes and steps need beyond the parts that can be counted: see calibrated()."""
+    """What passes and steps need beyond what can be computed: see calibrated()."""
     seconds: Seconds
     obstacles: dict[int, str]
-    """Place of a cut (before block 1..) -> why a pipeline cannot cut there."""
+    """Number of a block -> why a pipeline cannot cut before it."""
     uncuttable: str | None
     """Why a pipeline cannot cut this model at all."""
     split_counts: dict[str, int] = field(default_factory=dict)
-    """What parallel.kind=tensor has to divide, such as {"attention heads": 32}."""
+    """Counts that parallel.kind=tensor has to divide, such as {"attention heads": 32}."""
     unsplittable: str | None = None
-    """Why it cannot split this model at all."""
+    """Why parallel.kind=tensor cannot split this model at all."""
     links: Bandwidth | None
-    """Where other processes took part."""
+    """Of several processes only."""
 
     def bytes_of(self, weights: Iterable[Weight], *, is_trained: bool = False) -> int:
         """Bytes of some weights, or of those among them that are trained."""
@@ -96,17 +93,17 @@ class Measurements:
 
     @property
     def gradient_bytes(self) -> int:
-        """A gradient of every weight that is trained."""
+        """Of the gradients of all trained weights."""
         return self.bytes_of(self.weights, is_trained=True)
 
     def kept_bytes(self, block: int) -> int:
-        """What is kept of a block until its backward pass."""
+        """Activations of a block that are kept until its backward pass."""
         if not self.recomputes:
             return self.blocks[block].saved_bytes
         return self.blocks[block - 1].handed_bytes if block else 0
 
     def inner_bytes(self, block: int) -> int:
-        """What comes to it while its backward pass runs."""
+        """Activations that are recomputed in its backward pass."""
         return self.blocks[block].saved_bytes if self.recomputes else 0
 
     @property
@@ -119,14 +116,14 @@ class Measurements:
 
     @classmethod
     def read(cls, path: Path) -> "Measurements":
-        found = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
         return cls(
             **{
-                **found,
-                "weights": tuple(Weight(**each) for each in found["weights"]),
-                "blocks": tuple(Block(**each) for each in found["blocks"]),
-                "seconds": Seconds(**found["seconds"]),
-                "obstacles": {int(place): why for place, why in found["obstacles"].items()},
-                "links": Bandwidth(**found["links"]) if found["links"] else None,
+                **values,
+                "weights": tuple(Weight(**each) for each in values["weights"]),
+                "blocks": tuple(Block(**each) for each in values["blocks"]),
+                "seconds": Seconds(**values["seconds"]),
+                "obstacles": {int(block): reason for block, reason in values["obstacles"].items()},
+                "links": Bandwidth(**values["links"]) if values["links"] else None,
             }
         )

@@ -1,7 +1,4 @@
-"""How much memory a process needs, part by part, computed from what was measured of one micro-batch.
-
-P = bytes of the weights, V = shards of a step, A = bytes that autograd keeps of a micro-batch.
-"""
+"""How much memory a process needs, by purpose, computed from the measurements of one micro-batch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -9,36 +6,36 @@ from functools import lru_cache
 
 import torch
 
-from lockstep.checkpoint.writer import share
-from lockstep.core.reduction.tree import Node, Shards, TreeSum
+from lockstep.checkpoint.writer import assigned_names
+from lockstep.core.reduction.tree import Node, Shards, TreeSum, cover
 from lockstep.parallel.measurements import Measurements, Weight
 
 LARGE_BYTES = 32 << 20
-"""The C library (glibc's mallopt(3), M_MMAP_THRESHOLD) gives tensors of more than 32 MiB back to the system as soon as
-they are freed; smaller ones stay with the process. On a CPU both therefore add up at their own worst moments."""
+"""The C library (glibc's mallopt(3), M_MMAP_THRESHOLD) returns freed tensors above this size to the system and keeps
+smaller ones. On a CPU the peaks of both therefore add up, even when they are at different times."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one process, by what they are for; the parts add up to what a step needs at its worst moment."""
+    """Bytes of one process by purpose; their sum is the peak of a step."""
 
     fixed: int
     """Python, torch, the data set; on a GPU its context."""
     parameters: int
     """Weights and buffers."""
     gradients: int
-    """Whole gradients, or partial sums of them, that are held at once."""
+    """Gradients, or partial sums of them."""
     optimizer: int
     average: int
     """The moving average of the weights (train.ema)."""
     activations: int
-    """What the forward and backward pass holds besides."""
+    """Everything else that forward and backward passes allocate."""
     communication: int
-    """Buffers of the exchange with other processes."""
+    """Communication buffers."""
     checkpoint: int
-    """The copy of this process's share that checkpoints are written from."""
+    """The copy of this process's share of a checkpoint."""
     start: int = 0
-    """What the process needs at its start at the worst, before the first step: not a part of the sum."""
+    """The peak before the first step; not part of the sum."""
 
     @property
     def step(self) -> int:
@@ -46,90 +43,95 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The most the process ever holds."""
         return max(self.step, self.start)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldMemory:
-    """How many partial sums a rank holds while a step's micro-batches come in."""
+class PartialSums:
+    """How many partial sums of gradients a rank keeps, by round of a step."""
 
     before: tuple[int, ...]
-    """When each of them begins."""
     after: tuple[int, ...]
-    """When each of them is done."""
 
     @property
     def most(self) -> int:
         return max(self.after)
 
 
+ADDED_AT_ONCE = PartialSums(before=(0, 1), after=(1, 1))
+"""Gradients that are accumulated in place."""
+
+
 @lru_cache(maxsize=256)
-def held(rounds: tuple[tuple[int, ...], ...], present: Shards, goals: tuple[Node, ...]) -> HeldMemory:
-    """What `runtime.tree_reduce` holds when these shards come in, round by round: it is asked, with numbers."""
-    tree, before, after = TreeSum(present, goals), [], []
+def partial_sums(rounds: tuple[tuple[int, ...], ...], present: Shards, nodes: tuple[Node, ...]) -> PartialSums:
+    """What a TreeSum keeps when these shards are added round by round."""
+    tree, before, after = TreeSum(present, nodes), [], []
     for shards in rounds:
-        before.append(len(tree.parts))
+        before.append(len(tree.partials))
         for shard in shards:
             tree.add((shard, 1), torch.zeros(()))
-        after.append(len(tree.parts))
-    return HeldMemory(before=tuple(before), after=tuple(after))
+        after.append(len(tree.partials))
+    return PartialSums(before=tuple(before), after=tuple(after))
 
 
-def passes(
-    facts: Measurements, weights: Sequence[Weight], blocks: Iterable[int], *, sums: HeldMemory, others: int = 0
+def sequential_sums(shards: Iterable[int], present: Shards) -> PartialSums:
+    """What a rank keeps that runs these shards one after the other."""
+    own = sorted(shards)
+    return partial_sums(tuple((shard,) for shard in own), present, cover(frozenset(own), present))
+
+
+def peak_of_passes(
+    facts: Measurements, weights: Sequence[Weight], blocks: Iterable[int], *, sums: PartialSums, others: int = 0
 ) -> int:
-    """Bytes of the worst moment of a rank's passes, beside what it holds between steps: partial sums of gradients,
-    activations, fresh gradients.
+    """Peak bytes of partial sums, activations and new gradients in a rank's passes.
 
     `weights`, `blocks`: those that the rank runs; `others`: activations of further micro-batches in flight.
     """
-    split = (False, True) if facts.device == "cpu" else (False,)
+    by_size = (False, True) if facts.device == "cpu" else (False,)
     total = others + facts.working_bytes
-    for is_large in split:
-        some = [w for w in weights if w.is_trained and (len(split) == 1 or (w.bytes > LARGE_BYTES) == is_large)]
+    for is_large in by_size:
+        some = [w for w in weights if w.is_trained and (len(by_size) == 1 or (w.bytes > LARGE_BYTES) == is_large)]
         own = [] if is_large else list(blocks)
         total += max(
-            before * sum(w.bytes for w in some) + timeline(facts, some, own, keeps=after > before)
+            before * sum(w.bytes for w in some) + peak_of_pass(facts, some, own, keeps=after > before)
             for before, after in zip(sums.before, sums.after, strict=True)
         )
     return total
 
 
-def timeline(facts: Measurements, weights: Sequence[Weight], blocks: Sequence[int], *, keeps: bool) -> int:
-    """The worst moment of one forward and backward pass: going back, activations make room for gradients.
+def peak_of_pass(facts: Measurements, weights: Sequence[Weight], blocks: Sequence[int], *, keeps: bool) -> int:
+    """Peak bytes of one forward and backward pass, in which activations are freed as gradients are allocated.
 
-    A gradient that is not kept (it is added to another) is there for a moment, and so is autograd's copy of each.
+    Without `keeps` a gradient is freed once it is added to another; autograd holds a copy of each for a moment.
     """
     kept = {block: facts.kept_bytes(block) for block in blocks}
     inner = {block: facts.inner_bytes(block) for block in blocks}
-    worst, gradients = 0, 0
+    peak, gradients = 0, 0
     for block in sorted({*blocks, *(w.block for w in weights)}, reverse=True):
         own = [w.bytes for w in weights if w.block == block]
         largest = max(own, default=0)
-        fresh = gradients + sum(own) if keeps else largest
-        worst = max(worst, sum(kept.values()) + inner.get(block, 0) + fresh + largest)
+        new = gradients + sum(own) if keeps else largest
+        peak = max(peak, sum(kept.values()) + inner.get(block, 0) + new + largest)
         gradients += sum(own)
         kept.pop(block, None)
-    return worst
+    return peak
 
 
-def copied(tensors: dict[str, int], copies: int) -> int:
-    """Bytes of the largest share of a checkpoint, when so many ranks hold the same tensors: as the writer shares it."""
+def checkpoint_copy(tensors: dict[str, int], copies: int) -> int:
+    """Bytes of the largest share of a checkpoint, when `copies` ranks hold the same tensors."""
     meta = {name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in tensors.items()}
-    return max(
-        sum(tensors[name] for name in share(meta, rank, copies)) for rank in range(min(copies, len(tensors) or 1))
-    )
+    ranks = range(min(copies, len(tensors) or 1))
+    return max(sum(tensors[name] for name in assigned_names(meta, rank, copies)) for rank in ranks)
 
 
-def saved(facts: Measurements, weights: Sequence[Weight], *, average: bool) -> dict[str, int]:
-    """Name -> bytes of what a checkpoint holds of some weights."""
-    found = {f"model.{w.name}": w.bytes for w in weights}
+def checkpoint_tensors(facts: Measurements, weights: Sequence[Weight], *, average: bool) -> dict[str, int]:
+    """Name -> bytes of a checkpoint's tensors for some weights."""
+    tensors = {f"model.{w.name}": w.bytes for w in weights}
     if average:
-        found |= {f"ema.{w.name}": w.bytes for w in weights}
+        tensors |= {f"ema.{w.name}": w.bytes for w in weights}
     for w in weights:
         if w.is_trained:
             whole, rest = divmod(round(facts.optimizer_ratio * w.bytes), w.bytes or 1)
-            found |= {f"optimizer.{w.name}.{number}": w.bytes for number in range(whole)}
-            found |= {f"optimizer.{w.name}.rest": rest}
-    return found
+            tensors |= {f"optimizer.{w.name}.{number}": w.bytes for number in range(whole)}
+            tensors |= {f"optimizer.{w.name}.rest": rest}
+    return tensors

@@ -1,4 +1,4 @@
-"""Forward and backward passes of micro-batches, each under its own shard's randomness, from the step's buffers."""
+"""Forward and backward passes of micro-batches, each with its shard's seeds and the buffers of the step's start."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,10 +21,10 @@ from lockstep.core.reduction.tree import tree_sum
 
 
 class MicroBatches:
-    """A rank's share of a step, one micro-batch after the other.
+    """Runs a rank's micro-batches of a step, one after the other.
 
-    `modules`: those whose buffers advance here, by name, all of the model's if not given. `is_whole`: whether this rank
-    holds all weights, so that the loss may have some of its own.
+    `modules`: those whose buffers this rank updates, by name; all of the model's if not given. `has_all_weights`:
+    whether this rank holds all of them, so that the loss may use some.
     """
 
     def __init__(
@@ -34,17 +34,22 @@ class MicroBatches:
         precision: Precision,
         *,
         modules: Mapping[str, nn.Module] | None = None,
-        is_whole: bool = True,
+        has_all_weights: bool = True,
     ) -> None:
-        self.model, self.randomness, self.precision, self.is_whole = model, randomness, precision, is_whole
+        self.model, self.randomness, self.precision, self.has_all_weights = (
+            model,
+            randomness,
+            precision,
+            has_all_weights,
+        )
         self.buffers = BufferUpdates(dict(model.named_modules()) if modules is None else modules)
         self.current: MicroBatch | None = None
-        """Whose gradients arrive just now."""
+        """The micro-batch whose gradients arrive now."""
         self.is_last = False
-        """Whether no other micro-batch follows in this step."""
+        """Whether it is the last one of this rank in the step."""
 
     def at(self, micro_batch: MicroBatch) -> None:
-        """Say whose pass begins: before every forward, and before a backward that does not follow it at once."""
+        """Set the current micro-batch, before each forward pass and each backward pass that does not follow at once."""
         self.current = micro_batch
         self.randomness.at(micro_batch.step, micro_batch.shard)
 
@@ -59,18 +64,17 @@ class MicroBatches:
         return outputs
 
     def start_backward(self) -> None:
-        """Blocks that run again in the backward pass find the buffers that they found before."""
+        """Reset buffers for recomputation, which has to read what the forward pass read."""
         if self.randomness.recomputes:
             self.buffers.reset()
 
     def loss(self, micro_batch: MicroBatch, outputs: Outputs) -> LossSum:
         """The loss of outputs. Raises ModelError."""
-        if not self.is_whole:
+        if not self.has_all_weights:
             refuse_weights_in_loss(self.model, outputs, micro_batch.batch)
-            self.is_whole = True  # asked and answered
-        found = self.model.loss(widened(outputs), micro_batch.batch)
-        found = weighted(found, micro_batch)
-        return nothing_of(found) if micro_batch.is_void else found
+            self.has_all_weights = True
+        loss = weighted(self.model.loss(widened(outputs), micro_batch.batch), micro_batch)
+        return zero_loss(loss) if micro_batch.is_void else loss
 
     def run(
         self,
@@ -79,8 +83,8 @@ class MicroBatches:
         *,
         no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> list[LossSum]:
-        """Forward and backward of each, the last one outside of `no_sync`. Returns the loss of each; a ghost's counts
-        for nothing."""
+        """Run forward and backward of each, all but the last inside `no_sync`. Returns the loss of each; ignore a
+        ghost's."""
         losses = []
         for micro_batch in micro_batches:
             self.is_last = micro_batch is micro_batches[-1]
@@ -93,14 +97,14 @@ class MicroBatches:
         return losses
 
 
-def nothing_of(loss: LossSum) -> LossSum:
-    """The loss of no samples at all, whose gradients are zeros in the same places."""
+def zero_loss(loss: LossSum) -> LossSum:
+    """The loss of no samples, with zero gradients for the same parameters."""
     sums = {name: value * 0 for name, value in loss.sums.items()}
     return LossSum(loss.total * 0, loss.count * 0, sums)
 
 
 def refuse_weights_in_loss(model: Model, outputs: Outputs, batch: Batch) -> None:
-    """Raise ModelError where a model's loss uses weights: where they are spread, evaluation does not have them."""
+    """Raise ModelError where a model's loss uses weights, which evaluation of a sharded model does not gather."""
     with torch.enable_grad():
         if unweighted(model.loss(widened(detached(outputs)), batch)).total.requires_grad:
             raise ModelError(
@@ -110,7 +114,7 @@ def refuse_weights_in_loss(model: Model, outputs: Outputs, batch: Batch) -> None
 
 
 def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -> LossSum:
-    """The loss over all shards, of which each rank tells those that it ran alone."""
+    """The loss over all shards, where each shard ran on one rank. A collective."""
     pairs = zip(micro_batches, losses, strict=True)
     return reduced_loss(pairs, sorted(losses[0].sums), step=micro_batches[0], device=losses[0].total.device)
 
@@ -118,9 +122,9 @@ def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -
 def reduced_loss(
     losses: Iterable[tuple[MicroBatch, LossSum]], names: Sequence[str], *, step: MicroBatch, device: torch.device
 ) -> LossSum:
-    """Add the shards' losses over the world, each told by one rank: totals and counts as float64, in the tree's order.
+    """Add the shards' losses over all ranks: totals and counts as float64, in the tree's order. A collective.
 
-    `names`: those of further sums; `step`: any micro-batch of the step. All ranks have to call it.
+    `losses`: each shard's on one rank only; `names`: of further sums; `step`: any micro-batch of the step.
     """
     own = list(losses)
     table = loss_table(own, names, shards=step.shards, device=device)
@@ -149,7 +153,7 @@ def summed(table: Tensor, names: Sequence[str], step: MicroBatch) -> LossSum:
 
 
 def _number(value: Tensor | int, device: torch.device) -> Tensor:
-    """0-dim float64 on the device; filling it there does not wait, as copying a number to it would."""
+    """0-dim float64 on the device; filled there, because a copy of a number would synchronise."""
     if isinstance(value, Tensor):
         return value
     return torch.full((), value, dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""A stage of a pipeline for PyTorch's schedules: micro-batches of any shape, each under its own shard's randomness."""
+"""A stage for PyTorch's pipeline schedules, for micro-batches of any shape, each with its shard's seeds."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,44 +16,44 @@ from lockstep.core.modules.outputs import tensors
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.parallel.accumulation import Accumulation
 from lockstep.parallel.micro_batches import MicroBatches
-from lockstep.parallel.partition import Cuttable, Travelling
+from lockstep.parallel.partition import PartitionedModel, TensorLayout
 
 
-class Segment(nn.Module):
-    """Blocks first..last-1 of a model; takes what block first-1 gives for the present micro-batch."""
+class StageModule(nn.Module):
+    """Blocks first..last-1 of a model; takes the outputs of block first-1 for the current micro-batch."""
 
-    def __init__(self, cut: Cuttable, first: int, last: int, *, passes: MicroBatches) -> None:
+    def __init__(self, model: PartitionedModel, first: int, last: int, *, passes: MicroBatches) -> None:
         super().__init__()
-        self.cut, self.first, self.last, self.passes = cut, first, last, passes
+        self.partitioned, self.first, self.last, self.passes = model, first, last, passes
 
     def forward(self, *received: Tensor) -> Any:
-        """See Cuttable.run."""
+        """See PartitionedModel.run."""
         assert self.passes.current is not None
         with self.passes.precision.autocast():
-            return self.cut.run(self.first, self.last, batch=self.passes.current.batch, received=received)
+            return self.partitioned.run(self.first, self.last, batch=self.passes.current.batch, received=received)
 
 
-class Rooms(dict[int, tuple[_RecvInfo, ...]]):
-    """Memory for what arrives, by micro-batch: taken when it is first asked for."""
+class ReceiveBuffers(dict[int, tuple[_RecvInfo, ...]]):
+    """Receive buffers by micro-batch, allocated at their first use."""
 
-    def __init__(self, make: Callable[[int], tuple[_RecvInfo, ...]]) -> None:
+    def __init__(self, allocate: Callable[[int], tuple[_RecvInfo, ...]]) -> None:
         super().__init__()
-        self.make = make
+        self.allocate = allocate
 
     def __missing__(self, number: int) -> tuple[_RecvInfo, ...]:
-        self[number] = self.make(number)
+        self[number] = self.allocate(number)
         return self[number]
 
 
 class SeededStage(PipelineStage):
-    """The library's stage knows one shape for a whole run, and no randomness.
+    """A PipelineStage with seeds and shapes by micro-batch; the library's has one shape for a whole run.
 
-    Number `number` of `count`; they lie on the ranks of `group` in turn. `trained`: the parameters of its blocks.
+    Number `number` of `count`; stages are on the ranks of `group` in turn. `trained`: the parameters of its blocks.
     """
 
     def __init__(
         self,
-        segment: Segment,
+        module: StageModule,
         trained: Sequence[nn.Parameter],
         *,
         number: int,
@@ -61,36 +61,36 @@ class SeededStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(segment, number, count, device, group=group)
-        self.segment, self.passes, self.micro_batches = segment, segment.passes, list[MicroBatch]()
-        self.accumulation = Accumulation(trained, segment.passes, leaves_last=False)
-        self.args_recv_info = Rooms(self._rooms_forward)
-        self.grad_recv_info = Rooms(self._rooms_backward)
+        super().__init__(module, number, count, device, group=group)
+        self.module, self.passes, self.micro_batches = module, module.passes, list[MicroBatch]()
+        self.accumulation = Accumulation(trained, module.passes, leaves_last=False)
+        self.args_recv_info = ReceiveBuffers(self._forward_buffers)
+        self.grad_recv_info = ReceiveBuffers(self._backward_buffers)
         self.has_backward = True
 
-    def start_step(self, micro_batches: Sequence[MicroBatch], exchange: AllReduce) -> None:
-        """These come next; `exchange` is how the replicas of this stage finish their tree."""
-        self.accumulation.start_step(exchange)
-        self.passes.buffers.start_step(exchange)
+    def start_step(self, micro_batches: Sequence[MicroBatch], all_reduce: AllReduce) -> None:
+        """Set the step's micro-batches; `all_reduce` is over the replicas of this stage."""
+        self.accumulation.start_step(all_reduce)
+        self.passes.buffers.start_step(all_reduce)
         self.micro_batches = list(micro_batches)
         self.chunks = len(self.micro_batches)
         self.args_recv_info.clear()
         self.grad_recv_info.clear()
         self.clear_runtime_states()
-        self.act_send_info = defaultdict(list)  # the last one's outputs, however many, go nowhere
+        self.act_send_info = defaultdict(list)  # the last stage's outputs are sent nowhere
         if not self.is_last:
-            places = range(len(self._ways(0, self.segment.last)))
-            self.act_send_info.update((place, [self.stage_index + 1]) for place in places)
-        inputs = 0 if self.is_first else len(self._ways(0, self.segment.first))
+            indices = range(len(self._layouts(0, self.module.last)))
+            self.act_send_info.update((index, [self.stage_index + 1]) for index in indices)
+        inputs = 0 if self.is_first else len(self._layouts(0, self.module.first))
         self.grad_send_info = [self.stage_index - 1] * inputs
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Under the randomness of the micro-batch's shard."""
+        """As PipelineStage, with the seeds and buffers of the micro-batch."""
         micro_batch = self.micro_batches[fwd_chunk_id]
         self.passes.at(micro_batch)
         self.passes.buffers.reset()
         outputs = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if self.is_last:  # the library detaches what it has kept of them, and takes it for tensors
+        if self.is_last:  # the library later detaches the cached outputs, which it expects to be tensors
             self.fwd_cache[fwd_chunk_id] = (tuple(tensors(outputs)), self.fwd_cache[fwd_chunk_id][1])
         if not micro_batch.ghost:
             self.passes.buffers.end_shard(micro_batch.shard)
@@ -98,11 +98,11 @@ class SeededStage(PipelineStage):
         return outputs
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Its gradients belong to the micro-batch's shard."""
+        """As PipelineStage, with the seeds and shapes of the micro-batch."""
         self.passes.at(self.micro_batches[bwd_chunk_id])
         self.passes.start_backward()
-        ways = [] if self.is_first else self._ways(bwd_chunk_id, self.segment.first)
-        metas: tuple[Any, ...] = tuple(_meta(way) for way in ways)
+        layouts = [] if self.is_first else self._layouts(bwd_chunk_id, self.module.first)
+        metas: tuple[Any, ...] = tuple(_meta(layout) for layout in layouts)
         self._stage_meta.inputs = self._stage_meta.input_grads = metas
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         gradients = self.bwd_cache[bwd_chunk_id]
@@ -111,36 +111,36 @@ class SeededStage(PipelineStage):
         self.grad_recv_info.pop(bwd_chunk_id, None)
         progress()
 
-    def _ways(self, number: int, block: int) -> list[Travelling]:
-        """How what is handed over before a block travels, for a micro-batch."""
+    def _layouts(self, number: int, block: int) -> list[TensorLayout]:
+        """The layouts of what is sent before a block, for a micro-batch."""
         with self.passes.precision.autocast():
-            return self.segment.cut.wires(self.micro_batches[number].batch)[block - 1].tensors
+            return self.module.partitioned.output_layouts(self.micro_batches[number].batch)[block - 1].tensors
 
-    def _rooms_forward(self, number: int) -> tuple[_RecvInfo, ...]:
+    def _forward_buffers(self, number: int) -> tuple[_RecvInfo, ...]:
         if self.is_first:
             return ()
-        return self._rooms(number, self.segment.first, self.stage_index - 1)
+        return self._buffers(number, self.module.first, self.stage_index - 1)
 
-    def _rooms_backward(self, number: int) -> tuple[_RecvInfo, ...]:
+    def _backward_buffers(self, number: int) -> tuple[_RecvInfo, ...]:
         if self.is_last:
             return ()
-        rooms = self._rooms(number, self.segment.last, self.stage_index + 1)
-        return tuple(room if room.tensor_meta and room.tensor_meta.requires_grad else _nothing(room) for room in rooms)
+        infos = self._buffers(number, self.module.last, self.stage_index + 1)
+        return tuple(info if info.tensor_meta and info.tensor_meta.requires_grad else _no_recv(info) for info in infos)
 
-    def _rooms(self, number: int, block: int, source: int) -> tuple[_RecvInfo, ...]:
+    def _buffers(self, number: int, block: int, source: int) -> tuple[_RecvInfo, ...]:
         return tuple(
-            _RecvInfo(f"{source}:{place}", source, way.room(self.device), _meta(way))
-            for place, way in enumerate(self._ways(number, block))
+            _RecvInfo(f"{source}:{index}", source, layout.empty(self.device), _meta(layout))
+            for index, layout in enumerate(self._layouts(number, block))
         )
 
 
-def _meta(way: Travelling) -> Any:
-    from torch.distributed.pipelining._utils import _TensorMeta  # noqa: PLC0415 (since torch 2.13, see parallel/_torch)
+def _meta(layout: TensorLayout) -> Any:
+    from torch.distributed.pipelining._utils import _TensorMeta  # noqa: PLC0415 (since torch 2.13: _torch_version.py)
 
-    room = way.room(torch.device("meta"))
-    return _TensorMeta(room.shape, room.stride(), room.dtype, way.dtype.is_floating_point)
+    meta = layout.empty(torch.device("meta"))
+    return _TensorMeta(meta.shape, meta.stride(), meta.dtype, layout.dtype.is_floating_point)
 
 
-def _nothing(room: _RecvInfo) -> _RecvInfo:
+def _no_recv(info: _RecvInfo) -> _RecvInfo:
     """Integers have no gradient."""
-    return _RecvInfo(room.input_name, room.source, None, None)
+    return _RecvInfo(info.input_name, info.source, None, None)

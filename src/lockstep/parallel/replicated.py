@@ -1,4 +1,4 @@
-"""A rank that holds the whole model: what `single` and `ddp` have in common."""
+"""Base class of strategies that replicate the model: `single` and `ddp`."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,7 +18,7 @@ from lockstep.parallel.micro_batches import MicroBatches
 
 
 class Replicated:
-    """Evaluation, clipping and state of a model that is whole on every rank."""
+    """Evaluation, clipping and state of a model that is replicated on every rank."""
 
     def __init__(self, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         self.randomness, self.precision, self.exact = randomness, precision, exact
@@ -26,7 +26,7 @@ class Replicated:
         self.placed: tuple[MicroBatches, Accumulation] | None = None
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
-        """Take the model; its own parameters are the ones to optimise. May be called again."""
+        """Prepare the model; its own parameters are optimised. May be called again."""
         if self.placed is not None:
             self.accumulation.remove()
         if self.precision.device.type == "cpu":
@@ -44,13 +44,13 @@ class Replicated:
 
     @property
     def passes(self) -> MicroBatches:
-        assert self.placed is not None, "place() comes first"
+        assert self.placed is not None, "call place() first"
         return self.placed[0]
 
     @property
     def accumulation(self) -> Accumulation:
-        """Of the placed model; without `exact` it knows of no parameter, and gradients add up in p.grad."""
-        assert self.placed is not None, "place() comes first"
+        """Of the placed model; without `exact` it has no parameters, and gradients accumulate in p.grad."""
+        assert self.placed is not None, "call place() first"
         return self.placed[1]
 
     def forward(self, batch: Batch) -> Outputs:

@@ -1,4 +1,4 @@
-"""Forward passes of a model that a group of ranks can only run together, though each brings a batch of its own."""
+"""Forward passes of a model that the ranks of a group can only run together, for a batch of each rank in turn."""
 
 from collections.abc import Callable
 
@@ -10,20 +10,20 @@ from lockstep.core.distributed.collectives import broadcast_object
 from lockstep.core.numerics.seeds import generators, set_generators
 
 
-def in_turn(
+def round_robin_forward(
     batch: Batch, run: Callable[[Batch, int], Outputs | None], *, group: dist.ProcessGroup, device: torch.device
 ) -> Outputs:
-    """What `run(batch, member)` gives for this rank's batch. Every rank of the group has to call it, and runs the
-    batches of all members; it may give None for those of others. Random numbers are drawn as if each rank had run its
-    own batch alone: the states of its generators go with it."""
+    """The outputs of `run(batch, rank)` for this rank's batch. A collective: every rank of the group runs the batches
+    of all; `run` may return None for those of other ranks. Random numbers are drawn as if each rank had run its own
+    batch alone: its generator states are sent with it."""
     columns, own = {name: column.cpu() for name, column in batch.items()}, None
     after = generators()
     sent = columns, after
-    for member in range(group.size()):
-        given, states = broadcast_object(sent, group, source=member)
+    for rank in range(group.size()):
+        received, states = broadcast_object(sent, group, source=rank)
         set_generators(states)
-        outputs = run({name: column.to(device) for name, column in given.items()}, member)
-        if member == group.rank():
+        outputs = run({name: column.to(device) for name, column in received.items()}, rank)
+        if rank == group.rank():
             own, after = outputs, generators()
     assert own is not None
     set_generators(after)

@@ -1,4 +1,4 @@
-"""Forward passes without gradients through a pipeline's stages, one batch of every rank after the other."""
+"""Forward passes through a pipeline's stages, without gradients, for a batch of each rank in turn."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,78 +14,81 @@ from lockstep.core.host.activity import waiting_in
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import moved
 from lockstep.core.numerics.seeds import generators, set_generators
-from lockstep.parallel.partition import Cuttable
-from lockstep.parallel.round_robin_forward import in_turn
+from lockstep.parallel.partition import PartitionedModel
+from lockstep.parallel.round_robin_forward import round_robin_forward
 
 
 class StageForward:
-    """`bounds`: the block with which each stage begins, and the number of blocks. The stages lie on the ranks of
-    `group` in turn, and each rank brings batches of its own. `buffers`: this rank's stages'; no batch changes them."""
+    """Runs batches through stages that are on the ranks of `group` in turn.
+
+    `bounds`: the first block of each stage, and the number of blocks. `buffers`: of this rank's stages; they do not
+    change.
+    """
 
     def __init__(
         self,
-        cut: Cuttable,
+        model: PartitionedModel,
         bounds: Sequence[int],
         buffers: Sequence[BufferUpdates],
         *,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self.cut, self.buffers, self.group, self.device = cut, buffers, group, device
+        self.model, self.buffers, self.group, self.device = model, buffers, group, device
         self.stages = list(pairwise(bounds))
 
     def outputs(self, batch: Batch) -> Outputs:
-        """The model's outputs for this rank's batch. Every rank calls it, and runs its stages for all of them."""
-        return in_turn(batch, self._leaving_no_trace, group=self.group, device=self.device)
+        """The model's outputs for this rank's batch. A collective: every rank runs its stages for all batches."""
+        return round_robin_forward(batch, self._run_unchanged, group=self.group, device=self.device)
 
-    def _leaving_no_trace(self, batch: Batch, member: int) -> Outputs | None:
+    def _run_unchanged(self, batch: Batch, owner: int) -> Outputs | None:
         with ExitStack() as stack:
             for buffers in self.buffers:
                 stack.enter_context(buffers.unchanged())
-            return self._through(batch, member)
+            return self._run(batch, owner)
 
-    def _through(self, batch: Batch, member: int) -> Outputs | None:
-        """One batch through all stages; its outputs on rank `member` of the group, to which it belongs."""
-        wires, size = self.cut.wires(batch), self.group.size()
-        held: Any = ()
+    def _run(self, batch: Batch, owner: int) -> Outputs | None:
+        """Run one batch through all stages; its outputs on rank `owner` of the group, None on the others."""
+        layouts, size = self.model.output_layouts(batch), self.group.size()
+        outputs: Any = ()
         states = None
         for number, (first, last) in enumerate(self.stages):
-            before, here, after = (number - 1) % size, number % size, (number + 1) % size
-            if here != self.group.rank():
+            previous, rank, following = (number - 1) % size, number % size, (number + 1) % size
+            if rank != self.group.rank():
                 continue
-            received = held
+            received = outputs
             if number and size > 1:
-                states = self._handed(None, before, here)
-                received = tuple(self._received(way.room(self.device), before) for way in wires[first - 1].tensors)
-            held = self.cut.run(first, last, batch=batch, received=received, states=states)
+                states = self._sent_object(None, previous, rank)
+                received = tuple(self._received(t.empty(self.device), previous) for t in layouts[first - 1].tensors)
+            outputs = self.model.run(first, last, batch=batch, received=received, states=states)
             states = generators()
             if number < len(self.stages) - 1 and size > 1:
-                self._handed(states, here, after)
-                for tensor in held:
-                    dist.send(tensor, group=self.group, group_dst=after)
-        return self._outputs(held, (len(self.stages) - 1) % size, member)
+                self._sent_object(states, rank, following)
+                for tensor in outputs:
+                    dist.send(tensor, group=self.group, group_dst=following)
+        return self._to_owner(outputs, (len(self.stages) - 1) % size, owner)
 
-    def _received(self, room: Tensor, source: int) -> Tensor:
+    def _received(self, buffer: Tensor, source: int) -> Tensor:
         with waiting_in("the stage before"):
-            dist.recv(room, group=self.group, group_src=source)
-        return room
+            dist.recv(buffer, group=self.group, group_src=source)
+        return buffer
 
-    def _outputs(self, held: Any, last: int, member: int) -> Outputs | None:
-        """The last stage's outputs on the rank whose batch it was, and its generators where they left them."""
-        here = self.group.rank()
-        if last == member:
-            return held if here == member else None
-        if here == last:
-            self._handed((moved(held, "cpu"), generators()), last, member)
-        elif here == member:
-            outputs, states = self._handed(None, last, member)
+    def _to_owner(self, outputs: Any, last: int, owner: int) -> Outputs | None:
+        """Send the last stage's outputs and generator states to the rank whose batch it is."""
+        rank = self.group.rank()
+        if last == owner:
+            return outputs if rank == owner else None
+        if rank == last:
+            self._sent_object((moved(outputs, "cpu"), generators()), last, owner)
+        elif rank == owner:
+            outputs, states = self._sent_object(None, last, owner)
             set_generators(states)
             return moved(outputs, self.device)
         return None
 
-    def _handed(self, given: Any, source: int, target: int) -> Any:
-        """An object of one rank on another; both call it."""
-        box = [given]
+    def _sent_object(self, value: Any, source: int, target: int) -> Any:
+        """Send an object from one rank to another; both call it."""
+        box = [value]
         if self.group.rank() == source:
             dist.send_object_list(box, group=self.group, group_dst=target)
         else:

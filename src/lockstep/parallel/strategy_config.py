@@ -1,4 +1,4 @@
-"""The settings of a strategy, with what a recipe has to know of it: its own class overrides what is different."""
+"""The base class of strategies' settings, with the properties of a strategy that a recipe uses."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
@@ -7,21 +7,21 @@ from lockstep.base.config import PluginSection
 
 
 class StrategySection(PluginSection):
-    """How the model is spread."""
+    """How the model is distributed."""
 
     FILLS: ClassVar[bool] = False
-    """Whether a model may come without its weights: the strategy asks for those that a process holds."""
+    """Whether it takes a model without weights (deferred_init) and initialises those that a process holds."""
     SHARES_SHARDS: ClassVar[bool] = False
-    """Whether several processes run the same micro-batches together."""
+    """Whether several processes share micro-batches."""
     MOST_PROCESSES: ClassVar[int | None] = None
     """How many processes it can run at most."""
     HAS_COMMON_BITS: ClassVar[bool] = True
     """Whether it gives the weights that other strategies give."""
     FOR_ANY_MODEL: ClassVar[Mapping[str, Any]] = {}
-    """Settings with which it takes models that it does not take by itself."""
+    """Settings with which it accepts models that it does not accept by default."""
 
     def numeric(self, processes: int) -> dict[str, Any]:
-        """The settings that change bits, for so many processes."""
+        """The settings that change bits, for a number of processes."""
         return {}
 
     @property
@@ -30,9 +30,9 @@ class StrategySection(PluginSection):
         return None
 
     def contradictions(self, precision: str) -> Iterator[tuple[str, str]]:
-        """Setting, and why it cannot stand beside train.precision."""
+        """Setting, and why it contradicts train.precision."""
         return iter(())
 
     def fitted(self, processes: int) -> Self:
-        """The same with groups, which change no bit, that so many processes can form."""
+        """The same with group sizes that divide the number of processes; they change no bit."""
         return self

@@ -1,4 +1,4 @@
-"""Splits the layers of a model as its plan says, through PyTorch's tensor parallelism, and refuses what cannot be.
+"""Splits the layers of a model by its tensor-parallel plan with PyTorch's parallelize_module, after checking the plan.
 
 M. Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism, 2019.
 """
@@ -15,13 +15,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from lockstep.base.errors import ModelError, few
 from lockstep.base.model_contracts import Model
-from lockstep.core.modules.dtensors import tied
+from lockstep.core.modules.dtensors import first_names
 
 GATHERED, TAKEN = (
     partial(ColwiseParallel, output_layouts=Replicate()),
     partial(RowwiseParallel, input_layouts=Replicate()),
 )
-"""Split by outputs, which are then gathered; split by inputs, of which each rank takes its part."""
+"""Column-wise with gathered outputs; row-wise with replicated inputs."""
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -33,23 +33,23 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_colwise": GATHERED,
 }
 SUMMED = "replicated_with_grad_allreduce"
-"""Whole on every rank, but each uses it for its own heads: the gradient is the sum over the group."""
-WHOLE = ("replicate", SUMMED)
-"""What is not split."""
+"""Replicated, but each rank uses it for its own heads: the gradient is the sum over the group."""
+REPLICATED = ("replicate", SUMMED)
+"""Styles of what is not split."""
 
 
 def planned(model: Model, size: int, world: int) -> dict[str, str]:
-    """Name of each module of a plan -> its style. Raises ModelError where `size` of `world` processes cannot share the
-    model."""
+    """Name of each module in a model's plan -> its style. Raises ModelError where `size` of `world` processes cannot
+    share the model."""
     plan = model.tensor_plan()
     styles = {} if plan is None else _resolved(model, plan.styles)
-    if plan is None or not set(styles.values()).difference(WHOLE):
+    if plan is None or not set(styles.values()).difference(REPLICATED):
         raise ModelError(
             "parallel.kind=tensor needs a model that says how it can be split, and this one does not: take a "
             "model.kind=transformer whose transformers config has a tp_plan, such as Llama, Qwen2 or Mistral, or use "
             "parallel.kind=fsdp or pipeline"
         )
-    unknown = {name: style for name, style in styles.items() if style not in STYLES and style not in WHOLE}
+    unknown = {name: style for name, style in styles.items() if style not in STYLES and style not in REPLICATED}
     if unknown:
         ways = ", ".join(sorted(set(unknown.values())))
         raise ModelError(
@@ -67,18 +67,18 @@ def splittable(model: Model) -> tuple[frozenset[str], dict[str, int]]:
     assert plan is not None
     modules = tuple(f"{name}." for name, style in styles.items() if style in STYLES)
     names = (name for name, _ in model.named_parameters())
-    split = frozenset(name for name in names if name.startswith(modules) and not _is_whole(name, model, styles))
+    split = frozenset(name for name in names if name.startswith(modules) and not _is_replicated(name, model, styles))
     return split, {**plan.counts, **_features(model, styles)}
 
 
-def _is_whole(name: str, model: nn.Module, styles: Mapping[str, str]) -> bool:
-    """A bias that is added after the sum of a layer that is split by its inputs."""
+def _is_replicated(name: str, model: nn.Module, styles: Mapping[str, str]) -> bool:
+    """Whether a parameter is the bias of a row-wise layer, which is added after the sum."""
     module, _, kind = name.rpartition(".")
     return kind == "bias" and styles.get(module, "").startswith("rowwise")
 
 
 def _resolved(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """The patterns' modules, and parameters that a pattern names by themselves."""
+    """The modules and parameters that the plan's patterns match -> style."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     generic = {name: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
     return {name: styles[pattern] for name, pattern in generic.items() if pattern in styles}
@@ -86,10 +86,10 @@ def _resolved(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
 
 def _check_tied(model: nn.Module, styles: Mapping[str, str]) -> None:
     names: dict[str, list[str]] = {}
-    for name, first in tied(model).items():
+    for name, first in first_names(model).items():
         names.setdefault(first, []).append(name)
     for several in names.values():
-        split = [name for name in several if styles.get(name.rpartition(".")[0], "replicate") not in WHOLE]
+        split = [name for name in several if styles.get(name.rpartition(".")[0], "replicate") not in REPLICATED]
         if split and len(several) > 1:
             raise ModelError(
                 f"{' and '.join(several)} are one tensor, and splitting {split[0]} would make them two: set "
@@ -98,14 +98,14 @@ def _check_tied(model: nn.Module, styles: Mapping[str, str]) -> None:
 
 
 def _features(model: nn.Module, styles: Mapping[str, str]) -> dict[str, int]:
-    """What is split of each linear layer; an embedding may be split unevenly."""
-    found = {}
+    """The features by which each linear layer is split; an embedding may be split unevenly."""
+    features = {}
     for name, style in styles.items():
         module = model.get_submodule(name) if style in STYLES else None
         if isinstance(module, nn.Linear):
             side = "in_features" if style.startswith("rowwise") else "out_features"
-            found[f"{side} of {name}"] = int(getattr(module, side))
-    return found
+            features[f"{side} of {name}"] = int(getattr(module, side))
+    return features
 
 
 def _check_counts(counts: Mapping[str, int], size: int, world: int) -> None:
@@ -121,13 +121,13 @@ def _check_counts(counts: Mapping[str, int], size: int, world: int) -> None:
 def split_layers(model: Model, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:
     """Split the modules over a mesh of one axis, in place; their parameters become DTensors."""
     plan = {name: STYLES[style]() for name, style in styles.items() if style in STYLES}
-    with warnings.catch_warnings():  # nothing is ever drawn in the shape of a DTensor
+    with warnings.catch_warnings():  # no random numbers are drawn for a DTensor
         warnings.filterwarnings("ignore", message="DTensor random operators")
         parallelize_module(model, mesh, plan)
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Whether ranks hold different parts of a tensor."""
+    """Whether a tensor is a DTensor with a placement other than Replicate."""
     return isinstance(tensor, DTensor) and any(not placement.is_replicate() for placement in tensor.placements)
 
 

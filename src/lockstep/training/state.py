@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.model_contracts import Batch, Strategy
-from lockstep.core.modules.dtensors import part_of
+from lockstep.core.modules.dtensors import local_tensor
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.training.ema import MovingAverage
@@ -110,7 +110,7 @@ class TrainState:
 
 def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
     """What tied weights have in common."""
-    return part_of(tensor).data_ptr(), tensor.shape
+    return local_tensor(tensor).data_ptr(), tensor.shape
 
 
 def initialise(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a module that run one after the other, found by its structure."""
+"""The blocks of a module, which run one after the other, found by its structure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,23 +6,27 @@ from torch import nn
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The layers of every list of layers, and whatever lies beside the way to them; a module without lists of layers
-    gives its children, or itself."""
-    if any(isinstance(part, nn.ModuleList) for part in module.modules()):
+    """The members of every ModuleList, and the modules beside them; a module without ModuleLists gives its children, or
+    itself."""
+    if _has_list(module):
         return list(dict.fromkeys(_walk(module)))
     return list(dict.fromkeys(module.children())) or [module]
 
 
 def with_weights(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that hold parameters: the others, such as activations, go wherever they are needed."""
+    """The blocks that have parameters; the others, such as activations, can run anywhere."""
     return [block for block in blocks if next(block.parameters(), None) is not None]
+
+
+def _has_list(module: nn.Module) -> bool:
+    return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
 
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:
     if isinstance(module, nn.ModuleList):
-        for part in module:
-            yield from _walk(part) if isinstance(part, nn.ModuleList) else [part]
-    elif any(isinstance(part, nn.ModuleList) for part in module.modules()):
+        for member in module:
+            yield from _walk(member) if isinstance(member, nn.ModuleList) else [member]
+    elif _has_list(module):
         for child in module.children():
             yield from _walk(child)
     else:

@@ -1,4 +1,4 @@
-"""Every call of a module in a forward pass, as checksums of what it took and what it gave."""
+"""Checksums of the inputs and outputs of every module call in a forward pass."""
 
 import weakref
 from collections import Counter
@@ -16,9 +16,9 @@ Call = tuple[str, int, int]
 
 
 class CallChecksums:
-    """Inside, the calls of a model's modules are watched, in the order in which they end; `read` gives them.
+    """Records the calls of a model's modules while it is entered, in the order in which they end.
 
-    Calls while the model is in the other mode are left out: a strategy may look at shapes in evaluation.
+    Calls in the other mode, training or evaluation, are ignored: a strategy may run the model to find shapes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,7 +26,7 @@ class CallChecksums:
         self.changed: set[str] = set()
         """Parameters that a forward pass has written to."""
         self._versions: dict[str, list[int]] = {}
-        self.found: list[tuple[str, Tensor, Tensor]] = []
+        self.calls: list[tuple[str, Tensor, Tensor]] = []
         self._open: dict[str, list[Tensor]] = {}
         self._sums: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._hooks: list[Any] = []
@@ -42,11 +42,11 @@ class CallChecksums:
             self._hooks.pop().remove()
 
     def read(self) -> list[Call]:
-        """The calls; waits for the device."""
-        return [(name, int(taken), int(given)) for name, taken, given in self.found]
+        """The calls; synchronises with the device."""
+        return [(name, int(inputs), int(outputs)) for name, inputs, outputs in self.calls]
 
     def sum_of(self, value: Any) -> Tensor:
-        """One checksum for all tensors of a nest, each of which is read once as long as nothing writes to it."""
+        """One checksum of all tensors in nested containers; each tensor is read again only after it was written to."""
         total: Tensor | None = None
         for tensor in tensors_of(value):
             own = self._sum(tensor)
@@ -54,44 +54,44 @@ class CallChecksums:
         return torch.zeros((), dtype=torch.int64) if total is None else total
 
     def _sum(self, tensor: Tensor) -> Tensor:
-        known = self._sums.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == tensor._version:
-            return known[2]
-        made = checksum(tensor)
-        self._sums[id(tensor)] = weakref.ref(tensor), tensor._version, made
-        return made
+        cached = self._sums.get(id(tensor))
+        if cached is not None and cached[0]() is tensor and cached[1] == tensor._version:
+            return cached[2]
+        value = checksum(tensor)
+        self._sums[id(tensor)] = weakref.ref(tensor), tensor._version, value
+        return value
 
-    def _enter(self, name: str, module: nn.Module, *given: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, *inputs: Any) -> None:
         if module is self.model:
-            self._open.clear()  # a pass that was left early has open calls
+            self._open.clear()  # a forward pass that raised leaves calls open
         if self.model.training == self.is_training:
-            self._open.setdefault(name, []).append(self.sum_of(given))
+            self._open.setdefault(name, []).append(self.sum_of(inputs))
             self._versions[name] = [p._version for p in module.parameters(recurse=False)]
 
-    def _leave(self, name: str, module: nn.Module, *given: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, *arguments: Any) -> None:
         if self.model.training == self.is_training and self._open.get(name):
             own = zip(self._versions[name], module.named_parameters(recurse=False), strict=False)
             self.changed |= {f"{name}.{key}".lstrip(".") for before, (key, p) in own if p._version != before}
-            self.found.append((name, self._open[name].pop(), self.sum_of(given[-1])))
+            self.calls.append((name, self._open[name].pop(), self.sum_of(arguments[-1])))
 
 
 def in_common(one: list[Call], other: list[Call]) -> tuple[list[Call], list[Call]]:
-    """Of two ranks that may run other parts of a model, the calls that both have made, in one order."""
+    """The calls that both of two ranks have made, which may run different stages of a model, in one order."""
     numbered = []
     for calls in (one, other):
         times: Counter[str] = Counter()
-        table = {}
+        by_number = {}
         for call in calls:
-            table[call[0], times[call[0]]] = call
+            by_number[call[0], times[call[0]]] = call
             times[call[0]] += 1
-        numbered.append(table)
+        numbered.append(by_number)
     both = [key for key in numbered[0] if key in numbered[1]]
     return [numbered[0][key] for key in both], [numbered[1][key] for key in both]
 
 
 def first_difference(one: list[Call], other: list[Call]) -> str | None:
-    """The first module that gave other outputs for equal inputs, else the first whose calls differ; calls come in the
-    order in which they end, so an inner module comes before the one around it."""
+    """The first module with other outputs for equal inputs, else the first whose calls differ. An inner module comes
+    before the one around it, because calls are ordered by their end."""
     for a, b in zip(one, other, strict=False):
         if a[0] != b[0]:
             return a[0]

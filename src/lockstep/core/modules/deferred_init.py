@@ -1,10 +1,10 @@
-"""Models larger than a process may hold: built without memory, then filled tensor by tensor with the bits that a plain
-build would have given.
+"""Deferred initialisation: models that do not fit a process are built without memory, and then filled tensor by tensor
+with the bits of a plain build.
 
-While a model is built, its tensors are PyTorch's fake ones (a shape on the meta device that says it were on the CPU: of
-a plain one, torch.nn.init skips some), and what is done to them is written down. Random numbers are drawn all the same,
-into memory that is given back at once, so that later ones are the same. A tensor's value is then what those operations
-give that it depends on. Related: torchdistX, deferred_init.
+While a model is built, its tensors are FakeTensors on the CPU (torch.nn.init skips some operations on meta tensors),
+and the operations on them are recorded. Random numbers are drawn into temporary memory, so that the generator advances
+as in a plain build. A tensor's value is computed by replaying the operations that it depends on. Related: torchdistX,
+deferred_init; torch itself has no such thing.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,8 +22,8 @@ from lockstep.base.model_contracts import Model
 
 
 @dataclass(frozen=True)
-class Lying:
-    """How a fake tensor lay in its memory at the time; it may be turned around later."""
+class StorageView:
+    """How a fake tensor viewed its storage when an operation was recorded; it may be transposed in place later."""
 
     storage: int
     size: tuple[int, ...]
@@ -32,67 +32,68 @@ class Lying:
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """For a fake tensor; others as they are."""
+        """The view of a fake tensor; other values as they are."""
         if not is_fake(value):
             return value
         return cls(_storage(value), tuple(value.size()), tuple(value.stride()), int(value.storage_offset()))
 
-    def within(self, memory: dict[int, Tensor]) -> Tensor:
-        """The real tensor that lies there."""
+    def of_memory(self, memory: dict[int, Tensor]) -> Tensor:
+        """The same view of real memory."""
         return memory[self.storage].as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that was done to fake tensors."""
+    """A recorded operation on fake tensors."""
 
     function: Any
     args: Any
     kwargs: Any
-    outputs: list[Lying]
+    outputs: list[StorageView]
     reads: frozenset[int]
     """Storages, by address."""
     writes: frozenset[int]
     generator: Tensor | None
-    """The state of torch's generator before it, where it draws."""
+    """The state of torch's generator before it, if it draws random numbers."""
 
 
-class Recorder(TorchDispatchMode, AbstractContextManager["Recorder"]):
-    """Inside, new tensors are fake."""
+class InitRecorder(TorchDispatchMode, AbstractContextManager["InitRecorder"]):
+    """While it is entered, new tensors are fake, and operations on them are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.kept: list[Any] = []
+        """Outputs, kept alive so that no other storage gets the address of one."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
-        """Run an operation without memory, and write it down if it makes or changes a tensor."""
+        """Run an operation without memory, and record it if it creates or changes a tensor."""
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs))
         if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves((args, kwargs))):
-            raise NotImplementedError("a generator of the model's own goes on from wherever it has got to")
+            raise NotImplementedError("the state of a model's own generator is not recorded")
         is_factory = not inputs and any(argument.name == "device" for argument in func._schema.arguments)
         if not is_factory and not any(map(is_fake, inputs)):
             return func(*args, **kwargs)
         generator = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = torch.default_generator.get_state()
-            func(*pytree.tree_map(_scratch, args), **pytree.tree_map(_scratch, kwargs))
-        seen_args, seen_kwargs = pytree.tree_map(Lying.of, args), pytree.tree_map(Lying.of, kwargs)
+            func(*pytree.tree_map(_allocated, args), **pytree.tree_map(_allocated, kwargs))
+        seen_args, seen_kwargs = pytree.tree_map(StorageView.of, args), pytree.tree_map(StorageView.of, kwargs)
         with self.fake:
             outputs = func(*args, **kwargs)
-        self.kept.append(outputs)  # or another storage could get its address
+        self.kept.append(outputs)
         reads = frozenset(map(_storage, inputs))
         changed = _tensors([value for value, is_changed in _arguments(func, args, kwargs) if is_changed])
         writes = frozenset(map(_storage, _tensors(outputs))) - reads | frozenset(map(_storage, changed))
-        if writes:  # a view of something is found by its storage
-            lying = [Lying.of(tensor) for tensor in _tensors(outputs)]
-            self.operations.append(Operation(func, seen_args, seen_kwargs, lying, reads, writes, generator))
+        if writes:  # others only make views, which are found by their storage
+            views = [StorageView.of(tensor) for tensor in _tensors(outputs)]
+            self.operations.append(Operation(func, seen_args, seen_kwargs, views, reads, writes, generator))
         return outputs
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What a fake tensor would be after all operations, on the CPU; a real one as it is."""
+        """The value of a fake tensor after all operations, on the CPU; a real one as it is."""
         if not is_fake(tensor):
             return tensor
         needed, chosen = {_storage(tensor)}, []
@@ -104,15 +105,15 @@ class Recorder(TorchDispatchMode, AbstractContextManager["Recorder"]):
         try:
             with torch.no_grad():
                 for operation in reversed(chosen):
-                    _repeat(operation, memory)
+                    _replay(operation, memory)
         finally:
             torch.default_generator.set_state(before)
-        return Lying.of(tensor).within(memory)
+        return StorageView.of(tensor).of_memory(memory)
 
 
-def _repeat(operation: Operation, memory: dict[int, Tensor]) -> None:
+def _replay(operation: Operation, memory: dict[int, Tensor]) -> None:
     def real(value: Any) -> Any:
-        return value.within(memory) if isinstance(value, Lying) else value
+        return value.of_memory(memory) if isinstance(value, StorageView) else value
 
     if operation.generator is not None:
         torch.default_generator.set_state(operation.generator)
@@ -122,7 +123,9 @@ def _repeat(operation: Operation, memory: dict[int, Tensor]) -> None:
         if planned.storage in memory:  # changed in place
             continue
         if result.stride() != planned.stride:
-            raise RuntimeError(f"{operation.function} gives {result.stride()}, where {planned.stride} was told")
+            raise RuntimeError(
+                f"{operation.function} returns stride {result.stride()}, but {planned.stride} was recorded"
+            )
         size = result.untyped_storage().nbytes() // result.element_size()
         memory[planned.storage] = result.as_strided((size,), (1,), 0)
 
@@ -147,23 +150,23 @@ def is_fake(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, FakeTensor)
 
 
-def _scratch(value: Any) -> Any:
+def _allocated(value: Any) -> Any:
     if is_fake(value):
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
     return value
 
 
 def deferred(build: Callable[[], Model]) -> Model | None:
-    """A model of fake tensors, which knows how to get the real ones; None where its construction looks at numbers,
-    has a generator of its own, or keeps tensors where nobody would look for them."""
-    recorder, before = Recorder(), torch.default_generator.get_state()
+    """A model of fake tensors whose `_lockstep_initial` gives the real ones. None where the build reads values, has a
+    generator of its own, or keeps tensors outside of parameters and buffers."""
+    recorder, before = InitRecorder(), torch.default_generator.get_state()
     try:
         with recorder:
             model = build()
-        is_open = not _hides_fakes(model)
-    except Exception:  # whatever a build makes of tensors without numbers; a mistake comes again in the plain one
-        is_open = False
-    if not is_open:
+        is_complete = not _hides_fakes(model)
+    except Exception:  # any failure on tensors without values; a real mistake is raised again by the plain build
+        is_complete = False
+    if not is_complete:
         torch.default_generator.set_state(before)
         return None
     model._lockstep_initial = recorder.value
@@ -171,14 +174,14 @@ def deferred(build: Callable[[], Model]) -> Model | None:
 
 
 def _hides_fakes(model: nn.Module) -> bool:
-    """Whether a module has a fake tensor that is neither a parameter nor a buffer."""
+    """Whether a module holds a fake tensor that is neither a parameter nor a buffer."""
     own = {"_parameters", "_buffers", "_modules"}
     held = [value for m in model.modules() for name, value in vars(m).items() if name not in own]
     return any(map(is_fake, pytree.tree_leaves(held)))
 
 
 def replace_fake(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Put others in the place of a module's fake parameters and buffers; what is tied stays tied."""
+    """Replace a module's fake parameters and buffers by `make` of them; tied ones stay tied."""
     made: dict[Tensor, Any] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():

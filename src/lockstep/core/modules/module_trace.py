@@ -1,4 +1,4 @@
-"""What every module made of its inputs, as hashes: two runs are compared by them until the first difference is found.
+"""Traces of hashes of every module's inputs and outputs, to find the first difference between two runs.
 
 s = step, v = shard. Hashes are of bytes, so they differ as soon as one bit does.
 """
@@ -19,7 +19,7 @@ Line = dict[str, Any]
 
 
 def fingerprint(value: Any) -> str:
-    """16 hex digits over a nest of tensors, arrays and plain values; of other objects only the type counts."""
+    """16 hex digits over nested tensors, arrays and plain values; of other objects only the type counts."""
     sha = hashlib.blake2b(digest_size=8)
     _feed(sha, value)
     return sha.hexdigest()
@@ -34,50 +34,50 @@ def _feed(sha: Any, value: Any) -> None:
     elif isinstance(value, np.ndarray):
         sha.update(f"{value.dtype} {value.shape} ".encode() + np.ascontiguousarray(value).tobytes())
     elif isinstance(value, Mapping):
-        for key, part in value.items():
+        for key, item in value.items():
             sha.update(f"{key}: ".encode())
-            _feed(sha, part)
+            _feed(sha, item)
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         sha.update(f"{len(value)} parts ".encode())
-        for part in value:
-            _feed(sha, part)
+        for item in value:
+            _feed(sha, item)
     else:
         plain_value = isinstance(value, str | bytes | int | float | None)
         sha.update((repr(value) if plain_value else type(value).__name__).encode())
 
 
 def descriptions(model: nn.Module) -> dict[str, str]:
-    """Each module of a model by its dotted name: 'body.2 (Noise, my_model.py:12)'."""
+    """Dotted name of each module -> its description: 'body.2 (Noise, my_model.py:12)'."""
     return {name: f"{name or 'the model itself'} ({origin(module)})" for name, module in model.named_modules()}
 
 
 def class_of(module: nn.Module) -> type:
-    """A module's class as it was written: not the one that FSDP or a parametrization puts in its place."""
-    kinds = [kind for kind in type(module).__mro__ if not kind.__name__.startswith(("FSDP", "Parametrized"))]
-    return kinds[0]
+    """A module's class as it was written, not the subclass that FSDP or a parametrization makes of it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith(("FSDP", "Parametrized")))
 
 
 def origin(module: nn.Module) -> str:
-    """A module's class, with file and line where it was not written by torch."""
+    """A module's class, with file and line unless it is torch's."""
     kind = class_of(module)
     if kind.__module__.split(".")[0] == "torch":
         return f"torch.nn.{kind.__name__}"
     try:
         return f"{kind.__name__}, {inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]}"
-    except (OSError, TypeError):  # made in a shell, or by a program
+    except (OSError, TypeError):  # defined in a shell, or by exec()
         return f"{kind.__module__}.{kind.__name__}"
 
 
 class Trace:
     """Writes a line for every micro-batch, every call of a module in it, and every parameter's gradient from it.
 
-    A new micro-batch begins whenever the model itself is entered in training; they come in the order of `expect`.
+    A new micro-batch begins whenever the model's forward is called in training, in the order given to `expect`.
     """
 
     def __init__(self, model: nn.Module, write: Callable[[Line], None]) -> None:
         self.write = write
         self.queue: list[MicroBatch] = []
-        self.here: dict[str, int] | None = None
+        self.position: dict[str, int] | None = None
+        """Step and shard that are traced now."""
         self.inputs: list[str] = []
         write({"kind": "modules", "modules": descriptions(model)})
         self.handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
@@ -89,11 +89,11 @@ class Trace:
                 self.handles.append(parameter.register_hook(partial(self._gradient, name)))
 
     def expect(self, micro_batches: Iterable[MicroBatch]) -> None:
-        """These run next, in this order; a ghost's result counts for nothing and is not written."""
-        self.queue, self.here = list(micro_batches), None
+        """Set the micro-batches that run next, in this order; ghosts are not traced."""
+        self.queue, self.position = list(micro_batches), None
 
     def tensors(self, kind: str, step: int, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-        """Write the hash of each of these, as they are at a step."""
+        """Write the hash of each tensor at a step."""
         hashes = {name: fingerprint(tensor) for name, tensor in tensors}
         self.write({"kind": kind, "step": step, "tensors": hashes})
 
@@ -104,25 +104,25 @@ class Trace:
     def _begin(self, model: nn.Module, _: Any) -> None:
         self.inputs.clear()
         if not model.training or not self.queue:
-            self.here = None
+            self.position = None
             return
-        now = self.queue.pop(0)
-        self.here = None if now.ghost else {"step": now.step, "shard": now.shard}
-        columns = {name: fingerprint(column) for name, column in now.batch.items()}
-        self._say(kind="batch", samples=list(now.indices), columns=columns)
+        current = self.queue.pop(0)
+        self.position = None if current.ghost else {"step": current.step, "shard": current.shard}
+        columns = {name: fingerprint(column) for name, column in current.batch.items()}
+        self._write(kind="batch", samples=list(current.indices), columns=columns)
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self.inputs.append(fingerprint([args, kwargs]) if self.here else "")
+        self.inputs.append(fingerprint([args, kwargs]) if self.position else "")
 
     def _leave(self, name: str, _: nn.Module, __: Any, outputs: Any) -> None:
         inputs = self.inputs.pop()
-        if self.here:
-            self._say(kind="call", name=name, inputs=inputs, hash=fingerprint(outputs))
+        if self.position:
+            self._write(kind="call", name=name, inputs=inputs, hash=fingerprint(outputs))
 
     def _gradient(self, name: str, gradient: Tensor) -> None:
-        if self.here:
-            self._say(kind="gradient", name=name, hash=fingerprint(gradient))
+        if self.position:
+            self._write(kind="gradient", name=name, hash=fingerprint(gradient))
 
-    def _say(self, **line: Any) -> None:
-        if self.here:
-            self.write({**line, **self.here})
+    def _write(self, **line: Any) -> None:
+        if self.position:
+            self.write({**line, **self.position})

@@ -1,4 +1,4 @@
-"""What a model returns: a tensor, or tuples, lists, dicts and dataclasses of tensors, as a tree of tensors."""
+"""A model's outputs: a tensor, or tuples, lists, dicts and dataclasses of tensors, as a pytree."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
@@ -12,11 +12,11 @@ from lockstep.base.model_contracts import Outputs
 
 
 def register(outputs: Outputs) -> None:
-    """Let torch (FSDP's and DDP's hooks, the pipeline) see the tensors inside of dataclasses, whatever their class."""
+    """Register the dataclasses in a model's outputs with pytree, so that FSDP, DDP and pipelines find their tensors."""
     if isinstance(outputs, Tensor):
         return
-    while found := {type(leaf) for leaf in pytree.tree_leaves(outputs) if _is_unknown(leaf)}:
-        for kind in found:
+    while unknown := {type(leaf) for leaf in pytree.tree_leaves(outputs) if _is_unknown(leaf)}:
+        for kind in unknown:
             pytree.register_dataclass(kind)
 
 
@@ -25,28 +25,28 @@ def _is_unknown(leaf: Any) -> bool:
 
 
 def each(change: Callable[[Tensor], Any], outputs: Outputs) -> Outputs:
-    """The same tree with every tensor changed; other leaves as they are."""
+    """The same pytree with `change` applied to every tensor; other leaves as they are."""
     register(outputs)
     return pytree.tree_map_only(Tensor, change, outputs)
 
 
 def tensors(outputs: Outputs) -> list[Tensor]:
-    """The tensors of a tree, in its order."""
+    """The tensors of a pytree, in its order."""
     register(outputs)
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 def logits_of(outputs: Outputs) -> Tensor | None:
-    """Outputs that are one tensor, else what a dict, a dataclass or a named tuple calls `logits`, as transformers'
-    models do; None where there is no such tensor."""
+    """Outputs that are one tensor, else the `logits` of a dict, dataclass or named tuple, as transformers names them;
+    None where there is no such tensor."""
     if isinstance(outputs, Tensor):
         return outputs
-    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-    return found if isinstance(found, Tensor) else None
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    return logits if isinstance(logits, Tensor) else None
 
 
 def widened(outputs: Outputs) -> Outputs:
-    """Half-precision outputs as fp32, in which losses and metrics are computed; others as they are."""
+    """Outputs with half-precision tensors as fp32, in which losses and metrics are computed."""
     return each(lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, outputs)
 
 
@@ -55,17 +55,17 @@ def detached(outputs: Outputs) -> Outputs:
 
 
 def moved(outputs: Outputs, device: torch.device | str) -> Outputs:
-    """The same, without gradients, on a device."""
+    """The same without gradients, on a device."""
     return each(lambda t: t.detach().to(device), outputs)
 
 
 def are_equal(outputs: Outputs, others: Outputs) -> bool:
-    """Whether two trees have the same structure and equal tensors; NaN equals NaN."""
+    """Whether two pytrees have the same structure and equal tensors; NaN equals NaN."""
     register(outputs)
     register(others)
     leaves, spec = pytree.tree_flatten(outputs)
-    found, form = pytree.tree_flatten(others)
-    return spec == form and all(map(_is_same, leaves, found))
+    other_leaves, other_spec = pytree.tree_flatten(others)
+    return spec == other_spec and all(map(_is_same, leaves, other_leaves))
 
 
 def _is_same(leaf: Any, other: Any) -> bool:

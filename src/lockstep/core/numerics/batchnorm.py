@@ -1,4 +1,4 @@
-"""BatchNorm layers that synchronise themselves over the ranks; the others follow the rule of buffers.py."""
+"""SyncBatchNorm: conversion and checks. Buffers of other BatchNorm layers are handled in buffers.py."""
 
 from collections.abc import Mapping
 
@@ -15,9 +15,9 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 def synchronise(model: nn.Module, device: torch.device) -> None:
-    """Turn the model's BatchNorm layers into SyncBatchNorm, in place, under the same names and with the same numbers.
+    """Convert the model's BatchNorm layers to SyncBatchNorm, in place, with the same names and values.
 
-    On a CPU they stay: there SyncBatchNorm only evaluates, which BatchNorm does as well, and DDP refuses to take it.
+    Does nothing on a CPU, where SyncBatchNorm cannot train and DDP refuses it.
     """
     if device.type != "cpu":
         nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -26,20 +26,20 @@ def synchronise(model: nn.Module, device: torch.device) -> None:
 def check_synchronised(device: torch.device, world_size: int, shares: Mapping[str, tuple[int, int]]) -> None:
     """Raise LaunchError where SyncBatchNorm cannot train.
 
-    Every forward pass of such a layer waits for all ranks, and takes whatever they hold: a rank with fewer
-    micro-batches would leave the others waiting, and one with a ghost would count samples twice. `shares`: which step
-    -> (this rank's micro-batches, all ranks' together).
+    Its forward pass is a collective over all ranks' micro-batches: a rank with fewer micro-batches would leave the
+    others waiting, and one with a ghost would count samples twice. `shares`: description of a step -> (this rank's
+    micro-batches, all ranks' together).
     """
-    mend = "set train.batchnorm=shard, or launch.processes=1"
+    remedy = "set train.batchnorm=shard, or launch.processes=1"
     if device.type == "cpu":
         raise LaunchError(
             f"train.batchnorm=sync: PyTorch's SyncBatchNorm runs on GPUs only, and here are {world_size} processes "
-            f"without one; {mend}"
+            f"without one; {remedy}"
         )
     for step, (own, together) in shares.items():
         if own * world_size != together:
             raise LaunchError(
                 f"train.batchnorm=sync: every process must have equally many micro-batches, but {step} has {together} "
                 f"for {world_size} processes; let train.global_batch be a multiple of train.micro_batch times the "
-                f"processes, and data.limit a multiple of train.global_batch; or {mend}"
+                f"processes, and data.limit a multiple of train.global_batch; or {remedy}"
             )

@@ -1,4 +1,4 @@
-"""A number for a tensor's bits, in little more time than it takes to read them, on the device where it lies."""
+"""Checksums of tensors, computed on their own device in little more time than reading them takes."""
 
 import zlib
 from typing import Any
@@ -7,22 +7,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lockstep.core.modules.dtensors import is_spread
+from lockstep.core.modules.dtensors import local_tensor
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDTH = 256
-"""Numbers in a row, where a checksum is made of the sums of rows and columns."""
+"""Elements in a row, where a checksum is made of the sums of rows and columns."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """int64, 0-dim: of dtype, shape and every bit; two tensors that differ have the same one by a rare chance only.
+    """int64, 0-dim: a checksum of dtype, shape and bits.
 
-    On a CPU it is the CRC-32 of the bytes (4 GB/s; sums of integers take nine times as long). Elsewhere rows and
-    columns of the bits are summed as integers, so that nothing waits for the device.
+    On a CPU the CRC-32 of the bytes (4 GB/s; sums of integers take nine times as long). Elsewhere rows and columns of
+    the bits are summed as integers, so that the host does not wait for the device.
     """
-    plain = tensor.detach()
-    if is_spread(plain):
-        plain = plain.to_local()
+    plain = local_tensor(tensor)
     if plain.layout != torch.strided or plain.is_quantized:
         plain = plain.to_dense() if plain.layout != torch.strided else plain.dequantize()
     kind = zlib.crc32(f"{plain.dtype} {tuple(plain.shape)}".encode())
@@ -42,11 +40,11 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a nest of containers, and in the attributes of objects that are none (outputs as dataclasses)."""
-    found: list[Tensor] = []
+    """The tensors in nested containers, and in the attributes of other objects, such as dataclasses."""
+    tensors: list[Tensor] = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif hasattr(leaf, "__dict__") and not callable(leaf):
-            found += [part for part in pytree.tree_leaves(vars(leaf)) if isinstance(part, Tensor)]
-    return found
+            tensors += [value for value in pytree.tree_leaves(vars(leaf)) if isinstance(value, Tensor)]
+    return tensors

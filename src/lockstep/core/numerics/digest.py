@@ -1,4 +1,4 @@
-"""One line that stands for all weights, whoever holds which of them."""
+"""A sha256 over all weights, whichever rank holds which of them."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -9,51 +9,53 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.distributed.collectives import all_gather_object
-from lockstep.core.modules.dtensors import is_spread, offset_of
+from lockstep.core.modules.dtensors import global_offset, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
 def line(name: str, tensor: Tensor) -> str:
-    """A tensor's name, type, shape and hex sha256 of its bytes."""
+    """A tensor's name, dtype, shape and hex sha256 of its bytes."""
     plain = tensor.detach().cpu().contiguous()
     sha256 = hashlib.sha256(plain.flatten().view(torch.uint8).numpy().data).hexdigest()
     return f"{name} {plain.dtype} {tuple(plain.shape)} {sha256}"
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """Hex sha256 over the lines of all tensors, sorted, each taken once."""
+    """Hex sha256 over the distinct lines of all tensors, sorted."""
     return hashlib.sha256("\n".join(sorted(set(lines))).encode()).hexdigest()
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """Hex sha256 over names, types, shapes and bytes of all weights and buffers."""
+    """Hex sha256 over names, dtypes, shapes and bytes of all weights and buffers."""
     return digest_of(line(name, tensor) for name, tensor in state.items())
 
 
 def world_lines(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[str]:
-    """The lines of all tensors that the ranks of a group hold together, on every rank. Every rank has to call it."""
-    lines = [line(name, tensor) for name, tensor in state.items() if not is_spread(tensor)]
-    parts = {name: tensor for name, tensor in state.items() if is_spread(tensor)}
-    names = sorted({name for own in all_gather_object(list(parts), group) for name in own})
+    """The lines of all tensors that the ranks of a group hold together, on every rank. A collective."""
+    lines = [line(name, tensor) for name, tensor in state.items() if not is_dtensor(tensor)]
+    sharded = {name: tensor for name, tensor in state.items() if is_dtensor(tensor)}
+    names = sorted({name for own in all_gather_object(list(sharded), group) for name in own})
     for number, name in enumerate(names):
-        whole = joined(parts.get(name), number % group.size(), group)
-        if whole is not None:
-            lines.append(line(name, whole))
-    return [each for own in all_gather_object(lines, group) for each in own]
+        full = gathered(sharded.get(name), number % group.size(), group)
+        if full is not None:
+            lines.append(line(name, full))
+    return [line for own in all_gather_object(lines, group) for line in own]
 
 
-def joined(tensor: "DTensor | None", place: int, group: dist.ProcessGroup) -> Tensor | None:
-    """A sharded tensor as a whole, on the CPU of one rank of a group whose ranks bring their parts of it, if they have
-    one; None on the others. It is the largest thing that is ever held whole."""
-    box: list[Any] | None = [None] * group.size() if group.rank() == place else None
-    own = None if tensor is None else (tensor.shape, offset_of(tensor), tensor.to_local().detach().cpu())
-    dist.gather_object(own, box, group=group, group_dst=place)
+def gathered(tensor: "DTensor | None", rank: int, group: dist.ProcessGroup) -> Tensor | None:
+    """A sharded tensor in full, on the CPU of one rank of a group; None on the others. A collective.
+
+    Not DTensor.full_tensor(), which needs a shard on every rank and puts the full tensor on all of them.
+    """
+    box: list[Any] | None = [None] * group.size() if group.rank() == rank else None
+    own = None if tensor is None else (tensor.shape, global_offset(tensor), tensor.to_local().detach().cpu())
+    dist.gather_object(own, box, group=group, group_dst=rank)
     if box is None:
         return None
-    found = [each for each in box if each is not None]
-    whole = torch.empty(found[0][0], dtype=found[0][2].dtype)
-    for _, offset, part in found:
-        whole[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))] = part
-    return whole
+    shards = [shard for shard in box if shard is not None]
+    full = torch.empty(shards[0][0], dtype=shards[0][2].dtype)
+    for _, offset, local in shards:
+        full[tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))] = local
+    return full

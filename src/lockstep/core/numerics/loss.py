@@ -1,4 +1,4 @@
-"""Losses as sums, so that any split of a batch gives the same whole."""
+"""Losses as sums, so that any split of a batch gives the same total."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from lockstep.core.distributed.collectives import all_gather_object
 
 
 def classification_loss(outputs: Tensor, batch: Batch) -> LossSum:
-    """Cross-entropy of logits [m, classes] against batch["label"] [m], with the number that are right."""
+    """Cross-entropy of logits [m, classes] against batch["label"] [m], with the number of correct predictions."""
     label = batch["label"]
     total = F.cross_entropy(outputs, label, reduction="sum")
     return LossSum(total, label.numel(), {"accuracy": (outputs.argmax(-1) == label).sum()})
@@ -24,44 +24,44 @@ def classification_loss(outputs: Tensor, batch: Batch) -> LossSum:
 EXAMPLE = 'LossSum(F.cross_entropy(outputs, batch["label"], reduction="sum"), len(outputs))'
 
 
-def checked(found: Any) -> LossSum:
-    """What a user's loss has returned, as sums of one number each. Raises ModelError where it is something else."""
-    if not isinstance(found, LossSum):
+def checked(loss: Any) -> LossSum:
+    """A user's loss with its sums as 0-dim tensors. Raises ModelError where it is not a valid LossSum."""
+    if not isinstance(loss, LossSum):
         raise ModelError(
-            f"loss(outputs, batch) returned {_told(found)}, which does not say how many samples (or tokens) it is the "
+            f"loss(outputs, batch) returned {_repr(loss)}, which does not say how many samples (or tokens) it is the "
             f"loss of: return their sum and their number, such as {EXAMPLE}, with LossSum from lockstep"
         )
-    if not isinstance(found.total, Tensor) or found.total.numel() != 1:
+    if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
         raise ModelError(
-            f"LossSum.total is {_told(found.total)}: it is the sum of the losses, a tensor of one number, such as in "
+            f"LossSum.total is {_repr(loss.total)}: it is the sum of the losses, a tensor of one number, such as in "
             f"{EXAMPLE}"
         )
-    if not _is_number(found.count) or (not isinstance(found.count, Tensor) and found.count < 0):
+    if not _is_number(loss.count) or (not isinstance(loss.count, Tensor) and loss.count < 0):
         raise ModelError(
-            f"LossSum.count is {_told(found.count)}: it is how many samples (or tokens) the total is the sum of, a "
+            f"LossSum.count is {_repr(loss.count)}: it is how many samples (or tokens) the total is the sum of, a "
             f"number, such as in {EXAMPLE}"
         )
-    if not isinstance(found.sums, Mapping) or not all(map(_is_number, found.sums.values())):
+    if not isinstance(loss.sums, Mapping) or not all(map(_is_number, loss.sums.values())):
         raise ModelError(
             'LossSum.sums is a dict of further sums over the same samples, one number each, such as {"accuracy": '
-            f"number right}}; it is {_told(found.sums)}"
+            f"number right}}; it is {_repr(loss.sums)}"
         )
-    if not isinstance(found.terms, Mapping):
-        raise ModelError(f"LossSum.terms is a dict of LossSums by name; it is {_told(found.terms)}")
-    terms = {name: checked(term) for name, term in found.terms.items()}
-    count = found.count.reshape(()) if isinstance(found.count, Tensor) else found.count
-    sums = {name: torch.as_tensor(value, device=found.total.device).reshape(()) for name, value in found.sums.items()}
-    return replace(found, total=found.total.reshape(()), count=count, sums=sums, terms=terms)
+    if not isinstance(loss.terms, Mapping):
+        raise ModelError(f"LossSum.terms is a dict of LossSums by name; it is {_repr(loss.terms)}")
+    terms = {name: checked(term) for name, term in loss.terms.items()}
+    count = loss.count.reshape(()) if isinstance(loss.count, Tensor) else loss.count
+    sums = {name: torch.as_tensor(value, device=loss.total.device).reshape(()) for name, value in loss.sums.items()}
+    return replace(loss, total=loss.total.reshape(()), count=count, sums=sums, terms=terms)
 
 
 def unweighted(loss: LossSum) -> LossSum:
-    """The sum of all totals, for whoever asks what they depend on and whether they are sums; it is no loss."""
+    """The plain sum of the totals of all terms, for checks of what they depend on; not a loss to train with."""
     return replace(loss, total=sum((term.total for term in loss.terms.values()), start=loss.total), terms={})
 
 
 def weighted(loss: LossSum, micro_batch: MicroBatch) -> LossSum:
-    """The loss with its terms in the total, each as if it counted samples; they are logged under their names. Raises
-    ModelError where what they count was not told before, or is something else."""
+    """The loss with its terms added to the total, each weighted as if it counted samples, and to the logged sums.
+    Raises ModelError where term_counts gave no count for a term, or another one."""
     if not loss.terms:
         return loss
     weights = micro_batch.weights
@@ -69,7 +69,7 @@ def weighted(loss: LossSum, micro_batch: MicroBatch) -> LossSum:
         return unweighted(loss)
     if weights.keys() != loss.terms.keys():
         raise ModelError(
-            f"the loss has the terms {sorted(loss.terms)}, but term_counts(batch) tells the counts of "
+            f"the loss has the terms {sorted(loss.terms)}, but term_counts(batch) gives the counts of "
             f"{sorted(weights)}: return a number for each term from `term_counts`, beside `loss`"
         )
     samples = len(micro_batch.indices)
@@ -79,31 +79,31 @@ def weighted(loss: LossSum, micro_batch: MicroBatch) -> LossSum:
             "make what counts tokens, or anything else, a term of its own"
         )
     for name, term in loss.terms.items():
-        is_at_hand = not isinstance(term.count, Tensor) or term.count.device.type == "cpu"
+        is_on_cpu = not isinstance(term.count, Tensor) or term.count.device.type == "cpu"
         counted = micro_batch.term_counts.get(name, 0.0)
-        if is_at_hand and not math.isclose(float(term.count), counted, rel_tol=1e-5):
+        if is_on_cpu and not math.isclose(float(term.count), counted, rel_tol=1e-5):
             raise ModelError(
                 f"the term {name!r} of the loss counts {float(term.count):g} in shard {micro_batch.shard} of step "
-                f"{micro_batch.step + 1}, where term_counts(batch) has told {counted:g}: let both count the same"
+                f"{micro_batch.step + 1}, where term_counts(batch) returned {counted:g}: let both count the same"
             )
-    parts = {name: term.total * weights[name] for name, term in loss.terms.items()}
-    total = sum(parts.values(), start=loss.total)
-    sums = {**loss.sums, **{name: part.detach() for name, part in parts.items()}}
+    terms = {name: term.total * weights[name] for name, term in loss.terms.items()}
+    total = sum(terms.values(), start=loss.total)
+    sums = {**loss.sums, **{name: term.detach() for name, term in terms.items()}}
     return replace(loss, total=total, sums=sums, terms={})
 
 
 def with_term_weights(
     micro_batches: Sequence[MicroBatch], term_counts: Callable[[Batch], Mapping[str, float]]
 ) -> Sequence[MicroBatch]:
-    """A rank's micro-batches of a step, with the weights of the loss's terms. Every rank calls it, before any forward
-    pass; the counts of all shards are added in the order of their numbers. Raises ModelError."""
+    """A rank's micro-batches of a step, with the weights of the loss's terms. A collective, before any forward pass;
+    the counts of the shards are added in their order. Raises ModelError."""
     counted = [replace(each, term_counts=_counts(term_counts(each.batch))) for each in micro_batches]
     own = {
         each.shard: (len(each.indices), dict.fromkeys(each.term_counts, 0.0) if each.is_void else each.term_counts)
         for each in counted
         if not each.ghost
     }
-    shards = dict(sorted(item for found in all_gather_object(own) for item in found.items()))
+    shards = dict(sorted(item for counts in all_gather_object(own) for item in counts.items()))
     samples = sum(number for number, _ in shards.values())
     names = sorted({name for _, counts in shards.values() for name in counts})
     totals = {name: math.fsum(counts.get(name, 0.0) for _, counts in shards.values()) for name in names}
@@ -111,24 +111,24 @@ def with_term_weights(
     return [replace(each, weights=weights) for each in counted]
 
 
-def _counts(found: Any) -> dict[str, float]:
-    if not isinstance(found, Mapping) or not all(map(_is_number, found.values())):
+def _counts(counts: Any) -> dict[str, float]:
+    if not isinstance(counts, Mapping) or not all(map(_is_number, counts.values())):
         raise ModelError(
             f'term_counts(batch) returns a dict of a number for each term of the loss, such as {{"boxes": 12}}; it '
-            f"returned {_told(found)}"
+            f"returned {_repr(counts)}"
         )
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in counts.items()}
 
 
 def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
 
 
-def _told(value: Any) -> str:
+def _repr(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, int | float):
         return f"the number {value!r}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name!r}: {_told(each)}" for name, each in value.items()) + "}"
+        return "{" + ", ".join(f"{name!r}: {_repr(each)}" for name, each in value.items()) + "}"
     return "nothing" if value is None else f"a {type(value).__name__}"

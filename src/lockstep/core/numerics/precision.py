@@ -1,4 +1,4 @@
-"""The number formats of a run: autocast, gradient scaling, and the switches that may change bits."""
+"""Precision of a run: autocast, gradient scaling, and the global switches that may change bits."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,17 +14,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Scaler(torch.amp.GradScaler):
-    """Ranks may hold different parts of a model: all hear that one's gradients have overflowed.
+    """A GradScaler for sharded models: an overflow on one rank counts on all.
 
-    PyTorch's ShardedGradScaler means the same, but cannot be used with fused optimizers in torch 2.13.
+    Not PyTorch's ShardedGradScaler, which does not work with fused optimizers in torch 2.13.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As in PyTorch; every rank has to call it."""
+        """As in PyTorch; a collective."""
         super().unscale_(optimizer)
         if self.is_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
-            for found in self._found_inf_per_device(optimizer).values():
-                any_of(found)
+            for found_inf in self._found_inf_per_device(optimizer).values():
+                any_of(found_inf)
 
 
 class Precision:
@@ -36,7 +36,7 @@ class Precision:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether gradients are scaled, and may overflow in the course of things."""
+        """Whether gradients are scaled, so that an overflow is expected now and then."""
         return self.scaler.is_enabled()
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -44,16 +44,16 @@ class Precision:
         return torch.autocast(self.device.type, DTYPES[self.kind], enabled=self.kind != "fp32")
 
     def scaled(self, total: Tensor) -> Tensor:
-        """A sum of losses to go backwards from: scaled up where the format needs it."""
+        """The loss to call backward() on: scaled where the format needs it."""
         return self.scaler.scale(total)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo the scaling of the gradients; they are the true sums afterwards. Every rank has to call it."""
-        self.scaler.scale(torch.zeros((), device=self.device))  # a rank that has seen no loss yet has no scale
+        """Undo the scaling of the gradients. A collective."""
+        self.scaler.scale(torch.zeros((), device=self.device))  # creates the scale on a rank without a loss
         self.scaler.unscale_(optimizer)
 
     def apply(self, optimizer: torch.optim.Optimizer, *, commit: bool = True, is_empty: bool = False) -> None:
-        """The optimizer's step, left out without `commit` or where scaled gradients overflowed; adapts the scale.
+        """Run the optimizer's step, unless `commit` is false or scaled gradients overflowed; update the scale.
         `is_empty`: whether there is no gradient at all."""
         if commit or (self.is_scaled and not is_empty):
             self.scaler.step(optimizer)
@@ -61,7 +61,7 @@ class Precision:
             self.scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's numbers; empty for formats without one."""
+        """The scaler's state; empty for formats without one."""
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -70,9 +70,9 @@ class Precision:
 
 
 def fix_numerics(*, threads: int, exact: bool) -> dict[str, Any]:
-    """Set what changes bits or speed for the whole process, before any thread is started; returns it as recorded.
+    """Set the global switches that change bits or speed, before any thread starts; returns what runs record of them.
 
-    Denormals are flushed here, first, because threads inherit the setting from the one that starts them.
+    Denormals are flushed first, because threads inherit the setting from the thread that starts them.
     """
     flushed = torch.set_flush_denormal(True)
     torch.set_num_threads(threads)

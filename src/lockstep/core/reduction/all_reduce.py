@@ -1,7 +1,7 @@
-"""How ranks finish a tree over the network: each adds up its own part of the numbers, then all have all.
+"""An all-reduce that finishes the shards' tree: each rank reduces its own chunk, then all gather the chunks.
 
-V = shards, W = processes, n = numbers in a flat tensor. The same bytes travel as in a ring all-reduce when V/W is a
-power of two; otherwise a rank brings more than one partial sum.
+V = shards, W = processes, n = elements of a flat tensor. The same bytes travel as in a ring all-reduce when V/W is a
+power of two; otherwise a rank contributes more than one partial sum.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.core.reduction.tree import Shards, TreeSum, cover, root
+from lockstep.core.reduction.tree import Node, Shards, TreeSum, cover, root
 
 
 class AllReduce:
-    """How the ranks of a group finish one tree: who brings which nodes.
+    """The all-reduce of one kind of step over a process group: which rank contributes which nodes of the tree.
 
     `owned[r]` are the shards of rank r; a rank may own none and still takes part.
     """
@@ -24,55 +24,63 @@ class AllReduce:
     def __init__(self, owned: Sequence[Shards], present: Shards, group: dist.ProcessGroup) -> None:
         self.owned, self.present, self.group = owned, present, group
         self.rank, self.size = group.rank(), group.size()
-        self.room: Tensor | None = None
         self.nodes = [cover(shards, present) for shards in owned]
-        """What each rank brings, one partial sum per node."""
-        everything = frozenset[int]().union(*owned)
-        self.slots = max(1, len(cover(owned[self.rank], everything)))
-        """How many nodes this rank brings at most; where shards are absent it may be fewer."""
+        """The nodes of each rank: one partial sum each."""
+        self.max_nodes = max(1, len(cover(owned[self.rank], frozenset[int]().union(*owned))))
+        """How many nodes this rank has when no shard is absent; otherwise it may have fewer."""
+        self._buffer: Tensor | None = None
 
-    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+    @property
+    def local_nodes(self) -> tuple[Node, ...]:
+        """The nodes of this rank."""
+        return self.nodes[self.rank]
+
+    def sum(self, partials: Sequence[Tensor]) -> Tensor:
         """This rank's partial sums, one flat [n] for each of its nodes in order -> the sum over all shards [n].
 
-        The same bits on every rank: each finishes the tree for its own n/W numbers, then all gather. `parts` may be
-        overwritten; a rank without a node gives one tensor for its type and room.
+        The same bits on every rank. `partials` may be overwritten; a rank without a node passes one tensor for its
+        type and memory.
         """
         if self.size == 1:
-            return parts[0]
-        return self._pairwise(parts) if parts[0].device.type == "cpu" else self._collective(parts)
+            return partials[0]
+        return self._point_to_point(partials) if partials[0].device.type == "cpu" else self._collective(partials)
 
-    def _pairwise(self, parts: Sequence[Tensor]) -> Tensor:
-        """Every rank sends every other its chunk, from where it lies, and later its own sum, to where it belongs."""
-        edges = [parts[0].numel() * rank // self.size for rank in range(self.size + 1)]
+    def _point_to_point(self, partials: Sequence[Tensor]) -> Tensor:
+        """Send and receive chunks in place, without the copies that Gloo's collectives would need."""
+        edges = [partials[0].numel() * rank // self.size for rank in range(self.size + 1)]
         chunks = [slice(*pair) for pair in pairwise(edges)]
         mine, others = chunks[self.rank], [rank for rank in range(self.size) if rank != self.rank]
-        rows = {node: part[mine] for node, part in zip(self.nodes[self.rank], parts, strict=False)}
-        arriving = [(rank, node) for rank in others for node in self.nodes[rank]]
-        rows |= dict(zip((node for _, node in arriving), self._room(parts[0], len(arriving), mine), strict=True))
-        self._move(
-            sends=[(part[chunks[rank]], rank) for rank in others for part in parts[: len(self.nodes[self.rank])]],
-            receives=[(rows[node], rank) for rank, node in arriving],
+        rows = {node: partial[mine] for node, partial in zip(self.local_nodes, partials, strict=False)}
+        remote = [(rank, node) for rank in others for node in self.nodes[rank]]
+        received = self._receive_buffer(partials[0], len(remote), mine.stop - mine.start)
+        rows |= {node: row for (_, node), row in zip(remote, received, strict=True)}
+        self._transfer(
+            sends=[(part[chunks[rank]], rank) for rank in others for part in partials[: len(self.local_nodes)]],
+            receives=[(rows[node], rank) for rank, node in remote],
         )
+        result, total = partials[0], self._tree_sum(rows)
+        if total.data_ptr() != result[mine].data_ptr():
+            result[mine].copy_(total)
+        self._transfer(
+            sends=[(result[mine], rank) for rank in others], receives=[(result[chunks[rank]], rank) for rank in others]
+        )
+        return result
+
+    def _tree_sum(self, rows: dict[Node, Tensor]) -> Tensor:
         top = root(self.present)
         total = TreeSum(self.present, [top])
         for node, row in rows.items():
             total.add(node, row)
-        whole = parts[0]
-        if total.parts[top].data_ptr() != whole[mine].data_ptr():
-            whole[mine].copy_(total.parts[top])
-        self._move(
-            sends=[(whole[mine], rank) for rank in others], receives=[(whole[chunks[rank]], rank) for rank in others]
-        )
-        return whole
+        return total.partials[top]
 
-    def _room(self, like: Tensor, count: int, chunk: slice) -> Tensor:
-        """Memory for `count` chunks, kept from one bucket to the next: fresh pages cost as much as the sum."""
-        width = chunk.stop - chunk.start
-        if self.room is None or self.room.numel() < count * width or self.room.dtype != like.dtype:
-            self.room = like.new_empty(count * width)
-        return self.room[: count * width].view(count, width)
+    def _receive_buffer(self, like: Tensor, count: int, width: int) -> Tensor:
+        """`count` rows of `width` elements, reused for all buckets: page faults of new memory cost as much as the
+        sum."""
+        if self._buffer is None or self._buffer.numel() < count * width or self._buffer.dtype != like.dtype:
+            self._buffer = like.new_empty(count * width)
+        return self._buffer[: count * width].view(count, width)
 
-    def _move(self, sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]]) -> None:
+    def _transfer(self, sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]]) -> None:
         """Between two ranks messages arrive in the order in which they were sent."""
         works = [dist.irecv(tensor, group=self.group, group_src=rank) for tensor, rank in receives if tensor.numel()]
         works += [dist.isend(tensor, group=self.group, group_dst=rank) for tensor, rank in sends if tensor.numel()]
@@ -80,22 +88,18 @@ class AllReduce:
             assert work is not None
             work.wait()
 
-    def _collective(self, parts: Sequence[Tensor]) -> Tensor:
-        """The same in two collectives, which NCCL puts on a stream; chunks are padded to one size."""
-        mine = self.nodes[self.rank]
-        width = -(-parts[0].numel() // self.size)
-        padding = width * self.size - parts[0].numel()
-        rows = torch.stack([F.pad(part, (0, padding)) for part in parts[: len(mine)]]) if mine else parts[0][:0]
-        send = rows.view(len(mine), self.size, width).transpose(0, 1).reshape(-1)
+    def _collective(self, partials: Sequence[Tensor]) -> Tensor:
+        """An all-to-all and an all-gather, which NCCL runs on a stream; chunks are padded to one size."""
+        count, numel = len(self.local_nodes), partials[0].numel()
+        width = -(-numel // self.size)
+        padded = [F.pad(partial, (0, width * self.size - numel)) for partial in partials[:count]]
+        rows = torch.stack(padded) if padded else partials[0][:0]
+        send = rows.view(count, self.size, width).transpose(0, 1).reshape(-1)
         counts = [len(nodes) for nodes in self.nodes]
-        received = parts[0].new_empty(sum(counts) * width)
-        dist.all_to_all_single(
-            received, send, [c * width for c in counts], [len(mine) * width] * self.size, group=self.group
-        )
-        top = root(self.present)
-        total = TreeSum(self.present, [top])
-        for node, row in zip((n for nodes in self.nodes for n in nodes), received.view(-1, width), strict=True):
-            total.add(node, row)
-        whole = parts[0].new_empty(width * self.size)
-        dist.all_gather_into_tensor(whole, total.parts[top].contiguous(), group=self.group)
-        return whole[: parts[0].numel()]
+        received = partials[0].new_empty(sum(counts) * width)
+        dist.all_to_all_single(received, send, [c * width for c in counts], [count * width] * self.size, self.group)
+        nodes = [node for nodes in self.nodes for node in nodes]
+        total = self._tree_sum(dict(zip(nodes, received.view(-1, width), strict=True)))
+        result = partials[0].new_empty(width * self.size)
+        dist.all_gather_into_tensor(result, total.contiguous(), group=self.group)
+        return result[:numel]

@@ -1,5 +1,6 @@
-"""The global gradient norm, from per-row sums of squares in a fixed order: the same bits however rows are held."""
+"""The global gradient norm, from sums of squares in a fixed order: the same bits however rows are sharded."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -13,13 +14,12 @@ EPSILON = 1e-6
 
 
 def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients there are, in the parameters' order."""
+    """The gradients that are not None, in the parameters' order."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
 def normalise_(grads: Sequence[Tensor], count: Tensor) -> None:
-    """Divide gradients by a count, 0-dim, in place; a minus zero becomes zero, which is what a part of the model gets
-    that no sample has used."""
+    """Divide gradients by a count, 0-dim, in place. Minus zero becomes zero, as in parameters that no sample used."""
     if grads and grads[0].device.type == "cpu":
         for grad in grads:
             grad.div_(count).add_(0.0)  # while it is in the cache
@@ -29,7 +29,7 @@ def normalise_(grads: Sequence[Tensor], count: Tensor) -> None:
 
 
 def row_squares(grads: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of each row of each gradient, flat [total rows]; a gradient without axes is one row."""
+    """Sum of squares of each row of each gradient, flat [total rows]; a 0-dim gradient is one row."""
     rows = [g.square().contiguous().view(g.size(0) if g.ndim else 1, -1).sum(1) for g in grads if g.numel()]
     return torch.cat(rows)
 
@@ -39,67 +39,82 @@ def clip_(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     torch._foreach_mul_(list(grads), (max_norm / (norm + EPSILON)).clamp(max=1.0))
 
 
-class Rows:
-    """The rows of all parameters of a model, in its order, of which each rank holds some.
+class ShardedNorm(ABC):
+    """The global norm of gradients that are sharded over the ranks of a group."""
 
-    `whole`: name -> number of rows, of every parameter that is trained; `first`: name -> the first row that this rank
-    holds, of those it does; `group`: the ranks that together hold each row once.
-    """
+    def __init__(self, *, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
 
-    def __init__(
-        self, whole: Mapping[str, int], first: Mapping[str, int], *, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self.first, self.group, self.device, self.total = dict(first), group, device, 0
-        for name, rows in whole.items():
-            if name in self.first:
-                self.first[name] += self.total
-            self.total += rows
+    @abstractmethod
+    def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """A table of sums of squares, of which each rank fills other elements and leaves the rest zero."""
 
-    def clip(self, parts: Mapping[str, Tensor], max_norm: float | None) -> Tensor:
-        """The global norm, 0-dim, from the gradients of this rank's parts, which are scaled down to max_norm."""
-        held = {name: part.grad for name, part in parts.items() if part.grad is not None}
-        grads = list(held.values())
-        table = torch.zeros(self.total, device=self.device)
-        for name, grad in held.items():
-            if grad.numel():
-                own = row_squares([grad])
-                table[self.first[name] : self.first[name] + len(own)] = own
+    def clip(self, parameters: Mapping[str, Tensor], max_norm: float | None) -> Tensor:
+        """The global norm, 0-dim; the gradients of this rank's parameters are scaled down to max_norm."""
+        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        table = self.squares(grads)
         if self.group.size() > 1:
             add_disjoint(table, self.group)
         norm = table.sum().sqrt()
         if max_norm is not None and grads:
-            clip_(grads, norm, max_norm)
+            clip_(list(grads.values()), norm, max_norm)
         return norm
 
 
-class GradientPieces:
-    """Parameters of which the ranks of a group hold pieces, cut along any axis, or all of them the whole.
+class RowwiseNorm(ShardedNorm):
+    """For parameters that are sharded by whole rows: the bits of an unsharded model.
 
-    `split`: the names of those that are cut. A row may lie on several ranks, so the bits are not those of `Rows`; they
-    are the same on every rank, and every number counts once.
+    `num_rows`: of every trained parameter, in the model's order; `first_row`: the first row that this rank holds, for
+    the parameters of which it holds any; the ranks of `group` together hold each row once.
+    """
+
+    def __init__(
+        self,
+        num_rows: Mapping[str, int],
+        first_row: Mapping[str, int],
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        super().__init__(group=group, device=device)
+        self.offset, self.total = dict(first_row), 0
+        for name, rows in num_rows.items():
+            if name in self.offset:
+                self.offset[name] += self.total
+            self.total += rows
+
+    def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """[rows of all parameters]."""
+        table = torch.zeros(self.total, device=self.device)
+        for name, grad in grads.items():
+            if grad.numel():
+                rows = row_squares([grad])
+                table[self.offset[name] : self.offset[name] + len(rows)] = rows
+        return table
+
+
+class SplitNorm(ShardedNorm):
+    """For parameters that are split along any axis, or replicated on all ranks of the group.
+
+    `split`: the names of the split ones. A row may lie on several ranks, so the bits are not those of `RowwiseNorm`;
+    they are the same on every rank, and every element counts once.
     """
 
     def __init__(self, split: Collection[str], *, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.split, self.group, self.device = frozenset(split), group, device
+        super().__init__(group=group, device=device)
+        self.split = frozenset(split)
 
-    def clip(self, parts: Mapping[str, Tensor], max_norm: float | None) -> Tensor:
-        """The global norm, 0-dim, from the gradients of this rank's parts, which are scaled down to max_norm."""
-        held = {name: part.grad for name, part in parts.items() if part.grad is not None}
-        place, table = self.group.rank(), torch.zeros(self.group.size(), len(held), device=self.device)
-        for column, name in enumerate(held):
-            is_counted = name in self.split or place == 0
-            if is_counted and held[name].numel():
-                table[place, column] = row_squares([held[name]]).sum()
-        if self.group.size() > 1:
-            add_disjoint(table, self.group)
-        norm = table.sum().sqrt()
-        if max_norm is not None and held:
-            clip_(list(held.values()), norm, max_norm)
-        return norm
+    def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """[ranks, parameters]."""
+        rank, table = self.group.rank(), torch.zeros(self.group.size(), len(grads), device=self.device)
+        for column, (name, grad) in enumerate(grads.items()):
+            if (name in self.split or rank == 0) and grad.numel():
+                table[rank, column] = row_squares([grad]).sum()
+        return table
 
 
 def rows_of(parameter: Tensor) -> int:
-    """How many rows a parameter has in the table; none where it is empty."""
+    """How many rows a parameter has in the table of `RowwiseNorm`; none where it is empty."""
     if not parameter.numel():
         return 0
     return parameter.size(0) if parameter.ndim else 1

@@ -1,7 +1,7 @@
-"""How FSDP's gradients are added: after every micro-batch each rank gets its own rows of everybody's gradient, and
-adds them to sums that are never whole.
+"""FSDP's reduce-scatter in the shards' tree: after every micro-batch each rank receives its own rows of every rank's
+gradient, and adds them to partial sums of these rows only.
 
-V = shards of a step, S = ranks that share the model, n = numbers of a rank's rows, padded alike on every rank.
+V = shards of a step, S = ranks that share the model, n = elements of a rank's rows, padded alike on every rank.
 """
 
 from collections.abc import Sequence
@@ -17,30 +17,31 @@ from lockstep.core.reduction.tree import TreeSum
 
 
 class Rounds:
-    """Where a step is: in every round each of the S ranks brings one shard's gradient, or a ghost's."""
+    """The rounds of a step: in each, every one of the S ranks runs one micro-batch, or a ghost.
 
-    def __init__(self, exchange: AllReduce, shards: Sequence[Sequence[int | None]]) -> None:
-        self.exchange = exchange
-        """How those finish the tree that hold the same rows, each for micro-batches of its own."""
-        self.shards = shards
-        """round -> shard of each of the S ranks, None for a ghost."""
+    `all_reduce` is over the replicas of this rank's rows; `shards`: round -> shard of each of the S ranks, None for a
+    ghost.
+    """
+
+    def __init__(self, all_reduce: AllReduce, shards: Sequence[Sequence[int | None]]) -> None:
+        self.all_reduce, self.shards = all_reduce, shards
         self.number = 0
 
     @property
-    def now(self) -> Sequence[int | None]:
+    def current(self) -> Sequence[int | None]:
         return self.shards[self.number]
 
     @property
     def is_last(self) -> bool:
-        """Whether the sums are to be finished in this round."""
+        """Whether the sums are completed in this round."""
         return self.number == len(self.shards) - 1
 
 
 class TreeReduceScatter(ReduceScatter):
-    """For one FSDP module: its reduce-scatter, and what comes after it.
+    """The reduce-scatter of one FSDP module.
 
-    In the step's last round, the module's gradients are the sum over all shards, in the tree's order; what it leaves
-    before is of no use.
+    After the step's last round the module's gradients are the sum over all shards, in the tree's order; before that
+    they mean nothing.
     """
 
     rounds: Rounds
@@ -51,49 +52,49 @@ class TreeReduceScatter(ReduceScatter):
         self.tree: TreeSum | None = None
         self.rows: Tensor | None = None
         self.finished: tuple[Rounds, int] | None = None
-        """The last round."""
+        """The last round for which FSDP has passed gradients."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for FSDP to put gradients in."""
+        """The buffer into which FSDP copies gradients."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object
     ) -> None:
-        """Gradients [S * n] -> this rank's rows of every rank's, [S, n]; nothing is added yet, and the
-        mean that FSDP asks for is not taken."""
+        """Gradients [S * n] -> this rank's rows of every rank's gradient, [S, n], without adding or averaging."""
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         self.rows = received.view(group.size(), -1)
 
     def finish(self, output: Tensor) -> None:
-        """Add up this round's rows; in the last round the sum over the world is written to `output` [n].
+        """Add this round's rows to the tree; in the last round write the sum over all shards to `output` [n].
 
-        FSDP's hook after its reduce-scatter; it leaves that out where it is alone, and gives its gradient here.
+        FSDP's all-reduce hook, which runs after its reduce-scatter. On a single rank FSDP skips the reduce-scatter, and
+        `output` is the gradient.
         """
         rounds, rows = self.rounds, self.rows
         self._enter_round()
-        if rows is not None and rows.is_cuda:  # FSDP made it on another stream, to which it goes back too early
+        if rows is not None and rows.is_cuda:  # FSDP allocated it on another stream, which may reuse it too early
             rows.record_stream(torch.cuda.current_stream(rows.device))
         if self.tree is None:
-            self.tree = TreeSum(rounds.exchange.present, rounds.exchange.nodes[rounds.exchange.rank])
-        for shard, row in zip(rounds.now, output[None].clone() if rows is None else rows, strict=True):
+            self.tree = TreeSum(rounds.all_reduce.present, rounds.all_reduce.local_nodes)
+        for shard, row in zip(rounds.current, output[None].clone() if rows is None else rows, strict=True):
             if shard is not None:
                 self.tree.add((shard, 1), row)
         self.rows = None
         if rounds.is_last:
-            nodes = rounds.exchange.nodes[rounds.exchange.rank]
-            parts = [part for node in nodes if (part := self.tree.take(node)) is not None]
-            output.copy_(rounds.exchange.sum(parts or [torch.zeros_like(output)]))
+            nodes = rounds.all_reduce.local_nodes
+            partials = [partial for node in nodes if (partial := self.tree.take(node)) is not None]
+            output.copy_(rounds.all_reduce.sum(partials or [torch.zeros_like(output)]))
             self.tree = None
         elif rows is not None:  # a row that waits for its sibling would keep all S of them
-            self.tree.parts = {
-                node: part.clone() if part.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr() else part
-                for node, part in self.tree.parts.items()
+            self.tree.partials = {
+                node: row.clone() if row.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr() else row
+                for node, row in self.tree.partials.items()
             }
 
     def _enter_round(self) -> None:
-        """FSDP hands in a block's gradients whenever it has been left: once, or they could not be told apart."""
+        """Raise ModelError when FSDP passes a block's gradients twice in a round: they could not be distinguished."""
         if self.finished == (self.rounds, self.rounds.number):
             raise ModelError(
                 f"{self.name or 'the model itself'} runs more than once in a forward pass, and parallel.kind=fsdp "
@@ -103,24 +104,24 @@ class TreeReduceScatter(ReduceScatter):
 
 
 class BackendReduceScatter(TreeReduceScatter):
-    """The backend's own reduce-scatter, in an order that depends on the world; sums over rounds are left to FSDP."""
+    """The backend's own reduce-scatter, whose order depends on the world size; FSDP adds up the rounds."""
 
-    def __init__(self, name: str, place: int) -> None:
+    def __init__(self, name: str, rank: int) -> None:
         super().__init__(name)
-        self.place = place
+        self.rank = rank
 
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object
     ) -> None:
         """Gradients [S * n] -> this rank's rows of their sum [n]."""
-        if self.rounds.now[self.place] is None:
+        if self.rounds.current[self.rank] is None:
             input_tensor.zero_()
         dist.reduce_scatter_tensor(output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=group)
         self.rows = output_tensor
 
     def finish(self, output: Tensor) -> None:
-        """Nothing is left to do; where FSDP is alone, a ghost's gradient goes."""
+        """Zero a ghost's gradient on a single rank, where FSDP skips the reduce-scatter."""
         self._enter_round()
-        if self.rows is None and self.rounds.now[self.place] is None:
+        if self.rows is None and self.rounds.current[self.rank] is None:
             output.zero_()
         self.rows = None

@@ -1,6 +1,6 @@
-"""How the gradients of a bucket come together: over the network, or in memory that the ranks of a machine share.
+"""How the partial sums of a bucket are reduced: over the network, or in memory that the ranks of a machine share.
 
-n = numbers in a bucket, L = ranks of a machine.
+n = elements of a bucket, L = ranks of a machine.
 """
 
 import os
@@ -20,38 +20,36 @@ from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
 
 BLOCK = 1 << 17
-"""Numbers that are added at once: what is read and written, a few times 512 KiB, stays in a core's cache."""
+"""Elements that are added at once: a few times 512 KiB stay in a core's cache."""
 SHARED = Path("/dev/shm")
-SPARE = 1.1
-"""Memory has to be free for so many times what is to be shared: writing to a full /dev/shm kills the process."""
-
-
+FREE_FACTOR = 1.1
+"""How many times the shared bytes have to be free: writing to a full /dev/shm kills the process."""
 CANNOT_SHARE = (OSError, RuntimeError)
-"""/dev/shm cannot be written, files cannot be opened any more, the system forbids a look at other processes."""
-
+"""/dev/shm is not writable, too many files are open, or the system forbids access to other processes."""
 
 Offer = tuple[int, int, int]
-"""Process, file descriptor in it, bytes."""
+"""Process id, file descriptor in it, bytes."""
 
 
 class NetworkTransport:
-    """Partial sums travel over the network, from every rank to every rank."""
+    """Sends partial sums over the network, from every rank to every rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     def slots(self, bucket: int, buffer: Tensor, count: int) -> list[Tensor]:
-        """Where this rank's partial sums of a bucket go: `count` flat tensors [n], the first of them `buffer`."""
+        """Memory for this rank's partial sums of a bucket: `count` flat tensors [n], the first of them `buffer`."""
         return [buffer, *(torch.empty_like(buffer) for _ in range(count - 1))]
 
-    def sum(self, bucket: int, slots: Sequence[Tensor], exchange: AllReduce) -> Tensor:
-        """The sum over all shards [n], once the slots have been filled. Every rank calls it."""
-        return exchange.sum(slots)
+    def sum(self, bucket: int, slots: Sequence[Tensor], all_reduce: AllReduce) -> Tensor:
+        """The sum over all shards [n], once the slots are filled. Every rank calls it."""
+        return all_reduce.sum(slots)
 
 
 class SharedMemoryTransport(NetworkTransport):
-    """The ranks of a machine add up where the gradients lie, each of them 1/L of the bucket; machines exchange what
-    that comes to. DDP's own buckets are moved into shared memory for this, so that nothing is copied.
+    """Each rank of a machine adds 1/L of the bucket in shared memory; then the machines all-reduce the results.
+
+    DDP's own buckets are moved into shared memory, so that nothing is copied.
     """
 
     def __init__(self, group: dist.ProcessGroup, neighbours: Topology) -> None:
@@ -62,10 +60,10 @@ class SharedMemoryTransport(NetworkTransport):
         """bucket -> slots of each rank of this machine; empty where they could not be shared."""
         self.own: dict[int, list[Tensor]] = {}
         """bucket -> slots of this rank."""
-        self._exchanges: dict[AllReduce, AllReduce] = {}
+        self._machine_reductions: dict[AllReduce, AllReduce] = {}
 
     def slots(self, bucket: int, buffer: Tensor, count: int) -> list[Tensor]:
-        """As `Wire.slots`, in shared memory. Buckets are shared when they are new, by all ranks at once."""
+        """As `NetworkTransport.slots`, in shared memory. All ranks share a new bucket at the same time."""
         # What `own` holds keeps its memory, so a bucket that DDP has rebuilt has another address, on every rank.
         if bucket not in self.own or self.own[bucket][0].data_ptr() != buffer.data_ptr():
             if bucket == 0:  # all buckets are new: there may be fewer of them
@@ -75,52 +73,53 @@ class SharedMemoryTransport(NetworkTransport):
             self.rows[bucket] = self._shared(self.own[bucket])
         return self.own[bucket]
 
-    def sum(self, bucket: int, slots: Sequence[Tensor], exchange: AllReduce) -> Tensor:
-        """As `Wire.sum`; the result lies in the first slot of every rank."""
+    def sum(self, bucket: int, slots: Sequence[Tensor], all_reduce: AllReduce) -> Tensor:
+        """As `NetworkTransport.sum`; the result is in the first slot of every rank."""
         rows, place = self.rows[bucket], self.neighbours.place
         if not rows:
-            return super().sum(bucket, slots, exchange)
+            return super().sum(bucket, slots, all_reduce)
         dist.barrier(self.neighbours.beside)
         count = slots[0].numel()
         low, high = (count * edge // len(rows) for edge in (place, place + 1))
         size = BLOCK if len(self.neighbours.machines) == 1 else max(high - low, 1)
         for start in range(low, high, size):
-            self._sum_block(slice(start, min(start + size, high)), rows, exchange)
+            self._sum_block(slice(start, min(start + size, high)), rows, all_reduce)
         dist.barrier(self.neighbours.beside)
         return slots[0]
 
-    def _sum_block(self, block: slice, rows: list[list[Tensor]], exchange: AllReduce) -> None:
-        """Add up the numbers of a block in the slots where they lie, and put the sum into the first slot of each."""
-        across = self._across(exchange)
-        goals = across.nodes[across.rank]
-        total = TreeSum(exchange.present, goals)
+    def _sum_block(self, block: slice, rows: list[list[Tensor]], all_reduce: AllReduce) -> None:
+        """Add a block of all slots in place, and copy the sum to the first slot of each rank."""
+        machines = self._between_machines(all_reduce)
+        total = TreeSum(all_reduce.present, machines.local_nodes)
         for rank, row in zip(self.ranks, rows, strict=True):
-            for node, slot in zip(exchange.nodes[rank], row, strict=False):  # a ragged step may need fewer slots
+            for node, slot in zip(all_reduce.nodes[rank], row, strict=False):  # a ragged step may need fewer slots
                 total.add(node, slot[block])
-        value = across.sum([total.parts[node] for node in goals] or [rows[0][0][block]])
+        value = machines.sum([total.partials[node] for node in machines.local_nodes] or [rows[0][0][block]])
         for row in rows:
             target = row[0][block]
             if target.data_ptr() != value.data_ptr():
                 target.copy_(value)
 
-    def _across(self, exchange: AllReduce) -> AllReduce:
-        """The exchange between machines: what a machine owns is what its ranks own."""
-        if exchange not in self._exchanges:
+    def _between_machines(self, all_reduce: AllReduce) -> AllReduce:
+        """The all-reduce between machines, each of which owns the shards of its ranks."""
+        if all_reduce not in self._machine_reductions:
             owned = [
-                frozenset[int]().union(*(exchange.owned[rank] for rank in ranks)) for ranks in self.neighbours.machines
+                frozenset[int]().union(*(all_reduce.owned[rank] for rank in ranks))
+                for ranks in self.neighbours.machines
             ]
-            self._exchanges[exchange] = AllReduce(owned, exchange.present, self.neighbours.across)
-        return self._exchanges[exchange]
+            self._machine_reductions[all_reduce] = AllReduce(owned, all_reduce.present, self.neighbours.across)
+        return self._machine_reductions[all_reduce]
 
     def _shared(self, own: list[Tensor]) -> list[list[Tensor]]:
-        """The slots of every rank of this machine, by place; none, on all ranks everywhere, where one cannot share."""
+        """The slots of every rank of this machine. Empty, on all ranks of all machines, where any of them cannot
+        share."""
         size = sum(slot.nbytes for slot in own) * len(self.ranks)
-        has_room = SHARED.is_dir() and shutil.disk_usage(SHARED).free >= SPARE * size
-        offers = all_gather_object(_offered(own) if has_room else [], self.group)
-        rows = self._rows(own, offers) if all(offers) else []
+        is_free = SHARED.is_dir() and shutil.disk_usage(SHARED).free >= FREE_FACTOR * size
+        offers = all_gather_object(_offers(own) if is_free else [], self.group)
+        rows = self._opened_rows(own, offers) if all(offers) else []
         return rows if all(all_gather_object(bool(rows), self.group)) else []
 
-    def _rows(self, own: list[Tensor], offers: Sequence[list[Offer]]) -> list[list[Tensor]]:
+    def _opened_rows(self, own: list[Tensor], offers: Sequence[list[Offer]]) -> list[list[Tensor]]:
         with suppress(*CANNOT_SHARE):
             return [
                 own if rank == dist.get_rank() else [_opened(offer, own[0]) for offer in offers[rank]]
@@ -129,16 +128,18 @@ class SharedMemoryTransport(NetworkTransport):
         return []
 
 
-def _offered(slots: list[Tensor]) -> list[Offer]:
+def _offers(slots: list[Tensor]) -> list[Offer]:
     with suppress(*CANNOT_SHARE):
         return [_offer(slot) for slot in slots]
     return []
 
 
-def _offer(memory: Tensor) -> Offer:
-    """Move a tensor's storage, under all of its views, to memory that others can map; it has no name that could be left
-    behind, and is gone with the last process that uses it."""
-    descriptor, size = memory.untyped_storage()._share_fd_cpu_()
+def _offer(tensor: Tensor) -> Offer:
+    """Move a tensor's storage, under all of its views, to memory that other processes can map.
+
+    Done by file descriptor because torch's named files in /dev/shm stay behind when a process is killed.
+    """
+    descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
     return os.getpid(), descriptor, size
 
 
@@ -153,11 +154,11 @@ def _opened(offer: Offer, like: Tensor) -> Tensor:
 
 
 def transport(device: torch.device) -> NetworkTransport:
-    """The quickest there is. Every rank has to call it.
+    """The fastest transport for a device. Every rank has to call it.
 
-    On Gloo it has a process group of its own, since it works beside a thread that may be in another collective.
+    On Gloo it has a process group of its own, because its thread runs beside other collectives.
     """
     if device.type == "cuda" or dist.get_world_size() == 1:
         return NetworkTransport(world_group())
-    group, found = dist.new_group(backend="gloo"), topology(this_machine())
-    return SharedMemoryTransport(group, found) if found else NetworkTransport(group)
+    group, neighbours = dist.new_group(backend="gloo"), topology(this_machine())
+    return SharedMemoryTransport(group, neighbours) if neighbours else NetworkTransport(group)

@@ -1,8 +1,8 @@
-"""Sums over shards in one fixed binary tree, whatever the number of processes: floating-point addition is not
-associative, so the order of the additions has to belong to the shards and not to the ranks.
+"""Sums over shards in one fixed binary tree, whatever the number of processes.
 
-A node (start, size) stands for the shards start..start+size-1; size is a power of two that divides start. A shard
-without samples is absent: a node with one present child is that child. Related: EasyScale (M. Li et al., SC'23).
+Floating-point addition is not associative, so the order of additions is fixed by the shards, not by the ranks. A node
+(start, size) stands for shards start..start+size-1; size is a power of two that divides start. A shard without samples
+is absent; a node with one present child equals that child. Related: EasyScale (M. Li et al., SC'23).
 
 V = shards, W = processes.
 """
@@ -39,36 +39,36 @@ def cover(owned: Shards, present: Shards) -> tuple[Node, ...]:
 
 
 class TreeSum:
-    """Adds up tensors by node; siblings are added as soon as both are there, so at most log2(V/W)+1 are kept.
+    """Adds tensors by node. Siblings are added as soon as both are present, so at most log2(V/W)+1 tensors are kept.
 
-    Which nodes come first does not matter: a + b and b + a are the same bits, and the left one is put first for the
-    sake of two NaNs, of which processors keep the first one's bits.
+    The order of arrival does not matter: a + b and b + a have the same bits. The left sibling is put first because
+    processors keep the bits of the first of two NaNs.
     """
 
-    def __init__(self, present: Shards, nodes: Iterable[Node]) -> None:
-        self.present, self.goals = present, frozenset(nodes)
-        self.parts: dict[Node, Tensor] = {}
+    def __init__(self, present: Shards, targets: Iterable[Node]) -> None:
+        self.present, self.targets = present, frozenset(targets)
+        self.partials: dict[Node, Tensor] = {}
         self.peak = 0
 
     def add(self, node: Node, value: Tensor) -> None:
-        """Take one node's sum; `value` may be added to in place from now on."""
-        while node not in self.goals:
+        """Add one node's sum; `value` may be added to in place from now on."""
+        while node not in self.targets:
             start, size = node
             sibling = (start ^ size, size)
-            if sibling in self.parts:
-                other = self.parts.pop(sibling)
+            if sibling in self.partials:
+                other = self.partials.pop(sibling)
                 value = other.add_(value) if sibling < node else value.add_(other)
             elif not self._is_empty(sibling):
                 break
             node = (start & ~size, 2 * size)
-        self.parts[node] = value
-        self.peak = max(self.peak, len(self.parts))
+        self.partials[node] = value
+        self.peak = max(self.peak, len(self.partials))
 
     def take(self, node: Node) -> Tensor | None:
-        """A node's sum, out of what has come of it: a shard may have had nothing to give (a parameter it does not
-        use), and then nothing is added for it. None when no shard had anything."""
-        if node in self.parts:
-            return self.parts.pop(node)
+        """Remove and return a node's sum, even where some of its shards added nothing (they do not use a parameter).
+        None when no shard added anything."""
+        if node in self.partials:
+            return self.partials.pop(node)
         start, size = node
         if size == 1:
             return None
@@ -86,4 +86,4 @@ def tree_sum(rows: Tensor, present: Shards) -> Tensor:
     total = TreeSum(present, [top])
     for shard in sorted(present):
         total.add((shard, 1), rows[shard].clone())
-    return total.parts[top]
+    return total.partials[top]

@@ -1,76 +1,59 @@
-"""DDP: everything on every process, the gradients in buckets that the processes of a machine share.
+"""Forecast of `ddp`: the model on every process, gradients in buckets, in shared memory within a machine.
 
-G = bytes of the gradients, W = processes, L = those of a machine, M = machines, k = partial sums that a rank brings.
+W = processes, L = those of a machine.
 """
 
-from lockstep.core.reduction.shard_assignment import contiguous
+from lockstep.core.reduction.shard_assignment import contiguous_by_rank
 from lockstep.core.reduction.tree import Shards, cover
-from lockstep.parallel.forecast import OVERLAP, Forecast, Setting, Times
-from lockstep.parallel.memory_forecast import HeldMemory, Memory, held, passes
+from lockstep.parallel.forecast import OVERLAP, Forecast, Setting
+from lockstep.parallel.memory_forecast import Memory, PartialSums, peak_of_passes, sequential_sums
 
 
 def forecast(setting: Setting) -> Forecast:
     """Of the rank with the most shards, or partial sums."""
-    facts, seconds, cluster = setting.facts, setting.seconds, setting.cluster
-    world, shards, present = cluster.world, setting.shards, setting.present
-    owned = {
-        frozenset(contiguous(rank, world, shards=shards, present=present)) or frozenset([0]) for rank in range(world)
-    }
-    rounds = max(map(len, owned))
+    facts, cluster = setting.facts, setting.cluster
+    world, present = cluster.world, setting.present
+    owned = {own or frozenset([0]) for own in contiguous_by_rank(world, shards=setting.shards, present=present)}
     slots = max(len(cover(own, present)) for own in owned) if setting.is_exact else 1
-    size = facts.gradient_bytes
-    beside = [(most(own, setting), passes_of(own, setting)) for own in owned]
-    sums, dynamic = max(beside, key=lambda pair: pair[1])
-    gradients = (slots + sums) * size
+    size, blocks = facts.gradient_bytes, range(len(facts.blocks))
+    sums = [sums_of(own, setting) for own in owned]
+    peak, most = max((peak_of_passes(facts, facts.weights, blocks, sums=each), each.most) for each in sums)
     buckets, sent, shared = traffic(setting, slots)
     memory = Memory(
-        **setting.between_steps(facts.weights, copies=world),
-        gradients=gradients,
-        activations=dynamic - sums * size,
+        **setting.persistent_memory(facts.weights, copies=world),
+        gradients=(slots + most) * size,
+        activations=peak - most * size,
         communication=buckets,
         start=setting.start_bytes(),
     )
-    exchange = cluster.seconds(sent, "pair", messages=2 * (world - 1)) + shared_seconds(setting, shared)
-    exchange += cluster.together(2 + 2 * num_buckets(setting))
-    has_room = facts.device == "cuda" or cluster.per_machine < cluster.slots
-    hidden = min(exchange, OVERLAP * seconds.passes) if has_room else 0.0
-    times = Times(
-        compute=rounds * seconds.passes * cluster.crowd,
-        fetch=rounds * seconds.fetch * cluster.crowd,
-        exchange=exchange - hidden,
-        idle=0.0,
-        update=seconds.update * cluster.crowd,
+    exchange = cluster.send_seconds(sent, "pair", messages=2 * (world - 1)) + shared_seconds(setting, shared)
+    exchange += cluster.collective_seconds(2 + 2 * num_buckets(setting))
+    has_free_core = facts.device == "cuda" or cluster.per_machine < cluster.slots
+    hidden = min(exchange, OVERLAP * setting.seconds.passes) if has_free_core else 0.0
+    return Forecast(
+        memory=memory,
+        sent_bytes=sent,
+        shared_bytes=shared,
+        times=setting.times(max(map(len, owned)), exchange - hidden),
+        notes=setting.idle_notes(world),
     )
-    notes = (f"{world - shards} of {world} processes have no micro-batch",) if world > shards else ()
-    return Forecast(memory=memory, sent_bytes=sent, shared_bytes=shared, times=times, notes=notes)
 
 
 def num_buckets(setting: Setting) -> int:
-    """DDP fills buckets of about one size; in shared memory each of them waits for the others twice."""
+    """DDP fills buckets of about one size; in shared memory there are two barriers for each."""
     return max(1, round(setting.facts.gradient_bytes / (setting.section.bucket_mb * 2**20)))
 
 
-def sums_of(own: Shards, setting: Setting) -> HeldMemory:
-    """Partial sums beside the buckets: the last micro-batch's go into them as they come."""
+def sums_of(own: Shards, setting: Setting) -> PartialSums:
+    """Partial sums beside the buckets: those of the last micro-batch are written to the buckets at once."""
     if not setting.is_exact:
-        return HeldMemory(before=(0,) * len(own), after=(0,) * len(own))
-    found = held(tuple((shard,) for shard in sorted(own)), setting.present, cover(own, setting.present))
-    return HeldMemory(before=found.before, after=(*found.after[:-1], 0))
-
-
-def most(own: Shards, setting: Setting) -> int:
-    """How many of them are held at once."""
-    return sums_of(own, setting).most
-
-
-def passes_of(own: Shards, setting: Setting) -> int:
-    """Bytes of a rank's passes, without the buckets."""
-    facts = setting.facts
-    return passes(facts, facts.weights, range(len(facts.blocks)), sums=sums_of(own, setting))
+        return PartialSums(before=(0,) * len(own), after=(0,) * len(own))
+    sums = sequential_sums(own, setting.present)
+    return PartialSums(before=sums.before, after=(*sums.after[:-1], 0))
 
 
 def traffic(setting: Setting, slots: int) -> tuple[int, int, int]:
-    """Bytes of buffers for it, sent, and added up in shared memory."""
+    """Bytes of buffers, bytes sent, and bytes added up in shared memory."""
     facts, cluster = setting.facts, setting.cluster
     world, size = cluster.world, facts.gradient_bytes
     if world == 1:
@@ -79,17 +62,17 @@ def traffic(setting: Setting, slots: int) -> tuple[int, int, int]:
     bucket = min(size, max(round(setting.section.bucket_mb * 2**20), largest))
     if not setting.is_exact:
         return 0, round(2 * (world - 1) / world * size), 0
-    neighbours = world // cluster.machines
-    if facts.device == "cuda" or neighbours == 1 or world % cluster.machines:
+    local = world // cluster.machines
+    if facts.device == "cuda" or local == 1 or world % cluster.machines:
         return 2 * bucket, round((slots + 1) * (world - 1) / world * size), 0
     across = (cluster.machines - 1) / cluster.machines
-    mapped = round((neighbours - 1) / neighbours * slots * size)  # the others' pages that it adds up count as its own
-    return mapped + round(across * bucket), round(2 * across * size / neighbours), size
+    mapped = round((local - 1) / local * slots * size)  # pages of other processes count as this process's memory
+    return mapped + round(across * bucket), round(2 * across * size / local), size
 
 
 def shared_seconds(setting: Setting, shared: int) -> float:
-    """Each of a machine's L processes adds up 1/L of L rows: the same work for any L."""
+    """Each of a machine's L processes adds 1/L of L rows: the same work for any L."""
     if not shared:
         return 0.0
     assert setting.cluster.links is not None
-    return shared / setting.cluster.links.exchange * setting.cluster.crowd
+    return shared / setting.cluster.links.exchange * setting.cluster.slowdown

@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,17 +18,17 @@ from lockstep.core.distributed.collectives import all_gather_object, broadcast_o
 from lockstep.core.host.malloc import return_large_tensors
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.deferred_init import replace_fake
-from lockstep.core.modules.dtensors import Held
+from lockstep.core.modules.dtensors import LocalParameters
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.all_reduce import AllReduce
-from lockstep.core.reduction.gradient_norm import Rows, rows_of
-from lockstep.core.reduction.shard_assignment import contiguous
+from lockstep.core.reduction.gradient_norm import RowwiseNorm, rows_of
+from lockstep.core.reduction.shard_assignment import contiguous, contiguous_by_rank
 from lockstep.core.reduction.tree import Shards
 from lockstep.parallel.micro_batches import MicroBatches, reduced_loss
-from lockstep.parallel.module_profile import ModuleProfile, balanced, survey
-from lockstep.parallel.partition import Cuttable
-from lockstep.parallel.pipeline_stage import SeededStage, Segment
+from lockstep.parallel.module_profile import ModuleProfile, balanced_bounds, profile_modules
+from lockstep.parallel.partition import PartitionedModel
+from lockstep.parallel.pipeline_stage import SeededStage, StageModule
 from lockstep.parallel.sharded import Sharded
 from lockstep.parallel.stage_forward import StageForward
 from lockstep.parallel.strategies.pipeline import Config
@@ -43,90 +44,80 @@ class Pipeline(Sharded):
         self.config = config
         self.schedules: dict[int, Any] = {}
         self.losses: dict[int, LossSum] = {}
-        """This step's, by micro-batch, where the last stage is this rank's."""
+        """This step's, by micro-batch, on the rank of the last stage."""
         self.loss_names: list[str] | None = None
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
-        """Cut the model, keep this rank's stages, let go of the rest. Raises LaunchError, ModelError."""
-        self.take(model)
+        """Partition the model, and free the parameters of other ranks' stages. Raises LaunchError, ModelError."""
+        self.start_placing(model)
         return_large_tensors()
-        unfilled = dict(model.named_parameters()) if model._lockstep_initial is not None else {}
-        self._fill_with_nothing(model)
+        fake = dict(model.named_parameters()) if model._lockstep_initial is not None else {}
+        self._replace_fake(model)
         self.schedules, self.loss_names = {}, None
-        self.cut = Cuttable(model)
+        self.partitioned = PartitionedModel(model)
         with raise_on_all_ranks():
-            size = self._stages(len(self.cut.blocks))
+            size = self.config.group_size(dist.get_world_size(), len(self.partitioned.blocks))
             batch = sample()
-            with _no_weight_written_to():
-                found = survey(self.cut, batch, self.precision.autocast)
-            bounds = self._bounds(found, size)
-        bounds = broadcast_object(bounds)
+            with _refuse_written_weights():
+                profile = profile_modules(self.partitioned, batch, self.precision.autocast)
+            bounds = self._bounds(profile, size)
+        bounds = broadcast_object(bounds)  # measured times differ between ranks
         with raise_on_all_ranks(), self.precision.autocast():
-            self.cut.check(bounds, batch)
+            self.partitioned.check(bounds, batch)
         mesh = init_device_mesh(
             self.device.type, (dist.get_world_size() // size, size), mesh_dim_names=("replica", "stage")
         )
         self.replica, (self.across, self.along) = mesh["replica"].get_local_rank(), mesh.get_all_groups()
         self.copies = tuple(dist.get_process_group_ranks(self.across))
         self.bounds = bounds
-        self._hold(found, unfilled)
-        self.relay = StageForward(self.cut, bounds, self.buffer_updates, group=self.along, device=self.device)
-        model._lockstep_initial = None  # and with it all that was written down
-        return Held(model, self.parts)
+        self._set_stages(profile, fake)
+        self.stage_forward = StageForward(
+            self.partitioned, bounds, self.buffer_updates, group=self.along, device=self.device
+        )
+        model._lockstep_initial = None  # frees the recorded operations
+        return LocalParameters(model, self.local)
 
-    def _hold(self, found: ModuleProfile, unfilled: Mapping[str, Tensor]) -> None:
-        """Keep this rank's stages. `unfilled`: the weights that have to be made first, as they were before."""
-        whole = {name: rows_of(p) for name, p in self.model.named_parameters() if p.requires_grad}
+    def _set_stages(self, profile: ModuleProfile, fake: Mapping[str, Tensor]) -> None:
+        """Set this rank's stages and parameters. `fake`: the fake tensors of parameters that have no values yet."""
+        num_rows = {name: rows_of(p) for name, p in self.model.named_parameters() if p.requires_grad}
         named = dict(self.model.named_parameters())
         numbers = range(self.along.rank(), len(self.bounds) - 1, self.along.size())
-        self.stages = [self._stage(number, found) for number in numbers]
-        units = {unit for stage in self.stages for unit in range(stage.segment.first, stage.segment.last)}
-        self.parts = {name: p for name, p in named.items() if found.holders[name][0] in units}
-        self.whole = dict(self.parts)
-        self.buffers = {name for name in self.buffers if found.modules[name.rpartition(".")[0]] in units}
-        first = dict.fromkeys(whole.keys() & self.parts.keys(), 0)
-        self.norm = Rows(whole, first, group=self.along, device=self.device)
+        self.stages = [self._stage(number, profile) for number in numbers]
+        units = {unit for stage in self.stages for unit in range(stage.module.first, stage.module.last)}
+        self.local = {name: p for name, p in named.items() if profile.holders[name][0] in units}
+        self.parameters = dict(self.local)
+        self.buffers = {name for name in self.buffers if profile.modules[name.rpartition(".")[0]] in units}
+        first_row = dict.fromkeys(num_rows.keys() & self.local.keys(), 0)
+        self.norm = RowwiseNorm(num_rows, first_row, group=self.along, device=self.device)
         for name, parameter in named.items():
-            if name not in self.parts:
-                _let_go(parameter)
+            if name not in self.local:
+                _free(parameter)
             elif self.model._lockstep_initial is not None:
-                parameter.data = self.model._lockstep_initial(unfilled[name]).to(self.device)
+                parameter.data = self.model._lockstep_initial(fake[name]).to(self.device)
 
-    def _fill_with_nothing(self, model: Model) -> None:
-        """Buffers get their values; weights, of which most will not stay, a number that takes no memory."""
+    def _replace_fake(self, model: Model) -> None:
+        """Replace fake buffers by their values, and fake parameters by placeholders without memory."""
         initial = model._lockstep_initial
         if initial is None:
             return
         parameters = set(model.parameters())
 
         def value(fake: Tensor) -> Tensor:
-            return _nothing_like(fake, self.device) if fake in parameters else initial(fake).to(self.device)
+            return _placeholder(fake, self.device) if fake in parameters else initial(fake).to(self.device)
 
         replace_fake(model, value)
 
-    def _stages(self, blocks: int) -> int:
-        world = dist.get_world_size()
-        if self.config.stages == "auto":
-            most = max(1, blocks // self._chunks)
-            return max(size for size in range(1, most + 1) if world % size == 0)
-        if world % self.config.stages:
-            raise LaunchError(f"parallel.stages={self.config.stages} does not divide the {world} processes")
-        return self.config.stages
+    def _bounds(self, profile: ModuleProfile, size: int) -> list[int]:
+        """The first block of each stage, and the number of blocks. Raises LaunchError, ModelError."""
+        count, blocks = size * self.config.stages_per_process, len(self.partitioned.blocks)
+        obstacles = profile.obstacles()
+        trained = {profile.holders[name][0] for name, p in self.model.named_parameters() if p.requires_grad}
 
-    @property
-    def _chunks(self) -> int:
-        return self.config.chunks if self.config.schedule == "interleaved" else 1
-
-    def _bounds(self, found: ModuleProfile, size: int) -> list[int]:
-        """The block with which each stage begins, and the number of blocks. Raises ModelError."""
-        count, blocks, obstacles = size * self._chunks, len(self.cut.blocks), found.obstacles()
-        trained = {found.holders[name][0] for name, p in self.model.named_parameters() if p.requires_grad}
-
-        def possible(start: int, end: int) -> bool:
+        def is_allowed(start: int, end: int) -> bool:
             return start not in obstacles and bool(trained.intersection(range(start, end)))
 
         if self.config.cut == "auto":
-            bounds = balanced(found.seconds, count, possible)
+            bounds = balanced_bounds(profile.seconds, count, is_allowed)
             if bounds is None:
                 why = "".join(f"\n  no cut before block {place}: {reason}" for place, reason in obstacles.items())
                 raise ModelError(
@@ -135,26 +126,26 @@ class Pipeline(Sharded):
                 )
             return bounds
         bounds = [0, *self.config.cut, blocks]
-        if len(bounds) != count + 1 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if len(bounds) != count + 1 or any(a >= b for a, b in pairwise(bounds)):
             raise LaunchError(
                 f"parallel.cut={list(self.config.cut)} does not cut {blocks} blocks into {count} stages: give "
                 f"{count - 1} rising numbers between 1 and {blocks - 1}, or auto"
             )
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             if start in obstacles:
                 raise ModelError(f"parallel.cut: no cut can be before block {start}: {obstacles[start]}")
-            if not possible(start, end):
+            if not is_allowed(start, end):
                 raise ModelError(f"parallel.cut: there is nothing to train in blocks {start} to {end - 1}")
         return bounds
 
-    def _stage(self, number: int, found: ModuleProfile) -> SeededStage:
+    def _stage(self, number: int, profile: ModuleProfile) -> SeededStage:
         first, last = self.bounds[number], self.bounds[number + 1]
         named = dict(self.model.named_modules())
-        modules = {name: named[name] for name, unit in found.modules.items() if first <= unit < last}
+        modules = {name: named[name] for name, unit in profile.modules.items() if first <= unit < last}
         passes = MicroBatches(self.model, self.randomness, self.precision, modules=modules)
-        trained = [p for n, p in self.model.named_parameters() if first <= found.holders[n][0] < last]
+        trained = [p for n, p in self.model.named_parameters() if first <= profile.holders[n][0] < last]
         return SeededStage(
-            Segment(self.cut, first, last, passes=passes),
+            StageModule(self.partitioned, first, last, passes=passes),
             trained,
             number=number,
             count=len(self.bounds) - 1,
@@ -167,38 +158,32 @@ class Pipeline(Sharded):
         return [stage.passes.buffers for stage in self.stages]
 
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
-        """This rank's replica's: the same on all of its stages; at least as many as there are stages, as the schedules
-        want it."""
-        size, replicas = self.along.size(), self.across.size()
-        own = contiguous(self.replica, replicas, shards=shards, present=present)
-        rounds = max(len(own), size)
-        if self.config.schedule == "interleaved":
-            rounds = -(-rounds // size) * size
-        return [*own, *[None] * (rounds - len(own))]
+        """The shards of this rank's replica, the same on all of its ranks."""
+        own = contiguous(self.replica, self.across.size(), shards=shards, present=present)
+        return [*own, *[None] * (self.config.num_micro_batches(len(own), self.along.size()) - len(own))]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
-        """Run the replica's shards through all of its stages; then the replicas add up their sums."""
+        """Run the replica's shards through all of its stages; then all-reduce over the replicas."""
         present, shards = micro_batches[0].present, micro_batches[0].shards
-        replicas, every = self.across.size(), frozenset(range(shards))
-        owners = [frozenset(contiguous(r, replicas, shards=shards, present=every)) for r in range(replicas)]
-        exchange = AllReduce(owners, present, self.across)
+        owned = contiguous_by_rank(self.across.size(), shards=shards, present=frozenset(range(shards)))
+        all_reduce = AllReduce(owned, present, self.across)
         self.step = list(micro_batches)
         self.losses.clear()
         for stage in self.stages:
-            stage.start_step(micro_batches, exchange)
+            stage.start_step(micro_batches, all_reduce)
         self._run(len(micro_batches))
         for stage in self.stages:
-            for parameter, total in stage.accumulation.totals(exchange):
+            for parameter, total in stage.accumulation.totals(all_reduce):
                 parameter.grad = total
             stage.passes.buffers.end_step()
         return self._world_loss()
 
     def _run(self, count: int) -> None:
-        """One pass of the schedule, which is made once for each number of micro-batches."""
+        """Run the schedule, which is created once for each number of micro-batches."""
         if count not in self.schedules:
             stages: Any = self.stages if self.config.schedule == "interleaved" else self.stages[0]
             schedule = SCHEDULES[self.config.schedule](stages, count, loss_fn=self._loss, scale_grads=False)
-            for name in ("stage", "stages"):  # the stages are ready: the library would send shapes of its own around
+            for name in ("stage", "stages"):  # the stages know their shapes: the library would exchange them once
                 setattr(schedule, f"_{name}_forward_initialized", True)
                 setattr(schedule, f"_{name}_backward_initialized", True)
             self.schedules[count] = schedule
@@ -212,13 +197,13 @@ class Pipeline(Sharded):
             raise
 
     def _loss(self, outputs: Tensor, number: int) -> Tensor:
-        """The last stage's: the loss of a micro-batch, scaled where the format needs it."""
+        """The loss of a micro-batch on the last stage, scaled where the precision needs it."""
         loss = self.stages[-1].passes.loss(self.step[number], outputs)
         self.losses[number] = loss
         return self.precision.scaled(loss.total)
 
     def _world_loss(self) -> LossSum:
-        """The loss over all shards, on every rank, though only the last stages know any."""
+        """The loss over all shards, on every rank; only the last stages have losses."""
         if self.loss_names is None:
             own = sorted(self.losses[0].sums) if self.losses else None
             self.loss_names = next(names for names in all_gather_object(own) if names is not None)
@@ -226,19 +211,19 @@ class Pipeline(Sharded):
         return reduced_loss(pairs, self.loss_names, step=self.step[0], device=self.device)
 
     def outputs(self, batch: Batch) -> Tensor:
-        """The model's: the stages of a replica run the batches of all of its ranks."""
-        return self.relay.outputs(batch)
+        """The model's outputs: the stages of a replica run the batches of all of its ranks."""
+        return self.stage_forward.outputs(batch)
 
 
-def _let_go(parameter: nn.Parameter) -> None:
-    """A parameter of another stage's: a number that takes no memory, for the model's code that asks for its shape."""
+def _free(parameter: nn.Parameter) -> None:
+    """Free a parameter of another rank's stage; the placeholder keeps its shape for the model's code."""
     parameter.requires_grad = False
-    parameter.data = _nothing_like(parameter, parameter.device)
+    parameter.data = _placeholder(parameter, parameter.device)
 
 
 @contextmanager
-def _no_weight_written_to() -> Iterator[None]:
-    """A forward pass that writes to a weight that takes no memory becomes a ModelError with the line that does."""
+def _refuse_written_weights() -> Iterator[None]:
+    """Raise ModelError, with the line of code, where a forward pass writes to a placeholder weight."""
     try:
         yield
     except RuntimeError as error:
@@ -252,7 +237,8 @@ def _no_weight_written_to() -> Iterator[None]:
         ) from None
 
 
-def _nothing_like(tensor: Tensor, device: torch.device) -> Tensor:
+def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape and dtype that takes no memory."""
     return torch.full((), 0.01, device=device).to(tensor.dtype).expand(tensor.shape)
 
 

@@ -1,4 +1,4 @@
-"""Pipeline: each process has some of the blocks, cut as the strategy would cut them by the times measured here.
+"""Forecast of `pipeline`: each process has some of the blocks, partitioned by the times that were measured.
 
 n = stages, M = micro-batches of a replica, t = seconds of a stage for one of them.
 """
@@ -7,122 +7,109 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from lockstep.base.errors import LaunchError, ModelError
+from lockstep.base.errors import ModelError
 from lockstep.core.reduction.shard_assignment import contiguous
 from lockstep.core.reduction.tree import cover
-from lockstep.parallel.forecast import Forecast, Setting, Times
+from lockstep.parallel.forecast import Forecast, Setting
 from lockstep.parallel.measurements import Measurements, Weight
-from lockstep.parallel.memory_forecast import HeldMemory, Memory, held, passes
-from lockstep.parallel.module_profile import balanced
+from lockstep.parallel.memory_forecast import Memory, PartialSums, peak_of_passes, sequential_sums
+from lockstep.parallel.module_profile import balanced_bounds
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
     bounds: list[int]
-    """The block with which each stage begins, and the number of blocks."""
+    """The first block of each stage, and the number of blocks."""
     size: int
     """Processes that share a model."""
     replicas: int
+    shards: list[int]
+    """Of the replica with most of them."""
     rounds: int
     """M, ghosts included."""
 
+    def stages(self, rank: int) -> list[tuple[int, int]]:
+        """(first, last) block of each of a process's stages: every n-th stage."""
+        return list(pairwise(self.bounds))[rank :: self.size]
+
     def blocks(self, rank: int) -> list[int]:
-        """A process's blocks: every n-th stage is its own."""
-        runs = list(pairwise(self.bounds))[rank :: self.size]
-        return [block for first, last in runs for block in range(first, last)]
+        return [block for first, last in self.stages(rank) for block in range(first, last)]
+
+    def weights(self, facts: Measurements, rank: int) -> list[Weight]:
+        blocks = self.blocks(rank)
+        return [w for w in facts.weights if w.block in blocks]
 
 
 def forecast(setting: Setting) -> Forecast:
-    """Of the rank that needs most memory; the time is the slowest one's. Raises LaunchError, ModelError."""
-    plan = planned(setting)
+    """Memory of the rank that needs most; time of the slowest one. Raises LaunchError, ModelError."""
+    plan, facts = planned(setting), setting.facts
+    weights = [plan.weights(facts, rank) for rank in range(plan.size)]
     memories = [memory_of(setting, plan, rank) for rank in range(plan.size)]
     sent, exchange = traffic(setting, plan)
-    busy, idle = times_of(setting, plan)
-    cluster, seconds, facts = setting.cluster, setting.seconds, setting.facts
-    largest = max(facts.bytes_of(weights_of(facts, plan.blocks(rank))) for rank in range(plan.size))
-    times = Times(
-        compute=busy,
-        fetch=plan.rounds * seconds.fetch * cluster.crowd,
-        exchange=exchange,
-        idle=idle,
-        update=seconds.update * cluster.crowd * largest / max(facts.parameter_bytes, 1),
-    )
-    chunks = setting.section.chunks if setting.section.schedule == "interleaved" else 1
+    busy, idle = busy_and_idle(setting, plan)
     cut = ", ".join(str(bound) for bound in plan.bounds[1:-1])
     return Forecast(
         memory=max(memories, key=lambda memory: memory.peak),
         sent_bytes=sent,
-        times=times,
+        times=setting.times(
+            plan.rounds, exchange, compute=busy, idle=idle, updated_bytes=max(map(facts.bytes_of, weights))
+        ),
         turns=plan.rounds + plan.size - 1,
-        bubble=(plan.size - 1) / (plan.rounds * chunks + plan.size - 1),
+        bubble=(plan.size - 1) / (plan.rounds * setting.section.stages_per_process + plan.size - 1),
         notes=(f"{plan.size} stages, cut before block {cut}",) if cut else (),
     )
 
 
 def planned(setting: Setting) -> StagePlan:
+    """The stages and micro-batches that the strategy would choose. Raises LaunchError, ModelError."""
     facts, section, world = setting.facts, setting.section, setting.cluster.world
     if facts.uncuttable is not None:
         raise ModelError(facts.uncuttable)
-    count, chunks = len(facts.blocks), section.chunks if section.schedule == "interleaved" else 1
-    size = section.stages
-    if size == "auto":
-        size = max(each for each in range(1, max(1, count // chunks) + 1) if world % each == 0)
-    if world % size:
-        raise LaunchError(f"parallel.stages={size} does not divide {world} processes")
+    blocks = len(facts.blocks)
+    size = section.group_size(world, blocks)
+    stages, replicas = size * section.stages_per_process, world // size
     trained = {w.block for w in facts.weights if w.is_trained}
 
-    def possible(start: int, end: int) -> bool:
+    def is_allowed(start: int, end: int) -> bool:
         return start not in facts.obstacles and bool(trained.intersection(range(start, end)))
 
     cut: Any = section.cut
-    bounds = [0, *cut, count] if cut != "auto" else balanced([b.seconds for b in facts.blocks], size * chunks, possible)
-    if bounds is None or len(bounds) != size * chunks + 1:
-        raise ModelError(f"its {count} blocks cannot be cut into {size * chunks} stages that train something each")
-    replicas = world // size
-    rounds = max(len(own) for own in shares(setting, replicas))
-    rounds = max(rounds, size)
-    return StagePlan(
-        bounds=bounds, size=size, replicas=replicas, rounds=-(-rounds // size) * size if chunks > 1 else rounds
-    )
-
-
-def shares(setting: Setting, replicas: int) -> list[list[int]]:
-    shards = setting.shards
-    return [contiguous(each, replicas, shards=shards, present=setting.present) for each in range(replicas)]
-
-
-def weights_of(facts: Measurements, blocks: list[int]) -> list[Weight]:
-    """The weights that lie in some blocks."""
-    return [w for w in facts.weights if w.block in blocks]
+    if cut == "auto":
+        bounds = balanced_bounds([block.seconds for block in facts.blocks], stages, is_allowed)
+    else:
+        bounds = [0, *cut, blocks]
+    if bounds is None or len(bounds) != stages + 1:
+        raise ModelError(f"its {blocks} blocks cannot be cut into {stages} stages that train something each")
+    owned = [contiguous(each, replicas, shards=setting.shards, present=setting.present) for each in range(replicas)]
+    shards = max(owned, key=len)
+    rounds = section.num_micro_batches(len(shards), size)
+    return StagePlan(bounds=bounds, size=size, replicas=replicas, shards=shards, rounds=rounds)
 
 
 def memory_of(setting: Setting, plan: StagePlan, rank: int) -> Memory:
-    """A process's: its blocks, for as many micro-batches as the schedule lets it have under way."""
-    facts, blocks = setting.facts, plan.blocks(rank)
-    weights = weights_of(facts, blocks)
-    own = max(shares(setting, plan.replicas), key=len) or [0]
-    nodes = cover(frozenset(own), setting.present)
-    sums = held(tuple((shard,) for shard in own), setting.present, nodes)
+    """Of a process: its blocks, for the micro-batches that the schedule keeps in flight."""
+    facts, weights, blocks = setting.facts, plan.weights(setting.facts, rank), plan.blocks(rank)
+    sums = sequential_sums(plan.shards or [0], setting.present)
     size = facts.bytes_of(weights, is_trained=True)
-    slots = len(nodes) if plan.replicas > 1 else 0
+    slots = len(cover(frozenset(plan.shards or [0]), setting.present)) if plan.replicas > 1 else 0
     kept = sum(facts.kept_bytes(block) for block in blocks)
-    others = round((under_way(setting, plan, rank) - 1) * kept)
-    dynamic = passes(facts, weights, blocks, sums=sums, others=others)
-    # The survey at the start runs the whole model once, and lets go of each block's gradients at once.
-    alone = HeldMemory(before=(0,), after=(0,))
-    whole = passes(facts, facts.weights, range(len(facts.blocks)), sums=alone)
+    others = round((in_flight(setting, plan, rank) - 1) * kept)
+    peak = peak_of_passes(facts, weights, blocks, sums=sums, others=others)
+    # The profile at the start runs the whole model once, and frees each block's gradients at once.
+    freed = PartialSums(before=(0,), after=(0,))
+    profile = peak_of_passes(facts, facts.weights, range(len(facts.blocks)), sums=freed)
     across = round((plan.replicas - 1) / plan.replicas * slots * size)
     return Memory(
-        **setting.between_steps(weights, copies=plan.replicas),
+        **setting.persistent_memory(weights, copies=plan.replicas),
         gradients=sums.most * size,
-        activations=dynamic - sums.most * size,
+        activations=peak - sums.most * size,
         communication=slots * size + across,
-        start=setting.start_bytes(whole),
+        start=setting.start_bytes(profile),
     )
 
 
-def under_way(setting: Setting, plan: StagePlan, rank: int) -> float:
-    """Micro-batches whose activations the process holds at once, in those of all its blocks."""
+def in_flight(setting: Setting, plan: StagePlan, rank: int) -> float:
+    """Micro-batches whose activations the process keeps at once, in all of its blocks."""
     if setting.section.schedule == "gpipe":
         return plan.rounds
     if setting.section.schedule == "1f1b":
@@ -133,28 +120,25 @@ def under_way(setting: Setting, plan: StagePlan, rank: int) -> float:
 
 
 def traffic(setting: Setting, plan: StagePlan) -> tuple[int, float]:
-    """Bytes that the busiest process sends per step, and the seconds: what a stage gives goes on, its gradient comes
-    back; replicas then add up their gradients."""
+    """Bytes that the busiest process sends per step, and seconds: outputs of its stages and gradients of their inputs
+    for each micro-batch, then gradients to the other replicas."""
     facts, cluster = setting.facts, setting.cluster
-    cuts = {bound: facts.blocks[bound - 1].handed_bytes for bound in plan.bounds[1:-1]}
-    moved = []
-    for rank in range(plan.size):
-        runs = list(pairwise(plan.bounds))[rank :: plan.size]
-        moved.append(sum(cuts.get(first, 0) + cuts.get(last, 0) for first, last in runs) if plan.size > 1 else 0)
-    handed = plan.rounds * max(moved)
-    own = max(shares(setting, plan.replicas), key=len)
-    brings = len(cover(frozenset(own), setting.present))
-    size = max(facts.bytes_of(weights_of(facts, plan.blocks(rank)), is_trained=True) for rank in range(plan.size))
-    across = round((brings + 1) * (plan.replicas - 1) / plan.replicas * size)
-    seconds = cluster.seconds(handed, "pair", messages=2 * plan.rounds) + cluster.seconds(across, "pair", messages=2)
-    return handed + across, seconds + cluster.together(3)
+    outputs = {bound: facts.blocks[bound - 1].handed_bytes for bound in plan.bounds[1:-1]} if plan.size > 1 else {}
+    ranks = range(plan.size)
+    per_round = max(sum(outputs.get(bound, 0) for stage in plan.stages(rank) for bound in stage) for rank in ranks)
+    inside = plan.rounds * per_round
+    largest = max((plan.weights(facts, rank) for rank in ranks), key=lambda own: facts.bytes_of(own, is_trained=True))
+    nodes = len(cover(frozenset(plan.shards), setting.present))
+    across, across_seconds = setting.replica_traffic(largest, replicas=plan.replicas, nodes=nodes)
+    inside_seconds = cluster.send_seconds(inside, "pair", messages=2 * plan.rounds)
+    return inside + across, inside_seconds + across_seconds + cluster.collective_seconds(3)
 
 
-def times_of(setting: Setting, plan: StagePlan) -> tuple[float, float]:
-    """Seconds that the busiest process computes, and that it waits.
+def busy_and_idle(setting: Setting, plan: StagePlan) -> tuple[float, float]:
+    """Seconds that the busiest process computes, and that it is idle.
 
-    With a core each, the last micro-batch comes through all stages after the slowest one has done the others; where
-    processes share cores, one stage's waiting is another's core, and the whole work over all cores is the limit.
+    With a core each, the last micro-batch runs through all stages after the slowest stage has run the others. Where
+    processes share cores, one stage computes while another is idle, and all work over all cores is the limit.
     """
     seconds, cluster = setting.seconds, setting.cluster
     stages = [sum(setting.facts.blocks[block].seconds for block in plan.blocks(rank)) for rank in range(plan.size)]
@@ -163,6 +147,6 @@ def times_of(setting: Setting, plan: StagePlan) -> tuple[float, float]:
     work = (
         seconds.passes * plan.rounds * sum(stages) * plan.replicas * local / cluster.world / min(cluster.slots, local)
     )
-    busy = seconds.passes * plan.rounds * max(stages)
+    busy = max(seconds.passes * plan.rounds * max(stages), work)
     total = max(own_core, work)
-    return min(total, max(busy, work)), max(0.0, total - max(busy, work))
+    return min(total, busy), max(0.0, total - busy)

@@ -1,4 +1,4 @@
-"""What parallel.kind=single runs."""
+"""The strategy of parallel.kind=single."""
 
 from collections.abc import Callable, Sequence
 
@@ -36,9 +36,9 @@ class Single(Replicated):
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
         """Run every shard; gradients are their sum."""
         present = micro_batches[0].present
-        exchange = AllReduce([present], present, world_group())
-        self.accumulation.start_step(exchange)
-        self.passes.buffers.start_step(exchange)
+        all_reduce = AllReduce([present], present, world_group())
+        self.accumulation.start_step(all_reduce)
+        self.passes.buffers.start_step(all_reduce)
         losses = self.passes.run(micro_batches, self.model)
         self.passes.buffers.end_step()
         unused = [p for p in self.accumulation.parameters if p not in self.accumulation.left]  # by the last micro-batch

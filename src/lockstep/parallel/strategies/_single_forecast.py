@@ -1,32 +1,22 @@
-"""One process: everything, and no communication."""
+"""Forecast of `single`: one process, no communication."""
 
 from lockstep.base.errors import LaunchError
-from lockstep.core.reduction.tree import root
-from lockstep.parallel.forecast import Forecast, Setting, Times
-from lockstep.parallel.memory_forecast import HeldMemory, Memory, held, passes
+from lockstep.parallel.forecast import Forecast, Setting
+from lockstep.parallel.memory_forecast import ADDED_AT_ONCE, Memory, peak_of_passes, sequential_sums
 
 
 def forecast(setting: Setting) -> Forecast:
     """The whole model, every shard. Raises LaunchError for more than one process."""
     if setting.cluster.world > 1:
         raise LaunchError("it runs one process")
-    facts, seconds, shards = setting.facts, setting.seconds, setting.shards
-    sums = HeldMemory(before=(0, 1), after=(1, 1))
-    if setting.is_exact:
-        sums = held(tuple((shard,) for shard in range(shards)), setting.present, (root(setting.present),))
+    facts = setting.facts
+    sums = sequential_sums(setting.present, setting.present) if setting.is_exact else ADDED_AT_ONCE
     gradients = sums.most * facts.gradient_bytes
     memory = Memory(
-        **setting.between_steps(facts.weights, copies=1),
+        **setting.persistent_memory(facts.weights, copies=1),
         gradients=gradients,
-        activations=passes(facts, facts.weights, range(len(facts.blocks)), sums=sums) - gradients,
+        activations=peak_of_passes(facts, facts.weights, range(len(facts.blocks)), sums=sums) - gradients,
         communication=0,
         start=setting.start_bytes(),
     )
-    times = Times(
-        compute=shards * seconds.passes,
-        fetch=shards * seconds.fetch,
-        exchange=0.0,
-        idle=0.0,
-        update=seconds.update,
-    )
-    return Forecast(memory=memory, sent_bytes=0, times=times)
+    return Forecast(memory=memory, sent_bytes=0, times=setting.times(setting.shards, 0.0))

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a part of each large layer on each process, and an exchange of activations in every block.
+"""Forecast of `tensor`: a shard of each large layer on each process, and all-reduces of activations in every block.
 
 S = processes that share the model, R = replicas, W = S * R.
 """
@@ -8,47 +8,41 @@ from dataclasses import replace
 from lockstep.base.errors import LaunchError, ModelError
 from lockstep.core.reduction.shard_assignment import contiguous
 from lockstep.core.reduction.tree import cover
-from lockstep.parallel.forecast import Forecast, Setting, Times
+from lockstep.parallel.forecast import Forecast, Setting
 from lockstep.parallel.measurements import Measurements, Weight
-from lockstep.parallel.memory_forecast import Memory, held, passes
+from lockstep.parallel.memory_forecast import Memory, peak_of_passes, sequential_sums
 
 SUMS_PER_BLOCK = 4
-"""Of activations: after attention and after the MLP, in both passes."""
+"""All-reduces of activations: after attention and after the MLP, in both passes."""
 
 
 def forecast(setting: Setting) -> Forecast:
     """Of the first rank. Raises LaunchError, and ModelError for a model that cannot be split so."""
-    facts, cluster, seconds = setting.facts, setting.cluster, setting.seconds
+    facts, cluster = setting.facts, setting.cluster
     size, replicas = sizes(setting)
     check(facts, size)
-    own = [part(w, size) for w in facts.weights]
+    weights = [local_shard(w, size) for w in facts.weights]
     shards = contiguous(0, replicas, shards=setting.shards, present=setting.present) or [0]
-    nodes = cover(frozenset(shards), setting.present)
-    sums = held(tuple((shard,) for shard in shards), setting.present, nodes)
-    trained = facts.bytes_of(own, is_trained=True)
+    sums, trained = sequential_sums(shards, setting.present), facts.bytes_of(weights, is_trained=True)
     memory = Memory(
-        **setting.between_steps(own, copies=replicas),
+        **setting.persistent_memory(weights, copies=replicas),
         gradients=(sums.most + 1) * trained,
-        activations=passes(facts, own, range(len(facts.blocks)), sums=sums) - sums.most * trained,
+        activations=peak_of_passes(facts, weights, range(len(facts.blocks)), sums=sums) - sums.most * trained,
         communication=max((block.handed_bytes for block in facts.blocks), default=0) if size > 1 else 0,
-        start=setting.start_bytes(facts.bytes_of(own)),
+        start=setting.start_bytes(facts.bytes_of(weights)),
     )
-    sent, exchange = traffic(setting, own, size=size, rounds=len(shards), brings=len(nodes))
+    inside, inside_seconds = activation_traffic(setting, size=size, rounds=len(shards))
+    nodes = len(cover(frozenset(shards), setting.present))
+    across, across_seconds = setting.replica_traffic(weights, replicas=replicas, nodes=nodes)
     split = facts.bytes_of(w for w in facts.weights if w.is_split) / max(facts.parameter_bytes, 1)
-    times = Times(
-        compute=len(shards) * seconds.passes * (1 - split + split / size) * cluster.crowd,
-        fetch=len(shards) * seconds.fetch * cluster.crowd,
-        exchange=exchange,
-        idle=0.0,
-        update=seconds.update * cluster.crowd * facts.bytes_of(own) / max(facts.parameter_bytes, 1),
-    )
-    notes = (f"{replicas - setting.shards} of {replicas} replicas have no micro-batch",)
+    compute = len(shards) * setting.seconds.passes * (1 - split + split / size) * cluster.slowdown
+    exchange = inside_seconds + across_seconds + cluster.collective_seconds(3)
     return Forecast(
         memory=memory,
-        sent_bytes=sent,
-        times=times,
+        sent_bytes=inside + across,
+        times=setting.times(len(shards), exchange, compute=compute, updated_bytes=facts.bytes_of(weights)),
         turns=len(shards),
-        notes=notes if replicas > setting.shards else (),
+        notes=setting.idle_notes(replicas, "replicas"),
     )
 
 
@@ -70,19 +64,15 @@ def check(facts: Measurements, size: int) -> None:
             raise ModelError(f"{size} processes do not divide the {count} {what} of this model")
 
 
-def part(weight: Weight, size: int) -> Weight:
-    """What a rank holds of a weight."""
+def local_shard(weight: Weight, size: int) -> Weight:
+    """A rank's shard of a weight."""
     return replace(weight, bytes=-(-weight.bytes // size)) if weight.is_split else weight
 
 
-def traffic(setting: Setting, own: list[Weight], *, size: int, rounds: int, brings: int) -> tuple[int, float]:
-    """Bytes sent per step, and the seconds that it takes: sums of activations between the processes of a replica, by
-    rings, and gradients between replicas."""
-    facts, cluster = setting.facts, setting.cluster
-    activations = SUMS_PER_BLOCK * sum(block.handed_bytes for block in facts.blocks)
-    inside = round(rounds * 2 * (size - 1) / size * activations)
-    replicas = cluster.world // size
-    across = round((brings + 1) * (replicas - 1) / replicas * facts.bytes_of(own, is_trained=True))
-    messages = 2 * (size - 1) * rounds * SUMS_PER_BLOCK * len(facts.blocks)
-    seconds = cluster.seconds(inside, "pair", messages=messages) + cluster.seconds(across, "pair", messages=2)
-    return inside + across, seconds + cluster.together(3)
+def activation_traffic(setting: Setting, *, size: int, rounds: int) -> tuple[int, float]:
+    """Bytes that a rank sends in ring all-reduces of activations within a replica, and seconds."""
+    blocks = setting.facts.blocks
+    activations = SUMS_PER_BLOCK * sum(block.handed_bytes for block in blocks)
+    sent = round(rounds * 2 * (size - 1) / size * activations)
+    messages = 2 * (size - 1) * rounds * SUMS_PER_BLOCK * len(blocks)
+    return sent, setting.cluster.send_seconds(sent, "pair", messages=messages)

@@ -1,10 +1,10 @@
-"""Which torch a strategy needs, where that is newer than what the others run with."""
+"""The check of a strategy that needs a newer torch than the others."""
 
 from importlib.metadata import version
 
 
 def require_torch(least: str, strategy: str) -> None:
-    """Raise ValueError, with what to do, where this torch is older than `least`, such as 2.13."""
+    """Raise ValueError where the installed torch is older than `least`, such as 2.13."""
     here = version("torch")
     if _numbers(here) < _numbers(least):
         raise ValueError(

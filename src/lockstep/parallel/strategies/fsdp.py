@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: every rank holds some rows of every weight, and gathers a block when it is its turn.
+"""Fully sharded data parallel: every rank holds some rows of every weight, and blocks are gathered when they run.
 
 Y. Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023; the second version,
 `fully_shard`, by rows of each parameter.
@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from lockstep.base.errors import LaunchError
 from lockstep.parallel.strategies._torch_version import require_torch
 from lockstep.parallel.strategy_config import StrategySection
 
@@ -37,7 +38,7 @@ class Config(StrategySection):
         return self
 
     def numeric(self, processes: int) -> dict[str, Any]:
-        """The settings that change bits, for so many processes."""
+        """The settings that change bits, for a number of processes."""
         return {} if self.gather == "fp32" else {"gather": self.gather}
 
     def contradictions(self, precision: str) -> Iterator[tuple[str, str]]:
@@ -46,6 +47,12 @@ class Config(StrategySection):
             what = f"weights gathered in bf16 are computed with in bf16, but train.precision={precision}"
             yield "gather", f"{what}; set train.precision=bf16 or parallel.gather=fp32"
 
+    def group_size(self, processes: int) -> int:
+        """Processes that share a model. Raises LaunchError."""
+        if processes % self.replicas:
+            raise LaunchError(f"parallel.replicas={self.replicas} does not divide the {processes} processes")
+        return processes // self.replicas
+
     def fitted(self, processes: int) -> Self:
-        """Without replicas, where so many processes cannot form them."""
+        """Without replicas, where these do not divide the number of processes."""
         return self.model_copy(update={"replicas": 1}) if processes % self.replicas else self

@@ -1,4 +1,4 @@
-"""Pipeline parallel: every process holds some of the model's blocks, and micro-batches run through all of them.
+"""Pipeline parallelism: every process holds some of the model's blocks, and micro-batches run through all of them.
 
 Y. Huang et al., GPipe, NeurIPS 2019; D. Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters
 Using Megatron-LM, SC 2021 (1F1B, interleaved).
@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from lockstep.base.errors import LaunchError
 from lockstep.parallel.strategies._torch_version import require_torch
 from lockstep.parallel.strategy_config import StrategySection
 
@@ -34,8 +35,28 @@ class Config(StrategySection):
         require_torch("2.13", self.kind)
         return self
 
+    @property
+    def stages_per_process(self) -> int:
+        """Runs of blocks that each process holds."""
+        return self.chunks if self.schedule == "interleaved" else 1
+
+    def group_size(self, processes: int, blocks: int) -> int:
+        """Processes that share a model of so many blocks. Raises LaunchError."""
+        if self.stages == "auto":
+            most = max(1, blocks // self.stages_per_process)
+            return max(size for size in range(1, most + 1) if processes % size == 0)
+        if processes % self.stages:
+            raise LaunchError(f"parallel.stages={self.stages} does not divide the {processes} processes")
+        return self.stages
+
+    def num_micro_batches(self, shards: int, group_size: int) -> int:
+        """How many micro-batches a replica with so many shards runs, ghosts included: the schedules need at least one
+        for each stage, and interleaved a multiple."""
+        count = max(shards, group_size)
+        return -(-count // group_size) * group_size if self.schedule == "interleaved" else count
+
     def fitted(self, processes: int) -> Self:
-        """With as many stages as the model has blocks for, where so many processes cannot form those of the config."""
+        """With automatic stages, where those of the config do not divide the number of processes."""
         stages = self.stages if self.cut == "auto" else len(self.cut) + 1
         is_odd = stages != "auto" and processes % stages
         return self.model_copy(update={"stages": "auto", "cut": "auto"}) if is_odd else self

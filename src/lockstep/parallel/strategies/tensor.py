@@ -24,7 +24,7 @@ class Config(StrategySection):
     bits of the weights depend on it."""
 
     def numeric(self, processes: int) -> dict[str, Any]:
-        """The settings that change bits, for so many processes."""
+        """The settings that change bits, for a number of processes."""
         return {"kind": "tensor", "size": processes if self.size == "all" else self.size}
 
     @property

@@ -23,7 +23,7 @@ from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.buffers import WATCHED_STEPS
-from lockstep.core.modules.dtensors import is_spread
+from lockstep.core.modules.dtensors import is_dtensor
 from lockstep.core.numerics.digest import digest, digest_of, world_lines
 from lockstep.data import bad_samples
 from lockstep.launch import run_folder
@@ -355,7 +355,7 @@ class TrainTask(WatchedTask):
         """Over all weights; where a run failed, other ranks may have gone, with whatever only they held: None then."""
         if status != "failed" or self.world.size == 1:
             return digest_of(world_lines(state, process_group.world_group()))
-        is_whole = len(parts.strategy.copies) == self.world.size and not any(map(is_spread, state.values()))
+        is_whole = len(parts.strategy.copies) == self.world.size and not any(map(is_dtensor, state.values()))
         return digest(state) if is_whole else None
 
 

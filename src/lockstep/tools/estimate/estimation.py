@@ -99,7 +99,13 @@ def forecast_of(name: str, recipe: Recipe, measured: MachineMeasurements, *, clu
         return computed
     here, times = measured.cluster(size, per_machine=size), computed.times
     trial = predicted(name, shortened(recipe), measured, cluster=here)
-    rest = (measured.trials[size][name] - trial.times.total) / trial.turns / here.crowd * computed.turns * cluster.crowd
+    rest = (
+        (measured.trials[size][name] - trial.times.total)
+        / trial.turns
+        / here.slowdown
+        * computed.turns
+        * cluster.slowdown
+    )
     return replace(computed, times=replace(times, rest=max(rest, -times.total / 2)))
 
 

@@ -10,10 +10,9 @@ import torch
 from lockstep.base import plugins
 from lockstep.base.world import cores
 from lockstep.core.host.memory_meter import available_bytes
-from lockstep.core.reduction.tree import root
 from lockstep.parallel.forecast import Cluster
 from lockstep.parallel.measurements import Measurements, Seconds
-from lockstep.parallel.memory_forecast import HeldMemory, held, passes
+from lockstep.parallel.memory_forecast import PartialSums, peak_of_passes, sequential_sums
 from lockstep.run.recipe import Recipe
 from lockstep.tools.estimate.measurement_runs import MeasurementRuns, StepSeconds
 from lockstep.tools.trials import processes_text
@@ -119,10 +118,10 @@ def calibrated(facts: Measurements) -> Measurements:
     """The measurements with working memory: what whole steps took beyond the memory that can be counted (that of
     kernels, and freed memory that the C library keeps)."""
     shards, blocks = frozenset(range(facts.step_shards)), range(len(facts.blocks))
-    whole = held(tuple((shard,) for shard in sorted(shards)), shards, (root(shards),))
-    alone = HeldMemory(before=(0,), after=(1,))
+    whole = sequential_sums(shards, shards)
+    alone = PartialSums(before=(0,), after=(1,))
     missing = [
-        measured - passes(facts, facts.weights, blocks, sums=sums)
+        measured - peak_of_passes(facts, facts.weights, blocks, sums=sums)
         for measured, sums in ((facts.step_bytes, whole), (facts.pass_bytes, alone))
     ]
     return replace(facts, working_bytes=max(0, *missing))

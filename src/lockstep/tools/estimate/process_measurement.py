@@ -21,8 +21,8 @@ from lockstep.core.modules.blocks import with_weights
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
 from lockstep.parallel.measurements import Block, Measurements, Seconds, Weight
-from lockstep.parallel.module_profile import ModuleProfile, survey
-from lockstep.parallel.partition import Cuttable
+from lockstep.parallel.module_profile import ModuleProfile, profile_modules
+from lockstep.parallel.partition import PartitionedModel
 from lockstep.parallel.tensor_plan import splittable
 from lockstep.run import build
 from lockstep.run.recipe import Recipe
@@ -175,7 +175,7 @@ def timed_passes(state: TrainState) -> Iterator[list[float]]:
 def profile_of(model: Model, micro_batch: MicroBatch, state: TrainState) -> tuple[ModuleProfile | None, str | None]:
     """What each block holds and costs; or why a pipeline cannot cut the model."""
     try:
-        return survey(Cuttable(model), micro_batch.batch, state.precision.autocast), None
+        return profile_modules(PartitionedModel(model), micro_batch.batch, state.precision.autocast), None
     except ModelError as error:
         return None, str(error)
 
