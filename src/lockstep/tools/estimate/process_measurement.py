@@ -209,7 +209,7 @@ def optimizer_tensors(state: TrainState) -> list[Tensor]:
 
 def state_of(model: Model, state: TrainState) -> list[Tensor]:
     """Every tensor that a lone process holds between two steps."""
-    average = list(state.ema.tensors().values()) if state.ema else []
+    average = list(state.ema.average.values()) if state.ema else []
     return [*model.parameters(), *model.buffers(), *optimizer_tensors(state), *average]
 
 

@@ -8,7 +8,7 @@ from lockstep.tools.prove.proof_runs import ProofRun
 from lockstep.tools.prove.proof_table import ProofRow
 from lockstep.tools.prove.run_differences import MeasuredRun, measured_apart
 from lockstep.training.metrics.classifier_metrics import ClassifierMetric
-from lockstep.training.metrics.declared_metrics import Measure
+from lockstep.training.metrics.declared_metrics import DeclaredMetric
 
 WHAT = "runs of equal weights measure the same"
 
@@ -18,7 +18,7 @@ def measured(
     one: ProofRun,
     others: Mapping[str, ProofRun],
     *,
-    measures: Mapping[str, Measure],
+    measures: Mapping[str, DeclaredMetric],
     again: Callable[[], ProofRun],
 ) -> ProofRow:
     """The row about what was measured; `others` are runs with the weights of `one`, by what they are called. `again`
@@ -34,7 +34,9 @@ def measured(
     return ProofRow(what=WHAT, how=how, result="shown", digest=fingerprint(values))
 
 
-def explanation(found: list[MeasuredRun], label: str, measures: Mapping[str, Measure], *, is_repeated: bool) -> str:
+def explanation(
+    found: list[MeasuredRun], label: str, measures: Mapping[str, DeclaredMetric], *, is_repeated: bool
+) -> str:
     """What differs, of whom it is, and why."""
     evaluated = [each for each in found if each.kind == "evaluation"]
     names = list(dict.fromkeys(each.name for each in evaluated))
@@ -55,7 +57,7 @@ def explanation(found: list[MeasuredRun], label: str, measures: Mapping[str, Mea
     return f"{what} gives something else in one process again, too: it asks for the time, or draws random numbers"
 
 
-def described(name: str, measures: Mapping[str, Measure]) -> str:
+def described(name: str, measures: Mapping[str, DeclaredMetric]) -> str:
     """A measured value by its name, with the class, file and line of a metric of the user's own."""
     measure = measures.get(name) or measures.get(name.partition(".")[0])
     if measure is None or isinstance(measure.metric, ClassifierMetric):
