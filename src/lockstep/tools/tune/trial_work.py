@@ -18,7 +18,7 @@ from lockstep.base.world import World
 from lockstep.core.distributed import process_group
 from lockstep.core.host.lifetime import end_with_parent
 from lockstep.core.numerics.precision import fix_numerics
-from lockstep.data.dataset import selected
+from lockstep.data.dataset import select
 from lockstep.run import build
 from lockstep.run.build import Components
 from lockstep.tools.tune.available_memory import be_the_first_to_go, peak_bytes
@@ -113,7 +113,7 @@ def longest(parts: Components) -> Components:
     if parts.data.train.lengths is None:
         return parts
     rows = np.argsort(parts.data.train.lengths, kind="stable")[-parts.order.global_batch :]
-    train = selected(parts.data.train, rows)
+    train = select(parts.data.train, rows)
     order = replace(parts.order, samples=len(train), lengths=train.lengths)
     return replace(parts, data=replace(parts.data, train=train), order=order, total_steps=1)
 
