@@ -14,7 +14,7 @@ from lockstep.base.errors import DataError
 from lockstep.data import token_cache as token_cache
 from lockstep.data.collate import collate
 from lockstep.data.in_memory import Texts
-from lockstep.data.token_cache import tokenised, verify
+from lockstep.data.token_cache import tokenized, verify
 from lockstep.models import _transformer as transformer
 
 NAMES = ("short", "long")
@@ -80,7 +80,7 @@ def folder_in(cache):
 def test_equal_to_direct_tokenisation(real, tmp_path, small_parts):
     source = texts()
     direct = [ids.tolist() for ids in real(list(source.texts))]
-    tokens = tokenised(source, real, tmp_path)
+    tokens = tokenized(source, real, tmp_path)
     assert rows_of(tokens) == direct
     assert tokens.lengths.tolist() == [len(ids) for ids in direct]
     assert len(tokens) == len(source)
@@ -94,7 +94,7 @@ def test_equal_to_direct_tokenisation(real, tmp_path, small_parts):
 
 def test_odd_texts_with_a_real_tokenizer(real, tmp_path):
     source = Texts(ODD, np.zeros(len(ODD)), NAMES)
-    tokens = tokenised(source, real, tmp_path)
+    tokens = tokenized(source, real, tmp_path)
     assert rows_of(tokens) == [ids.tolist() for ids in real(ODD)]
     assert tokens.lengths[[0, 5]].tolist() == [2, 3]  # nothing, and 3,000 x as one unknown word, between two marks
     batch = collate(tokens.__getitems__([0, 2]), pad_id=real.pad_id)
@@ -114,24 +114,24 @@ def test_odd_texts_with_a_real_tokenizer(real, tmp_path):
 def test_surrogates_do_not_stop_a_build(real, tmp_path, broken, sound):
     """They come from files read with errors=surrogateescape and from JSON; tokenizers refuse them."""
     source = Texts(["before", broken, "after"], np.zeros(3), NAMES)
-    assert rows_of(tokenised(source, real, tmp_path)) == [ids.tolist() for ids in real(["before", sound, "after"])]
+    assert rows_of(tokenized(source, real, tmp_path)) == [ids.tolist() for ids in real(["before", sound, "after"])]
     counting = Counting()
-    assert tokenised(source, counting, tmp_path).lengths.tolist() == [6, len(sound.encode()), 5]
+    assert tokenized(source, counting, tmp_path).lengths.tolist() == [6, len(sound.encode()), 5]
 
 
 def test_only_empty_texts(tmp_path):
-    tokens = tokenised(Texts(["", ""], np.zeros(2), NAMES), Counting(), tmp_path)
+    tokens = tokenized(Texts(["", ""], np.zeros(2), NAMES), Counting(), tmp_path)
     assert rows_of(tokens) == [[], []]
 
 
 def test_a_second_open_builds_nothing(tmp_path, small_parts):
     counting, seen = Counting(), []
-    first = tokenised(texts(), counting, tmp_path, progress=lambda *done: seen.append(done))
+    first = tokenized(texts(), counting, tmp_path, progress=lambda *done: seen.append(done))
     assert [len(call) for call in counting.calls] == [10, 10, 10, 10]
     assert seen == [(10, 40), (20, 40), (30, 40), (40, 40)]
     written = {path: path.stat().st_mtime_ns for path in folder_in(tmp_path).iterdir()}
     idle = Counting(die_at=0, how=lambda: pytest.fail("the tokenizer was called"))
-    second = tokenised(texts(), idle, tmp_path, progress=lambda *_: pytest.fail("something was built"))
+    second = tokenized(texts(), idle, tmp_path, progress=lambda *_: pytest.fail("something was built"))
     assert rows_of(first) == rows_of(second) == expected(texts())
     assert written == {path: path.stat().st_mtime_ns for path in folder_in(tmp_path).iterdir()}
     assert not list(tmp_path.glob("tokens/*.partial")) + list(tmp_path.glob("tokens/*.whole"))
@@ -139,7 +139,7 @@ def test_a_second_open_builds_nothing(tmp_path, small_parts):
 
 def folders_after(tmp_path, *pairs):
     for source, tokenizer in pairs:
-        tokenised(source, tokenizer, tmp_path)
+        tokenized(source, tokenizer, tmp_path)
     return len(list(tmp_path.glob("tokens/*/manifest.json")))
 
 
@@ -149,7 +149,7 @@ def test_another_max_length_goes_to_another_folder(minilm, tmp_path):
         transformer.tokenizer(transformer.Config(kind="transformer", name=str(minilm), max_length=n)) for n in sizes
     ]
     assert folders_after(tmp_path, *((texts(), tokenizer) for tokenizer in made)) == 2
-    found = [tokenised(texts(), tokenizer, tmp_path).lengths.max() for tokenizer in made]
+    found = [tokenized(texts(), tokenizer, tmp_path).lengths.max() for tokenizer in made]
     assert found == [8, 16]
 
 
@@ -169,7 +169,7 @@ def test_other_texts_go_to_another_folder(tmp_path, others):
 def test_other_labels_share_the_tokens(tmp_path):
     again = Texts(texts().texts, np.ones(40), NAMES)
     assert folders_after(tmp_path, (texts(), Counting()), (again, Counting())) == 1
-    assert tokenised(again, Counting(), tmp_path).__getitems__([0])["label"].tolist() == [1]
+    assert tokenized(again, Counting(), tmp_path).__getitems__([0])["label"].tolist() == [1]
 
 
 def interrupt():
@@ -178,10 +178,10 @@ def interrupt():
 
 def test_an_interrupted_build_goes_on_at_the_last_whole_part(tmp_path, small_parts):
     with pytest.raises(KeyboardInterrupt):
-        tokenised(texts(), Counting(die_at=3, how=interrupt), tmp_path)
+        tokenized(texts(), Counting(die_at=3, how=interrupt), tmp_path)
     assert not list(tmp_path.glob("tokens/*/manifest.json"))
     rest = Counting()
-    assert rows_of(tokenised(texts(), rest, tmp_path)) == expected(texts())
+    assert rows_of(tokenized(texts(), rest, tmp_path)) == expected(texts())
     assert rest.calls == [list(texts().texts[30:])]
 
 
@@ -192,7 +192,7 @@ from pathlib import Path
 import test_cache
 test_cache.token_cache.CHUNK = 10
 dying = test_cache.Counting(die_at=2, how=lambda: os._exit(9))
-test_cache.tokenised(test_cache.texts(), dying, Path(sys.argv[2]))
+test_cache.tokenized(test_cache.texts(), dying, Path(sys.argv[2]))
 """
 
 
@@ -201,7 +201,7 @@ def test_a_killed_build_goes_on_at_the_last_whole_part(tmp_path, small_parts):
     command = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path)]
     assert subprocess.run(command, timeout=100, check=False).returncode == 9
     rest = Counting()
-    assert rows_of(tokenised(texts(), rest, tmp_path)) == expected(texts())
+    assert rows_of(tokenized(texts(), rest, tmp_path)) == expected(texts())
     assert [len(call) for call in rest.calls] == [10, 10]
     assert rest.calls[0][0] == texts().texts[20]
 
@@ -209,21 +209,21 @@ def test_a_killed_build_goes_on_at_the_last_whole_part(tmp_path, small_parts):
 def test_a_torn_part_is_made_again(tmp_path, small_parts):
     """After a power cut a renamed file can be empty or short."""
     with pytest.raises(KeyboardInterrupt):
-        tokenised(texts(), Counting(die_at=3, how=interrupt), tmp_path)
+        tokenized(texts(), Counting(die_at=3, how=interrupt), tmp_path)
     parts = sorted(tmp_path.glob("tokens/*.partial/*"))
     os.truncate(parts[0], 100)
     os.truncate(parts[2], 0)
     rest = Counting()
-    assert rows_of(tokenised(texts(), rest, tmp_path)) == expected(texts())
+    assert rows_of(tokenized(texts(), rest, tmp_path)) == expected(texts())
     assert [call[0] for call in rest.calls] == [texts().texts[i] for i in (0, 20, 30)]
 
 
 def test_parts_of_another_size_are_not_mixed_up(tmp_path, monkeypatch):
     monkeypatch.setattr(token_cache, "CHUNK", 15)
     with pytest.raises(KeyboardInterrupt):
-        tokenised(texts(), Counting(die_at=2, how=interrupt), tmp_path)
+        tokenized(texts(), Counting(die_at=2, how=interrupt), tmp_path)
     monkeypatch.setattr(token_cache, "CHUNK", 10)
-    assert rows_of(tokenised(texts(), Counting(), tmp_path)) == expected(texts())
+    assert rows_of(tokenized(texts(), Counting(), tmp_path)) == expected(texts())
 
 
 @pytest.mark.parametrize("name", ["ids.npy", "offsets.npy", "manifest.json"])
@@ -231,10 +231,10 @@ def test_parts_of_another_size_are_not_mixed_up(tmp_path, monkeypatch):
     "damage", [lambda p: os.truncate(p, p.stat().st_size - 1), lambda p: os.truncate(p, 0), os.remove]
 )
 def test_a_damaged_file_is_rebuilt(tmp_path, name, damage):
-    tokenised(texts(), Counting(), tmp_path)
+    tokenized(texts(), Counting(), tmp_path)
     damage(file := folder_in(tmp_path) / name)
     again = Counting()
-    assert rows_of(tokenised(texts(), again, tmp_path)) == expected(texts())
+    assert rows_of(tokenized(texts(), again, tmp_path)) == expected(texts())
     assert len(again.calls) == 1
     assert file.is_file()
     assert verify(folder_in(tmp_path)) == []
@@ -243,7 +243,7 @@ def test_a_damaged_file_is_rebuilt(tmp_path, name, damage):
 @pytest.mark.parametrize("name", ["ids.npy", "offsets.npy"])
 @pytest.mark.parametrize("where", [0, 0.5, 0.999])
 def test_verify_names_a_flipped_byte(tmp_path, name, where):
-    tokenised(texts(), Counting(), tmp_path)
+    tokenized(texts(), Counting(), tmp_path)
     file = folder_in(tmp_path) / name
     data = bytearray(file.read_bytes())
     data[int(where * len(data))] ^= 1
@@ -252,7 +252,7 @@ def test_verify_names_a_flipped_byte(tmp_path, name, where):
 
 
 def test_manifest_holds_sizes_and_sums(tmp_path):
-    tokenised(texts(), Counting(), tmp_path)
+    tokenized(texts(), Counting(), tmp_path)
     folder = folder_in(tmp_path)
     for name, (size, sha256) in json.loads((folder / "manifest.json").read_text()).items():
         data = (folder / name).read_bytes()
@@ -263,7 +263,7 @@ def open_and_count(cache):
     """In a process of a pool: open, and say what was seen and how often the tokenizer worked."""
     token_cache.CHUNK = 10
     counting = Counting()
-    return rows_of(tokenised(texts(400), counting, cache)), len(counting.calls)
+    return rows_of(tokenized(texts(400), counting, cache)), len(counting.calls)
 
 
 def test_many_processes_build_once(ranks, tmp_path):
@@ -276,18 +276,18 @@ def test_many_processes_build_once(ranks, tmp_path):
 def test_an_unwritable_folder_is_a_data_error(tmp_path, below):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(DataError, match=r"(?s)cannot keep tokens in .*file.*data\.cache"):
-        tokenised(texts(), Counting(), tmp_path / "file" / below)
+        tokenized(texts(), Counting(), tmp_path / "file" / below)
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="permissions do not bind root")
 def test_a_read_only_cache_that_is_whole_can_be_used(tmp_path):
-    tokenised(texts(), Counting(), tmp_path)
+    tokenized(texts(), Counting(), tmp_path)
     for path in [tmp_path, *tmp_path.rglob("*")]:
         path.chmod(path.stat().st_mode & 0o555)
     try:
-        assert rows_of(tokenised(texts(), Counting(), tmp_path)) == expected(texts())
+        assert rows_of(tokenized(texts(), Counting(), tmp_path)) == expected(texts())
         with pytest.raises(DataError, match="Permission denied"):
-            tokenised(texts(41), Counting(), tmp_path)
+            tokenized(texts(41), Counting(), tmp_path)
     finally:
         for path in [tmp_path, *tmp_path.rglob("*")]:
             path.chmod(path.stat().st_mode | 0o700)

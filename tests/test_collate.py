@@ -11,7 +11,7 @@ from PIL import Image
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import DataError
-from lockstep.data.collate import Unfit, collate
+from lockstep.data.collate import UnusableSample, collate
 
 KEPT = ["float16", "float32", "float64", "uint8", "bool", "complex64"]
 
@@ -143,6 +143,6 @@ def test_other_mistakes_of_columns():
 def test_the_odd_one_of_several_is_named():
     rows = [np.zeros(2, np.float32)] * 4
     rows[0] = np.zeros(2)
-    with pytest.raises(Unfit, match="of sample 40 is float64") as caught:
+    with pytest.raises(UnusableSample, match="of sample 40 is float64") as caught:
         collate({"x": rows}, samples=[40, 41, 42, 43])
     assert caught.value.sample == 40

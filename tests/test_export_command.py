@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lockstep.base.errors import DataError, ModelError
 from lockstep.cli import _app
-from lockstep.data.images import MOST_PIXELS
+from lockstep.data.images import MAX_PIXELS
 from lockstep.inference import trained_model
 from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export.export_reader import is_export
@@ -197,7 +197,7 @@ def test_images_of_any_form_are_taken(run, exports, tmp_path):
 
 def test_what_is_no_image_is_told(run, exports, tmp_path):
     predictor = trained_model.open_predictor(run / "export")
-    bomb = picture(Image.new("1", (MOST_PIXELS // 8000 + 1, 8000)))
+    bomb = picture(Image.new("1", (MAX_PIXELS // 8000 + 1, 8000)))
     assert len(bomb) < 100_000
     whole = picture(Image.new("L", (50, 50), 9))
     for wrong in (b"", b"no image", whole[: len(whole) // 2], bomb, tmp_path / "missing.png", "a text"):

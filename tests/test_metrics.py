@@ -32,9 +32,9 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import EvaluationFailed, LockstepError, ModelError
 from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.data.sampler import EvaluationRequests
-from lockstep.training.evaluation import Evaluation, Subject, evaluate, trial_evaluation
-from lockstep.training.metrics.declared_metrics import measures
-from lockstep.training.metrics.metric_tally import Counted, Merged, tally
+from lockstep.training.evaluation import Evaluation, EvaluationTarget, evaluate, trial_evaluation
+from lockstep.training.metrics.declared_metrics import declared_metrics
+from lockstep.training.metrics.metric_tally import ConfusionTally, MergedTally, tally
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets")]
 SAMPLES, SIZE = 83, 8
@@ -184,14 +184,16 @@ def squared(outputs, batch):
 
 
 def subject(own, loss=squared, **more):
-    return Subject(forward=forward, loss=loss, measures=measures(PLAIN, own), device=torch.device("cpu"), **more)
+    return EvaluationTarget(
+        forward=forward, loss=loss, metrics=declared_metrics(PLAIN, own), device=torch.device("cpu"), **more
+    )
 
 
-def evaluated(is_whole=True):
+def evaluated(is_local=True):
     torch.manual_seed(dist.get_rank())  # what a process has drawn before does not matter
     np.random.seed(dist.get_rank())
     random.seed(dist.get_rank())
-    found = evaluate(subject(everything(), is_whole=is_whole), batches(), total=-(-SAMPLES // SIZE))
+    found = evaluate(subject(everything(), is_local=is_local), batches(), total=-(-SAMPLES // SIZE))
     assert isinstance(found, Evaluation) and found.samples == SAMPLES and found.confusion is None
     return {name: value.hex() for name, value in found.values.items()}
 
@@ -220,7 +222,9 @@ def test_values_are_the_metrics_own(lone):
     for name in ("mse", "pearson", "spearman", "r2", "unreduced", "meant", "hidden", "composed"):
         assert values[name] == pytest.approx(float(plain[name].compute()), rel=2e-2), name
     mergeable = {
-        name for name, each in measures(PLAIN, own).items() if type(tally(each, torch.device("cpu"))) is Merged
+        name
+        for name, each in declared_metrics(PLAIN, own).items()
+        if type(tally(each, torch.device("cpu"))) is MergedTally
     }
     assert mergeable >= {"mse", "spearman", "r2", "mean", "sum", "cat", "auroc", "binned"}
     assert not mergeable & {"pearson", "custom", "unreduced", "meant", "hidden", "bootstrap", "composed", "collection"}
@@ -273,7 +277,7 @@ def test_an_error_of_one_rank_is_raised_by_all(ranks, rank, where):
 )
 def test_what_is_no_metric_is_named(declared, error):
     with pytest.raises(ModelError, match=error):
-        measures(PLAIN, {"own": declared})
+        declared_metrics(PLAIN, {"own": declared})
 
 
 def first():
@@ -307,12 +311,14 @@ def test_names_are_known_before_training(lone):
 def test_metrics_of_classifiers_are_for_classifiers(lone):
     """Labels [m] or [m, T], logits [m, classes] or [m, classes, T], also among other outputs; nothing else has an accuracy."""
     spec = DataSpec(modality="any", labels=("a", "b", "c"))
-    found = measures(spec, {})
+    found = declared_metrics(spec, {})
     device = torch.device("cpu")
 
     def seen(outputs, label):
-        part = tally(found["accuracy"], device).part(outputs, {"label": label} if label is not None else {})
-        return part is not None
+        contribution = tally(found["accuracy"], device).contribution(
+            outputs, {"label": label} if label is not None else {}
+        )
+        return contribution is not None
 
     assert seen(torch.rand(4, 3), torch.tensor([0, 1, 2, 0]))
     assert seen(torch.rand(4, 3, 7), torch.zeros(4, 7, dtype=torch.int64))
@@ -321,8 +327,8 @@ def test_metrics_of_classifiers_are_for_classifiers(lone):
     assert not seen(torch.rand(4, 2), torch.tensor([0, 1, 2, 0]))
     assert seen({"logits": torch.rand(4, 3)}, torch.tensor([0, 1, 2, 0]))
     assert not seen({"scores": torch.rand(4, 3)}, torch.tensor([0, 1, 2, 0]))
-    assert set(measures(spec, {"accuracy": None, "f1": None})) == {"confusion"}
-    assert isinstance(tally(found["accuracy"], device), Counted)
+    assert set(declared_metrics(spec, {"accuracy": None, "f1": None})) == {"confusion"}
+    assert isinstance(tally(found["accuracy"], device), ConfusionTally)
 
 
 @settings(max_examples=60, deadline=None)
@@ -336,13 +342,13 @@ def test_a_classifiers_figures_are_those_of_torchmetrics(classes, sizes, seed, s
         "f1": MulticlassF1Score(classes, average="macro"),
         "confusion": MulticlassConfusionMatrix(classes),
     }
-    found = {name: tally(each, torch.device("cpu")) for name, each in measures(of_classes(classes), {}).items()}
+    found = {name: tally(each, torch.device("cpu")) for name, each in declared_metrics(of_classes(classes), {}).items()}
     for number, size in enumerate(sizes):
         logits = torch.randint(0, 4, (size, classes, *shape), generator=generator).float()
         label = torch.randint(0, max(1, classes - seed % 3), (size, *shape), generator=generator)
         for name, each in expected.items():
             each.update(logits, label)
-            found[name].join(number, found[name].part(logits, {"label": label}))
+            found[name].merge(number, found[name].contribution(logits, {"label": label}))
     assert {name: each.value().tolist() for name, each in found.items()} == {
         name: each.compute().tolist() for name, each in expected.items()
     }

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.order import GOLDEN, MOST_KEPT, Order, mix, permutation, permuted, spread
+from lockstep.data.order import GOLDEN, MAX_CACHED, Order, bit_reversed, mix, permutation, permuted
 from lockstep.data.sampler import TrainingRequests
 
 
@@ -149,20 +149,20 @@ def test_neighbours_are_parted(samples):
 def test_an_order_is_the_same_kept_or_computed(monkeypatch):
     order = Order(seed=5, samples=1003, global_batch=64, micro_batch=8)
     kept = [listed(order.shards(step)) for step in range(40)]
-    monkeypatch.setattr("lockstep.data.order.MOST_KEPT", 0)
+    monkeypatch.setattr("lockstep.data.order.MAX_CACHED", 0)
     assert [listed(order.shards(step)) for step in range(40)] == kept
 
 
 def test_a_step_of_very_many_samples_takes_little_memory():
     order = Order(seed=5, samples=10**12, global_batch=1024, micro_batch=8)
-    assert order.samples > MOST_KEPT
+    assert order.samples > MAX_CACHED
     assert work(lambda: order.shards(10**6))[1] < 500_000
 
 
 def work(function):
     """What a call costs, without a clock: (calls of Python's and of C's functions, most bytes held at once)."""
     permutation.cache_clear()
-    spread.cache_clear()
+    bit_reversed.cache_clear()
     calls, profiler = 0, sys.getprofile()
 
     def count(_, event, __):
@@ -243,13 +243,13 @@ def test_sorting_by_length_saves_much_on_real_spreads():
 
 @pytest.mark.parametrize("shards", [*range(1, 40), 64, 100, 127, 128, 1000])
 def test_spread_is_a_permutation(shards):
-    assert sorted(spread(shards)) == list(range(shards))
+    assert sorted(bit_reversed(shards)) == list(range(shards))
 
 
 @pytest.mark.parametrize("shards", [*range(2, 70), 100, 128, 200, 256])
 def test_every_half_gets_its_share_of_any_run_of_micro_batches(shards):
     """Long, short or empty ones come as runs of positions: each half of the shards takes about half of every run."""
-    is_left = np.array(spread(shards)) < shards // 2
+    is_left = np.array(bit_reversed(shards)) < shards // 2
     left = np.concatenate([[0], np.cumsum(is_left)])
     every_run = left[None, :] - left[:, None]
     sizes = np.arange(shards + 1)[None, :] - np.arange(shards + 1)[:, None]
@@ -261,7 +261,7 @@ def test_every_half_gets_its_share_of_any_run_of_micro_batches(shards):
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_rank_gets_its_share_of_the_first_micro_batches(shards, world):
     """Where shards and ranks are powers of two, no rank is ever more than one filled micro-batch ahead."""
-    owner = np.array(spread(shards)) * world // shards
+    owner = np.array(bit_reversed(shards)) * world // shards
     for filled in range(shards + 1):
         counts = np.bincount(owner[:filled], minlength=world)
         assert counts.max() - counts.min() <= 1
@@ -287,5 +287,5 @@ def test_the_order_never_changes_silently():
     assert [listed(order.shards(step)) for step in range(2)] == [[[10, 1], [7, 8], [3, 5]], [[9, 6], [0], [4, 2]]]
     many = replace(order, samples=10**8, lengths=None)
     assert listed(many.shards(10**6)) == [[69026434, 7607211], [80694851, 71552637], [38997330, 78019999]]
-    assert spread(6) == (0, 4, 2, 1, 5, 3)
-    assert spread(8) == (0, 4, 2, 6, 1, 5, 3, 7)
+    assert bit_reversed(6) == (0, 4, 2, 1, 5, 3)
+    assert bit_reversed(8) == (0, 4, 2, 6, 1, 5, 3, 7)

@@ -1,4 +1,4 @@
-"""Augmentation: a user's function over one training sample, whose random numbers belong to seed, epoch and sample."""
+"""Augmentation: a user's function of one training sample, with random numbers seeded by seed, epoch and sample."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -20,15 +20,15 @@ Augment = Callable[[dict[str, Any]], Sample]
 
 
 def keys_of(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:
-    """A number for each sample in an epoch, uint64 [m]; unrelated for any two."""
+    """Random seeds for samples of an epoch, uint64 [m]."""
     keys = np.array([seed], dtype=np.uint64)
-    for part in ([epoch], indices):
-        keys = mix(keys ^ np.array(part, dtype=np.int64).view(np.uint64))
+    for values in ([epoch], indices):
+        keys = mix(keys ^ np.array(values, dtype=np.int64).view(np.uint64))
     return keys
 
 
 class Augmented:
-    """A training split whose samples pass through a function each time they are drawn."""
+    """A training split whose samples pass through a function each time they are fetched."""
 
     def __init__(self, source: Source, augment: Augment, seed: int) -> None:
         self.source, self.augment, self.seed = source, augment, seed
@@ -38,14 +38,12 @@ class Augmented:
         return len(self.source)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """The samples as they are in the source."""
+        """Return the samples without augmentation."""
         return self.source.__getitems__(list(indices))
 
     def drawn(self, indices: Sequence[int], epoch: int) -> Columns:
-        """The samples as an epoch sees them; the function gets a copy of each, and may change it in place.
-
-        Costs 10 µs a sample beside the function's own time.
-        """
+        """Return the samples of an epoch. The function gets a copy of each, which it may change in place; the overhead
+        is 10 µs per sample."""
         columns = self.source.__getitems__(list(indices))
         if isinstance(columns, Collated):
             raise DataError(
@@ -53,20 +51,22 @@ class Augmented:
                 "__getitem__, where all generators are seeded just the same"
             )
         rows = []
-        for place, key in enumerate(mix(keys_of(self.seed, epoch, indices))):  # mixed again: not the fetch's own key
+        for position, key in enumerate(
+            mix(keys_of(self.seed, epoch, indices))
+        ):  # other keys than the fetch itself uses
             seed_all(int(key))
-            rows.append(self.augment({name: deepcopy(column[place]) for name, column in columns.items()}))
-        return {name: _joined([row[name] for row in rows], columns.get(name)) for name in rows[0]}
+            rows.append(self.augment({name: deepcopy(column[position]) for name, column in columns.items()}))
+        return {name: _column([row[name] for row in rows], columns.get(name)) for name in rows[0]}
 
 
-def _joined(rows: list[Any], like: Any) -> Any:
-    """Rows -> a column: a list where the source gave one (of texts, or of arrays that differ in length)."""
-    return rows if isinstance(like, list) else np.stack([np.asarray(row) for row in rows])
+def _column(rows: list[Any], original: Any) -> Any:
+    """Join rows: as a list if the source's column is one (texts, or arrays of different lengths)."""
+    return rows if isinstance(original, list) else np.stack([np.asarray(row) for row in rows])
 
 
 def augmented(source: Source, section: DataSection, seed: int) -> Source:
-    """The training split with the user's `augment(sample)`, if there is one: in the file that data.augment names, else
-    in data.file. Raises DataError when the named file has none."""
+    """Apply the user's `augment(sample)` from data.augment, else from data.file, if there is one. Raises DataError when
+    data.augment has none."""
     file = section.augment or section.code
     augment = getattr(plugins.load_file(file, "data.augment"), "augment", None) if file else None
     if augment is None and section.augment is not None:

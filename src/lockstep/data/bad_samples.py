@@ -1,4 +1,4 @@
-"""Samples that cannot be read: how they are told, and the list of those that were left out."""
+"""Samples that cannot be read: what happens to them, and the files that list them."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,15 +12,14 @@ from pydantic import BaseModel, Field
 
 from lockstep.base import storage
 
-MOST_NAMED = 100
-"""Of those left out, so many are named in the summary; the files name all."""
-MOST_OF_A_LINE = 1 << 20
-"""Bytes."""
+MAX_IN_SUMMARY = 100
+"""Samples named in the summary; the files name all."""
+MAX_LINE_BYTES = 1 << 20
 PATTERN = "bad-samples-rank-*.jsonl"
 
 
-class Listed(BaseModel):
-    """A line of such a file."""
+class BadSample(BaseModel):
+    """A line of a file."""
 
     split: Literal["train", "test"]
     sample: int = Field(ge=0)
@@ -28,26 +27,26 @@ class Listed(BaseModel):
 
 @dataclass(kw_only=True)
 class Faults:
-    """What becomes of the samples of a split that cannot be read."""
+    """What happens to the samples of a split that cannot be read."""
 
     name: str = "the data"
-    """What messages call the split."""
+    """Name of the split in messages."""
     split: str = "train"
     skips: bool = False
-    """Whether they are left out (data.on_bad_sample=skip); else the first ends the run."""
+    """Whether they are left out (data.on_bad_sample=skip); otherwise the first one ends the run."""
     file: Path | None = None
-    """Where those left out are listed, one line of JSON each."""
+    """JSON Lines file of the samples left out."""
     warn: Callable[[str], None] = lambda _: None
-    """Told of each once."""
+    """Called once for each."""
     known: set[int] = field(default_factory=set)
-    """Those that were left out so far."""
+    """Samples left out so far."""
 
     def record(self, file: Path, warn: Callable[[str], None]) -> None:
-        """From now on list those that are left out in a file, and tell of each."""
+        """Start to list the samples left out in a file, and to warn of each."""
         self.file, self.warn, self.known = file, warn, set()
 
     def note(self, left_out: Mapping[int, str]) -> None:
-        """List samples that were left out just now, each once."""
+        """List and warn of samples that were left out, each once."""
         for sample, reason in left_out.items():
             if sample in self.known:
                 continue
@@ -61,26 +60,26 @@ class Faults:
 
 
 def file_of(logs: Path, rank: int) -> Path:
-    """Where a rank lists what it has left out."""
+    """The file in which a rank lists the samples it left out."""
     return logs / PATTERN.replace("*", str(rank))
 
 
 def forget(logs: Path) -> None:
-    """Remove the lists of an earlier run of this name."""
+    """Remove the files of an earlier run of this name."""
     for file in logs.glob(PATTERN):
         file.unlink(missing_ok=True)
 
 
 def listed(logs: Path) -> dict[str, dict[str, Any]]:
-    """What the ranks of a run have left out: split -> {"count", "indices": the first of them}; {} where nothing was."""
-    found: dict[str, set[int]] = {}
+    """Summarise the files of all ranks: split -> {"count", "indices": the first ones}."""
+    left_out: dict[str, set[int]] = {}
     for file in logs.glob(PATTERN):
-        with suppress(OSError), storage.regular(file) as opened:  # what else lies there by this name is no list
-            for line in iter(partial(opened.readline, MOST_OF_A_LINE), b""):
-                with suppress(ValueError):  # a kill may have torn the last
-                    one = Listed.model_validate_json(line)
-                    found.setdefault(one.split, set()).add(one.sample)
+        with suppress(OSError), storage.regular(file) as opened:  # skips what is not a regular file
+            for line in iter(partial(opened.readline, MAX_LINE_BYTES), b""):
+                with suppress(ValueError):  # a kill may have truncated the last line
+                    bad = BadSample.model_validate_json(line)
+                    left_out.setdefault(bad.split, set()).add(bad.sample)
     return {
-        split: {"count": len(samples), "indices": sorted(samples)[:MOST_NAMED]}
-        for split, samples in sorted(found.items())
+        split: {"count": len(samples), "indices": sorted(samples)[:MAX_IN_SUMMARY]}
+        for split, samples in sorted(left_out.items())
     }

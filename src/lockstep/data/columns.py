@@ -1,7 +1,8 @@
-"""Columns as people write them: texts that are texts, labels that become positions in a list of names."""
+"""Check text and label columns; turn labels into class names and indices."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -9,17 +10,17 @@ import numpy as np
 from lockstep.base.errors import DataError
 
 Place = Callable[[int], str]
-"""Sample number, from 0 -> where a person finds it ("row 1 of /data/train.csv")."""
+"""Sample number, from 0 -> its location for messages ("row 1 of /data/train.csv")."""
 
 
 def rows_of(where: object) -> Place:
-    """Places in a table: the first sample is row 1."""
+    """Locations in a table: the first sample is row 1."""
     return lambda number: f"row {number + 1} of {where}"
 
 
 def require(columns: Sequence[str], there: Sequence[str], where: object, *, kind: str = "text") -> None:
-    """Raise DataError, naming the columns there are and the settings of samples of a `kind`, unless each of `columns`
-    is there exactly once."""
+    """Raise DataError unless each of `columns` occurs exactly once; `kind` ("text", "image") selects the setting that
+    the message names."""
     for column in columns:
         count = list(there).count(column)
         if count > 1:
@@ -32,46 +33,43 @@ def require(columns: Sequence[str], there: Sequence[str], where: object, *, kind
 
 
 def texts_of(values: Iterable[Any], place: Place) -> list[str]:
-    """The values of a text column; raises DataError for the first that is missing or not a text."""
+    """Check a text column. Raises DataError for the first value that is missing or not a string."""
     texts = list(values)
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            found = "no text" if text is None else f"{text!r} for a text"
-            raise DataError(f"{place(number)} has {found}: remove the row, or name another data.text_column")
+            what = "no text" if text is None else f"{text!r} for a text"
+            raise DataError(f"{place(number)} has {what}: remove the row, or name another data.text_column")
     return texts
 
 
 def labels_of(values: Iterable[Any], place: Place) -> list[str]:
-    """Labels as names (3 and 3.0 become "3"); raises DataError for the first that is none."""
+    """Convert labels to strings (3 and 3.0 become "3"). Raises DataError for the first missing or not scalar."""
     labels = []
     for number, value in enumerate(values):
         if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
             raise DataError(f"{place(number)} has no label: label it or remove it")
         if not isinstance(value, str | int | float):
             raise DataError(f"{place(number)} has the label {value!r}: a label is one text or one number")
-        whole = isinstance(value, float) and value.is_integer()
-        labels.append(str(int(value)) if whole else str(value))
+        labels.append(str(int(value)) if isinstance(value, float) and value.is_integer() else str(value))
     return labels
 
 
 def names_of(labels: Iterable[str]) -> tuple[str, ...]:
-    """The classes: each label once, in the order of numbers if all are numbers, else of the alphabet."""
+    """Return the distinct labels, in numeric order if all are finite numbers, else in alphabetic order."""
     names = sorted(set(labels))
-    try:
+    with suppress(ValueError):
         numbers = {name: float(name) for name in names}
-    except ValueError:
-        return tuple(names)
-    if not all(map(math.isfinite, numbers.values())):
-        return tuple(names)
-    return tuple(sorted(names, key=lambda name: (numbers[name], name)))
+        if all(map(math.isfinite, numbers.values())):
+            names.sort(key=numbers.__getitem__)  # stable: equal numbers stay in alphabetic order
+    return tuple(names)
 
 
 def positions(labels: Sequence[str], names: Sequence[str], place: Place, *, known_to: str = "") -> np.ndarray:
-    """Position of each label in `names`, int64 [N]; raises DataError for the first that is not there. `known_to` says
-    whose the names are, by default the training samples'."""
-    position = {name: number for number, name in enumerate(names)}
+    """Index of each label in `names`, int64 [N]. Raises DataError for the first that is not in it; `known_to` says what
+    the names belong to, by default the training samples."""
+    index = {name: number for number, name in enumerate(names)}
     for number, label in enumerate(labels):
-        if label not in position:
+        if label not in index:
             known = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
             if known_to:
                 what = f"has the label {label!r}, which {known_to} does not know ({known})"
@@ -80,4 +78,4 @@ def positions(labels: Sequence[str], names: Sequence[str], place: Place, *, know
                 f"{place(number)} has the label {label!r}, which no training sample has ({known}): "
                 f"correct it, or add training samples of it"
             )
-    return np.array([position[label] for label in labels], dtype=np.int64)
+    return np.array([index[label] for label in labels], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The settings that every source shares."""
+"""Settings that all sources share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,27 +13,27 @@ from lockstep.base.config import MANY, LocalPath, PluginSection
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where samples come from, for those who read an export's card; what is not known is left out."""
+    """Where samples come from, for an export's model card; unknown fields are left out."""
 
     name: str
-    """The data set's, as people know it."""
+    """Common name of the data set."""
     hub: str | None = None
     """Its name on the Hugging Face hub, such as fancyzhx/ag_news."""
     subset: str | None = None
     revision: str | None = None
     split: str = "test"
-    """The one that metrics are of."""
+    """Split of the metrics."""
     language: tuple[str, ...] = ()
     """ISO 639 codes."""
 
 
 class DataSection(PluginSection):
-    """What the model learns from."""
+    """Training and test data."""
 
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """What `lockstep init` writes with it, by section."""
+    """Settings that `lockstep init` writes for it, by section."""
     TEMPLATE: ClassVar[Path | None] = None
-    """A file of code to start from, for a source that is the user's own."""
+    """Template of the Python file, for a source that is the user's own."""
     incidental: ClassVar[frozenset[str]] = frozenset({"root", "workers", "cache", "augment"})
 
     limit: int | None = Field(None, ge=1, le=1000 * MANY)
@@ -44,10 +44,10 @@ class DataSection(PluginSection):
     """A Python file with `augment(sample)`: every training sample passes through it each time it is drawn, with random
     numbers that belong to the sample and the epoch."""
     on_bad_sample: Literal["stop", "skip"] = "stop"
-    """What becomes of a sample that cannot be read: it ends the run, or is left out of its micro-batch, the same one on
-    any number of processes. The run warns of each, and lists them in summary.json."""
+    """What happens when a sample cannot be read: it ends the run, or it is left out of its micro-batch, alike on any
+    number of processes. The run warns of each, and lists them in summary.json."""
     cache: LocalPath = platformdirs.user_cache_path("lockstep")
-    """Folder for tokens and other things that can be made again; may be deleted at any time."""
+    """Cache folder, for tokens for example; may be deleted at any time."""
 
     @property
     def skips(self) -> bool:
@@ -56,26 +56,26 @@ class DataSection(PluginSection):
 
     @property
     def code(self) -> Path | None:
-        """The user's own Python file, if it is one."""
+        """The user's Python file, if the source comes from one."""
         return None
 
     @property
     def table_columns(self) -> tuple[str, str]:
-        """The columns of texts and of labels, in a table."""
+        """Names of the text column and the label column of a table."""
         return "text", "label"
 
     def origin(self) -> Origin | None:
-        """Where its samples come from; None where nobody knows."""
+        """Where the samples come from; None if unknown."""
         return None
 
     @property
     def modality(self) -> str:
-        """What a sample is, as far as the settings tell before any data is read: "image", "text", or "any"."""
+        """Kind of the samples, as far as the settings tell it: "image", "text", or "any"."""
         return "any"
 
 
 class ImageSection(DataSection):
-    """The settings of sources whose images come as files."""
+    """Settings of sources with image files."""
 
     image_size: tuple[PositiveInt, PositiveInt] | None = None
     """Height and width every image is scaled to; by default all images must have the size of the first."""

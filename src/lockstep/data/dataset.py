@@ -1,4 +1,4 @@
-"""Opens a split: finds its source, caps it, turns texts into tokens."""
+"""Open a split: find its source, limit its size, tokenize texts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +11,11 @@ from lockstep.base.errors import DataError
 from lockstep.base.events import Preparing
 from lockstep.data.augment import Augmented
 from lockstep.data.data_config import DataSection
-from lockstep.data.token_cache import tokenised
+from lockstep.data.token_cache import tokenized
 
 
 class EvenRows:
-    """The positions of `count` samples, spread evenly over `whole`, as an array that takes no memory."""
+    """Indices of `count` samples spread evenly over `whole`, computed on access: they take no memory."""
 
     def __init__(self, count: int, whole: int) -> None:
         self.count, self.whole = count, whole
@@ -23,12 +23,12 @@ class EvenRows:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, places: Any) -> Any:
-        return np.asarray(places, dtype=np.int64) * self.whole // self.count
+    def __getitem__(self, indices: Any) -> Any:
+        return np.asarray(indices, dtype=np.int64) * self.whole // self.count
 
 
 class Subset:
-    """Some samples of a source, by position."""
+    """Some samples of a source, by index."""
 
     def __init__(self, source: Source, rows: np.ndarray | EvenRows) -> None:
         self.source, self.rows, self.spec = source, rows, source.spec
@@ -38,24 +38,24 @@ class Subset:
         return len(self.rows)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """The source's columns for these samples."""
+        """Return the source's columns for these samples."""
         return self.source.__getitems__(self.rows[np.asarray(indices)].tolist())
 
 
-def selected(source: Source, rows: np.ndarray | EvenRows) -> Source:
-    """Some samples of a source, by position, augmented as they are in it."""
+def select(source: Source, rows: np.ndarray | EvenRows) -> Source:
+    """Return a subset of a source, with its augmentation."""
     if isinstance(source, Augmented):
-        return Augmented(selected(source.source, rows), source.augment, source.seed)
+        return Augmented(select(source.source, rows), source.augment, source.seed)
     return Subset(source, rows)
 
 
 def spread_evenly(source: Source, count: int) -> Source:
-    """So many samples of a source, spread evenly over it; all of it where it has no more."""
-    return source if count >= len(source) else selected(source, EvenRows(count, len(source)))
+    """Return `count` samples of a source, spread evenly over it; the source itself if it has no more."""
+    return source if count >= len(source) else select(source, EvenRows(count, len(source)))
 
 
 def open_source(section: DataSection, split: str) -> Source:
-    """The "train" or "test" split as its source gives it, capped by data.limit; raises DataError."""
+    """Open the "train" or "test" split, limited by data.limit. Raises DataError."""
     source = plugins.implementation("data.sources", section.kind).build(section, split)
     if not len(source):
         raise DataError(
@@ -73,9 +73,11 @@ def with_tokens(
     publish: Callable[[object], None] = lambda _: None,
     is_checked: bool = False,
 ) -> Source:
-    """A text source as tokens, from the cache; publishes Preparing while it builds; `is_checked` reads every byte."""
-
-    def progress(done: int, total: int) -> None:
-        publish(Preparing(what="tokenising texts", done=done, total=total))
-
-    return tokenised(source, tokenizer, section.cache, progress=progress, is_checked=is_checked)
+    """Tokenize a text source with the token cache. Publishes Preparing meanwhile; `is_checked` verifies every byte."""
+    return tokenized(
+        source,
+        tokenizer,
+        section.cache,
+        progress=lambda done, total: publish(Preparing(what="tokenising texts", done=done, total=total)),
+        is_checked=is_checked,
+    )

@@ -1,4 +1,4 @@
-"""Micro-batches as they are fetched: whole, or without the samples that cannot be read."""
+"""Fetch micro-batches: whole, or without the samples that cannot be read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,38 +13,39 @@ from lockstep.base.model_contracts import Batch, MicroBatch
 from lockstep.core.numerics.seeds import seed_all
 from lockstep.data.augment import Augmented, keys_of
 from lockstep.data.bad_samples import Faults
-from lockstep.data.collate import Unfit, collate
+from lockstep.data.collate import UnusableSample, collate
 from lockstep.data.sampler import ShardRequest
 
-MOST_TRIED = 1000
-"""Samples that are tried, at most, to learn the columns' dtypes from."""
-WINDOWS = 64
-"""Where no sample of a micro-batch can be read, so many micro-batches after it are looked through for one that can."""
+MAX_TRIES = 1000
+"""Samples to try until one can be read, to learn the columns' dtypes."""
+MAX_WINDOWS = 64
+"""Micro-batches to try, one after the other, as a replacement for one without a readable sample."""
 
 
-class Fetched(Dataset[MicroBatch | LockstepError]):
-    """A source that answers whole requests. A source's own randomness depends on the samples, not on the process."""
+class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
+    """Fetches and collates whole micro-batches. Random numbers drawn by the source or an augmentation depend on the
+    samples, not on the process."""
 
     def __init__(self, source: Source, faults: Faults, *, seed: int, pad_id: int) -> None:
         self.source, self.faults, self.seed, self.pad_id = source, faults, seed, pad_id
         self.dtypes: dict[str, torch.dtype] | None = None
-        """Of each column, once they are known."""
+        """Of each column; None until needed."""
 
     def __getitems__(self, request: ShardRequest) -> MicroBatch | LockstepError:
-        """Fetch and collate one micro-batch; an error is returned, since a worker process would wrap it in its own."""
+        """Fetch one micro-batch. Errors are returned: a DataLoader worker would wrap what is raised."""
         try:
-            return self.readable(request) if self.faults.skips else self.whole(request)
-        except LockstepError as error:  # which says itself what is wrong
+            return self.fetch_readable(request) if self.faults.skips else self.fetch(request)
+        except LockstepError as error:
             return error
 
-    def whole(self, request: ShardRequest, left_out: Mapping[int, str] | None = None) -> MicroBatch:
-        """A micro-batch of all samples that are requested. Raises SampleError, DataError."""
+    def fetch(self, request: ShardRequest, left_out: Mapping[int, str] | None = None) -> MicroBatch:
+        """Fetch all requested samples. Raises SampleError, DataError."""
         try:
             batch = self.batch(request)
         except LockstepError:
             raise
         except Exception as error:
-            raise self.failed(request, error) from None
+            raise self.sample_error(request, error) from None
         return MicroBatch(
             step=request.step,
             shard=request.shard,
@@ -57,20 +58,20 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
         )
 
     def batch(self, request: ShardRequest) -> Batch:
-        """The samples as tensors; raises whatever the user's code raises."""
+        """Fetch the samples as tensors; raises whatever the user's code raises."""
         batch = self.collated(request)
         if self.faults.skips:
-            for name, usual in self.usual().items():
-                if name in batch and batch[name].dtype != usual:
+            for name, expected in self.expected_dtypes().items():
+                if name in batch and batch[name].dtype != expected:
                     what = f"the column {name!r} of sample {request.indices[0]} is {batch[name].dtype}"
-                    raise Unfit(f"{what}, but those of the first samples are {usual}", request.indices[0])
+                    raise UnusableSample(f"{what}, but those of the first samples are {expected}", request.indices[0])
         return batch
 
-    def usual(self) -> dict[str, torch.dtype]:
-        """The dtypes of the first sample that can be read, the same for whoever asks."""
+    def expected_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of the first readable sample, the same in every process."""
         if self.dtypes is None:
             self.dtypes = {}
-            for index in range(min(len(self.source), MOST_TRIED)):
+            for index in range(min(len(self.source), MAX_TRIES)):
                 try:
                     first = self.collated(ShardRequest(step=-1, shard=0, epoch=-1, indices=(index,)))
                 except Exception:
@@ -80,7 +81,7 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
         return self.dtypes
 
     def collated(self, request: ShardRequest) -> Batch:
-        """The same, whatever its dtypes are."""
+        """Fetch the samples as tensors of any dtype."""
         columns = self.columns(request)
         if not isinstance(columns, Mapping):
             raise DataError(
@@ -90,67 +91,70 @@ class Fetched(Dataset[MicroBatch | LockstepError]):
         return collate(columns, self.pad_id, spec=self.source.spec, samples=request.indices)
 
     def columns(self, request: ShardRequest) -> Columns:
-        """The samples. What a source draws inside of __getitems__ belongs to the seed, the epoch and the first of them;
-        what an augmentation draws, to its own sample."""
+        """Fetch the samples. Random numbers drawn in __getitems__ depend on seed, epoch and the first sample; those of
+        an augmentation, on its own sample."""
         seed_all(int(keys_of(self.seed, request.epoch, request.indices[:1])[0]))
         try:
             if isinstance(self.source, Augmented):
                 return self.source.drawn(request.indices, request.epoch)
-            return self.source.__getitems__(list(request.indices))  # with a tuple, an array would be indexed by axis
+            return self.source.__getitems__(list(request.indices))  # a tuple would index an array by axis
         except (SystemExit, KeyboardInterrupt) as error:
             if isinstance(error, KeyboardInterrupt) and get_worker_info() is None:  # it may be Ctrl-C
                 raise
-            raise RuntimeError(f"{type(error).__name__} was raised") from error  # else the process would just end
+            raise RuntimeError(f"{type(error).__name__} was raised") from error  # else the process would just exit
 
-    def failed(self, request: ShardRequest, error: Exception) -> SampleError:
-        """What went wrong, with the one sample that it goes wrong for, where there is one, and the user's frames."""
-        alone = next(iter(self.failing(request, most=1)), None)
+    def sample_error(self, request: ShardRequest, error: Exception) -> SampleError:
+        """Describe the error with the first sample that fails alone, if one does, and the frames of the user's code."""
+        alone = next(iter(self.failing(request, limit=1)), None)
         what = f"samples {list(request.indices)} together" if alone is None else f"sample {alone}"
         where = f"step {request.step + 1}, shard {request.shard}" if request.step >= 0 else "evaluation"
-        text = user_code.quoted(error)
-        return SampleError(f"{what} of {self.faults.name} could not be fetched ({where}):\n{text}")
+        return SampleError(f"{what} of {self.faults.name} could not be fetched ({where}):\n{user_code.quoted(error)}")
 
-    def failing(self, request: ShardRequest, *, most: int | None = None) -> dict[int, str]:
-        """The samples that cannot be fetched alone, at most so many, and why."""
-        found: dict[int, str] = {}
+    def failing(self, request: ShardRequest, *, limit: int | None = None) -> dict[int, str]:
+        """Return the samples, at most `limit`, that cannot be fetched alone, with the reasons."""
+        reasons: dict[int, str] = {}
         for index in request.indices:
-            if len(found) == most:
+            if len(reasons) == limit:
                 break
             try:
                 self.batch(replace(request, indices=(index,)))
             except Exception as error:
-                found[index] = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return found
+                reasons[index] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return reasons
 
-    def readable(self, request: ShardRequest) -> MicroBatch:
-        """A micro-batch of the samples that can be read. A function of the data alone: whoever fetches it, on however
-        many processes, leaves out the same. Raises SampleError, DataError where it is not the fault of single ones."""
-        micro_batch = self.rest(request, request.indices)
+    def fetch_readable(self, request: ShardRequest) -> MicroBatch:
+        """Fetch the samples that can be read, the same ones on any number of processes.
+
+        If there is none, the micro-batch has other samples and counts for nothing. Raises SampleError or DataError when
+        the cause is not single samples.
+        """
+        micro_batch = self._fetch_readable(request, request.indices)
         if micro_batch is not None:
             return micro_batch
         left_out = self.failing(request)
         samples, size = len(self.source), len(request.indices)
-        for window in range(1, WINDOWS + 1):
+        for window in range(1, MAX_WINDOWS + 1):
             start = request.indices[0] + window * size
-            others = tuple(dict.fromkeys((start + place) % samples for place in range(size)))
-            if (micro_batch := self.rest(request, others)) is not None:
+            others = tuple(dict.fromkeys((start + offset) % samples for offset in range(size)))
+            if (micro_batch := self._fetch_readable(request, others)) is not None:
                 is_ghost = request.ghost or request.step < 0
                 return replace(micro_batch, indices=(), left_out=left_out, ghost=is_ghost)
+        sample, reason = next(iter(left_out.items()))
         raise DataError(
-            f"{WINDOWS * size} samples in a row of {self.faults.name} cannot be read, the first being "
-            f"{next(f'{sample}: {reason}' for sample, reason in left_out.items())}"
+            f"{MAX_WINDOWS * size} samples in a row of {self.faults.name} cannot be read, the first being "
+            f"{sample}: {reason}"
         )
 
-    def rest(self, request: ShardRequest, indices: Sequence[int]) -> MicroBatch | None:
-        """The micro-batch without those of these samples that cannot be read; None where none is left."""
+    def _fetch_readable(self, request: ShardRequest, indices: Sequence[int]) -> MicroBatch | None:
+        """Fetch those of these samples that can be read; None if there is none."""
         left_out: dict[int, str] = {}
         while remaining := tuple(index for index in indices if index not in left_out):
-            asked = replace(request, indices=remaining)
+            smaller = replace(request, indices=remaining)
             try:
-                return self.whole(asked, left_out)
+                return self.fetch(smaller, left_out)
             except LockstepError as error:
-                bad = self.failing(asked)
-                if not bad and isinstance(error, Unfit) and error.sample is not None:
+                bad = self.failing(smaller)
+                if not bad and isinstance(error, UnusableSample) and error.sample is not None:
                     bad = {error.sample: str(error)}
                 if not bad:
                     raise

@@ -1,4 +1,4 @@
-"""One split of a Hugging Face data set: from a folder, the hub, or, without a network, its cache."""
+"""Load a split of a Hugging Face data set: from a folder, the hub or, offline, its cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +11,9 @@ from lockstep.core.host.hub_access import hub_answers
 
 
 def load_split(name: str, split: str, *, subset: str | None = None, revision: str | None = None) -> Any:
-    """A split (a `datasets.Dataset`, or a slice of one like "train[:10%]") of a hub name or a local folder.
+    """Load a split, or a slice such as "train[:10%]", of a hub name or local folder, as a `datasets.Dataset`.
 
-    Raises DataError when it cannot be reached, found or read, with the library's own reason, and MissingExtra without
-    the package datasets.
+    Raises DataError with the library's reason, and MissingExtra without the package datasets.
     """
     plugins.require("hub", "datasets", what=f"the data set {name!r}")
     import datasets
@@ -29,7 +28,7 @@ def load_split(name: str, split: str, *, subset: str | None = None, revision: st
             f"the Hugging Face hub cannot be reached for the data set {name!r}, and its cache has no copy: "
             f"load it once where there is a network (there is no folder {folder} either)"
         ) from error
-    except Exception as error:  # it passes on whatever its readers, the hub and the file system raise
+    except Exception as error:  # datasets passes on any error of its readers, the hub and the file system
         reason = str(error.__cause__ or error).strip().partition("\n")[0] or type(error).__name__
         raise DataError(
             f"cannot load the split {split!r} of the data set {name!r}: {reason.rstrip('.')} (check its name "

@@ -1,4 +1,4 @@
-"""Splits that lie in memory: images as one array, texts as one list."""
+"""Splits held in memory: images as one array, texts as one list."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -10,8 +10,8 @@ from lockstep.base.errors import DataError
 
 
 class Images:
-    """Images of one size, uint8 [N, C, H, W], and their labels, int64 [N] (positions in `names`); `unreadable`: those
-    of which there is nothing but the reason why."""
+    """Images of one size, uint8 [N, C, H, W], and labels, int64 [N] (indices into `names`); `unreadable`: index ->
+    reason of the images that could not be decoded."""
 
     lengths: np.ndarray | None = None
 
@@ -34,7 +34,7 @@ class Images:
         return len(self.images)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"image": uint8 [m, C, H, W], "label": int64 [m]}. Raises DataError for one that cannot be read."""
+        """{"image": uint8 [m, C, H, W], "label": int64 [m]}. Raises DataError for an unreadable one."""
         bad = next((index for index in indices if index in self.unreadable), None) if self.unreadable else None
         if bad is not None:
             raise DataError(self.unreadable[bad])
@@ -43,7 +43,7 @@ class Images:
 
 
 class Texts:
-    """Texts as they are, N of them, and their labels, int64 [N]; they become tokens in cache.py."""
+    """N texts and their labels, int64 [N]; token_cache.py tokenizes them."""
 
     lengths: np.ndarray | None = None
 

@@ -1,4 +1,4 @@
-"""Which samples each shard of each step holds: a pure function of the config and the data, O(1) to enter anywhere.
+"""Which samples each shard of each step holds: a pure function of config and data, with random access by step.
 
 N = samples, G = global batch, m = micro-batch, V = ceil(G/m) shards of a step, S = ceil(N/G) steps of an epoch.
 Steps count from 0 over the whole run: step s is step s % S of epoch s // S.
@@ -13,16 +13,16 @@ import numpy as np
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 HALF = np.uint64(32)
 ROUNDS, SMALL_ROUNDS, SMALL = 8, 20, 1024
-"""Rounds of the permutation, more for few samples: with 12 of them, 6 samples already show no pattern over 36,000
-epochs, with 8 they do (tests/test_order.py)."""
+"""Rounds of the permutation; more for few samples: over 36,000 epochs, 6 samples show a pattern with 8 rounds, and none
+with 12 (tests/test_order.py)."""
 CHUNK = 8192
-"""Places that are permuted at once: their numbers stay in the processor's cache."""
-MOST_KEPT = 1 << 20
-"""Of more samples an epoch's order is not kept (8 MiB) but computed for each step anew, which takes 0.3 ms."""
+"""Positions permuted at a time, which fit in the CPU cache."""
+MAX_CACHED = 1 << 20
+"""For more samples, an epoch's order (8 MiB) is not cached but computed for each step, which takes 0.3 ms."""
 
 
 def mix(numbers: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function, uint64 [n] -> uint64 [n]; unlike a library's generator it can never change.
+    """SplitMix64's output function, uint64 [n] -> uint64 [n]; a library's generator might change with its version.
 
     Source: G. Steele, D. Lea, C. Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
     """
@@ -36,41 +36,41 @@ def mix(numbers: np.ndarray) -> np.ndarray:
         return z
 
 
-def permuted(places: np.ndarray, *, seed: int, epoch: int, samples: int) -> np.ndarray:
-    """The samples at these places of an epoch's order, int64 [n] in 0..N-1; over all places each comes once.
+def permuted(positions: np.ndarray, *, seed: int, epoch: int, samples: int) -> np.ndarray:
+    """The samples at these positions of an epoch's order, int64 [n] in 0..N-1; a permutation of 0..N-1.
 
-    Computed for each place alone, in memory of O(n) for any N. A Feistel network on a grid of A x B >= N cells adds to
-    each coordinate, in turn, a hash of the other; a result beyond N is passed through it again. A is even: only then
-    are odd permutations reached, too. Source: J. Black, P. Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
+    Each position is computed independently, in O(n) memory for any N. A Feistel network on a grid of A x B >= N cells
+    adds to each coordinate, in turn, a hash of the other; a result >= N goes through it again. A is even, or odd
+    permutations would be impossible. Source: J. Black, P. Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
     """
     key = mix(mix(np.array([seed], dtype=np.uint64)) ^ np.array([epoch], dtype=np.uint64))
     rounds = ROUNDS if samples > SMALL else SMALL_ROUNDS
     keys = mix(key ^ np.arange(1, rounds + 1, dtype=np.uint64))
     height = 2 * ((math.isqrt(samples - 1) + 2) // 2)
     width = -(-samples // height)
-    out = np.asarray(places).astype(np.uint64)
+    out = np.asarray(positions).astype(np.uint64)
     for start in range(0, len(out), CHUNK):
-        part = out[start : start + CHUNK]
-        part[:] = _shuffled(part, keys, (height, width))
-        while len(beyond := np.flatnonzero(part >= samples)):
-            part[beyond] = _shuffled(part[beyond], keys, (height, width))
+        chunk = out[start : start + CHUNK]
+        chunk[:] = _shuffled(chunk, keys, (height, width))
+        while len(beyond := np.flatnonzero(chunk >= samples)):
+            chunk[beyond] = _shuffled(chunk[beyond], keys, (height, width))
     return out.view(np.int64)
 
 
 def _shuffled(cells: np.ndarray, keys: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
-    """Cells of a grid [height, width], row by row -> other cells, uint64 [n]."""
+    """Permute the cells of a grid [height, width], numbered row by row, uint64 [n]."""
     sizes = np.array(grid, dtype=np.uint64)
     row, column = np.divmod(cells, sizes[1])
     for number in range(0, len(keys), 2):
-        _turn(row, column ^ keys[number], sizes[0])
-        _turn(column, row ^ keys[number + 1], sizes[1])
+        _add_hash(row, column ^ keys[number], sizes[0])
+        _add_hash(column, row ^ keys[number + 1], sizes[1])
     row *= sizes[1]
     row += column
     return row
 
 
-def _turn(coordinate: np.ndarray, keyed: np.ndarray, size: np.uint64) -> None:
-    """Add a hash of `keyed` to a coordinate 0..size-1, in place, modulo its size (below 2^32)."""
+def _add_hash(coordinate: np.ndarray, keyed: np.ndarray, size: np.uint64) -> None:
+    """Add a hash of `keyed` to a coordinate 0..size-1, in place, modulo size (< 2^32)."""
     added = mix(keyed)
     added >>= HALF
     added *= size
@@ -83,32 +83,32 @@ def _turn(coordinate: np.ndarray, keyed: np.ndarray, size: np.uint64) -> None:
 def permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
     """The whole order of an epoch: 0..samples-1, each once, int64 [N]."""
     order = permuted(np.arange(samples), seed=seed, epoch=epoch, samples=samples)
-    order.flags.writeable = False  # it is kept and shared
+    order.flags.writeable = False  # cached and shared
     return order
 
 
 @lru_cache(maxsize=8)
-def spread(shards: int) -> tuple[int, ...]:
-    """0..shards-1 in bit-reversed order: any run of shards holds its share of long, short and empty micro-batches."""
+def bit_reversed(shards: int) -> tuple[int, ...]:
+    """0..shards-1 in bit-reversed order: any range of shards has its share of long, short and empty micro-batches."""
     bits = max(shards - 1, 1).bit_length()
-    reversed_ = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
-    return tuple(shard for shard in reversed_ if shard < shards)
+    numbers = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
+    return tuple(shard for shard in numbers if shard < shards)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Order:
-    """The whole run's order; nothing in it knows of processes."""
+    """Sample order of the whole run, independent of the number of processes."""
 
     seed: int
     samples: int
     global_batch: int
     micro_batch: int
     lengths: np.ndarray | None = None
-    """Length of each sample [N]: within a step, a micro-batch then holds samples of similar length."""
+    """Length of each sample [N]; if given, a micro-batch holds the samples of similar length in its step."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """S; the last step of an epoch holds what is left, which may be fewer samples than G."""
+        """S; the last step of an epoch may hold fewer samples than G."""
         return -(-self.samples // self.global_batch)
 
     @property
@@ -116,20 +116,20 @@ class Order:
         return -(-self.global_batch // self.micro_batch)
 
     def epoch(self, step: int) -> int:
-        """The epoch that a step belongs to, from 0."""
+        """Epoch of a step, from 0."""
         return step // self.steps_per_epoch
 
     def shards(self, step: int) -> list[np.ndarray]:
         """Sample indices of each of the V shards of a step, V arrays of int64 [0..m]."""
-        place = step % self.steps_per_epoch
-        first, last = place * self.global_batch, min((place + 1) * self.global_batch, self.samples)
-        if self.samples <= MOST_KEPT:
+        first = step % self.steps_per_epoch * self.global_batch
+        last = min(first + self.global_batch, self.samples)
+        if self.samples <= MAX_CACHED:
             rows = permutation(self.seed, self.epoch(step), self.samples)[first:last]
         else:
             rows = permuted(np.arange(first, last), seed=self.seed, epoch=self.epoch(step), samples=self.samples)
         if self.lengths is not None:
             rows = rows[np.argsort(self.lengths[rows], kind="stable")]
         out = [rows[:0]] * self.shards_per_step
-        for number, shard in enumerate(spread(self.shards_per_step)):
+        for number, shard in enumerate(bit_reversed(self.shards_per_step)):
             out[shard] = rows[number * self.micro_batch : (number + 1) * self.micro_batch]
         return out

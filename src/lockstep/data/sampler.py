@@ -1,4 +1,4 @@
-"""What each rank fetches: its own shards of every step, or a ghost where it owns none."""
+"""Batch samplers: the micro-batches that each rank fetches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import numpy as np
 from lockstep.data.order import Order
 
 Owned = Callable[[int, frozenset[int]], Sequence[int | None]]
-"""Which shards a rank runs: see contracts.Strategy.owned."""
+"""Which shards a rank runs: see Strategy.owned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRequest:
-    """One micro-batch to fetch; the fields are MicroBatch's, without the samples themselves."""
+    """One micro-batch to fetch; fields as in MicroBatch."""
 
     step: int
     shard: int
@@ -25,9 +25,9 @@ class ShardRequest:
 
 
 def step_requests(order: Order, step: int, owned: Owned) -> list[ShardRequest]:
-    """A rank's micro-batches of one step: its shards that hold samples.
+    """A rank's micro-batches of one step: its shards that are not empty.
 
-    Where it has none left but others have, it gets a ghost: another's micro-batch, to run through every collective.
+    A rank whose shards are all empty gets a ghost, another rank's micro-batch, so that it joins every collective.
     """
     shards = order.shards(step)
     present = frozenset(shard for shard, rows in enumerate(shards) if len(rows))
@@ -37,18 +37,18 @@ def step_requests(order: Order, step: int, owned: Owned) -> list[ShardRequest]:
             shard=shard,
             epoch=order.epoch(step),
             indices=tuple(shards[shard].tolist()),
-            ghost=mine is None,
+            ghost=own is None,
             shards=len(shards),
             present=present,
         )
-        for mine in owned(len(shards), present)
-        for shard in [min(present) if mine is None else mine]
+        for own in owned(len(shards), present)
+        for shard in [min(present) if own is None else own]
     ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRequests:
-    """Every request of steps start..stop-1, a list per step; can be made anew for another world at any step."""
+    """The requests of steps start..stop-1, step by step."""
 
     order: Order
     owned: Owned
@@ -62,9 +62,9 @@ class TrainingRequests:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequests:
-    """Every sample once over all ranks: micro-batches of similar length, dealt to the ranks in turn.
+    """Every sample once over all ranks: micro-batches of similar lengths, distributed round-robin.
 
-    Every rank gets equally many, the last of some being ghosts, so that a forward pass may hold collectives.
+    Every rank gets the same number; ghosts fill up, so that a forward pass may contain collectives.
     """
 
     samples: int
@@ -75,13 +75,12 @@ class EvaluationRequests:
 
     @property
     def total(self) -> int:
-        """Micro-batches of the whole split, over all ranks."""
+        """Micro-batches of the split, over all ranks."""
         return -(-self.samples // self.micro_batch)
 
     def __iter__(self) -> Iterator[ShardRequest]:
         rows = range(self.samples) if self.lengths is None else np.argsort(self.lengths, kind="stable").tolist()
-        for place in range(0, self.total, self.world_size):
-            number = min(place + self.rank, self.total - 1)
-            indices = rows[number * self.micro_batch : (number + 1) * self.micro_batch]
-            is_ghost = place + self.rank >= self.total
-            yield ShardRequest(step=-1, shard=number, epoch=-1, indices=tuple(indices), ghost=is_ghost)
+        for first in range(0, self.total, self.world_size):
+            number = min(first + self.rank, self.total - 1)
+            indices = tuple(rows[number * self.micro_batch : (number + 1) * self.micro_batch])
+            yield ShardRequest(step=-1, shard=number, epoch=-1, indices=indices, ghost=first + self.rank >= self.total)

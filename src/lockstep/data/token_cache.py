@@ -1,4 +1,4 @@
-"""Texts become tokens once: a memory-mapped file, named after the texts and the tokenizer, built by one process."""
+"""Tokenize texts once: into a memory-mapped file, keyed by texts and tokenizer, written by one process."""
 
 import hashlib
 import json
@@ -15,14 +15,14 @@ from lockstep.base.contracts import Columns, Source, Tokenizer
 from lockstep.base.errors import DataError
 
 CHUNK = 8192
-"""Texts per part: what a killed build loses at most."""
+"""Texts per chunk; a killed build loses at most one."""
 
 Progress = Callable[[int, int], None]
-"""Called with (texts done, texts in all)."""
+"""Called with (texts done, total texts)."""
 
 
 class Tokens:
-    """A text source whose "text" column has become "input_ids", a list of int32 arrays [T_i] read from a file."""
+    """A text source with "input_ids", a list of int32 arrays [T_i] from the cache, in place of the column "text"."""
 
     def __init__(self, source: Source, folder: Path) -> None:
         self.source, self.folder, self.spec = source, folder, source.spec
@@ -34,14 +34,14 @@ class Tokens:
         return len(self.lengths)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """The source's columns for these samples, tokens in place of text."""
+        """Return the source's columns for these samples, with tokens in place of texts."""
         columns = dict(self.source.__getitems__(indices))
         del columns["text"]
         ids = [np.asarray(self.ids[self.offsets[i] : self.offsets[i + 1]]) for i in indices]
         return {"input_ids": ids, **columns}
 
 
-def tokenised(
+def tokenized(
     source: Source,
     tokenizer: Tokenizer,
     cache: Path,
@@ -49,19 +49,23 @@ def tokenised(
     progress: Progress = lambda *_: None,
     is_checked: bool = False,
 ) -> Tokens:
-    """Open the tokens of a text source, building them first if they are missing or damaged; `is_checked` compares
-    every byte with its sha256 instead of the sizes alone.
+    """Open the tokens of a text source; tokenize first if the cache entry is missing or damaged. `is_checked` compares
+    checksums instead of file sizes only.
 
-    Safe to call from many processes at once: one builds, the others wait for it. A killed build goes on where it
-    stopped, at the last whole part. Raises DataError when the cache's folder cannot be written.
+    Safe to call from many processes at once: one builds, the others wait for it. A killed build resumes after the last
+    complete chunk. Raises DataError when the cache folder cannot be written.
     """
     key = hashlib.sha256(f"{_fingerprint(source)} {tokenizer.key}".encode()).hexdigest()[:24]
     folder = cache / "tokens" / key
-    if not _is_whole(folder) or (is_checked and verify(folder)):
+
+    def is_usable() -> bool:
+        return _is_complete(folder) and not (is_checked and verify(folder))
+
+    if not is_usable():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_suffix(".lock")):
-                if not _is_whole(folder) or (is_checked and verify(folder)):
+                if not is_usable():  # another process may have built it meanwhile
                     _build(source, tokenizer, folder, progress=progress)
         except OSError as error:
             raise DataError(
@@ -71,7 +75,7 @@ def tokenised(
 
 
 def _chunks(source: Source) -> Iterator[tuple[int, list[str]]]:
-    """(position of the first, texts) of each part."""
+    """Yield (index of the first text, texts) of each chunk."""
     for start in range(0, len(source), CHUNK):
         rows = range(start, min(start + CHUNK, len(source)))
         yield start, source.__getitems__(rows)["text"]
@@ -87,7 +91,7 @@ def _fingerprint(source: Source) -> str:
     return digest.hexdigest()
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     try:
         sizes = storage.read_json(folder / "manifest.json")
         return all((folder / name).stat().st_size == size for name, (size, _) in sizes.items())
@@ -96,7 +100,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def verify(folder: Path) -> list[str]:
-    """Names of files in a token folder whose sha256 is not the manifest's; reads every byte."""
+    """Names of the files in a cache entry whose sha256 differs from the manifest's."""
     sums = json.loads((folder / "manifest.json").read_text())
     return [name for name, (_, sha256) in sums.items() if storage.sha256(folder / name) != sha256]
 
@@ -107,21 +111,21 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path, *, progress: Prog
     ids, lengths = [], [np.zeros(1, np.int64)]
     for start, texts in _chunks(source):
         stop = start + len(texts)
-        part = partial / f"{start:09}-{stop:09}.npz"
-        found = _read_part(part)
-        if found is None:
-            rows = tokenizer([_sound(text) for text in texts])
-            found = _joined(rows), np.array([len(row) for row in rows], dtype=np.int64)
-            fresh = part.with_suffix(".tmp.npz")
-            np.savez(fresh, ids=found[0], lengths=found[1])
-            fresh.replace(part)
-        ids.append(found[0])
-        lengths.append(found[1])
+        file = partial / f"{start:09}-{stop:09}.npz"
+        chunk = _read_chunk(file)
+        if chunk is None:
+            rows = tokenizer([_without_surrogates(text) for text in texts])
+            chunk = _concatenated(rows), np.array([len(row) for row in rows], dtype=np.int64)
+            temporary = file.with_suffix(".tmp.npz")
+            np.savez(temporary, ids=chunk[0], lengths=chunk[1])
+            temporary.replace(file)
+        ids.append(chunk[0])
+        lengths.append(chunk[1])
         progress(stop, len(source))
     whole = folder.with_suffix(".whole")
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
-    np.save(whole / "ids.npy", _joined(ids))
+    np.save(whole / "ids.npy", _concatenated(ids))
     np.save(whole / "offsets.npy", np.cumsum(np.concatenate(lengths)))
     sums = {path.name: (path.stat().st_size, storage.sha256(path)) for path in sorted(whole.iterdir())}
     storage.write(whole / "manifest.json", json.dumps(sums))
@@ -130,17 +134,17 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path, *, progress: Prog
     shutil.rmtree(partial)
 
 
-def _read_part(part: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """(ids, lengths) of a part that an earlier build has left; None when there is none, or a power cut has torn it."""
+def _read_chunk(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    """Read (ids, lengths) of a chunk from an earlier build; None if it is missing or truncated."""
     try:
-        with part.open("rb") as file, np.load(file) as stored:
+        with path.open("rb") as file, np.load(file) as stored:
             return stored["ids"], stored["lengths"]
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
 
 
-def _sound(text: str) -> str:
-    """The text without lone surrogates, which are no characters and which tokenizers refuse."""
+def _without_surrogates(text: str) -> str:
+    """Replace lone surrogates, which are not characters and which tokenizers reject."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -148,5 +152,5 @@ def _sound(text: str) -> str:
     return text
 
 
-def _joined(rows: list[np.ndarray]) -> np.ndarray:
+def _concatenated(rows: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(rows).astype(np.int32) if rows else np.empty(0, np.int32)

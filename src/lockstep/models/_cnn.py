@@ -21,7 +21,7 @@ class Features(nn.Module):
         self.scale, self.shift = 1 / (255 * config.std), config.mean / config.std
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scale grey values, then convolve, with channels last: the layout that convolutions are fastest in."""
+        """Normalise the pixels, then convolve in channels_last, the fastest memory format for convolutions."""
         x = images.to(self.conv1.weight.dtype) * self.scale - self.shift
         x = x.contiguous(memory_format=torch.channels_last)
         x = F.relu(self.conv2(F.relu(self.conv1(x))))
@@ -41,7 +41,7 @@ class Head(nn.Module):
 
 
 class CNN(Model):
-    """Classifies images of one fixed size."""
+    """Image classifier for one fixed image size."""
 
     def __init__(self, spec: DataSpec, config: Config) -> None:
         super().__init__()
@@ -59,10 +59,10 @@ class CNN(Model):
         return classification_loss(outputs, batch)
 
     def blocks(self) -> list[nn.Module]:
-        """The convolutions, the fully connected layers."""
+        """Return the convolutions and the fully connected layers."""
         return [self.features, self.head]
 
 
 def build(config: Config, spec: DataSpec) -> Model:
-    """A freshly initialised network for the data's image size and classes."""
+    """Build the network for the data's image size and classes."""
     return CNN(spec, config)

@@ -1,4 +1,4 @@
-"""The settings of a model, with what a recipe has to know of it: its own class overrides what is different."""
+"""Base class of every model's settings; a model's `Config` overrides what differs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,25 +11,25 @@ class ModelSection(PluginSection):
     """What is trained."""
 
     PRETRAINED: ClassVar[bool] = False
-    """Whether its weights come from a file."""
+    """Whether its weights come from a checkpoint."""
     TAKES_TOKENS: ClassVar[bool] = False
-    """Whether it has a tokenizer, and takes texts as tokens."""
+    """Whether it has a tokenizer and takes token ids."""
     MEASURES_ITSELF: ClassVar[bool] = False
-    """Whether it may have metrics of its own, whose names are not known beforehand."""
+    """Whether it may define its own metrics, whose names the config cannot be checked against."""
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """What `lockstep init` writes with it, by section."""
+    """Settings that `lockstep init` writes for it, by section."""
 
     @property
     def modality(self) -> str:
-        """What it takes: "image", "text", or "any"."""
+        """Input type: "image", "text", or "any"."""
         return "any"
 
     @property
     def code(self) -> Path | None:
-        """The user's own Python file, if it is one."""
+        """The user's Python file, if the model comes from one."""
         return None
 
     @property
     def base_model(self) -> str | None:
-        """The hub's name of what is trained on."""
+        """Hub name of the pretrained model."""
         return None

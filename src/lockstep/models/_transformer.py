@@ -1,4 +1,4 @@
-"""Models and tokenizers of transformers: loaded, checked, saved."""
+"""Text classifiers and tokenizers from transformers: load, check, save."""
 
 import hashlib
 import json
@@ -19,14 +19,19 @@ from lockstep.core.numerics.loss import classification_loss
 from lockstep.models.transformer import Config
 
 WITHOUT_CODE: dict[str, Any] = {"trust_remote_code": False}
-"""Else transformers asks on a terminal whether it may import what a model's config.json names."""
-
-MOST_BYTES = 64 << 20
-"""Of a model's or tokenizer's config."""
+"""Without it, transformers asks on the terminal whether to import the code that config.json names."""
+MAX_CONFIG_BYTES = 64 << 20
+MAX_LAYERS = 10_000
+MIN_VOCABULARY = 3
+"""Tokens besides the special ones; without tokenizer files, transformers makes up a tokenizer with 0 to 2."""
+MAX_NAMES = 3
+"""Weights named in a message."""
+CHARACTERS_PER_TOKEN = 64
+"""Only this much of a long text is tokenized at first; typical text has five characters per token."""
 
 
 class TextClassifier(Model):
-    """A transformers model under Lockstep's contract; `network` is the model itself."""
+    """Adapter from a transformers model (`network`) to Lockstep's Model."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -40,30 +45,30 @@ class TextClassifier(Model):
         return classification_loss(outputs, batch)
 
     def blocks(self) -> list[nn.Module]:
-        """The embeddings, each layer, and each part of the head."""
+        """Return the embeddings, each layer, and each module of the head."""
         return blocks_of(self.network)
 
     def tensor_plan(self) -> TensorPlan | None:
-        """The plan that transformers ships for it (base_model_tp_plan of its config), for few encoders but for most
-        decoders."""
+        """Return the plan that transformers ships (base_model_tp_plan of the config): most decoders have one, few
+        encoders do."""
         network: Any = self.network
         styles = {f"network.{name}": style for name, style in (getattr(network, "_tp_plan", None) or {}).items()}
         if not styles:
             return None
         config = network.config.get_text_config()
         heads = config.num_attention_heads
-        grouped = getattr(config, "num_key_value_heads", None) or heads
-        return TensorPlan(styles=styles, counts={"attention heads": heads, "key/value heads": grouped})
+        key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+        return TensorPlan(styles=styles, counts={"attention heads": heads, "key/value heads": key_value_heads})
 
 
 def build(config: Config, spec: DataSpec) -> Model:
-    """The pretrained weights with a fresh head for the data's labels, whose names travel in the model's config.
+    """Load pretrained weights, with a new head for the data's labels; label names go into the model's config.
 
-    Raises ModelError when the name cannot be loaded.
+    Raises ModelError when the model cannot be loaded.
     """
     from transformers import AutoModelForSequenceClassification
 
-    network, loading = _loaded(
+    network, loading = _from_pretrained(
         AutoModelForSequenceClassification,
         config,
         num_labels=len(spec.labels),
@@ -72,14 +77,14 @@ def build(config: Config, spec: DataSpec) -> Model:
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    notes = _unfit(network, loading)
+    notes = _mismatches(network, loading)
     text_config = network.config.get_text_config()
-    text_config.use_cache = False  # of decoders: a recomputed layer would add its keys twice
+    text_config.use_cache = False  # in a decoder, a recomputed layer would append its keys twice
     if text_config.pad_token_id is None:
-        tokens = PretrainedTokenizer(config)
-        network.config.pad_token_id = text_config.pad_token_id = tokens.pad_id
+        pad = PretrainedTokenizer(config)
+        network.config.pad_token_id = text_config.pad_token_id = pad.pad_id
         notes.append(
-            f"{config.name} has no padding token: texts are padded with {tokens.pad_token!r} (id {tokens.pad_id}), "
+            f"{config.name} has no padding token: texts are padded with {pad.pad_token!r} (id {pad.pad_id}), "
             "which the model's config now names"
         )
     model = TextClassifier(network.float())
@@ -87,43 +92,33 @@ def build(config: Config, spec: DataSpec) -> Model:
     return model
 
 
-def _unfit(network: Any, loading: dict[str, Any]) -> list[str]:
-    """What of the pretrained part the checkpoint lacks, or holds without a place for it; a head is always new."""
-    prefix, found = f"{network.base_model_prefix}.", []
-    missing = sorted(name for name in loading["missing_keys"] if name.startswith(prefix))
-    unexpected = sorted(name for name in loading["unexpected_keys"] if name.startswith(prefix))
+def _mismatches(network: Any, loading: dict[str, Any]) -> list[str]:
+    """Weights of the pretrained encoder that only the model or only the checkpoint has; the head is always new."""
+    prefix = f"{network.base_model_prefix}."
+    missing, unexpected = (
+        sorted(name for name in loading[key] if name.startswith(prefix)) for key in ("missing_keys", "unexpected_keys")
+    )
+    notes = []
     if missing:
-        found.append(f"the checkpoint lacks {_some(missing)}: they start at random and are trained")
+        notes.append(f"the checkpoint lacks {_listing(missing)}: they start at random and are trained")
     if unexpected:
-        found.append(f"the checkpoint has {_some(unexpected)}, for which this model has no place: they are left out")
-    return found
+        notes.append(f"the checkpoint has {_listing(unexpected)}, for which this model has no place: they are left out")
+    return notes
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(names[:NAMED])}{more} ({len(names)} weights)"
-
-
-MOST_LAYERS = 10_000
-
-LEAST_TOKENS = 3
-"""Beside the special ones; where there are no files, transformers makes up a tokenizer of 0 to 2."""
-
-NAMED = 3
-"""Of many weights so many are named."""
-
-CHARACTERS = 64
-"""Of a long text, so many for each token that is read are tokenised at first; mostly there are five to a token."""
+def _listing(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"{', '.join(names[:MAX_NAMES])}{more} ({len(names)} weights)"
 
 
 class PretrainedTokenizer:
-    """The tokenizer that belongs to the model."""
+    """The tokenizer saved with the model. Raises ModelError when it cannot be loaded."""
 
     def __init__(self, config: Config) -> None:
         from transformers import AutoTokenizer
 
-        self.tokenizer = _loaded(AutoTokenizer, config)
-        if len(self.tokenizer) - len(set(self.tokenizer.all_special_ids)) < LEAST_TOKENS:
+        self.tokenizer = _from_pretrained(AutoTokenizer, config)
+        if len(self.tokenizer) - len(set(self.tokenizer.all_special_ids)) < MIN_VOCABULARY:
             raise ModelError(
                 f"model.name={config.name} has no tokenizer: no text would become more than special tokens. Save it "
                 "beside the model, with tokenizer.save_pretrained(FOLDER)"
@@ -137,20 +132,20 @@ class PretrainedTokenizer:
         self.key = hashlib.sha256(f"{self.max_length} {vocabulary}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids with the model's special tokens, int32 [T_i] per text, T_i <= max_length; in parallel."""
+        """Return token ids with special tokens, int32 [T_i] per text, T_i <= max_length; multi-threaded."""
         starts = [self._start(text) for text in texts]
-        found = self._ids(starts)
-        for number, text in enumerate(texts):
-            if len(starts[number]) < len(text) and len(found[number]) < self.max_length:
-                (found[number],) = self._ids([text])
-        return found
+        ids = self._ids(starts)
+        for index, text in enumerate(texts):
+            if len(starts[index]) < len(text) and len(ids[index]) < self.max_length:
+                (ids[index],) = self._ids([text])
+        return ids
 
     def _start(self, text: str) -> str:
-        """Whole words of a long text, mostly more than are read: megabytes would take seconds."""
-        most = CHARACTERS * self.max_length
-        if len(text) <= most or self.tokenizer.truncation_side != "right":
+        """Cut a long text between words: tokenizers truncate only after tokenizing all of it, seconds for megabytes."""
+        limit = CHARACTERS_PER_TOKEN * self.max_length
+        if len(text) <= limit or self.tokenizer.truncation_side != "right":
             return text
-        end = max(text.rfind(space, 0, most) for space in (" ", "\n"))
+        end = max(text.rfind(space, 0, limit) for space in (" ", "\n"))
         return text[:end].rstrip() if end > 0 else text
 
     def _ids(self, texts: list[str]) -> list[np.ndarray]:
@@ -162,23 +157,21 @@ class PretrainedTokenizer:
         self.tokenizer.save_pretrained(folder)
 
 
-def tokenizer(config: Config) -> PretrainedTokenizer:
-    """The tokenizer for a config; raises ModelError when it cannot be loaded."""
-    return PretrainedTokenizer(config)
+tokenizer = PretrainedTokenizer
 
 
 def save(model: TextClassifier, folder: Path) -> None:
-    """Write the model the way transformers reads it."""
-    _quiet()
+    """Write the model with transformers' save_pretrained."""
+    _silence()
     model.network.save_pretrained(folder)  # type: ignore[operator]
 
 
 def read_back(folder: Path) -> Model:
-    """Read what `save` has written, with plain transformers."""
+    """Load what `save` wrote with plain transformers."""
     from transformers import AutoModelForSequenceClassification
 
-    _quiet()
-    _check_folder(str(folder))
+    _silence()
+    _check_folder(folder)
     return TextClassifier(AutoModelForSequenceClassification.from_pretrained(folder, **WITHOUT_CODE))
 
 
@@ -188,26 +181,26 @@ def save_config(model: TextClassifier, folder: Path) -> None:
 
 
 def from_config(folder: Path) -> Model:
-    """A model of the shape that `save_config` has written, with weights that mean nothing."""
+    """Build a model from what `save_config` wrote; its weights are random."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    _check_folder(str(folder))
+    _check_folder(folder)
     shape = AutoConfig.from_pretrained(folder, **WITHOUT_CODE)
     return TextClassifier(AutoModelForSequenceClassification.from_config(shape, **WITHOUT_CODE))
 
 
-def _loaded(kind: Any, config: Config, **options: Any) -> Any:
-    if config.name.startswith(("/", ".", "~")) and not Path(config.name).is_dir():
+def _from_pretrained(auto_class: Any, config: Config, **options: Any) -> Any:
+    folder = Path(config.name)
+    if config.name.startswith(("/", ".", "~")) and not folder.is_dir():
         raise ModelError(f"model.name={config.name}: there is no such folder")
-    _quiet()
-    cached_only = Path(config.name).is_dir() or not hub_answers()
-    if Path(config.name).is_dir():
-        _check_folder(config.name)
-    options |= WITHOUT_CODE
-    _refuse_other_tasks(config, cached_only=cached_only)
+    _silence()
+    if folder.is_dir():
+        _check_folder(folder)
+    origin = {"revision": config.revision, "local_files_only": folder.is_dir() or not hub_answers(), **WITHOUT_CODE}
+    _check_task(config, origin)
     try:
-        return kind.from_pretrained(config.name, revision=config.revision, local_files_only=cached_only, **options)
-    except Exception as error:  # what a damaged config or tokenizer raises inside of the libraries
+        return auto_class.from_pretrained(config.name, **origin, **options)
+    except Exception as error:  # a damaged config or tokenizer can raise anything inside the libraries
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ModelError(
             f"cannot load model.name={config.name}: {reason}\n"
@@ -217,55 +210,53 @@ def _loaded(kind: Any, config: Config, **options: Any) -> Any:
         ) from error
 
 
-def _refuse_other_tasks(config: Config, *, cached_only: bool) -> None:
-    """Raise ModelError for a model that transformers does not classify texts with, such as one of images."""
+def _check_task(config: Config, origin: dict[str, Any]) -> None:
+    """Raise ModelError for a model that transformers has no text classifier of, such as a vision model."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
     try:
-        found = AutoConfig.from_pretrained(
-            config.name, revision=config.revision, local_files_only=cached_only, **WITHOUT_CODE
-        )
-    except Exception:  # as many kinds as there are settings
-        return  # reading the model or its tokenizer says what is wrong
-    if type(found) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        settings = AutoConfig.from_pretrained(config.name, **origin)
+    except Exception:
+        return  # loading the model or its tokenizer reports it
+    if type(settings) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(
-            f"model.name={config.name} is a {found.model_type} model, with which transformers does not classify texts: "
-            "give a model of texts, such as distilbert-base-uncased, or bring this one with model.kind=user"
+            f"model.name={config.name} is a {settings.model_type} model, with which transformers does not classify "
+            "texts: give a model of texts, such as distilbert-base-uncased, or bring this one with model.kind=user"
         )
 
 
-def _check_folder(folder: str) -> None:
-    """Raise ModelError for a model folder whose files name Python code of its own, which transformers would import, or
-    more layers than could be built in a day."""
-    for name in ("config.json", "tokenizer_config.json"):
+def _check_folder(folder: Path) -> None:
+    """Raise ModelError for a config that names Python code of its own, which transformers would import, or more layers
+    than can be built."""
+    for path in (folder / "config.json", folder / "tokenizer_config.json"):
         try:
-            facts = json.loads(storage.read(Path(folder, name), MOST_BYTES))
-            has_code = "auto_map" in facts
+            settings = json.loads(storage.read(path, MAX_CONFIG_BYTES))
+            has_code = "auto_map" in settings
         except (OSError, ValueError, TypeError, RecursionError):
-            continue  # reading the model says what is wrong
+            continue  # loading the model reports it
         if has_code:
             raise ModelError(
-                f"{Path(folder, name)} names code of its own (auto_map), which is not executed: save the model without "
-                "it where transformers knows its kind, or bring it as your own file with model.kind=user"
+                f"{path} names code of its own (auto_map), which is not executed: save the model without it where "
+                "transformers knows its kind, or bring it as your own file with model.kind=user"
             )
-        for key, number in _numbers_of_layers(facts):
-            if number > MOST_LAYERS:
-                raise ModelError(f"{Path(folder, name)} asks for {number:,} layers ({key}), more than {MOST_LAYERS:,}")
+        for key, layers in _layer_counts(settings):
+            if layers > MAX_LAYERS:
+                raise ModelError(f"{path} asks for {layers:,} layers ({key}), more than {MAX_LAYERS:,}")
 
 
-def _numbers_of_layers(facts: Any) -> Iterator[tuple[str, int]]:
-    """Key and value of each such number in a config, at any depth."""
-    left = [facts]
-    while left:
-        found = left.pop()
-        for key, value in found.items() if isinstance(found, dict) else ():
+def _layer_counts(settings: Any) -> Iterator[tuple[str, int]]:
+    """Yield (key, value) of every number of layers in a config, at any depth, without recursion."""
+    pending = [settings]
+    while pending:
+        current = pending.pop()
+        for key, value in current.items() if isinstance(current, dict) else ():
             if isinstance(value, int) and key.endswith(("layers", "layer")):
                 yield key, value
-            left.append(value)
+            pending.append(value)
 
 
-def _quiet() -> None:
-    """No warnings and progress bars of transformers' own."""
+def _silence() -> None:
+    """Turn off transformers' own warnings and progress bars."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

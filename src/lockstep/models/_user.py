@@ -1,8 +1,9 @@
-"""A user's module, loss and metrics, as his file gives them."""
+"""The module, loss and metrics of a user's Python file."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 from torch import nn
@@ -20,7 +21,7 @@ TermCounts = Callable[[Batch], Mapping[str, float]]
 
 
 class UserModel(Model):
-    """A user's module under Lockstep's contract; `network` is the module itself."""
+    """Adapter from a user's module (`network`) to Lockstep's Model."""
 
     def __init__(
         self, network: nn.Module, loss: Callable[[Outputs, Batch], LossSum], term_counts: TermCounts | None = None
@@ -29,29 +30,31 @@ class UserModel(Model):
         self.network, self._loss, self.term_counts = network, loss, term_counts
 
     def forward(self, batch: Batch) -> Outputs:
-        """Whatever the module makes of the batch: a tensor, or a tree of tensors."""
+        """Call the module; returns a tensor or a pytree of tensors."""
         outputs = self.network(batch)
         register(outputs)
         return outputs
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
-        """The module's own loss, else the file's, else cross-entropy against batch["label"]. Raises ModelError where
-        it returns something else than sums, or terms that nobody counts."""
-        found = checked(self._loss(outputs, batch))
-        if found.terms and self.term_counts is None:
+        """Compute the module's loss, else the file's, else cross-entropy against batch["label"].
+
+        Raises ModelError when it does not return sums, or returns terms without `term_counts`.
+        """
+        result = checked(self._loss(outputs, batch))
+        if result.terms and self.term_counts is None:
             raise ModelError(
-                f"the loss has the terms {sorted(found.terms)}, but there is no function term_counts(batch) beside it, "
-                "which tells what they count: the counts of all processes have to be known before the backward pass"
+                f"the loss has the terms {sorted(result.terms)}, but there is no function term_counts(batch) beside "
+                "it, which tells what they count: the counts of all processes have to be known before the backward pass"
             )
-        return found
+        return result
 
     def blocks(self) -> list[nn.Module]:
-        """The module's own blocks, else its layers or children."""
+        """Return the module's own blocks, else its layers or children."""
         return own_blocks(self.network)
 
 
 def build(config: Config, spec: DataSpec) -> Model:
-    """Call the file's `build`; raises ModelError when it is missing or does not return a module."""
+    """Call the file's `build`. Raises ModelError when it is missing or does not return a module."""
     module = plugins.load_file(config.file, "model.file")
     if not hasattr(module, "build"):
         raise ModelError(f"{config.file} has no function build(options, spec) that returns a torch module")
@@ -59,31 +62,35 @@ def build(config: Config, spec: DataSpec) -> Model:
     if not isinstance(network, nn.Module):
         raise ModelError(f"build() in {config.file} returned {type(network).__name__}, not a torch.nn.Module")
     loss = own_loss(network, getattr(module, "loss", None)) or classification_loss
-    counts = [getattr(place, "term_counts", None) for place in (network, module)]
-    return UserModel(network, loss, next((each for each in counts if _is_function(each, arguments=1)), None))
+    candidates = (getattr(owner, "term_counts", None) for owner in (network, module))
+    return UserModel(network, loss, next((each for each in candidates if _is_function(each, arguments=1)), None))
 
 
 def own_blocks(network: nn.Module) -> list[nn.Module]:
-    """What a method `blocks()` without arguments returns, where that is modules; else the entries of an attribute
-    `blocks`, a ModuleList or a Sequential, and what lies beside it; else layers or children, by structure."""
+    """Split a network into blocks: what its method `blocks()` returns, if that is modules; else the entries of its
+    attribute `blocks` (ModuleList or Sequential) and the modules beside it; else `blocks_of`."""
     own: Any = getattr(network, "blocks", None)
     if _is_function(own, arguments=0):
-        found = own()
-        if isinstance(found, list | tuple | nn.ModuleList) and all(isinstance(part, nn.Module) for part in found):
-            return list(dict.fromkeys(found))
+        blocks = own()
+        if isinstance(blocks, list | tuple | nn.ModuleList) and all(isinstance(block, nn.Module) for block in blocks):
+            return list(dict.fromkeys(blocks))
     if isinstance(own, nn.Sequential):
-        parts = [[*part] if part is own else [part] for part in blocks_of(network)]
-        return list(dict.fromkeys(block for several in parts for block in several))
+        groups = [[*block] if block is own else [block] for block in blocks_of(network)]
+        return list(dict.fromkeys(chain.from_iterable(groups)))
     return blocks_of(network)
 
 
 def own_loss(network: nn.Module, of_file: Any) -> Callable[..., Any] | None:
-    """The module's `loss(outputs, batch)`, else the file's; None for cross-entropy. A loss module is neither: it is
-    called by the user's own code. Raises ModelError where such a one would be left aside for another kind of loss."""
-    for loss in (getattr(network, "loss", None), of_file):
+    """Return the module's `loss(outputs, batch)`, else the file's; None for cross-entropy.
+
+    An nn.Module named `loss` is not used, since it takes other arguments and returns a mean. Raises ModelError unless
+    it is plain cross-entropy.
+    """
+    candidates = (getattr(network, "loss", None), of_file)
+    for loss in candidates:
         if _is_function(loss, arguments=2):
             return cast(Callable[..., Any], loss)
-    for loss in (getattr(network, "loss", None), of_file):
+    for loss in candidates:
         if isinstance(loss, nn.Module) and not _is_plain_cross_entropy(loss):
             raise ModelError(
                 f"`loss` is an nn.{type(loss).__name__}, which is a mean over the micro-batch: write a function "
@@ -97,7 +104,7 @@ def _is_plain_cross_entropy(loss: nn.Module) -> bool:
 
 
 def _is_function(value: Any, *, arguments: int) -> bool:
-    """Whether something is a function or method that can be called with so many arguments."""
+    """Whether a value is a function or method that accepts this number of positional arguments."""
     if not inspect.isroutine(value) and not isinstance(value, partial):
         return False
     try:
@@ -108,6 +115,6 @@ def _is_function(value: Any, *, arguments: int) -> bool:
 
 
 def metrics(config: Config, spec: DataSpec) -> dict[str, Any]:
-    """The file's own torchmetrics by name; empty when it has no `metrics`."""
+    """Call the file's `metrics(spec)`: torchmetrics by name; empty when there is no such function."""
     make = getattr(plugins.load_file(config.file, "model.file"), "metrics", None)
     return make(spec) if make else {}

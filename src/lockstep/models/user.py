@@ -15,7 +15,7 @@ class Config(ModelSection):
     file: LocalPath
     """The Python file."""
     options: dict[str, Any] = {}
-    """Whatever the file's functions want; they get it as it is."""
+    """Passed unchanged to the file's functions."""
 
     @property
     def code(self) -> Path | None:

@@ -30,11 +30,11 @@ from lockstep.data.sampler import EvaluationRequests, ShardRequest, TrainingRequ
 from lockstep.run.recipe import Recipe
 from lockstep.training import optim
 from lockstep.training.ema import MovingAverage
-from lockstep.training.evaluation import Evaluation, Predictions, Subject, evaluate, trial_evaluation
+from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions, evaluate, trial_evaluation
 from lockstep.training.findings import Finding
-from lockstep.training.metrics.declared_metrics import Measure, measures
-from lockstep.training.metrics.requested_metrics import check, is_asked
-from lockstep.training.model_checks import FirstSteps
+from lockstep.training.metrics.declared_metrics import DeclaredMetric, declared_metrics
+from lockstep.training.metrics.requested_metrics import check, is_requested
+from lockstep.training.model_checks import ModelCheck
 from lockstep.training.state import TrainState, initialise
 
 
@@ -83,15 +83,15 @@ class Components:
         return [shard for shard in own if shard is not None], present
 
     @property
-    def subject(self) -> Subject:
+    def subject(self) -> EvaluationTarget:
         """The model, to be measured as it is."""
-        return Subject(
+        return EvaluationTarget(
             forward=self.strategy.forward,
             loss=self.model.loss,
-            measures=measured(self.recipe, self.data.test.spec),
-            asked=self.recipe.evaluate.metrics,
+            metrics=measured(self.recipe, self.data.test.spec),
+            requested=self.recipe.evaluate.metrics,
             device=self.device,
-            is_whole=len(self.strategy.copies) == self.world.size,
+            is_local=len(self.strategy.copies) == self.world.size,
         )
 
     def try_evaluation(self) -> None:
@@ -109,8 +109,8 @@ class Components:
             )
             first = next(iter(loader))
         recipe, asked = self.recipe, self.recipe.evaluate.metrics
-        found, are_all = trial_evaluation(replace(self.subject, asked="auto"), first)
-        known = [name for name in found if name == "loss" or is_asked(name.partition(".")[0], asked)]
+        found, are_all = trial_evaluation(replace(self.subject, requested="auto"), first)
+        known = [name for name in found if name == "loss" or is_requested(name.partition(".")[0], asked)]
         check("checkpoint.best", recipe.checkpoint.best, known, are_all=are_all)
         check("train.stop_metric", recipe.train.stop_metric, known, are_all=are_all)
         for name in asked if asked != "auto" else ():
@@ -178,7 +178,7 @@ class Components:
     def noticed(self, micro_batch: MicroBatch) -> list[Finding] | None:
         """What a step's first micro-batch shows of the user's code; all ranks have to ask. Raises SampleError."""
         assert self.state.randomness is not None
-        check = FirstSteps(
+        check = ModelCheck(
             model=self.model,
             module=self.state.module,
             strategy=self.strategy,
@@ -272,7 +272,7 @@ def loaded(recipe: Recipe, data: Data, requests: Any, *, device: torch.device, w
 
 def evaluated(
     recipe: Recipe,
-    subject: Subject,
+    subject: EvaluationTarget,
     source: Source,
     *,
     world: World,
@@ -312,11 +312,11 @@ def evaluation_loader(
     return Loader(source, requests, faults=faults, seed=recipe.run.seed, pad_id=pad_id, workers=0, device=device)
 
 
-def measured(recipe: Recipe, spec: DataSpec) -> dict[str, Measure]:
+def measured(recipe: Recipe, spec: DataSpec) -> dict[str, DeclaredMetric]:
     """The metrics of an evaluation by name, the user's own among them. Raises ModelError."""
     own = plugins.hook("models", recipe.model.kind, "metrics")
-    found = measures(spec, own(recipe.model, spec) if own else {})
-    return {name: each for name, each in found.items() if is_asked(name, recipe.evaluate.metrics)}
+    found = declared_metrics(spec, own(recipe.model, spec) if own else {})
+    return {name: each for name, each in found.items() if is_requested(name, recipe.evaluate.metrics)}
 
 
 def build_model(recipe: Recipe, spec: DataSpec) -> Model:

@@ -1,24 +1,24 @@
-"""When a run with a time limit has to stop, so that its last checkpoint is written before the limit."""
+"""Stop a run early enough to write its last checkpoint before train.max_minutes."""
 
 import time
 
 SPARE_SECONDS = 2.0
-"""For ending: summary, observers, process group."""
+"""Reserve for the end of the run: summary, observers, process group."""
 
 
 class Deadline:
-    """A limit in minutes from a process's start; only rank 0's is asked."""
+    """A limit in minutes from the start of the process; only rank 0's counts."""
 
     def __init__(self, minutes: float | None, began: float) -> None:
         self.minutes = minutes
         self.end = None if minutes is None else began + minutes * 60
-        """Seconds since 1970, as `began`."""
+        """Unix time, like `began`."""
         self._longest = 0.0
         self._last: float | None = None
 
     def is_near(self, save_seconds: float) -> bool:
-        """Whether to stop; asked once per step. A stop takes two more steps, each as long as the longest so far (there
-        may be an evaluation in it), and a save twice as long as is to be expected."""
+        """Whether to stop now; called once per step. Allows for two more steps, each as long as the longest so far
+        (which may include an evaluation), and a save of twice the expected duration."""
         if self.end is None:
             return False
         now = time.time()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
@@ -20,15 +20,12 @@ class MovingAverage:
         self._update = get_ema_multi_avg_fn(decay)
 
     def update(self) -> None:
-        """Take in the weights as they are now."""
+        """Add the current weights to the average."""
         self._update(list(self.average.values()), [p.detach() for p in self.weights.values()], None)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.average
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The module holds the average inside, its own weights again afterwards."""
+        """Swap the average into the module; swap back afterwards."""
         self._swap()
         try:
             yield
@@ -38,6 +35,6 @@ class MovingAverage:
     def _swap(self) -> None:
         with torch.no_grad():
             for name, parameter in self.weights.items():
-                held = parameter.detach().clone()
+                weights = parameter.detach().clone()
                 parameter.copy_(self.average[name])
-                self.average[name].copy_(held)
+                self.average[name].copy_(weights)

@@ -1,4 +1,4 @@
-"""The loop: step, look, keep. Every branch that touches a collective is taken by all ranks or by none."""
+"""The training loop. Every branch with a collective in it is taken by all ranks or by none."""
 
 import math
 import time
@@ -18,106 +18,106 @@ from lockstep.observe.meters import Throughput
 from lockstep.training.deadline import Deadline
 from lockstep.training.digest_chain import link
 from lockstep.training.saving import Saving
-from lockstep.training.state import StepRecord, TrainState
+from lockstep.training.state import BestSoFar, TrainState
 from lockstep.training.step import Outcome, step
 from lockstep.training.training_config import EvaluateSection, TrainSection
 
 
 @dataclass(kw_only=True)
 class Training:
-    """What the loop needs; assembled by the recipe, nothing in it knows of the strategy."""
+    """What the loop needs; independent of the strategy."""
 
     state: TrainState
     train: TrainSection
     evaluation: EvaluateSection
     steps: Callable[[int], Iterator[list[MicroBatch]]]
-    """This rank's micro-batches from a given step on, a list per step."""
+    """Step to start at -> this rank's micro-batches, a list per step."""
     evaluate: Callable[[], tuple[int, dict[str, float]]]
-    """Measure the model as it is: (samples, name -> value)."""
+    """Evaluate the model: (samples, name -> value)."""
     saving: Saving
     compare_ranks: Callable[[int], None]
-    """Stop where the ranks' weights have come apart, which they should not; takes the step."""
+    """Raise Desync if the ranks' weights differ; takes the step."""
     describe: Callable[[int, int], str]
-    """(step, shard) -> rank and sample indices, for people."""
+    """(step, shard) -> rank and sample indices, for messages."""
     bus: Bus
     total_steps: int
     steps_per_epoch: int
     samples_at: Callable[[int], int]
-    """Training samples seen after so many steps."""
+    """Number of steps -> training samples seen."""
     clip: float | None
     log_every: int
     desync_every: int | None
     checkpoint: CheckpointSection
     is_main: bool
-    """Whether this rank's clock counts."""
+    """Whether this rank's clock decides."""
     deadline: Deadline
     interrupted: Callable[[], bool]
-    """Whether this rank has been asked to stop."""
+    """Whether this rank has received a signal to stop."""
     stopping: Callable[[], None]
-    """Told when it is about to: the last save takes as long as it takes."""
+    """Called before the last save, which has no time limit."""
     owes_evaluation: bool = False
-    """Whether the evaluation of the step that it begins after is still to be made."""
+    """Whether the evaluation due after the resumed step failed and has to be repeated."""
     throughput: Throughput = field(default_factory=Throughput)
     unread: list[tuple[int, Outcome]] = field(default_factory=list)
-    """(step, outcome) since the last look, on the device: looking waits for it."""
+    """(step, outcome) since the last logged step, still on the device: reading them waits for it."""
 
     @property
     def epoch(self) -> int:
-        """The epoch that the last finished step belongs to, from 1."""
+        """Epoch of the last finished step, from 1."""
         return (self.state.step - 1) // self.steps_per_epoch + 1
 
 
 def train(run: Training) -> tuple[str, dict[str, float]]:
-    """Train from where the state is to the end; returns how it ended and the last evaluation.
+    """Train from the state's step to the end; returns how it ended and the last evaluation.
 
-    Raises NonFiniteLoss (train.non_finite=stop), Desync, and Interrupted after a checkpoint when a signal came or
-    train.max_minutes are over.
+    Raises NonFiniteLoss (train.non_finite=stop), Desync, and, after a checkpoint, Interrupted on a signal or at
+    train.max_minutes.
     """
     state, agreement, last_save = run.state, Agreement(flags=3), time.monotonic()
-    metrics, enough = _caught_up(run)
-    for micro_batches in () if enough else run.steps(state.step):
+    metrics, stop_early = _repeat_evaluation(run)
+    for micro_batches in () if stop_early else run.steps(state.step):
         is_logged = (state.step + 1) % run.log_every == 0 or state.step + 1 == run.total_steps
         with user_code.noted(state.step + 1):
             outcome = step(state, micro_batches, clip=run.clip, skip_non_finite=run.train.non_finite == "skip")
-        _look(run, outcome, is_logged=is_logged)
-        stop, save, late = agreement.read()
+        _publish_step(run, outcome, is_logged=is_logged)
+        stop, save, out_of_time = agreement.read()
         metrics = {}
         if run.evaluation.is_due(state.step, run.steps_per_epoch) or state.step == run.total_steps:
             metrics = _evaluate(run)
-        improved, enough = _judged(run, metrics)
-        is_last = enough or stop or late or state.step == run.total_steps
+        improved, stop_early = _compare_metrics(run, metrics)
+        is_last = stop_early or stop or out_of_time or state.step == run.total_steps
         if run.desync_every and state.step % run.desync_every == 0:
             run.compare_ranks(state.step)
         if save or improved or is_last or _is_save_step(run):
             _save(run, metrics, is_last=is_last)
             last_save = time.monotonic()
-        run.saving.look()
+        run.saving.poll()
         if state.step % run.steps_per_epoch == 0:
             run.bus.publish(EpochDone(epoch=run.epoch, step=state.step))
-        if enough:
+        if stop_early:
             break
-        if (stop or late) and state.step < run.total_steps:
+        if (stop or out_of_time) and state.step < run.total_steps:
             why = "by a signal" if stop else f"since train.max_minutes={run.train.max_minutes:g} are over"
             raise Interrupted(f"stopped {why} after step {state.step}")
-        late = run.is_main and run.deadline.is_near(run.saving.expected_seconds)
-        agreement.post([run.interrupted(), _is_time(run, last_save), late])
+        out_of_time = run.is_main and run.deadline.is_near(run.saving.expected_seconds)
+        agreement.post([run.interrupted(), _is_save_time(run, last_save), out_of_time])
     agreement.read()
-    return "stopped early" if enough else "finished", metrics
+    return "stopped early" if stop_early else "finished", metrics
 
 
-def _caught_up(run: Training) -> tuple[dict[str, float], bool]:
-    """Make the evaluation that failed when this step was done, if one did: its values, and whether it is enough."""
+def _repeat_evaluation(run: Training) -> tuple[dict[str, float], bool]:
+    """Repeat an evaluation that failed before the resume: its values, and whether to stop early."""
     if not run.owes_evaluation:
         return {}, False
     metrics = _evaluate(run)
-    _, enough = _judged(run, metrics)
-    _save(run, metrics, is_last=enough or run.state.step >= run.total_steps)
-    return metrics, enough
+    _, stop_early = _compare_metrics(run, metrics)
+    _save(run, metrics, is_last=stop_early or run.state.step >= run.total_steps)
+    return metrics, stop_early
 
 
 def _save(run: Training, metrics: dict[str, float], *, is_last: bool) -> None:
-    """Begin to save; the last save is waited for, and must not fail."""
-    _read(run)
+    """Start a save; wait for the last one, which must not fail."""
+    _read_outcomes(run)
     run.throughput.pause()
     if is_last:
         run.stopping()
@@ -127,14 +127,14 @@ def _save(run: Training, metrics: dict[str, float], *, is_last: bool) -> None:
     run.throughput.resume()
 
 
-def _look(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
-    """Keep the losses on the device; on a logged step read them all and publish."""
+def _publish_step(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
+    """Keep the outcome on the device; on a logged step read all outcomes and publish their values."""
     state, loss = run.state, outcome.loss
     run.unread.append((state.step, outcome))
     if not is_logged:
         run.bus.publish(StepDone(step=state.step, epoch=run.epoch))
         return
-    mean, norm = _read(run)
+    mean, norm = _read_outcomes(run)
     values = {**{name: float(outcome.mean(value)) for name, value in loss.sums.items()}, "loss": mean}
     values |= {"learning_rate": outcome.rate, "gradient_norm": norm}
     speed = run.throughput.look(run.samples_at(state.step))
@@ -143,27 +143,29 @@ def _look(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
     run.bus.publish(StepDone(step=state.step, epoch=run.epoch, values=values, chain=state.chain))
 
 
-def _read(run: Training) -> tuple[float, float]:
-    """Read the steps since the last look in one go, take each into the chain, then see whether all are finite.
+def _read_outcomes(run: Training) -> tuple[float, float]:
+    """Copy the unread outcomes from the device at once, add them to the digest chain and check that they are finite.
 
-    Returns the loss and the gradient norm of the last one; NaN when none was unread. The same on every rank.
+    Returns loss and gradient norm of the last step, NaN if there was none to read; the same on every rank.
     """
     unread, run.unread = run.unread, []
     if not unread:
         return math.nan, math.nan
     table = torch.stack([outcome.numbers() for _, outcome in unread]).tolist()
-    for (number, outcome), (loss, norm, *_) in zip(unread, table, strict=True):
+    failed = []
+    for (number, outcome), (loss, norm, is_finite, is_empty) in zip(unread, table, strict=True):
         run.state.chain = link(run.state.chain, number, loss=loss, norm=norm, rate=outcome.rate)
-    for (number, _), (*_, is_empty) in zip(unread, table, strict=True):
         if is_empty:
             what = f"step {number} was skipped: its loss counts nothing (the count of each of its micro-batches is 0)"
             run.bus.publish(Warned(message=f"{what}; look at the labels, or masks, of its samples"))
-    _check_finite(run, [step for step, (*_, is_finite, _) in zip(unread, table, strict=True) if not is_finite])
+        if not is_finite:
+            failed.append((number, outcome))
+    _check_finite(run, failed)
     return table[-1][0], table[-1][1]
 
 
 def _check_finite(run: Training, failed: list[tuple[int, Outcome]]) -> None:
-    """Say which samples the steps that are not finite come from."""
+    """Raise NonFiniteLoss, or warn, with the samples of each step whose loss or gradient is not finite."""
     for number, outcome in failed:
         assert outcome.loss.by_shard is not None
         bad = torch.nonzero(~torch.isfinite(outcome.loss.by_shard)).flatten().tolist()
@@ -181,23 +183,23 @@ def _check_finite(run: Training, failed: list[tuple[int, Outcome]]) -> None:
 
 
 def _evaluate(run: Training) -> dict[str, float]:
-    _read(run)
+    _read_outcomes(run)
     run.throughput.pause()
     try:
         with run.state.for_use():
             samples, values = run.evaluate()
         _check_measured(run, values)
     except LockstepError as error:
-        if error.is_shared:  # else other ranks wait elsewhere
-            error.args = (f"{error}\n  {_rescued(run)}",)
+        if error.is_shared:  # else the other ranks are in other collectives
+            error.args = (f"{error}\n  {_save_after_failure(run)}",)
         raise
     run.throughput.resume()
     run.bus.publish(Evaluated(step=run.state.step, epoch=run.epoch, samples=samples, values=values))
     return values
 
 
-def _rescued(run: Training) -> str:
-    """Save before a failed evaluation ends the run; what became of it, in a sentence."""
+def _save_after_failure(run: Training) -> str:
+    """Save before a failed evaluation ends the run; returns a sentence on the outcome."""
     try:
         _save(run, {}, is_last=True)
     except CheckpointError as error:
@@ -207,7 +209,7 @@ def _rescued(run: Training) -> str:
 
 
 def _check_measured(run: Training, values: dict[str, float]) -> None:
-    """Raise ConfigError, on all ranks, where the run decides by a metric that has been shown no sample."""
+    """Raise ConfigError, on all ranks, if checkpoint.best or train.stop_metric has no value."""
     for setting, name in (("checkpoint.best", run.checkpoint.best), ("train.stop_metric", run.train.stop_metric)):
         if name is not None and name not in values:
             error = ConfigError(f"{setting}: {name!r} was not measured (there is: {', '.join(values)})")
@@ -215,29 +217,24 @@ def _check_measured(run: Training, values: dict[str, float]) -> None:
             raise error
 
 
-def _judged(run: Training, metrics: dict[str, float]) -> tuple[bool, bool]:
-    """Whether an evaluation, if there was one, is the best so far, and whether it is enough."""
-    best = run.checkpoint.best
-    improved = bool(best and metrics and _note(run.state.saving, best, metrics))
-    return improved, _is_enough(run, metrics)
+def _compare_metrics(run: Training, metrics: dict[str, float]) -> tuple[bool, bool]:
+    """Update the best values so far: whether to save a new best checkpoint, and whether to stop early."""
+    best, stop_metric, stopping = run.checkpoint.best, run.train.stop_metric, run.state.stopping
+    improved = bool(best and metrics and _update_best(run.state.saving, best, metrics))
+    if stop_metric is None or not metrics or run.state.step >= run.total_steps:
+        return improved, False
+    _update_best(stopping, stop_metric, metrics)
+    return improved, stopping.evaluations_since >= run.train.stop_patience
 
 
-def _note(record: StepRecord, metric: str, values: dict[str, float]) -> bool:
-    """Compare with the best so far, by rank 0's numbers, and remember the better."""
+def _update_best(record: BestSoFar, metric: str, values: dict[str, float]) -> bool:
+    """Compare rank 0's value with the best so far and keep the better; returns whether it improved."""
     value = broadcast_object(values[metric])
-    if is_better(metric, value, record.best):
-        record.best, record.evaluations_since = value, 0
-        return True
-    record.evaluations_since += 1
-    return False
-
-
-def _is_enough(run: Training, metrics: dict[str, float]) -> bool:
-    metric, record = run.train.stop_metric, run.state.stopping
-    if metric is None or not metrics or run.state.step >= run.total_steps:
-        return False
-    _note(record, metric, metrics)
-    return record.evaluations_since >= run.train.stop_patience
+    improved = is_better(metric, value, record.best)
+    if improved:
+        record.best = value
+    record.evaluations_since = 0 if improved else record.evaluations_since + 1
+    return improved
 
 
 def _is_save_step(run: Training) -> bool:
@@ -245,6 +242,6 @@ def _is_save_step(run: Training) -> bool:
     return every is not None and run.state.step % every == 0
 
 
-def _is_time(run: Training, last_save: float) -> bool:
+def _is_save_time(run: Training, last_save: float) -> bool:
     minutes = run.checkpoint.every_minutes
     return run.is_main and minutes is not None and time.monotonic() - last_save >= minutes * 60

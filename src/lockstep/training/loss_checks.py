@@ -1,4 +1,4 @@
-"""Whether a loss is a sum over samples: that of a micro-batch is then the sum of those of its halves.
+"""Check that a loss is a sum over samples: a micro-batch's loss is then the sum of the losses of its halves.
 
 m = samples of the micro-batch.
 """
@@ -14,14 +14,13 @@ from torch.utils import _pytree as pytree
 
 from lockstep.base.model_contracts import Batch, LossSum
 from lockstep.core.modules.module_trace import fingerprint
-from lockstep.training.finding_messages import mixing_loss
-from lockstep.training.findings import Finding
+from lockstep.training.findings import Finding, mixing_loss
 
 LossIs = Literal["sample_wise", "batch_wise"]
-NEAR = 0.05
-"""Relative: so near to the mean of its halves' it is taken for a mean."""
+MEAN_TOLERANCE = 0.05
+"""Relative: a loss this close to the mean of the halves' losses is reported as a mean."""
 TOLERANCE = 1e-3
-"""Relative, for sums of a few thousand numbers of fp32; a mean is off by half of it all."""
+"""Relative, for sums of a few thousand fp32 numbers; a mean is off by a factor of 2."""
 
 
 def loss_findings(
@@ -32,39 +31,37 @@ def loss_findings(
     seed: Callable[[], None],
     loss_is: LossIs,
 ) -> list[Finding]:
-    """What is wrong with a loss, if anything is: nothing where it is declared as batch_wise, draws random numbers, or
-    where outputs and batch cannot be cut in two. `seed` seeds the generators."""
+    """Check a loss; no findings if it is declared batch_wise or draws random numbers, or if outputs or batch cannot be
+    split by samples. `seed` seeds the generators."""
     sizes = {len(column) for column in batch.values() if isinstance(column, Tensor) and column.ndim}
     if loss_is == "batch_wise" or len(sizes) != 1 or (size := sizes.pop()) < 2:
         return []
-    middle = size // 2
-    parts = [cut(outputs, size, part) for part in (slice(None), slice(middle), slice(middle, None))]
-    batches = [cut(batch, size, part) for part in (slice(None), slice(middle), slice(middle, None))]
-    if any(part is None for part in (*parts, *batches)):
-        return []
     values: list[tuple[float, float]] = []
-    for outputs_part, batch_part in zip(parts, batches, strict=True):
-        seed()
-        before = _drawn()
-        with torch.no_grad():
-            found = loss(outputs_part, batch_part)
-        if _drawn() != before:
+    for samples in (slice(None), slice(size // 2), slice(size // 2, None)):
+        some_outputs, some_batch = _sliced(outputs, size, samples), _sliced(batch, size, samples)
+        if some_outputs is None or some_batch is None:
             return []
-        values.append((float(found.total), float(found.count)))
-    return _judged(values, size)
+        seed()
+        before = _generator_states()
+        with torch.no_grad():
+            result = loss(some_outputs, some_batch)
+        if _generator_states() != before:
+            return []
+        values.append((float(result.total), float(result.count)))
+    return _compare(values, size)
 
 
-def cut(value: Any, size: int, part: slice) -> Any:
-    """Some samples of outputs or of a batch, copied; None where a tensor has not a sample in each row."""
+def _sliced(value: Any, size: int, samples: slice) -> Any:
+    """Copy some samples of outputs or of a batch; None if a tensor does not have one row per sample."""
     leaves, spec = pytree.tree_flatten(value)
     if not all(leaf.ndim and len(leaf) == size for leaf in leaves if isinstance(leaf, Tensor)):
         return None
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         return None
-    return pytree.tree_unflatten([leaf[part].clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return pytree.tree_unflatten([leaf[samples].clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def _judged(values: list[tuple[float, float]], size: int) -> list[Finding]:
+def _compare(values: list[tuple[float, float]], size: int) -> list[Finding]:
     (total, count), *halves = values
     totals, counts = [value for value, _ in halves], [number for _, number in halves]
     scale = max(abs(total), *map(abs, totals))
@@ -77,10 +74,10 @@ def _judged(values: list[tuple[float, float]], size: int) -> list[Finding]:
         f"LossSum({total:.6g}, {count:g}) for {size} samples, but LossSum({totals[0]:.6g}, {counts[0]:g}) and "
         f"LossSum({totals[1]:.6g}, {counts[1]:g}) for their halves"
     )
-    return [mixing_loss(figures, is_mean=abs(total - mean) <= NEAR * scale)]
+    return [mixing_loss(figures, is_mean=abs(total - mean) <= MEAN_TOLERANCE * scale)]
 
 
-def _drawn() -> str:
-    """Differs after a number was drawn."""
+def _generator_states() -> str:
+    """A digest that changes when a random number is drawn."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return fingerprint([torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()])

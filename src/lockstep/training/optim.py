@@ -1,7 +1,7 @@
-"""The optimizer, and its learning rate as a function of the step alone."""
+"""The optimizer, and the learning rate as a function of the step."""
 
 import math
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from lockstep.training.optim_config import OptimSection, ScheduleSection
 
 
 def build(config: OptimSection, module: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer over a module's parameters, fused into one kernel, whose bits do not depend on how they are cut."""
+    """Build a fused optimizer whose results do not depend on how the parameters are sharded."""
     optimizer = _fused(config, module)
     if any(p.device.type == "cpu" for p in module.parameters()):
         FusedTails(optimizer)
@@ -19,10 +19,10 @@ def build(config: OptimSection, module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _fused(config: OptimSection, module: nn.Module) -> torch.optim.Optimizer:
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": _where(named, lambda p: p.ndim >= 2), "weight_decay": config.weight_decay},
-        {"params": _where(named, lambda p: p.ndim < 2), "weight_decay": 0.0},
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if config.kind == "sgd":
@@ -30,14 +30,10 @@ def _fused(config: OptimSection, module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.momentum, config.beta2), fused=True)
 
 
-def _where(named: Iterable[tuple[str, nn.Parameter]], test) -> list[nn.Parameter]:  # type: ignore[no-untyped-def]
-    return [parameter for _, parameter in named if test(parameter)]
-
-
 def learning_rate(
     optim: OptimSection, schedule: ScheduleSection, *, step: int, total_steps: int, global_batch: int
 ) -> float:
-    """The rate of step `step` (from 0) of `total_steps`: peak x warm-up x shape."""
+    """Learning rate of step `step` (from 0): peak x warm-up x schedule."""
     peak = optim.lr * (global_batch / optim.base_batch if optim.base_batch else 1.0)
     warmup = schedule.warmup_steps(total_steps)
     if step < warmup:
@@ -49,6 +45,6 @@ def learning_rate(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every parameter group the same rate."""
+    """Set the rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -1,4 +1,4 @@
-"""The settings of the optimizer and of its learning rate."""
+"""Settings of the optimizer and the learning-rate schedule."""
 
 from typing import Literal
 
@@ -15,10 +15,10 @@ class OptimSection(Section):
     lr: float = Field(1e-3, gt=0, le=1e6)
     """Learning rate at the peak of the schedule, before the linear rule."""
     base_batch: int | None = Field(None, ge=1, le=MANY)
-    """The global batch that `lr` was found for: the rate used is lr * global_batch / base_batch (the linear rule of
+    """The global batch that `lr` was tuned for: the rate used is lr * global_batch / base_batch (the linear rule of
     P. Goyal et al., Accurate, Large Minibatch SGD, 2017). Leave empty to use `lr` as it is."""
     weight_decay: float = Field(0.01, ge=0, le=1e3)
-    """Decay of matrices and kernels; norms and biases (tensors of one axis) are never decayed."""
+    """Weight decay of matrices and kernels; norms and biases (1-dim tensors) are never decayed."""
     clip: float | None = Field(1.0, gt=0)
     """Largest global gradient norm; larger gradients are scaled down to it. Empty for none."""
     momentum: float = Field(0.9, ge=0, lt=1)
@@ -31,9 +31,9 @@ class ScheduleSection(Section):
     """The learning rate over the run."""
 
     shape: Literal["linear", "cosine", "constant"] = "linear"
-    """How the rate goes from its peak to the end of the run: down to 0 on a line or a cosine, or not at all."""
+    """Learning rate from its peak to the end of the run: linear or cosine decay to 0, or constant."""
     warmup: float = Field(0.0, ge=0, le=MANY)
-    """Steps of linear rise at the start: a fraction of the run if below 1, else a number of steps."""
+    """Linear warm-up at the start: a fraction of the run if below 1, else a number of steps."""
 
     @field_validator("warmup")
     @classmethod
@@ -43,5 +43,5 @@ class ScheduleSection(Section):
         return warmup
 
     def warmup_steps(self, total_steps: int) -> int:
-        """How many of a run's steps the rise takes; a number that was given in steps may be more than the run has."""
+        """Number of warm-up steps; if set as a number of steps, it may exceed the run."""
         return round(self.warmup * total_steps) if self.warmup < 1 else round(self.warmup)

@@ -1,4 +1,4 @@
-"""Where a run goes on: which checkpoint, whether it belongs to this recipe, and what it brings back."""
+"""Resume a run: choose a checkpoint, check that it fits the config, load it."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -13,20 +13,20 @@ from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint import layout, reader, verify
 from lockstep.checkpoint.layout import Count
 from lockstep.core.distributed.collectives import broadcast_object, raise_on_all_ranks
-from lockstep.training.state import StepRecord, TrainState
+from lockstep.training.state import BestSoFar, TrainState
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class _Record(_Strict):
+class _Best(_Strict):
     best: float | None
     evaluations_since: Count
 
     @model_validator(mode="after")
-    def _is_a_record(self) -> Self:
-        if unknown := (self.model_extra or {}).keys() - {field.name for field in fields(StepRecord)}:
+    def _has_known_fields(self) -> Self:
+        if unknown := (self.model_extra or {}).keys() - {field.name for field in fields(BestSoFar)}:
             raise ValueError(f"there is no {min(unknown)!r} in it")
         return self
 
@@ -46,24 +46,24 @@ class _Scaler(_Strict):
     growth_tracker: Annotated[int, Field(ge=0, alias="_growth_tracker")]
 
 
-class _Nothing(_Strict):
+class _NoScaler(_Strict):
     model_config = ConfigDict(extra="forbid")
 
 
 class Progress(_Strict):
-    """What `TrainState.load_state_dict` takes, as it has to stand in a manifest."""
+    """Schema of a manifest's `progress`, which `TrainState.load_state_dict` takes."""
 
     step: Count
     skipped: Count
     chain: Annotated[str, Field(max_length=128)]
     drift: list[_Drift]
-    scaler: _Nothing | _Scaler
-    stopping: _Record
-    saving: _Record
+    scaler: _NoScaler | _Scaler
+    stopping: _Best
+    saving: _Best
 
 
 def problem(folder: Path) -> str | None:
-    """What keeps a checkpoint from being resumed, in a few words: as verify.problem, and its progress."""
+    """Why a checkpoint cannot be resumed from; None if it can. Like verify.problem, plus its progress."""
     if (reason := verify.problem(folder)) is not None:
         return reason
     try:
@@ -71,7 +71,7 @@ def problem(folder: Path) -> str | None:
         progress = Progress.model_validate(manifest.progress)
     except ValidationError as error:
         first = error.errors()[0]
-        return f"its progress cannot be used ({'.'.join(str(part) for part in first['loc'])}: {first['msg']})"
+        return f"its progress cannot be used ({'.'.join(map(str, first['loc']))}: {first['msg']})"
     except (OSError, ValueError) as error:
         return f"cannot be read: {error}"
     return None if progress.step == manifest.step else f"its progress is one of step {progress.step}"
@@ -86,85 +86,84 @@ def resumed(
     allow_drift: bool,
     warn: Callable[[str], None],
 ) -> Path | None:
-    """Bring a state back from the checkpoint that `how` means -> that one; None to start afresh. With "auto" one whose
-    tensors cannot be read is passed over as well.
+    """Load the checkpoint that `how` (auto, never or a path) selects and return it; None to start from scratch.
 
-    Raises CheckpointError, on every rank.
+    "auto" also skips checkpoints whose tensors cannot be read. Raises CheckpointError on every rank.
     """
     unreadable: set[Path] = set()
-    while (found := checkpoint_for(root, how, warn, but=unreadable)) is not None:
+    while (folder := _checkpoint(root, how, warn, skip=unreadable)) is not None:
         try:
-            resume(state, found, numeric, allow_drift=allow_drift, warn=warn)
+            _load(state, folder, numeric, allow_drift=allow_drift, warn=warn)
         except reader.DamagedError as error:
             if how != "auto":
                 raise
-            warn(f"{error}")
-            unreadable.add(found)
+            warn(str(error))
+            unreadable.add(folder)
         else:
-            return found
+            return folder
     return None
 
 
-def checkpoint_for(root: Path, resume: str, warn: Callable[[str], None], *, but: Collection[Path] = ()) -> Path | None:
-    """The checkpoint that `--resume auto|never|PATH` means, chosen by rank 0 for all, for "auto" none of `but`; None to
-    start afresh.
+def _checkpoint(root: Path, how: str, warn: Callable[[str], None], *, skip: Collection[Path]) -> Path | None:
+    """The checkpoint that rank 0 selects for all ranks; None to start from scratch.
 
-    Raises CheckpointError, on every rank, when there are checkpoints but none can be used as asked.
+    Raises CheckpointError on every rank when there are checkpoints, but none is usable.
     """
     choice: Path | None = None
     with raise_on_all_ranks():
         if dist.get_rank() == 0:
             try:
-                choice = _choose(root, resume, warn, but=but)
+                choice = _choose(root, how, warn, skip=skip)
             except OSError as error:
                 raise CheckpointError(f"cannot use the checkpoints in {root}: {error}") from None
     return broadcast_object(choice)
 
 
-def _choose(root: Path, resume: str, warn: Callable[[str], None], *, but: Collection[Path]) -> Path | None:
-    there = layout.listed(root)
-    if resume == "never":
-        if there:
+def _choose(root: Path, how: str, warn: Callable[[str], None], *, skip: Collection[Path]) -> Path | None:
+    checkpoints = layout.listed(root)
+    if how == "never":
+        if checkpoints:
             raise CheckpointError(
-                f"{root} holds {len(there)} checkpoints, the newest {there[0].name}: --resume never "
+                f"{root} holds {len(checkpoints)} checkpoints, the newest {checkpoints[0].name}: --resume never "
                 "would overwrite them. Choose another run.name, or go on with --resume auto"
             )
         return None
-    if resume == "auto":
-        found = verify.newest(
+    if how == "auto":
+        newest = verify.newest(
             root,
             lambda folder, reason: warn(f"passed over {folder.name}: {reason}"),
-            problem=lambda folder: "cannot be loaded" if folder in but else problem(folder),
+            problem=lambda folder: "cannot be loaded" if folder in skip else problem(folder),
         )
-        if there and found is None:
-            raise CheckpointError(f"none of the {len(there)} checkpoints in {root} is whole; choose another run.name")
-        return found
-    folder = Path(resume).expanduser().resolve()
-    if (folder / "checkpoints").is_dir():  # a run: its newest
+        if checkpoints and newest is None:
+            raise CheckpointError(
+                f"none of the {len(checkpoints)} checkpoints in {root} is whole; choose another run.name"
+            )
+        return newest
+    folder = Path(how).expanduser().resolve()
+    if (folder / "checkpoints").is_dir():  # the folder of a run
         folder = verify.newest(folder / "checkpoints", lambda *_: None, problem=problem) or folder
     if not folder.is_dir():
         raise CheckpointError(
-            f"--resume {resume}: there is no such folder; say auto, never, a run, or one of its checkpoints, such as "
-            f"{there[0] if there else root / 'step-000000100'}"
+            f"--resume {how}: there is no such folder; say auto, never, a run, or one of its checkpoints, such as "
+            f"{checkpoints[0] if checkpoints else root / 'step-000000100'}"
         )
-    reason = problem(folder)
-    if reason is not None:
+    if (reason := problem(folder)) is not None:
         raise CheckpointError(f"cannot resume from {folder}: {reason}")
     return folder
 
 
 def set_aside(root: Path, step: int, warn: Callable[[str], None]) -> None:
-    """Checkpoints of later steps than a run goes back to get another name, or the next resume would take them.
+    """Rename the checkpoints of later steps than the run goes back to, which the next resume would otherwise choose.
 
-    For rank 0 alone, and only once the run is sure to go on.
+    On rank 0 only, once it is certain that the run goes on.
     """
     for folder in [folder for folder in layout.listed(root) if layout.step_of(folder) > step]:
-        kept = root / f"set-aside-{datetime.now():%Y%m%d-%H%M%S}-{folder.name}"
-        folder.rename(kept)
-        warn(f"{folder.name} is newer than where the run goes on; it is kept as {kept.name}")
+        renamed = root / f"set-aside-{datetime.now():%Y%m%d-%H%M%S}-{folder.name}"
+        folder.rename(renamed)
+        warn(f"{folder.name} is newer than where the run goes on; it is kept as {renamed.name}")
 
 
-def resume(
+def _load(
     state: TrainState,
     folder: Path,
     numeric: Mapping[str, Any],
@@ -172,10 +171,8 @@ def resume(
     allow_drift: bool,
     warn: Callable[[str], None],
 ) -> None:
-    """Bring a state back from a checkpoint.
-
-    Raises CheckpointError when its numeric recipe is another one, field by field, unless drift is allowed.
-    """
+    """Load a checkpoint into the state. Raises CheckpointError, listing the settings in `numeric` that differ, unless
+    `allow_drift`."""
     manifest = layout.read_manifest(folder)
     drift = layout.differences(manifest.numeric, numeric)
     lines = [f"{name}: {before!r} in the checkpoint, {now!r} now" for name, before, now in drift]

@@ -1,4 +1,4 @@
-"""Everything that changes while training, and that a checkpoint has to bring back."""
+"""Everything that changes during training and is stored in a checkpoint."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +17,8 @@ from lockstep.training.optim import set_learning_rate
 
 
 @dataclass(kw_only=True)
-class StepRecord:
-    """The best evaluation so far, and how long ago it was."""
+class BestSoFar:
+    """The best value of a metric so far, and the evaluations since."""
 
     best: float | None = None
     evaluations_since: int = 0
@@ -26,58 +26,65 @@ class StepRecord:
 
 @dataclass(kw_only=True)
 class TrainState:
-    """Weights, optimizer and the few numbers beside them; data position and randomness follow from `step`."""
+    """Weights, optimizer state and counters; data position and random seeds follow from `step`."""
 
     strategy: Strategy
     module: nn.Module
-    """The placed module: the strategy's own parameters under canonical names."""
+    """What Strategy.place returned: this rank's parameters, under canonical names."""
     optimizer: torch.optim.Optimizer
     precision: Precision
     rate: Callable[[int], float]
-    """Learning rate of a step."""
+    """Step -> learning rate."""
     randomness: Randomness | None = None
-    """What seeds the forward passes."""
+    """Seeds the forward passes."""
     term_counts: Callable[[Batch], Mapping[str, float]] | None = None
-    """What the terms of the model's loss count in a batch; None where it has none."""
+    """Model.term_counts: the count of each term of the loss in a batch; None for a loss without terms."""
     ema: MovingAverage | None = None
     step: int = 0
-    """Steps done."""
+    """Finished steps."""
     skipped: int = 0
-    """Steps without an update, because their loss was not finite, or counted nothing."""
+    """Steps without an update, since the loss was not finite or its count was 0."""
     chain: str = ""
-    """Stands for every step that has been read from the device: all that are done, whenever it is saved."""
+    """Digest over every step that was read from the device; a save reads all of them first."""
     drift: list[dict[str, Any]] = field(default_factory=list)
-    """Numeric fields that another value was allowed for on a resume: step, field, before, now."""
-    stopping: StepRecord = field(default_factory=StepRecord)
-    saving: StepRecord = field(default_factory=StepRecord)
+    """Numeric settings that were changed on a resume (--allow-drift): step, field, before, now."""
+    stopping: BestSoFar = field(default_factory=BestSoFar)
+    saving: BestSoFar = field(default_factory=BestSoFar)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that this rank holds, or its part of it, by a flat, canonical name: model.*, ema.*,
-        optimizer.PARAMETER.*. They are the live ones: a checkpoint is read into them."""
-        spread = self.strategy.sharded
+        """Return every tensor, or its shard on this rank, by canonical name: model.*, ema.*, optimizer.PARAMETER.*.
+
+        Not copies: a checkpoint is loaded into them.
+        """
+        sharded = self.strategy.sharded
         return {
             **{f"model.{name}": tensor for name, tensor in self.strategy.state().items()},
-            **{f"ema.{n}": spread(n, tensor) for n, tensor in (self.ema.tensors() if self.ema else {}).items()},
+            **{f"ema.{name}": sharded(name, tensor) for name, tensor in self._average().items()},
             **{
-                f"optimizer.{name}.{key}": spread(name, value) if value.shape == parameter.shape else value
-                for name, parameter in self.module.named_parameters()  # as DCP names them, in a tenth of the time
+                f"optimizer.{name}.{key}": sharded(name, value) if value.shape == parameter.shape else value
+                for name, parameter in self.module.named_parameters()  # DCP's names, in a tenth of its time
                 for key, value in self.optimizer.state.get(parameter, {}).items()
                 if isinstance(value, Tensor)
             },
         }
 
     def used(self) -> dict[str, str]:
-        """The weights and buffers that are evaluated and exported: name in the model -> name in `tensors`. With a
-        moving average it is the average in the place of the parameters, under each of a tied one's names."""
+        """Return the weights and buffers to evaluate and export: name in the model -> name in `tensors`.
+
+        With an EMA, each parameter's average takes its place, under every name of a tied parameter.
+        """
         state = self.strategy.state()
-        averaged = {_memory(state[name]): name for name in (self.ema.tensors() if self.ema else {})}
+        averaged = {_memory(state[name]): name for name in self._average()}
         return {
             name: f"ema.{averaged[_memory(tensor)]}" if _memory(tensor) in averaged else f"model.{name}"
             for name, tensor in state.items()
         }
 
+    def _average(self) -> dict[str, Tensor]:
+        return self.ema.average if self.ema else {}
+
     def state_dict(self) -> dict[str, Any]:
-        """The numbers that are no tensors."""
+        """Return what is not a tensor, for the checkpoint's manifest."""
         return {
             "step": self.step,
             "skipped": self.skipped,
@@ -92,11 +99,11 @@ class TrainState:
         self.step, self.skipped = state["step"], state["skipped"]
         self.chain, self.drift = state["chain"], list(state["drift"])
         self.precision.load_state_dict(state["scaler"])
-        self.stopping, self.saving = StepRecord(**state["stopping"]), StepRecord(**state["saving"])
+        self.stopping, self.saving = BestSoFar(**state["stopping"]), BestSoFar(**state["saving"])
 
     @contextmanager
     def for_use(self) -> Iterator[None]:
-        """The weights that are evaluated and exported, in evaluation mode; training's own again afterwards."""
+        """Switch to evaluation mode and, if there is one, to the EMA of the weights; switch back afterwards."""
         self.module.eval()
         try:
             if self.ema is None:
@@ -109,21 +116,21 @@ class TrainState:
 
 
 def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
-    """What tied weights have in common."""
+    """A key that tied weights share."""
     return local_tensor(tensor).data_ptr(), tensor.shape
 
 
 def initialise(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's state (moments, momentum) for every parameter, as zeros, before the first step.
+    """Create the optimizer's state (moments, momentum) of every parameter, as zeros, before the first step.
 
-    Made at the first step it would be missing where a parameter is not used, and on a CPU the fused SGD would leave it
-    unset when that step's fp16 gradients overflow.
+    The first step would leave it out for unused parameters, and the fused SGD on a CPU would leave it uninitialised
+    when that step's fp16 gradients overflow.
     """
     set_learning_rate(optimizer, 0.0)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # an empty one: optimizers make their state in the first
+    optimizer.step()  # without effect: optimizers create their state in the first step
     optimizer.zero_grad(set_to_none=True)
     for values in optimizer.state.values():
         for value in values.values():

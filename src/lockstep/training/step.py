@@ -1,4 +1,4 @@
-"""One optimizer step: a function of the state, the step's samples and the step number, and of nothing else."""
+"""One optimizer step: a function of the state, the step's samples and the step number only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,26 +15,26 @@ from lockstep.training.state import TrainState
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step leaves behind, still on the device."""
+    """Result of a step, still on the device."""
 
     loss: LossSum
     """Sums over the whole global batch."""
     norm: Tensor
     """Global gradient norm before clipping."""
     is_finite: Tensor
-    """Whether loss and gradient are finite, or count for nothing; a gradient that overflowed fp16 is the scaler's
-    business, not counted."""
+    """Whether loss and gradient are finite, or the count is 0. In fp16 only the loss counts: the gradient scaler
+    handles overflows."""
     rate: float
-    """The learning rate it used."""
+    """Learning rate of the step."""
 
     def numbers(self) -> Tensor:
-        """Mean loss, gradient norm, is_finite and is_empty as float64 [4], without waiting for the device."""
+        """Return mean loss, gradient norm, is_finite and is_empty as float64 [4], without a device synchronisation."""
         count = torch.as_tensor(self.loss.count, dtype=torch.float64, device=self.norm.device)
         mean = self.mean(self.loss.total)
         return torch.stack([each.to(torch.float64) for each in (mean, self.norm, self.is_finite, count == 0)])
 
     def mean(self, total: Tensor) -> Tensor:
-        """A sum over the step's samples, or tokens, as a mean; that over none is 0."""
+        """Divide a sum by the step's count of samples or tokens; 0 if the count is 0."""
         count = torch.as_tensor(self.loss.count, dtype=torch.float64, device=total.device)
         return total.to(torch.float64) / torch.where(count == 0, 1.0, count)
 
@@ -46,8 +46,8 @@ def step(
     clip: float | None,
     skip_non_finite: bool = False,
 ) -> Outcome:
-    """Run step number state.step; nothing is committed before the gradient is whole on every rank, and
-    nothing at all where the loss counts nothing: there is no mean of no samples."""
+    """Run step number state.step. The state changes only once the gradient is complete on every rank, and the weights
+    not at all if the loss has count 0."""
     if state.term_counts is not None:
         micro_batches = with_term_weights(micro_batches, state.term_counts)
     loss = state.strategy.forward_backward(micro_batches)

@@ -1,4 +1,4 @@
-"""The settings of the loop."""
+"""Settings of the training loop and of evaluation."""
 
 from typing import ClassVar, Literal
 
@@ -8,11 +8,11 @@ from lockstep.base.config import MANY, Section
 from lockstep.base.contracts import Format
 
 METRICS = ["accuracy", "f1", "loss"]
-"""What is measured of every classifier, by the names that settings know."""
+"""Names of the metrics of every classifier."""
 
 
 class TrainSection(Section):
-    """How much, in what portions, and in which number format."""
+    """How long to train, batch sizes and number format."""
 
     incidental: ClassVar[frozenset[str]] = frozenset(
         {"non_finite", "stop_metric", "stop_patience", "max_minutes", "recompute", "loss_is"}
@@ -25,15 +25,15 @@ class TrainSection(Section):
     global_batch: int = Field(64, ge=1, le=MANY)
     """G: samples per optimizer step, over all processes together; the number of processes never changes it."""
     micro_batch: int = Field(16, ge=1, le=MANY)
-    """m: samples that one process handles at once; the largest that fits the device's memory is a good choice."""
+    """m: samples per forward and backward pass; the largest that fits the device's memory is a good choice."""
     precision: Format = "fp32"
     """fp32, or autocast to bf16 or fp16 (fp16 with a gradient scaler)."""
     recompute: bool = False
-    """Keep no activations inside the model's blocks, and compute them again in the backward pass: the same weights with
-    less memory, for about a third more time."""
+    """Activation checkpointing: recompute the activations inside the model's blocks in the backward pass. The same
+    weights with less memory, for about a third more time."""
     batchnorm: Literal["shard", "sync"] = "shard"
-    """shard: each micro-batch is normalised by itself; sync: by what all processes hold just then, on GPUs only, with
-    other weights for another number of processes."""
+    """shard: each micro-batch is normalised by itself; sync: SyncBatchNorm over all processes, on GPUs only; the
+    weights then depend on the number of processes."""
     loss_is: Literal["sample_wise", "batch_wise"] = "sample_wise"
     """sample_wise: a sample's loss is its own; batch_wise: it depends on the others of its micro-batch by design, as a
     contrastive loss does. The weights are then the same on any number of processes at this micro_batch, not at
@@ -42,23 +42,22 @@ class TrainSection(Section):
     """When a loss is NaN or infinite: stop and say where (noticed at the next logged step, before anything is
     saved), skip the update, or go on."""
     ema: float | None = Field(None, gt=0, lt=1)
-    """Decay of a moving average of the weights, which is then what is evaluated and exported; such as 0.999."""
+    """Decay of an exponential moving average (EMA) of the weights, which is then evaluated and exported; e.g. 0.999."""
     stop_metric: str | None = None
-    """Stop early when this metric of the evaluation (accuracy, f1, loss) gets no better ..."""
+    """Early stopping: stop when this metric (accuracy, f1, loss) has not improved ..."""
     stop_patience: int = Field(3, ge=1, le=MANY)
-    """... for so many evaluations in a row."""
+    """... for this number of evaluations in a row."""
 
     max_minutes: float | None = Field(None, gt=0, le=MANY)
-    """Stop in time to have saved a checkpoint when so many minutes have passed since the start, and end with exit
-    code 75; the same command goes on later."""
+    """Time limit since the start: save a checkpoint before it and end with exit code 75; the same command resumes."""
 
     @property
     def shards(self) -> int:
-        """V: micro-batches of a step."""
+        """V: micro-batches per step."""
         return -(-self.global_batch // self.micro_batch)
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of the whole run."""
+        """Number of optimizer steps of the run."""
         return self.steps or max(1, round((self.epochs or 1) * steps_per_epoch))
 
 
@@ -66,16 +65,16 @@ class EvaluateSection(Section):
     """When the model is measured on the test split (always once more at the end)."""
 
     every_steps: int | None = Field(None, ge=1, le=MANY)
-    """Evaluate every so many steps."""
+    """Evaluate every N steps."""
     every_epochs: int | None = Field(1, ge=1, le=MANY)
-    """Evaluate after every so many epochs."""
+    """Evaluate every N epochs."""
     micro_batch: int | None = Field(None, ge=1, le=MANY)
-    """Samples at once; empty for train.micro_batch."""
+    """Samples per forward pass; empty for train.micro_batch."""
     metrics: Literal["auto"] | tuple[str, ...] = "auto"
-    """What is measured beside the loss: names of metrics, and of sums that come with the loss; auto: all there are."""
+    """What is reported besides the loss: names of metrics, and of sums returned with the loss; auto: all of them."""
 
     def is_due(self, step: int, steps_per_epoch: int) -> bool:
-        """Whether an evaluation follows step number `step` (counted from 1)."""
+        """Whether to evaluate after step number `step` (counted from 1)."""
         by_step = self.every_steps is not None and step % self.every_steps == 0
         by_epoch = self.every_epochs is not None and step % (self.every_epochs * steps_per_epoch) == 0
         return by_step or by_epoch

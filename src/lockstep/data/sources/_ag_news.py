@@ -1,4 +1,4 @@
-"""AG News: 120,000 training and 7,600 test news items of four kinds; read from CSV files or the hub."""
+"""AG News: 120,000 training and 7,600 test news items in four classes; from CSV files or the hub."""
 
 import csv
 from pathlib import Path
@@ -14,10 +14,10 @@ NAMES = ("World", "Sports", "Business", "Sci/Tech")
 
 
 def build(config: Config, split: str) -> Texts:
-    """The "train" or "test" split: "title description", or the one that is there.
+    """Load the "train" or "test" split; a text is "title description", or whichever is not empty.
 
     Source: X. Zhang et al., Character-level convolutional networks for text classification, 2015.
-    Raises DataError for damaged files, or when there is neither a file nor a network.
+    Raises DataError for damaged files, or without a file and a network.
     """
     for folder in (config.root / "ag_news", config.root):
         if (folder / f"{split}.csv").is_file():
@@ -44,7 +44,7 @@ def _read(path: Path) -> Texts:
                         f"row {number} of {path} is {str(row):.100}, not a class 1-4, a title and a "
                         f"description: correct it, or get the file again"
                     )
-                texts.append(" ".join(part for part in row[1:] if part))
+                texts.append(" ".join(filter(None, row[1:])))
                 labels.append(int(row[0]) - 1)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} is damaged after row {len(texts)} ({error}): get it again, as UTF-8 CSV") from error
@@ -54,7 +54,7 @@ def _read(path: Path) -> Texts:
 
 
 def _check_names(path: Path) -> None:
-    """A file of class names, where there is one, tells whether this is AG News at all."""
+    """Raise DataError if classes.txt has other classes than AG News."""
     if not path.is_file():
         return
     names = tuple(path.read_text(encoding="utf-8").split())

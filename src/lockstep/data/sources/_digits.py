@@ -1,4 +1,4 @@
-"""scikit-learn's bundled real handwritten digits: 1,797 images of 8x8, nothing to download."""
+"""scikit-learn's bundled handwritten digits: 1,797 images of 8x8, no download."""
 
 import numpy as np
 
@@ -8,16 +8,16 @@ from lockstep.data.sources.digits import Config
 
 
 def build(config: Config, split: str) -> Images:
-    """The "train" or "test" split: of each class, every fifth image is for the test.
+    """Load the "train" or "test" split; every fifth image of each class is a test image.
 
     Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998; grey values 0..16.
-    The file is read from scikit-learn's folder: importing scikit-learn for it would take two seconds a process.
+    Reads scikit-learn's file directly: the import would take every process two seconds.
     """
     table = np.loadtxt(plugins.package_folder("sklearn") / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     labels = table[:, -1].astype(np.int64)
     images = np.round(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
-    place = np.zeros(len(labels), dtype=np.int64)
+    is_test = np.zeros(len(labels), dtype=bool)
     for label in range(10):
-        place[labels == label] = np.arange(np.sum(labels == label))
-    rows = np.flatnonzero((place % 5 == 4) == (split == "test"))
+        is_test[np.flatnonzero(labels == label)[4::5]] = True
+    rows = np.flatnonzero(is_test == (split == "test"))
     return Images(images[rows], labels[rows], [str(digit) for digit in range(10)])

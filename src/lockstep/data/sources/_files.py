@@ -1,4 +1,4 @@
-"""Your own files: texts in CSV, JSON lines or Parquet, or images in a folder for each class."""
+"""The user's files: texts in CSV, JSON Lines or Parquet, or images in one folder per class."""
 
 import json
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ MOST_OF_A_LINE = 1 << 25
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What lies at a path: N samples (texts or image paths) and the N names of their classes."""
+    """The content of a path: N samples (texts or image paths) and their N labels."""
 
     samples: list[Any]
     labels: list[str]
@@ -37,27 +37,27 @@ class Found:
 
 
 def build(config: Config, split: str) -> Images | Texts:
-    """The "train" or "test" split, as texts or as uint8 images [N, C, H, W]; the classes are `train`'s.
+    """Load the "train" or "test" split, as texts or as uint8 images [N, C, H, W]; the classes are those of `train`.
 
     Raises DataError for missing or damaged files, columns, texts, images and labels.
     """
-    train = _part(config, config.train)
+    train = _checked_read(config, config.train)
     names = names_of(train.labels)
     if config.test is None:
-        part, rows = train, _share(len(train.samples), config.test_fraction, split)
+        data, rows = train, _split_rows(len(train.samples), config.test_fraction, split)
     else:
-        part = train if split == "train" else _part(config, config.test)
-        rows = np.arange(len(part.samples))
-    labels = positions(part.labels, names, part.place)[rows]
-    samples = [part.samples[row] for row in rows]
+        data = train if split == "train" else _checked_read(config, config.test)
+        rows = np.arange(len(data.samples))
+    labels = positions(data.labels, names, data.place)[rows]
+    samples = [data.samples[row] for row in rows]
     if config.modality == "text":
         return Texts(samples, labels, names)
     images, unreadable = decode(samples, len(samples), config, like=train.samples, place=lambda n: str(samples[n]))
     return Images(images, labels, names, unreadable=unreadable)
 
 
-def _share(samples: int, test_fraction: float, split: str) -> np.ndarray:
-    """Which samples are a split's, int [<= samples]: a hash of its number says where a sample belongs."""
+def _split_rows(samples: int, test_fraction: float, split: str) -> np.ndarray:
+    """Indices of a split, int [<= samples]; a hash of its index assigns each sample to a split."""
     hashes = mix(np.arange(samples, dtype=np.uint64))
     held_out = (hashes >> np.uint64(11)) * 2.0**-53 < test_fraction
     rows = np.flatnonzero(held_out if split == "test" else ~held_out)
@@ -69,7 +69,7 @@ def _share(samples: int, test_fraction: float, split: str) -> np.ndarray:
     return rows
 
 
-def _part(config: Config, path: Path) -> Found:
+def _checked_read(config: Config, path: Path) -> Found:
     if not path.exists():
         raise DataError(f"there is no file or folder {path}: correct data.train or data.test")
     if not path.is_file() and not path.is_dir():
@@ -80,10 +80,7 @@ def _part(config: Config, path: Path) -> Found:
 
 
 def read(path: Path, text_column: str, label_column: str) -> Found:
-    """What lies at a path that exists: the rows of a table, or the images of a folder of class folders.
-
-    Raises DataError.
-    """
+    """Read the rows of a table, or the images of a folder of class folders. Raises DataError."""
     found = _table(path, text_column, label_column) if path.is_file() else _folder(path)
     if not found.samples:
         raise DataError(f"{path} holds no sample: it has columns, but no row below them")
@@ -91,7 +88,7 @@ def read(path: Path, text_column: str, label_column: str) -> Found:
 
 
 def _folder(path: Path) -> Found:
-    """Images in the order of their paths, which does not depend on the file system."""
+    """List the images in the order of their paths, independent of the file system's."""
     classes = [folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
     files = sorted(
         (file.relative_to(path).parts, file)

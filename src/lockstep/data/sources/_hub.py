@@ -1,4 +1,4 @@
-"""Any data set of the Hugging Face hub, or a local folder in one of its forms."""
+"""Any data set of the Hugging Face hub, or a local folder in a format that `datasets` reads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from lockstep.data.sources.hub import Config
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """One of its splits, with the words for where a sample lies in it."""
+class HubSplit:
+    """A split, with the locations of its samples for messages."""
 
     table: Any
     place: Place
 
     def column(self, name: str) -> list[Any]:
-        """All values of a column that is not images."""
+        """Read all values of a column of texts or labels."""
         return list(self.table.select_columns([name])[name])
 
     def files(self, name: str) -> Iterator[ImageFile]:
-        """The image files of a column, one after the other, not decoded."""
+        """Yield the image files of a column without decoding them."""
         from datasets import Image
 
         for cell in self.table.select_columns([name]).cast_column(name, Image(decode=False))[name]:
@@ -35,21 +35,21 @@ class Part:
 
 
 def build(config: Config, split: str) -> Images | Texts:
-    """The "train" or "test" split: texts, or uint8 images [N, C, H, W]; the classes are the training split's.
+    """Load the "train" or "test" split: texts, or uint8 images [N, C, H, W]; the classes are the training split's.
 
     Raises DataError when the data set, a split or a column is missing, a sample damaged or not labelled.
     """
     train = _load(config, config.train_split)
-    part = train if split == "train" else _load(config, config.test_split)
-    labels, names = _labels(train, part, config.label_column)
+    data = train if split == "train" else _load(config, config.test_split)
+    labels, names = _labels(train, data, config.label_column)
     if config.modality == "text":
-        return Texts(texts_of(part.column(config.sample_column), part.place), labels, names)
-    like, files = train.files(config.sample_column), part.files(config.sample_column)
-    images, unreadable = decode(files, len(part.table), config, like=like, place=part.place)
+        return Texts(texts_of(data.column(config.sample_column), data.place), labels, names)
+    like, files = train.files(config.sample_column), data.files(config.sample_column)
+    images, unreadable = decode(files, len(data.table), config, like=like, place=data.place)
     return Images(images, labels, names, unreadable=unreadable)
 
 
-def _load(config: Config, split: str) -> Part:
+def _load(config: Config, split: str) -> HubSplit:
     table = load_split(config.name, split, subset=config.subset, revision=config.revision)
     from datasets import Image
 
@@ -61,20 +61,20 @@ def _load(config: Config, split: str) -> Part:
             f"the column {config.sample_column!r} of {where} holds {feature}, not images: name another "
             f"data.image_column, or data.text_column if it holds texts"
         )
-    return Part(table=table, place=rows_of(where))
+    return HubSplit(table=table, place=rows_of(where))
 
 
-def _labels(train: Part, part: Part, column: str) -> tuple[np.ndarray, tuple[str, ...]]:
+def _labels(train: HubSplit, data: HubSplit, column: str) -> tuple[np.ndarray, tuple[str, ...]]:
     from datasets import ClassLabel
 
     feature = train.table.features[column]
     if not isinstance(feature, ClassLabel):
         names = names_of(labels_of(train.column(column), train.place))
-        return positions(labels_of(part.column(column), part.place), names, part.place), names
-    numbers = [-1 if number is None else number for number in part.column(column)]
+        return positions(labels_of(data.column(column), data.place), names, data.place), names
+    numbers = [-1 if number is None else number for number in data.column(column)]
     if -1 in numbers:
         raise DataError(
-            f"{part.place(numbers.index(-1))} is not labelled (the answers of some test splits are secret): "
+            f"{data.place(numbers.index(-1))} is not labelled (the answers of some test splits are secret): "
             f"name another data.test_split, 'validation' or 'train[:10%]' with data.train_split='train[10%:]'"
         )
     return np.array(numbers, dtype=np.int64), tuple(feature.names)

@@ -22,17 +22,17 @@ MD5 = {
     "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
     "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
 }
-"""Of the official archives; only what is fetched is checked by them, files at hand may be packed anew."""
+"""Of the official archives; checked after a download only, since local files may be recompressed."""
 CONNECT_SECONDS, READ_SECONDS = 2.0, 30.0
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
-MEND = "it is damaged or not MNIST; replace it, or remove it to have it fetched"
+HINT = "it is damaged or not MNIST; replace it, or remove it to have it fetched"
 
 
 def build(config: Config, split: str) -> Images:
-    """The "train" or "test" split, uint8 [N, 1, 28, 28].
+    """Load the "train" or "test" split, uint8 [N, 1, 28, 28].
 
-    Source: Y. LeCun, C. Cortes, C. Burges; the form is described at yann.lecun.com/exdb/mnist.
-    Raises DataError for damaged files, or when they are neither there nor can be fetched.
+    Source: Y. LeCun, C. Cortes, C. Burges; the format is described at yann.lecun.com/exdb/mnist.
+    Raises DataError for damaged files, or for missing ones that cannot be downloaded.
     """
     stem = "train" if split == "train" else "t10k"
     archives = [f"{stem}-images-idx3-ubyte.gz", f"{stem}-labels-idx1-ubyte.gz"]
@@ -47,17 +47,17 @@ def build(config: Config, split: str) -> Images:
             f"belong together; replace both, or remove both to have them fetched"
         )
     if labels.max(initial=0) > 9:
-        raise DataError(f"{labels_file} holds the label {labels.max()}, but digits are 0 to 9: {MEND}")
+        raise DataError(f"{labels_file} holds the label {labels.max()}, but digits are 0 to 9: {HINT}")
     return Images(images[:, None], labels, [str(digit) for digit in range(10)])
 
 
 def _find(root: Path, archive: str) -> Path | None:
-    places = [folder / name for folder in (root / "mnist", root) for name in (archive, archive.removesuffix(".gz"))]
-    return next((path for path in places if path.is_file()), None)
+    paths = (folder / name for folder in (root / "mnist", root) for name in (archive, archive.removesuffix(".gz")))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _fetch(root: Path) -> None:
-    """Download what is missing of the four files; each is whole and of the right checksum, or not there."""
+    """Download the missing ones of the four files, each with its checksum verified."""
     for archive in MD5:
         if not _find(root, archive):
             _fetch_one(root / "mnist", archive)
@@ -72,7 +72,7 @@ def _fetch_one(folder: Path, archive: str) -> None:
         except (OSError, ValueError) as error:  # no network, a full disk; a wrong checksum
             reasons.append(f"{mirror}: {_short(error)}")
             if isinstance(error, requests.ConnectTimeout):
-                break  # packets vanish: each address costs CONNECT_SECONDS, and the next mirror has as many
+                break  # packets are dropped: every address of the next mirror would cost CONNECT_SECONDS, too
         else:
             return
     raise DataError(
@@ -88,18 +88,18 @@ def _short(error: Exception) -> str:
 
 
 def _read(path: Path, magic: int, shape: tuple[int, ...]) -> np.ndarray:
-    """An IDX file as uint8 [N, *shape]: magic number, N and shape, big-endian int32, then the bytes."""
+    """Read an IDX file as uint8 [N, *shape]: magic number, N and shape as big-endian int32, then the bytes."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read ({error}): {MEND}") from error
+        raise DataError(f"{path} cannot be read ({error}): {HINT}") from error
     head = 4 * (2 + len(shape))
-    found_magic, count, *found = np.frombuffer(data[:head].ljust(head, b"\0"), dtype=">i4").tolist()
-    if len(data) < head or found_magic != magic:
-        raise DataError(f"{path} does not begin with an IDX header of magic number {magic}: {MEND}")
-    if tuple(found) != shape:
-        raise DataError(f"{path} holds images of {found[0]}x{found[1]}, not {shape[0]}x{shape[1]}: {MEND}")
+    file_magic, count, *file_shape = np.frombuffer(data[:head].ljust(head, b"\0"), dtype=">i4").tolist()
+    if len(data) < head or file_magic != magic:
+        raise DataError(f"{path} does not begin with an IDX header of magic number {magic}: {HINT}")
+    if tuple(file_shape) != shape:
+        raise DataError(f"{path} holds images of {file_shape[0]}x{file_shape[1]}, not {shape[0]}x{shape[1]}: {HINT}")
     size = head + count * int(np.prod(shape))
     if len(data) != size:
-        raise DataError(f"{path} is {len(data)} bytes long unpacked, but its header says {size}: {MEND}")
+        raise DataError(f"{path} is {len(data)} bytes long unpacked, but its header says {size}: {HINT}")
     return np.frombuffer(data, dtype=np.uint8, offset=head).reshape(count, *shape)

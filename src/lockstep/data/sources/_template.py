@@ -1,7 +1,7 @@
-"""Your own data and model, to be trained as it is: `lockstep init user` has written this file and its config.
+"""Your own data and model, ready to train: `lockstep init user` has written this file and its config.
 
-It tells malignant from benign tumours by 30 measurements of cell nuclei: W. N. Street et al., 1993; 569 samples that
-come with scikit-learn. Put your own data into `source` and your own network into `build`; the rest may be removed.
+It classifies tumours as malignant or benign by 30 measurements of cell nuclei (W. N. Street et al., 1993; 569 samples
+that come with scikit-learn). Put your data into `source` and your network into `build`; the rest may be removed.
 `lockstep prove` with the same config shows whether the weights stay independent of the number of processes.
 """
 
@@ -13,7 +13,7 @@ from lockstep import DataSpec, LossSum
 
 
 class Table:
-    """One split of the data: its number of samples, and any of them at once."""
+    """One split of the data: its number of samples, and any samples by index."""
 
     lengths = None  # for samples of different lengths, such as texts: an array with the length of each
 
@@ -25,7 +25,7 @@ class Table:
         return len(self.labels)
 
     def __getitems__(self, indices):
-        """The samples of a micro-batch: column name -> array [m, ...]. The model gets them as tensors."""
+        """Samples of a micro-batch: column name -> array [m, ...]. The model gets them as tensors."""
         rows = list(indices)
         return {"features": self.features[rows], "label": self.labels[rows]}
 
@@ -34,11 +34,11 @@ def source(options, split):
     """The "train" or "test" split; `options` is what the config has under data.options."""
     from sklearn.datasets import load_breast_cancer
 
-    found = load_breast_cancer()
-    is_test = np.arange(len(found.target)) % 5 == 4
-    train, rows = found.data[~is_test], is_test if split == "test" else ~is_test
-    features = (found.data - train.mean(0)) / train.std(0)  # the test split is scaled as the training split is
-    return Table(features[rows].astype(np.float32), found.target[rows].astype(np.int64), found.target_names)
+    data = load_breast_cancer()
+    is_test = np.arange(len(data.target)) % 5 == 4
+    train, rows = data.data[~is_test], is_test if split == "test" else ~is_test
+    features = (data.data - train.mean(0)) / train.std(0)  # the test split is scaled like the training split
+    return Table(features[rows].astype(np.float32), data.target[rows].astype(np.int64), data.target_names)
 
 
 class Network(nn.Module):
@@ -50,7 +50,7 @@ class Network(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, batch):
-        """The columns of `source`, as tensors, to what `loss` gets."""
+        """Columns of `source`, as tensors -> what `loss` gets as outputs."""
         return self.head(self.body(batch["features"]))
 
 
@@ -60,17 +60,17 @@ def build(options, spec):
 
 
 def loss(outputs, batch):
-    """The sum of the samples' losses, never their mean, and how many they are; further sums are logged.
+    """Return the sum of the samples' losses, never their mean, and their number; further sums are logged.
 
     Without this function it is cross-entropy.
     """
     total = F.cross_entropy(outputs, batch["label"], reduction="sum")
-    right = (outputs.argmax(1) == batch["label"]).sum()
-    return LossSum(total, len(outputs), {"accuracy": right})
+    correct = (outputs.argmax(1) == batch["label"]).sum()
+    return LossSum(total, len(outputs), {"accuracy": correct})
 
 
 def metrics(spec):
-    """Measured on the test split, beside accuracy and F1: torchmetrics by name."""
+    """Metrics of the test split besides accuracy and F1: torchmetrics by name."""
     from torchmetrics.classification import MulticlassAUROC
 
     return {"auroc": MulticlassAUROC(len(spec.labels))}

@@ -1,4 +1,4 @@
-"""What the user's own file gives as data."""
+"""Data from the user's Python file."""
 
 from lockstep.base import plugins
 from lockstep.base.contracts import Source
@@ -8,7 +8,7 @@ from lockstep.data.torch_dataset import as_source
 
 
 def build(config: Config, split: str) -> Source:
-    """Call the file's `source` for "train" or "test"; raises DataError when what it returns is no data set."""
+    """Call the file's `source` for "train" or "test". Raises DataError when it does not return a data set."""
     module = plugins.load_file(config.file, "data.file")
     if not hasattr(module, "source"):
         raise DataError(f"{config.file} has no function source(options, split)")

@@ -12,12 +12,12 @@ class Config(DataSection):
     """AG News: titles and first sentences of news items, in four classes."""
 
     root: LocalPath = Path("data")
-    """Folder with train.csv and test.csv, or with a folder ag_news of them; else they come from the hub."""
+    """Folder with train.csv and test.csv, or with a subfolder ag_news that has them; else they come from the hub."""
 
     @property
     def modality(self) -> str:
         return "text"
 
     def origin(self) -> Origin:
-        """The same texts, from files or the hub."""
+        """Same for files and the hub."""
         return Origin(name="AG News", hub=HUB_NAME, language=("en",))

@@ -1,4 +1,4 @@
-"""Settings of your own files."""
+"""Settings of data.kind=files: tables and image folders."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,11 +32,11 @@ class Config(ImageSection):
 
     @property
     def modality(self) -> str:
-        """A folder is images, a file is texts; what is not there yet is judged by its name's suffix."""
+        """Image for a folder, text for a file; a path that does not exist yet is judged by its suffix."""
         return "text" if is_table(self.train) else "image"
 
     def origin(self) -> Origin:
-        """All that can be known: what the file or folder is called."""
+        """Only the name of the file or folder is known."""
         return Origin(name=self.train.stem or self.train.name)
 
     @property
@@ -45,5 +45,5 @@ class Config(ImageSection):
 
 
 def is_table(path: Path) -> bool:
-    """Whether a path is, or by its name will be, a table."""
+    """Whether a path is a table or, if it does not exist, has the suffix of one."""
     return path.is_file() or (not path.is_dir() and path.suffix.lower() in TABLE_SUFFIXES)

@@ -39,7 +39,7 @@ class Config(ImageSection):
 
     @property
     def modality(self) -> str:
-        """As the column that is named."""
+        """Kind of the column that is set."""
         return "image" if self.text_column is None else "text"
 
     @property
@@ -48,7 +48,7 @@ class Config(ImageSection):
         return self.text_column or self.image_column or ""
 
     def origin(self) -> Origin:
-        """As on the hub, or what the local folder is called."""
+        """The hub's name, or that of the local folder."""
         folder = Path(self.name).expanduser()
         if folder.is_dir():
             return Origin(name=folder.absolute().name, split=self.test_split)

@@ -18,7 +18,7 @@ class Config(DataSection):
     }
 
     root: LocalPath = Path("data")
-    """Folder with the four IDX files, .gz or not, or with a folder mnist of them; else they are fetched."""
+    """Folder with the four IDX files, .gz or not, or with a subfolder mnist that has them; else they are downloaded."""
 
     @property
     def modality(self) -> str:

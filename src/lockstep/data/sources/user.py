@@ -1,4 +1,4 @@
-"""Data from the user's own Python file."""
+"""Settings of data from the user's Python file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,11 +21,11 @@ class Config(DataSection):
     file: LocalPath
     """The Python file."""
     options: dict[str, Any] = {}
-    """Whatever the file's `source` wants; it gets it as it is."""
+    """Passed unchanged to the file's `source`."""
 
     @property
     def modality(self) -> str:
-        """Known only to the user's code."""
+        """Known to the user's code only."""
         return "any"
 
     @property

@@ -21,16 +21,16 @@ from lockstep.inference.export import export_reader
 from lockstep.inference.export.export_facts import Calibration
 from lockstep.inference.export.round_trip import outputs
 from lockstep.run.tasks._task import WatchedTask
-from lockstep.training.evaluation import Subject
-from lockstep.training.metrics.declared_metrics import measures
-from lockstep.training.metrics.requested_metrics import is_asked
+from lockstep.training.evaluation import EvaluationTarget
+from lockstep.training.metrics.declared_metrics import declared_metrics
+from lockstep.training.metrics.requested_metrics import is_requested
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
     """A model with what belongs to it."""
 
-    subject: Subject
+    subject: EvaluationTarget
     spec: DataSpec
     source: Source
     """What it is measured on."""
@@ -78,18 +78,18 @@ def of_export(job: WatchedTask, task: EvaluationRequest) -> Opened:
         tokenizer = export_reader.tokenizer_of(folder, facts)
         loss, found = (
             export_reader.loss_of(folder, facts, forward),
-            measures(facts.spec, export_reader.metrics_of(folder, facts)),
+            declared_metrics(facts.spec, export_reader.metrics_of(folder, facts)),
         )
     device = torch.device("cpu")
     if isinstance(forward, nn.Module):
         device = job.device
         forward = forward.to(device)
     return Opened(
-        subject=Subject(
+        subject=EvaluationTarget(
             forward=lambda batch: outputs(forward, batch),
             loss=loss,
-            measures={name: each for name, each in found.items() if is_asked(name, asked)},
-            asked=asked,
+            metrics={name: each for name, each in found.items() if is_requested(name, asked)},
+            requested=asked,
             device=device,
         ),
         spec=facts.spec,

@@ -27,7 +27,7 @@ from lockstep.inference.export.export_facts import Calibration
 from lockstep.run import build as components
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks._task import WatchedTask
-from lockstep.training.evaluation import Evaluation, Predictions, Subject
+from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions
 
 NEEDS_GROUP = True
 
@@ -75,7 +75,7 @@ class EvaluateTask(WatchedTask):
         predictions.logits, predictions.labels = found.predictions.logits[kept], found.predictions.labels[kept]
         return replace(opened, source=Subset(opened.source, kept)), replace(found, predictions=predictions)
 
-    def watched(self, opened: Opened) -> Subject:
+    def watched(self, opened: Opened) -> EvaluationTarget:
         """The same, with its progress on the terminal."""
         size = self.recipe.evaluate.micro_batch or self.recipe.train.micro_batch
         samples, at_once = len(opened.source), size * self.world.size

@@ -34,8 +34,7 @@ from lockstep.run.recipe import Recipe
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.deadline import Deadline
 from lockstep.training.evaluation import Evaluation
-from lockstep.training.finding_messages import LOSS_IS
-from lockstep.training.findings import Finding
+from lockstep.training.findings import LOSS_IS, Finding
 from lockstep.training.loop import Training, train
 from lockstep.training.resume import resumed, set_aside
 from lockstep.training.saving import Saving
@@ -238,7 +237,7 @@ class TrainTask(WatchedTask):
             if number == 0:
                 self.findings = parts.noticed(micro_batches[0])
                 for finding in self.findings or ():
-                    self.warn(finding.sentence)
+                    self.warn(finding.message)
                 if self.leaves_the_promise(parts) and not parts.leaves_the_promise:
                     self.warn("so the weights may depend on the number of processes: lockstep prove looks further")
             if number == WATCHED_STEPS:
@@ -249,12 +248,12 @@ class TrainTask(WatchedTask):
         """Say which buffers the first steps have changed in a way that cannot be the same everywhere; all ranks do."""
         own = [note for each in parts.strategy.buffer_updates for note in each.notes]
         for sentence in dict.fromkeys(note for rank in all_gather_object(own) for note in rank):
-            self.findings = [*(self.findings or ()), Finding(kind="buffer", where="a buffer", sentence=sentence)]
+            self.findings = [*(self.findings or ()), Finding(kind="buffer", where="a buffer", message=sentence)]
             self.warn(sentence)
 
     def leaves_the_promise(self, parts: Components) -> str | None:
         """Why the weights depend on the number of processes, or may, if so."""
-        own = (finding.sentence for finding in self.findings or () if finding.leaves_promise)
+        own = (finding.message for finding in self.findings or () if finding.leaves_promise)
         return parts.leaves_the_promise or next(own, None)
 
     def training(self, parts: Components) -> Training:

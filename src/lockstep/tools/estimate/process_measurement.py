@@ -228,7 +228,7 @@ def optimizer_tensors(state: TrainState) -> list[Tensor]:
 
 def held_tensors(model: Model, state: TrainState) -> list[Tensor]:
     """Every tensor that a single process holds between two steps."""
-    average = list(state.ema.tensors().values()) if state.ema else []
+    average = list(state.ema.average.values()) if state.ema else []
     return [*model.parameters(), *model.buffers(), *optimizer_tensors(state), *average]
 
 

@@ -10,7 +10,7 @@ from lockstep.tools.compare.run_evidence import LOGGED, NOT_MEASURED
 from lockstep.tools.prove.proof_runs import ProofRun
 from lockstep.tools.prove.proof_table import ProofRow
 from lockstep.training.metrics.classifier_metrics import ClassifierMetric
-from lockstep.training.metrics.declared_metrics import Measure
+from lockstep.training.metrics.declared_metrics import DeclaredMetric
 
 WHAT = "runs of equal weights measure the same"
 UNCOMPARED = {"step": {*LOGGED, *NOT_MEASURED}, "evaluation": {*NOT_MEASURED}}
@@ -41,7 +41,7 @@ def metric_row(
     one: ProofRun,
     others: Mapping[str, ProofRun],
     *,
-    measures: Mapping[str, Measure],
+    measures: Mapping[str, DeclaredMetric],
     repeat: Callable[[], ProofRun],
 ) -> ProofRow:
     """The row about metrics; `others` are runs with the weights of `one`, by label. `repeat` runs `one` again, which is
@@ -58,7 +58,7 @@ def metric_row(
 
 
 def explanation(
-    differences: list[MetricDifference], label: str, measures: Mapping[str, Measure], *, is_stable: bool
+    differences: list[MetricDifference], label: str, measures: Mapping[str, DeclaredMetric], *, is_stable: bool
 ) -> str:
     """What differs and why; `is_stable`: the first run gave the same values when it was repeated."""
     evaluated = [each for each in differences if each.kind == "evaluation"]
@@ -80,7 +80,7 @@ def explanation(
     return f"{what} gives something else in one process again, too: it asks for the time, or draws random numbers"
 
 
-def described(name: str, measures: Mapping[str, Measure]) -> str:
+def described(name: str, measures: Mapping[str, DeclaredMetric]) -> str:
     """A metric by its name; one of the user's own with class, file and line."""
     measure = measures.get(name) or measures.get(name.partition(".")[0])
     if measure is None or isinstance(measure.metric, ClassifierMetric):

@@ -21,7 +21,7 @@ from lockstep.core.distributed import process_group
 from lockstep.core.host.lifetime import end_with_parent
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.numerics.precision import fix_numerics
-from lockstep.data.dataset import selected
+from lockstep.data.dataset import select
 from lockstep.run import build
 from lockstep.run.build import Components
 from lockstep.run.recipe import Recipe
@@ -143,7 +143,7 @@ def longest(components: Components) -> Components:
     if components.data.train.lengths is None:
         return components
     rows = np.argsort(components.data.train.lengths, kind="stable")[-components.order.global_batch :]
-    train = selected(components.data.train, rows)
+    train = select(components.data.train, rows)
     order = replace(components.order, samples=len(train), lengths=train.lengths)
     return replace(components, data=replace(components.data, train=train), order=order, total_steps=1)
 

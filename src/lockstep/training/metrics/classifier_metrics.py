@@ -1,7 +1,7 @@
-"""What is always measured of a classifier: accuracy, macro F1 and the confusion matrix, all from one count.
+"""Metrics of every classifier: accuracy, macro F1 and the confusion matrix.
 
-The figures are those of torchmetrics (MulticlassAccuracy, micro; MulticlassF1Score, macro), bit for bit; importing it
-takes seconds, which every process of a run would spend.
+Bit for bit equal to torchmetrics' MulticlassAccuracy (micro) and MulticlassF1Score (macro), whose import would take
+every process seconds.
 """
 
 from collections.abc import Callable
@@ -15,39 +15,40 @@ CONFUSION = "confusion"
 
 @dataclass(frozen=True)
 class ClassifierMetric:
-    """A figure that follows from the confusion matrix, int64 [classes, classes], rows: labels, columns: predictions."""
+    """A function of the confusion matrix, int64 [classes, classes], rows: labels, columns: predictions."""
 
     classes: int
     compute: Callable[[Tensor], Tensor]
 
     def confusion(self, logits: Tensor, label: Tensor) -> Tensor:
-        """Of logits [m, classes, ...] and labels [m, ...]; on the CPU."""
+        """Count logits [m, classes, ...] against labels [m, ...]; the result is on the CPU."""
         cells = label.flatten() * self.classes + logits.argmax(dim=1).flatten()
         return torch.bincount(cells.cpu(), minlength=self.classes**2).reshape(self.classes, self.classes)
 
 
 def accuracy(confusion: Tensor) -> Tensor:
-    """The share of samples that were predicted right, fp32."""
+    """Share of correct predictions, fp32."""
     return _divided(confusion.diagonal().sum(), confusion.sum())
 
 
 def macro_f1(confusion: Tensor) -> Tensor:
-    """The mean over classes, fp32, without those that are neither there nor predicted."""
-    right = confusion.diagonal()
-    predicted_wrongly, missed = confusion.sum(0) - right, confusion.sum(1) - right
-    weights = (right + predicted_wrongly + missed > 0).float()
-    return _divided(weights * _divided(2.0 * right, 2.0 * right + missed + predicted_wrongly), weights.sum()).sum()
+    """Mean F1 over the classes, fp32, without those that have neither labels nor predictions."""
+    true_positives = confusion.diagonal()
+    false_positives, false_negatives = confusion.sum(0) - true_positives, confusion.sum(1) - true_positives
+    weights = (true_positives + false_positives + false_negatives > 0).float()
+    f1 = _divided(2.0 * true_positives, 2.0 * true_positives + false_negatives + false_positives)
+    return _divided(weights * f1, weights.sum()).sum()
 
 
 def classifier_metrics(classes: int) -> dict[str, ClassifierMetric]:
-    """By name; none for fewer than two classes."""
+    """Return the metrics by name; none for fewer than two classes."""
     if classes < 2:
         return {}
-    figures: dict[str, Callable[[Tensor], Tensor]]
-    figures = {"accuracy": accuracy, "f1": macro_f1, CONFUSION: lambda confusion: confusion}
-    return {name: ClassifierMetric(classes, compute) for name, compute in figures.items()}
+    functions: dict[str, Callable[[Tensor], Tensor]]
+    functions = {"accuracy": accuracy, "f1": macro_f1, CONFUSION: lambda confusion: confusion}
+    return {name: ClassifierMetric(classes, compute) for name, compute in functions.items()}
 
 
-def _divided(part: Tensor, whole: Tensor) -> Tensor:
-    """0 where the whole is 0."""
-    return torch.where(whole != 0, part.float() / whole.float(), 0.0)
+def _divided(dividend: Tensor, divisor: Tensor) -> Tensor:
+    """Divide; 0 where the divisor is 0."""
+    return torch.where(divisor != 0, dividend.float() / divisor.float(), 0.0)

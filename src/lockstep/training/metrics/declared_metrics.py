@@ -1,4 +1,4 @@
-"""Metrics by name: those that a user's file declares, and what is always measured of a classifier."""
+"""Metrics by name: those that every classifier has, and those that a user's file declares."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,70 +16,67 @@ LABEL = "label"
 EXAMPLE = "return {NAME: (METRIC, lambda outputs, batch: (outputs, batch[COLUMN]))} from metrics(spec)"
 
 Arguments = Callable[[Outputs, Batch], Any]
-"""(outputs, batch) -> what a metric's update() takes: a tuple, or a dict of keywords; None: nothing of this batch."""
+"""(outputs, batch) -> arguments of a metric's update(), as a tuple or a dict; None to skip this batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measure:
-    """A metric, and what it is shown of each micro-batch."""
+class DeclaredMetric:
+    """A metric, and how its arguments follow from a micro-batch."""
 
-    name: str
     metric: Any
-    """A ClassifierMetric, or a torchmetrics Metric or MetricCollection of a user's."""
+    """A ClassifierMetric, or a user's torchmetrics Metric or MetricCollection."""
     arguments: Arguments
 
 
-def measures(spec: DataSpec, own: Mapping[str, Any]) -> dict[str, Measure]:
-    """Accuracy, macro F1 and confusion matrix where the data has classes, then a user's own, which may replace or
-    (with None) leave out one of these. Raises ModelError for what is no metric."""
+def declared_metrics(spec: DataSpec, own: Mapping[str, Any]) -> dict[str, DeclaredMetric]:
+    """Accuracy, macro F1 and confusion matrix if the data has classes, then the user's `own`, which may replace one of
+    these, or drop it with None. Raises ModelError for anything that is not a metric."""
     classes = len(spec.labels)
-    made = {
-        name: Measure(name=name, metric=metric, arguments=_of_classes(classes))
-        for name, metric in classifier_metrics(classes).items()
+
+    def arguments(outputs: Outputs, batch: Batch) -> Any:
+        return classified(outputs, batch, classes)
+
+    metrics = {
+        name: DeclaredMetric(metric=metric, arguments=arguments) for name, metric in classifier_metrics(classes).items()
     }
     for name, declared in own.items():
-        made.pop(name, None)
+        metrics.pop(name, None)
         if declared is not None:
-            made[name] = _own(name, declared)
-    return made
+            metrics[name] = _user_metric(name, declared)
+    return metrics
 
 
 def classified(outputs: Outputs, batch: Batch, classes: int) -> tuple[Tensor, Tensor] | None:
-    """Logits [m, classes, ...] among the outputs and the integer labels [m, ...] that they are for; None where outputs
-    or labels are something else."""
+    """Return logits [m, classes, ...] and integer labels [m, ...]; None if outputs and labels have no such shapes."""
     logits, label = logits_of(outputs), batch.get(LABEL)
     if logits is None or label is None or label.is_floating_point() or logits.ndim < 2:
         return None
-    is_fitting = logits.shape[1] == classes and (len(logits), *logits.shape[2:]) == tuple(label.shape)
-    return (logits, label) if is_fitting else None
+    matches = logits.shape[1] == classes and (len(logits), *logits.shape[2:]) == tuple(label.shape)
+    return (logits, label) if matches else None
 
 
-def _of_classes(classes: int) -> Arguments:
-    return lambda outputs, batch: classified(outputs, batch, classes)
-
-
-def _own(name: str, declared: Any) -> Measure:
+def _user_metric(name: str, declared: Any) -> DeclaredMetric:
     from torchmetrics import Metric, MetricCollection
 
     is_pair = isinstance(declared, tuple | list) and len(declared) == 2
     metric, adapter = declared if is_pair else (declared, None)
     if not isinstance(metric, Metric | MetricCollection) or not (adapter is None or callable(adapter)):
         raise ModelError(
-            f"metrics(spec) gives {_told(declared)} for {name!r}: a metric is a torchmetrics.Metric, or a pair of one "
-            "and a function (outputs, batch) -> the arguments of its update(); None leaves out accuracy, f1 or "
+            f"metrics(spec) gives {_described(declared)} for {name!r}: a metric is a torchmetrics.Metric, or a pair of "
+            "one and a function (outputs, batch) -> the arguments of its update(); None leaves out accuracy, f1 or "
             "confusion"
         )
-    return Measure(name=name, metric=metric, arguments=_adapted(name, adapter) if adapter else _labelled(name))
+    return DeclaredMetric(metric=metric, arguments=_adapted(name, adapter or _outputs_and_label(name)))
 
 
-def _told(value: Any) -> str:
+def _described(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {', '.join(type(each).__name__ for each in value) or 'nothing'}"
     return f"a {type(value).__name__}"
 
 
-def _labelled(name: str) -> Arguments:
-    def arguments(outputs: Outputs, batch: Batch) -> Any:
+def _outputs_and_label(name: str) -> Arguments:
+    def default(outputs: Outputs, batch: Batch) -> Any:
         if LABEL not in batch:
             raise ModelError(
                 f"the metric {name!r} cannot be shown anything: without a function of its own a metric is updated with "
@@ -88,17 +85,17 @@ def _labelled(name: str) -> Arguments:
             )
         return outputs, batch[LABEL]
 
-    return arguments
+    return default
 
 
 def _adapted(name: str, adapter: Arguments) -> Arguments:
-    def arguments(outputs: Outputs, batch: Batch) -> Any:
-        found = adapter(outputs, batch)
-        if not isinstance(found, tuple | list | dict | None):
+    def checked(outputs: Outputs, batch: Batch) -> Any:
+        arguments = adapter(outputs, batch)
+        if not isinstance(arguments, tuple | list | dict | None):
             raise ModelError(
-                f"the function of the metric {name!r} gives {_told(found)}: it gives a tuple of the arguments of the "
-                "metric's update(), a dict of them by name, or None where this batch does not count"
+                f"the function of the metric {name!r} gives {_described(arguments)}: it gives a tuple of the arguments "
+                "of the metric's update(), a dict of them by name, or None where this batch does not count"
             )
-        return found
+        return arguments
 
-    return arguments
+    return checked

@@ -1,13 +1,13 @@
-"""A metric over a whole split, in the order of its micro-batches, whichever process ran them.
+"""Accumulate a metric over a split in the order of the micro-batches, whichever process ran them.
 
-A process makes a *part* of each micro-batch that it runs; the main process joins all parts, in order. The part is what
-the metric's states become when it sees this micro-batch alone, where the metric's class says that such states can be
-joined (`full_state_update = False`, and sums, minima, maxima or concatenations); of any other metric it is what its
-update() is called with, and the main process calls it. Floats are therefore added in one order on any world.
+Each process computes a *contribution* from every micro-batch that it runs; the main process merges all contributions in
+order, so floats are added in the same order for any world size. A contribution is the metric's state after this
+micro-batch alone if the metric's class declares its states mergeable (`full_state_update = False`, and reductions by
+sum, min, max or cat). For any other metric it is the arguments of update(), which the main process calls.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,115 +17,113 @@ from lockstep.base.model_contracts import Batch, Outputs
 from lockstep.core.modules.outputs import each, moved
 from lockstep.core.numerics.seeds import seed_all, seed_of
 from lockstep.training.metrics.classifier_metrics import ClassifierMetric
-from lockstep.training.metrics.declared_metrics import Measure
+from lockstep.training.metrics.declared_metrics import DeclaredMetric
 
-Join = Callable[[Any, Any], Any]
-Part = Any
-"""Of a metric and a micro-batch; None where the metric was shown nothing of it."""
+Contribution = Any
+"""Of a micro-batch to a metric; None if the metric's arguments are None for it."""
 
 
-class Tally(Protocol):
+class Tally:
     """A metric while it is measured."""
 
-    updates: int
-    """Micro-batches that it has been shown something of, so far."""
+    def __init__(self, declared: DeclaredMetric) -> None:
+        self.declared, self.metric = declared, declared.metric
+        self.updates = 0
+        """Micro-batches with a contribution, so far."""
 
-    def part(self, outputs: Outputs, batch: Batch) -> Part:
-        """What a micro-batch adds."""
+    def contribution(self, outputs: Outputs, batch: Batch) -> Contribution:
+        arguments = self.declared.arguments(outputs, batch)
+        return None if arguments is None else self._contribution(arguments)
 
-    def join(self, number: int, part: Part) -> None:
-        """Take in micro-batch `number`'s."""
-
-    def value(self) -> Any:
-        """What the metric computes; None where it has seen nothing."""
-
-
-class Counted:
-    """A figure of a classifier: confusion matrices are added up."""
-
-    def __init__(self, measure: Measure) -> None:
-        self.measure, self.metric, self.updates = measure, measure.metric, 0
-        self.confusion = torch.zeros(self.metric.classes, self.metric.classes, dtype=torch.int64)
-
-    def part(self, outputs: Outputs, batch: Batch) -> Part:
-        found = self.measure.arguments(outputs, batch)
-        return None if found is None else self.metric.confusion(*found)
-
-    def join(self, number: int, part: Part) -> None:
-        if part is not None:
-            self.confusion += part
+    def merge(self, number: int, contribution: Contribution) -> None:
+        """Add the contribution of micro-batch `number`."""
+        if contribution is not None:
+            self._merge(number, contribution)
             self.updates += 1
 
     def value(self) -> Any:
-        """The figure; None where nothing was counted."""
-        return self.metric.compute(self.confusion) if self.updates else None
+        """Compute the metric; None before the first contribution."""
+        return self._value() if self.updates else None
+
+    def _contribution(self, arguments: Any) -> Contribution:
+        raise NotImplementedError
+
+    def _merge(self, number: int, contribution: Contribution) -> None:
+        raise NotImplementedError
+
+    def _value(self) -> Any:
+        raise NotImplementedError
 
 
-class Replayed:
-    """A metric of any kind: the main process shows it every micro-batch."""
+class ConfusionTally(Tally):
+    """A classifier's metric, from summed confusion matrices."""
 
-    def __init__(self, measure: Measure, device: torch.device) -> None:
-        self.measure, self.device, self.updates = measure, device, 0
-        self.metric = measure.metric.to(device)
+    def __init__(self, declared: DeclaredMetric) -> None:
+        super().__init__(declared)
+        self.confusion = torch.zeros(self.metric.classes, self.metric.classes, dtype=torch.int64)
+
+    def _contribution(self, arguments: Any) -> Contribution:
+        return self.metric.confusion(*arguments)
+
+    def _merge(self, number: int, contribution: Contribution) -> None:
+        self.confusion += contribution
+
+    def _value(self) -> Any:
+        return self.metric.compute(self.confusion)
+
+
+class ReplayTally(Tally):
+    """A metric of any kind: the main process updates it with every micro-batch."""
+
+    def __init__(self, declared: DeclaredMetric, device: torch.device) -> None:
+        super().__init__(declared)
+        self.device = device
+        self.metric = self.metric.to(device)
         for metric in _all_metrics(self.metric):
-            metric.distributed_available_fn = _nobody_else  # a metric must not join states over processes by itself
+            metric.distributed_available_fn = _never  # states must not be synchronised by torchmetrics, too
         self.metric.reset()
 
-    def part(self, outputs: Outputs, batch: Batch) -> Part:
-        found = self.measure.arguments(outputs, batch)
-        return None if found is None else _sendable(found)
+    def _contribution(self, arguments: Any) -> Contribution:
+        return _to_send(arguments)
 
-    def join(self, number: int, part: Part) -> None:
-        if part is None:
-            return
-        seed_all(seed_of("metric", number))  # some draw numbers, such as a bootstrap
-        self._update(part)
-        self.updates += 1
+    def _merge(self, number: int, contribution: Contribution) -> None:
+        seed_all(seed_of("metric", number))  # some metrics draw random numbers, such as BootStrapper
+        self._update(contribution)
 
-    def value(self) -> Any:
-        """What the metric computes; None where it has seen nothing."""
-        if not self.updates:
-            return None
+    def _value(self) -> Any:
         seed_all(seed_of("metric", -1))
         return self.metric.compute()
 
-    def _update(self, found: Any) -> None:
-        found = moved(found, self.device)
-        if isinstance(found, Mapping):
-            self.metric.update(**found)
+    def _update(self, arguments: Any) -> None:
+        arguments = moved(arguments, self.device)
+        if isinstance(arguments, Mapping):
+            self.metric.update(**arguments)
         else:
-            self.metric.update(*found)
+            self.metric.update(*arguments)
 
 
-class Merged(Replayed):
-    """A metric whose states can be joined: each process updates it with its own micro-batches, one at a time."""
+class MergedTally(ReplayTally):
+    """A metric with mergeable states: each process updates it with its own micro-batches, one at a time.
 
-    def __init__(self, measure: Measure, device: torch.device) -> None:
-        super().__init__(measure, device)
+    Not by Metric.merge_state, which copies list states at every call and puts the newer rows first.
+    """
+
+    def __init__(self, declared: DeclaredMetric, device: torch.device) -> None:
+        super().__init__(declared, device)
         self.states: dict[str, Any] = {}
 
-    def part(self, outputs: Outputs, batch: Batch) -> Part:
-        """The states after this micro-batch alone, on the CPU."""
-        found = self.measure.arguments(outputs, batch)
-        if found is None:
-            return None
+    def _contribution(self, arguments: Any) -> Contribution:
         self.metric.reset()
-        self._update(found)
-        return _sendable(dict(self.metric.metric_state))
+        self._update(arguments)
+        return _to_send(dict(self.metric.metric_state))
 
-    def join(self, number: int, part: Part) -> None:
-        if part is None:
-            return
-        for name, state in part.items():
-            join = _join_of(self.metric, name)
-            assert join is not None
-            self.states[name] = join(self.states[name], state) if self.updates else state
-        self.updates += 1
+    def _merge(self, number: int, contribution: Contribution) -> None:
+        for name, state in contribution.items():
+            merge = _state_merge(self.metric, name)
+            assert merge is not None
+            self.states[name] = merge(self.states[name], state) if self.updates else state
 
-    def value(self) -> Any:
-        """What the metric computes from all states; None where it has seen nothing."""
-        if not self.updates:
-            return None
+    def _value(self) -> Any:
         self.metric.reset()
         for name, state in moved(self.states, self.device).items():
             setattr(self.metric, name, state)
@@ -133,13 +131,15 @@ class Merged(Replayed):
         return self.metric.compute()
 
 
-def _sendable(part: Part) -> Part:
-    """On the CPU, each tensor without what else its memory holds."""
-    return each(lambda t: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t, moved(part, "cpu"))
+def tally(declared: DeclaredMetric, device: torch.device) -> Tally:
+    if isinstance(declared.metric, ClassifierMetric):
+        return ConfusionTally(declared)
+    return (MergedTally if _is_mergeable(declared.metric) else ReplayTally)(declared, device)
 
 
-def _sum(one: Tensor, other: Tensor) -> Tensor:
-    return one + other
+def _to_send(contribution: Contribution) -> Contribution:
+    """Copy to the CPU; views are cloned, since pickle would send their whole storage."""
+    return each(lambda t: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t, moved(contribution, "cpu"))
 
 
 def _cat(one: Any, other: Any) -> Any:
@@ -149,68 +149,62 @@ def _cat(one: Any, other: Any) -> Any:
     return torch.cat([torch.atleast_1d(one), torch.atleast_1d(other)])
 
 
-def _join_of(metric: Any, state: str) -> Join | None:
-    """How two values of a state become one; None where the class does not say, or needs all of them at once."""
+def _state_merge(metric: Any, state: str) -> Callable[[Any, Any], Any] | None:
+    """Return the function that merges two values of a state; None if its reduction is of another kind."""
     from torchmetrics.utilities import data
 
-    tensors: dict[Any, Callable[[Any, Any], Any]] = {
-        data.dim_zero_sum: _sum,
-        data.dim_zero_min: torch.minimum,
-        data.dim_zero_max: torch.maximum,
-    }
     reduction = metric._reductions[state]
     if reduction is data.dim_zero_cat:
         return _cat
-    return tensors.get(reduction) if isinstance(metric._defaults[state], Tensor) else None
+    merges: dict[Any, Callable[[Any, Any], Any]] = {
+        data.dim_zero_sum: torch.add,
+        data.dim_zero_min: torch.minimum,
+        data.dim_zero_max: torch.maximum,
+    }
+    return merges.get(reduction) if isinstance(metric._defaults[state], Tensor) else None
 
 
 def _is_mergeable(metric: Any) -> bool:
     from torchmetrics import Metric
 
-    is_lone = isinstance(metric, Metric) and sum(1 for _ in _all_metrics(metric)) == 1
-    if not is_lone or metric.full_state_update is not False or not metric._defaults:
+    is_single = isinstance(metric, Metric) and sum(1 for _ in _all_metrics(metric)) == 1
+    if not is_single or metric.full_state_update is not False or not metric._defaults:
         return False
-    return all(_join_of(metric, name) is not None for name in metric._defaults)
+    return all(_state_merge(metric, name) is not None for name in metric._defaults)
 
 
 def _all_metrics(metric: Any) -> Iterator[Any]:
-    """The metric and those that it holds, as modules or in lists and dicts of its own."""
+    """Yield the metric and those inside it, also in lists and dicts, where Module.modules() does not look."""
     from torchmetrics import Metric
 
     seen: set[int] = set()
-    waiting = [metric]
-    while waiting:
-        held = waiting.pop()
-        if id(held) in seen:
+    pending = [metric]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
             continue
-        seen.add(id(held))
-        if isinstance(held, Metric):
-            yield held
-        if isinstance(held, torch.nn.Module):
-            waiting += [*held.children(), *(v for v in vars(held).values() if isinstance(v, list | tuple | dict))]
-        elif isinstance(held, list | tuple):
-            waiting += [v for v in held if isinstance(v, torch.nn.Module | list | tuple | dict)]
-        elif isinstance(held, dict):
-            waiting += [v for v in held.values() if isinstance(v, torch.nn.Module | list | tuple | dict)]
+        seen.add(id(value))
+        if isinstance(value, Metric):
+            yield value
+        if isinstance(value, torch.nn.Module):
+            pending += vars(value).values()  # submodules are in its dict `_modules`
+        elif isinstance(value, list | tuple):
+            pending += value
+        elif isinstance(value, dict):
+            pending += value.values()
 
 
-def _nobody_else() -> bool:
+def _never() -> bool:
     return False
 
 
-def tally(measure: Measure, device: torch.device) -> Tally:
-    if isinstance(measure.metric, ClassifierMetric):
-        return Counted(measure)
-    return Merged(measure, device) if _is_mergeable(measure.metric) else Replayed(measure, device)
-
-
 def numbers(name: str, value: Any) -> dict[str, float]:
-    """A metric's value as numbers by name: one for a number, NAME.KEY for each of a dict, NAME.0, NAME.1, ... for a
-    tensor of several. Raises ModelError for anything else."""
+    """Flatten a metric's value: {NAME: number}, NAME.KEY for each entry of a dict, NAME.0, NAME.1, ... for a tensor or
+    list. Raises ModelError for anything else."""
     if isinstance(value, Mapping):
-        return {k: v for key, held in value.items() for k, v in numbers(f"{name}.{key}", held).items()}
+        return {k: v for key, item in value.items() for k, v in numbers(f"{name}.{key}", item).items()}
     if isinstance(value, list | tuple):
-        return {k: v for place, held in enumerate(value) for k, v in numbers(f"{name}.{place}", held).items()}
+        return numbers(name, dict(enumerate(value)))
     if isinstance(value, Tensor) and value.numel() != 1:
         return numbers(name, value.tolist())
     try:

@@ -1,4 +1,4 @@
-"""What a config asks to be measured, and by what it decides."""
+"""Metric names in a config: which are reported, and whether they exist."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -6,22 +6,21 @@ from typing import Literal
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.training.metrics.classifier_metrics import CONFUSION
 
-Asked = Literal["auto"] | tuple[str, ...]
-"""The names that are to be reported beside the loss, or "auto": all there are. "NAME.PART" asks for all of NAME."""
+Requested = Literal["auto"] | tuple[str, ...]
+"""evaluate.metrics: the names to report besides the loss, or "auto" for all. "NAME.PART" requests all of NAME."""
 
 
-def is_asked(name: str, asked: Asked) -> bool:
-    """Whether a metric, or a sum that comes with the loss, is to be reported; the confusion matrix belongs to accuracy
-    and f1."""
-    if asked == "auto":
+def is_requested(name: str, requested: Requested) -> bool:
+    """Whether a metric, or one of LossSum.sums, is reported; accuracy and f1 imply the confusion matrix."""
+    if requested == "auto":
         return True
-    names = {each.partition(".")[0] for each in asked}
+    names = {each.partition(".")[0] for each in requested}
     return name in names or (name == CONFUSION and not names.isdisjoint(("accuracy", "f1")))
 
 
 def check(setting: str, name: str | None, known: Sequence[str], *, are_all: bool) -> None:
-    """Raise ConfigError where a setting names a metric that is not measured. Where some could not be computed yet
-    (`are_all` is false) their parts are not known, and NAME.PART passes for a known NAME."""
+    """Raise ConfigError if a setting names a metric that is not measured. With `are_all` false, some metrics could not
+    be computed yet: their parts are unknown, and NAME.PART passes for a known NAME."""
     parents = {each.partition(".")[0] for each in known}
     if name is None or name in known or (setting == "evaluate.metrics" and name in {*parents, CONFUSION}):
         return
