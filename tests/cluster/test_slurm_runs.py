@@ -143,7 +143,7 @@ def test_a_lost_machine_is_done_without(slurm, tmp_path, plain):
     run.goes_on()
     summary = run.finished()
     assert (summary["digest"], summary["world_size"]) == (plain, 1)
-    assert "node 1 (node2) has given no sign of life" in run.said
+    assert "node 1 (node2) has sent no heartbeat" in run.said
 
 
 def test_too_few_machines_go_back_to_the_queue(slurm, tmp_path, plain):
