@@ -104,7 +104,7 @@ def _start_worker(number: int, stacks: StackFiles | None = None) -> None:
     signal.set_wakeup_fd(-1)  # inherited: what this worker gets would count as the parent's
     end_with_parent("SIGKILL")  # which a worker that hangs in the user's code would not notice
     if stacks is not None:
-        stacks.answer(number)
+        stacks.register(number)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave_at_the_next)
     if hasattr(signal, "SIGUSR1"):  # Slurm sends a warning to every process of a job

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base.errors import ModelError
-from lockstep.core.distributed.collectives import all_gather_object, any_of
+from lockstep.core.distributed.collectives import all_gather_object, all_reduce_max
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
 
@@ -245,7 +245,7 @@ class BufferUpdates:
     def _agree(self, exchange: AllReduce) -> None:
         """A buffer that changes on one rank is joined on all. One small collective in every step."""
         flag = torch.tensor([int(bool(self.fresh)), int(len(self.live) < len(self.slots))])
-        any_of(flag)
+        all_reduce_max(flag)
         is_news, self.is_asked = (bool(each) for each in flag.tolist())
         self.is_asked |= self.steps < WATCHED_STEPS
         if not is_news:

@@ -77,16 +77,16 @@ class SharedMemoryTransport(NetworkTransport):
 
     def sum(self, bucket: int, slots: Sequence[Tensor], exchange: AllReduce) -> Tensor:
         """As `Wire.sum`; the result lies in the first slot of every rank."""
-        rows, place = self.rows[bucket], self.neighbours.place
+        rows, place = self.rows[bucket], self.neighbours.column
         if not rows:
             return super().sum(bucket, slots, exchange)
-        dist.barrier(self.neighbours.beside)
+        dist.barrier(self.neighbours.row_group)
         count = slots[0].numel()
         low, high = (count * edge // len(rows) for edge in (place, place + 1))
         size = BLOCK if len(self.neighbours.machines) == 1 else max(high - low, 1)
         for start in range(low, high, size):
             self._sum_block(slice(start, min(start + size, high)), rows, exchange)
-        dist.barrier(self.neighbours.beside)
+        dist.barrier(self.neighbours.row_group)
         return slots[0]
 
     def _sum_block(self, block: slice, rows: list[list[Tensor]], exchange: AllReduce) -> None:
@@ -109,7 +109,7 @@ class SharedMemoryTransport(NetworkTransport):
             owned = [
                 frozenset[int]().union(*(exchange.owned[rank] for rank in ranks)) for ranks in self.neighbours.machines
             ]
-            self._exchanges[exchange] = AllReduce(owned, exchange.present, self.neighbours.across)
+            self._exchanges[exchange] = AllReduce(owned, exchange.present, self.neighbours.column_group)
         return self._exchanges[exchange]
 
     def _shared(self, own: list[Tensor]) -> list[list[Tensor]]:

@@ -22,7 +22,7 @@ from lockstep.base.errors import HangDetected, PeerLost
 from lockstep.base.events import RunEnded, RunStarted, StepDone
 from lockstep.base.world import World
 from lockstep.core.host import activity
-from lockstep.core.host.loader_stacks import ask_all
+from lockstep.core.host.loader_stacks import dump_all
 from lockstep.observe.diagnose.hang_verdict import Report, ranks_text, verdict
 from lockstep.observe.diagnose.stacks import all_stacks, places_in, stack_of, telling
 from lockstep.observe.diagnose.store_notes import StoreNotes
@@ -272,7 +272,7 @@ class Watch:
         stack, waits, since = stack_of(self.training_thread), self._waits_in(), self._place_since
         place, stacks = str(telling(stack)) if stack else "nowhere", all_stacks()
         if waits is None and any("torch/utils/data/dataloader" in each.file for each in stack):
-            for process, dump in ask_all().items():
+            for process, dump in dump_all().items():
                 stacks += f"\nloader worker, process {process}:\n{dump}"
                 worker = places_in(dump)
                 if any("_utils/fetch" in each.file for each in worker):

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.base.errors import LaunchError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
-from lockstep.core.distributed.collectives import add_by_backend, raise_on_all_ranks
+from lockstep.core.distributed.collectives import all_reduce_each, raise_on_all_ranks
 from lockstep.core.modules.buffers import BufferUpdates, borrowed
 from lockstep.core.modules.dtensors import Held, part_of
 from lockstep.core.numerics.precision import Precision
@@ -115,7 +115,7 @@ class TensorParallel(Sharded):
         for parameter, total in self.accumulation.totals(exchange):
             self.part_of[parameter].grad = total
         if self.within.size() > 1:
-            add_by_backend([part.grad for part in self.summed if part.grad is not None], self.within)
+            all_reduce_each([part.grad for part in self.summed if part.grad is not None], self.within)
         self.passes.buffers.end_step()
         # Every rank of a replica knows the losses of its shards, and the first one tells them.
         own = zip(micro_batches, losses, strict=True) if self.within.rank() == 0 else ()
