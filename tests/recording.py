@@ -66,7 +66,7 @@ class Recording(train.Hooks):
 def launch(config, processes, restarts):
     """As `lockstep train`, with this file in the worker's place."""
     recipe = recipes.load(Path(config), [f"launch.processes={processes}", f"launch.max_restarts={restarts}"])
-    launcher = launch_run.launcher_of(recipe)
+    launcher = launch_run.build_launcher(recipe)
     plan = launcher.plan(Request(recipe=Path(config)))
     plan = replace(plan, argv=(sys.executable, __file__, *plan.module[1:]))
     try:

@@ -96,7 +96,7 @@ def test_logs_do_not_follow_a_link(folder, tmp_path):
     (folder / "logs").mkdir()
     (folder / "logs/rank-0.log").symlink_to(tmp_path / "secret")
     with pytest.raises(LaunchError, match=r"rank-0.log is a link, which is not followed"):
-        list(run_control.lines(folder, 0, follows=False))
+        list(run_control.log_lines(folder, 0, follow=False))
 
 
 @pytest.mark.parametrize("name", ["logs", "summary.json", "metrics.jsonl", ".lock"])

@@ -94,7 +94,7 @@ def test_a_thread_waits_in_the_innermost_place():
 
 
 def dawdle(files, ready):
-    files.answer(0)
+    files.register(0)
     ready.set()
     time.sleep(60)
 
@@ -109,7 +109,7 @@ def test_a_worker_process_says_where_it_is_whatever_it_is_at():
     try:
         assert ready.wait(30)
         for _ in range(2):  # each answer is the newest
-            dump = loader_stacks.ask_all()[worker.pid]
+            dump = loader_stacks.dump_all()[worker.pid]
             assert "dawdle" in [line.function for line in parsed(dump)]
     finally:
         worker.kill()

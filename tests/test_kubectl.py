@@ -14,7 +14,7 @@ from lockstep.cli import _app
 from lockstep.launch.launchers.kubernetes import State
 
 
-def handed_in(folder, *overrides):
+def submit(folder, *overrides):
     (folder / "c.yaml").write_text("data: {kind: digits}\n")
     settings = [f"launch.{key}={value}" for key, value in LEAST.items()]
     arguments = ["train", "c.yaml", "run.name=a", "launch.kind=kubernetes", *settings, *overrides]
@@ -24,7 +24,7 @@ def handed_in(folder, *overrides):
 def test_without_kubectl_the_manifest_is_written_and_the_message_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = handed_in(tmp_path)
+    done = submit(tmp_path)
     assert (done.exit_code, done.stdout) == (2, "")
     assert "there is no kubectl" in done.stderr and "--dry-run" in done.stderr
     written = list(yaml.safe_load_all((tmp_path / "runs" / "a" / "kubernetes.yaml").read_text()))
@@ -44,11 +44,11 @@ def test_what_kubectl_says_is_repeated(tmp_path, monkeypatch, free_port):
     users = {"users": [{"name": "u", "user": {"token": "t"}}]}
     (tmp_path / "config").write_text(json.dumps({"apiVersion": "v1", "kind": "Config", **cluster, **contexts, **users}))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    done = handed_in(tmp_path)
+    done = submit(tmp_path)
     assert (done.exit_code, done.stdout) == (2, "")
     assert "kubectl get jobsets.jobset.x-k8s.io a " in done.stderr
     assert "refused" in done.stderr and "kubectl cluster-info" in done.stderr
-    done = handed_in(tmp_path, "launch.context=nowhere", "launch.namespace=there")
+    done = submit(tmp_path, "launch.context=nowhere", "launch.namespace=there")
     assert "kubectl --context nowhere --namespace there get" in done.stderr
     assert '"nowhere" does not exist' in done.stderr and "get-contexts" in done.stderr
 
@@ -58,10 +58,10 @@ READY = {
     "replicatedJobsStatus": [{"name": "node", "ready": 1, "active": 1, "failed": 0, "succeeded": 0, "suspended": 0}]
 }
 STATES = {
-    "new": ({}, "waits for pods (handed in 95 h 3 min ago)", False),
-    "runs": ({"status": {**READY, "restarts": 2}}, "runs (started again 2 times, handed in 95 h 3 min ago)", False),
-    "trainjob runs": ({"status": {"jobsStatus": [{"name": "node", "ready": 1}]}}, "runs (handed in", False),
-    "queued": ({"spec": {"suspend": True}, "status": {}}, "is suspended, or waits in a queue (", False),
+    "new": ({}, "waits for pods (submitted 95 h 3 min ago)", False),
+    "runs": ({"status": {**READY, "restarts": 2}}, "runs (2 restarts, submitted 95 h 3 min ago)", False),
+    "trainjob runs": ({"status": {"jobsStatus": [{"name": "node", "ready": 1}]}}, "runs (submitted", False),
+    "queued": ({"spec": {"suspend": True}, "status": {}}, "is suspended or queued (", False),
     "completed": ({"status": {"conditions": [{"type": "Completed", "status": "True"}]}}, "has completed (", True),
     "trainjob complete": (
         {"status": {"conditions": [{"type": "Complete", "status": "True"}]}},
@@ -71,7 +71,7 @@ STATES = {
     "not yet": ({"status": {**READY, "conditions": [{"type": "Completed", "status": "False"}]}}, "runs (", False),
     "failed": (
         {"status": {"conditions": [{"type": "Failed", "status": "True", "reason": "FailedJobs", "message": "pod 0"}]}},
-        "has failed (FailedJobs: pod 0; handed in",
+        "has failed (FailedJobs: pod 0; submitted",
         True,
     ),
 }

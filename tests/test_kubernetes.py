@@ -251,7 +251,7 @@ def test_paths_of_the_config_are_those_of_the_volume(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     section = Config(kind="kubernetes", **LEAST)
-    moved = manifests.relocated(text, tmp_path, section, name="x")
+    moved = manifests.relocate(text, tmp_path, section, name="x")
     assert moved == {
         "run": {"dir": "/workspace/out/runs"},
         "model": {"kind": "user", "file": "/workspace/my_model.py"},
@@ -263,17 +263,17 @@ def test_paths_of_the_config_are_those_of_the_volume(tmp_path, monkeypatch):
         "train": {"lr": 1e-05},
         "launch": {"name": "x"},
     }
-    there = manifests.relocated("run: {dir: /workspace/a}\n", tmp_path, section)
-    elsewhere = manifests.relocated("run: {dir: /scratch/a}\n", tmp_path, section)
+    there = manifests.relocate("run: {dir: /workspace/a}\n", tmp_path, section)
+    elsewhere = manifests.relocate("run: {dir: /scratch/a}\n", tmp_path, section)
     assert (there["run"]["dir"], elsewhere["run"]["dir"]) == ("/workspace/a", "/workspace/runs")
 
 
 @given(st.from_regex(r"[\w-][\w.-]*", fullmatch=True), st.from_regex(r"[\w-][\w.-]*", fullmatch=True))
 def test_every_run_has_a_valid_name_of_its_own(one, other):
-    name = manifests.name_of(one)
+    name = manifests.job_name(one)
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
     assert len(f"{name}-node-0-9999-abcde") <= 63
-    assert one == other or name != manifests.name_of(other)
+    assert one == other or name != manifests.job_name(other)
     if manifests.is_label(one):
         assert name == one
     Config(kind="kubernetes", **LEAST, name=name)
@@ -285,15 +285,15 @@ def test_every_run_has_a_valid_name_of_its_own(one, other):
 )
 def test_text_stays_text_for_every_reader(text):
     """Go's readers of YAML and Python's take different words for switches and numbers."""
-    assert yaml.dump({"a": text}, Dumper=manifests.Readable) in (f"a: '{text}'\n", f'a: "{text}"\n')
+    assert yaml.dump({"a": text}, Dumper=manifests.ManifestDumper) in (f"a: '{text}'\n", f'a: "{text}"\n')
 
 
 def test_text_of_several_lines_is_written_as_it_is():
     text = "a: 1\n\n  b: [x]\n# c\n"
-    written = yaml.dump({"a": text}, Dumper=manifests.Readable)
+    written = yaml.dump({"a": text}, Dumper=manifests.ManifestDumper)
     assert written == "a: |\n  a: 1\n\n    b: [x]\n  # c\n"
     for odd in (text, "a \nb", "a\u2028\nb", "\ta\n", "\n", "  a\nb\n\n"):
-        assert yaml.safe_load(yaml.dump([odd], Dumper=manifests.Readable)) == [odd]
+        assert yaml.safe_load(yaml.dump([odd], Dumper=manifests.ManifestDumper)) == [odd]
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ REFUSED = {
     "--rendezvous no-such-host.invalid:29400 --node-rank 1": "no-such-host.invalid cannot be resolved",
     "--rendezvous 127.0.0.1:{closed} --node-rank 1": "does not answer (Connection refused)",
     "--rendezvous 127.0.0.1:{taken} --node-rank 0": "of 127.0.0.1 is taken: choose another with --rendezvous",
-    "--rendezvous 127.0.0.1:{closed} --node-rank 0": "only 1 of 2 machines came together within",
+    "--rendezvous 127.0.0.1:{closed} --node-rank 0": "only 1 of 2 machines joined within",
     "--node-rank 1": "--node-rank needs --rendezvous HOST:PORT",
     "": "run the same command on each machine with --node-rank 0 (1, ...) and --rendezvous HOST:PORT",
 }

@@ -170,7 +170,7 @@ if rank == 1:
 wait()"""
         code, said, _ = run(script, max_restarts=0)
         assert code == 128 + signal.SIGKILL
-        assert "was killed for want of memory (SIGKILL by the kernel's out-of-memory killer)" in said
+        assert "ran out of memory (SIGKILL by the kernel's out-of-memory killer)" in said
     finally:
         subprocess.run(["rmdir", str(group)], check=False)
 

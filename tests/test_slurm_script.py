@@ -1,7 +1,8 @@
-"""What is handed in to Slurm: the generated script, and the example that is the same with other words at its head."""
+"""The sbatch script that is submitted, and the example, which is rendered from the same template."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,9 @@ from golden import matches
 
 from lockstep.base.config import parse
 from lockstep.base.contracts import Request
-from lockstep.base.errors import ConfigError
-from lockstep.launch.launchers._batch_script import Script
-from lockstep.launch.launchers.slurm import Slurm
+from lockstep.base.errors import ConfigError, LaunchError
+from lockstep.base.templates import render
+from lockstep.launch.launchers.slurm import Slurm, quote
 from lockstep.run.recipe import Recipe
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "slurm" / "train.slurm"
@@ -39,37 +40,38 @@ APPTAINER = "{kind: slurm, gpus: 1, container: images/lockstep.sif, container_ki
 
 
 def example():
-    """The script of the same words as examples/slurm/train.slurm."""
-    return Script(
-        opening=[
-            "Trains a config on one machine or several:",
+    """examples/slurm/train.slurm: the same template with values that a user edits."""
+    return render(
+        "launch/launchers/slurm.sh.j2",
+        header=[
+            "Trains a config on one node or several:",
             "",
             "    sbatch examples/slurm/train.slurm CONFIG.yaml [section.key=value ...]",
             "    sbatch --nodes=4 --gres=gpu:8 examples/slurm/train.slurm CONFIG.yaml",
             "",
-            "Edit the lines down to `srun` for your cluster. `lockstep train CONFIG.yaml launch.kind=slurm` writes the same",
-            "script from the config, and submits it.",
+            "Edit the lines down to `srun` for your cluster. `lockstep train CONFIG.yaml launch.kind=slurm` renders the",
+            "same script from the config, and submits it.",
+            "",
         ],
-        options={
-            "job-name": "lockstep",
-            "nodes": "1",
-            "ntasks-per-node": "1",
-            "cpus-per-task": "2",
-            "time": "1:00:00",
-            "signal": "B:USR1@120",
-            "open-mode": "append",
-            "output": "%x-%j.out",
-            "requeue": None,
-        },
+        job_name="lockstep",
+        nodes=1,
+        cpus=2,
+        time="1:00:00",
+        output="%x-%j.out",
         setup=["PATH=$PWD/.venv/bin:$PATH # where Lockstep is installed"],
+        command="lockstep",
         arguments='"${1:?name a config}" launch.kind=slurm "launch.nodes=$SLURM_NNODES" '
         '"run.name=$SLURM_JOB_NAME-$SLURM_JOB_ID" "${@:2}"',
         requeues=100,
+        warning_seconds=120,
+        **dict.fromkeys(("gpus", "memory", "partition", "account", "is_elastic")),
+        **dict.fromkeys(("options", "modules", "srun_options"), ()),
+        quote=quote,
     )
 
 
 def script(text):
-    """What the launcher hands in for a `launch:` section."""
+    """The script that the launcher submits for a `launch:` section."""
     config = parse(Recipe, f"launch: {text}", file="c.yaml").launch
     request = Request(recipe=Path("/home/me/my runs/digits/launch.yaml"), arguments=("--resume", "auto"))
     plan = Slurm(config, threads=1, shards=8).plan(request)
@@ -80,7 +82,7 @@ SCRIPTS = {
     "one.slurm": lambda: script("{kind: slurm}"),
     "everything.slurm": lambda: script(EVERYTHING),
     "apptainer.slurm": lambda: script(APPTAINER),
-    "example.slurm": lambda: example().text(),
+    "example.slurm": example,
 }
 
 
@@ -100,7 +102,23 @@ def test_scripts_are_good_shell(name, tmp_path):
 
 def test_the_example_is_the_generated_script():
     """With other words at its head: who edits it loses nothing."""
-    assert EXAMPLE.read_text() == example().text()
+    assert EXAMPLE.read_text() == example()
+
+
+def test_no_setting_breaks_out_of_its_line(tmp_path):
+    """Quotes and expansions reach the commands as they are; line breaks are refused."""
+    text = script(
+        """{kind: slurm, container: "a'; echo \\"$x\\" `b`", container_kind: apptainer, partition: "p; q'r"}"""
+    )
+    (line,) = [line for line in text.splitlines() if "apptainer" in line]
+    assert 'a\'; echo "$x" `b`' in shlex.split(line.removesuffix("\\"))
+    (partition,) = [line for line in text.splitlines() if "--partition" in line]
+    assert shlex.split(partition.removeprefix("#SBATCH ")) == ["--partition=p; q'r"]
+    with pytest.raises(ConfigError, match="launch.partition"):
+        parse(Recipe, 'launch: {kind: slurm, partition: "p\\nrm x"}', file="c.yaml")
+    launcher = Slurm(parse(Recipe, "launch: {kind: slurm}", file="c.yaml").launch, threads=1, shards=1)
+    with pytest.raises(LaunchError, match="line break"):
+        launcher.plan(Request(recipe=tmp_path / "a\nb" / "launch.yaml"))
 
 
 def test_dry_run_hands_nothing_in(tmp_path):

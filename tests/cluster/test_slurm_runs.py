@@ -59,7 +59,7 @@ def write(folder, *, is_held):
 
 
 class Run:
-    """A run that was handed in."""
+    """A run that was submitted."""
 
     def __init__(self, slurm, folder, *settings, is_held=True):
         self.slurm, self.folder, self.top = slurm, folder / "runs" / "a", folder
@@ -68,7 +68,7 @@ class Run:
         words += ["launch.time=30", "run.name=a"]
         done = lockstep(slurm, folder, "train", "c.yaml", *SETTINGS, *words, *settings)
         assert done.returncode == 0, done.stderr
-        self.job = re.search(r"handed in as job (\d+)", done.stdout)[1]
+        self.job = re.search(r"submitted as Slurm job (\d+)", done.stdout)[1]
 
     @property
     def said(self):
@@ -120,9 +120,9 @@ def test_pre_empted_and_finished(slurm, tmp_path, plain):
     assert "running on node[1-2]" in lockstep(slurm, tmp_path, "status", "runs/a").stdout
     (tmp_path / "urgent.sh").write_text(URGENT)
     urgent = slurm.submit(str(tmp_path / "urgent.sh"))
-    run.says("was warned: the run saves, and ends")
+    run.says("received a warning: the run saves a checkpoint and stops")
     run.goes_on()
-    run.says("goes back to the queue")
+    run.says("is requeued")
     stopped = int(re.search(r"stopped by a signal after step (\d+)", run.said)[1])
     assert slurm.wait_for(urgent, ("COMPLETED",))
     summary = run.finished()
@@ -130,7 +130,7 @@ def test_pre_empted_and_finished(slurm, tmp_path, plain):
     assert summary["world_size"] == 4
     assert f"resumed after step {stopped}" in run.said
     shown = lockstep(slurm, tmp_path, "logs", "runs/a").stdout
-    assert "was warned: the run saves, and ends" in shown
+    assert "received a warning: the run saves a checkpoint and stops" in shown
     assert summary["digest"][:16] in lockstep(slurm, tmp_path, "status", "runs/a").stdout
 
 
@@ -143,7 +143,7 @@ def test_a_lost_machine_is_done_without(slurm, tmp_path, plain):
     run.goes_on()
     summary = run.finished()
     assert (summary["digest"], summary["world_size"]) == (plain, 1)
-    assert "node 1 (node2) has given no sign of life" in run.said
+    assert "node 1 (node2) has sent no heartbeat" in run.said
 
 
 def test_too_few_machines_go_back_to_the_queue(slurm, tmp_path, plain):
@@ -175,29 +175,29 @@ def test_a_time_limit_is_only_the_end_of_a_start(slurm, tmp_path):
     """Slurm warns a minute before, and up to a minute earlier than that; the next start has a limit of its own."""
     words = ["launch.nodes=1", "launch.time=2", "launch.warning_seconds=60", "train.steps=1000000"]
     run = Run(slurm, tmp_path, *words, is_held=False)
-    run.says("goes back to the queue")
+    run.says("is requeued")
     stopped = re.search(r"stopped by a signal after step (\d+)", run.said)
     word = f"resumed after step {stopped[1]}" if stopped else "run a:"  # warned before there was anything to save
-    run.until(lambda: word in run.said.partition("goes back to the queue")[2], "the next start")
+    run.until(lambda: word in run.said.partition("is requeued")[2], "the next start")
     lockstep(slurm, tmp_path, "cancel", "runs/a")
     assert slurm.wait_for(run.job, ("FAILED", "CANCELLED"))
 
 
 def test_cancelled_jobs_stay_cancelled(slurm, tmp_path):
-    """`lockstep cancel` saves first; scancel does not; neither goes back to the queue."""
+    """`lockstep cancel` saves first; scancel does not; neither is requeued."""
     for name, command in (("kind", ["cancel", "runs/a"]), ("rude", None)):
         (tmp_path / name).mkdir()
         run = Run(slurm, tmp_path / name, "launch.nodes=1")
         run.is_held()
         if command:
-            assert "to save and end" in lockstep(slurm, run.top, *command).stdout
+            assert "to save and stop" in lockstep(slurm, run.top, *command).stdout
             run.goes_on()
         else:
             slurm.run("head", "scancel", run.job)
         assert slurm.wait_for(run.job, ("FAILED", "CANCELLED"))
         time.sleep(3)
         assert slurm.state(run.job) in ("FAILED", "CANCELLED"), run.said
-        assert "goes back to the queue" not in run.said
+        assert "is requeued" not in run.said
         if command:
             assert "stopped by a signal after step" in run.said
 

@@ -34,7 +34,7 @@ def manifests(root: Path) -> dict[Path, Manifest]:
 def best(manifests: Mapping[Path, Manifest], metric: str) -> Path | None:
     """The checkpoint with the best value of a metric (the oldest of equals), or None when none has it."""
     champion: tuple[float, Path] | None = None
-    for folder, manifest in reversed(manifests.items()):
+    for folder, manifest in reversed(list(manifests.items())):
         value = manifest.metrics.get(metric)
         if value is not None and is_better(metric, value, champion[0] if champion else None):
             champion = value, folder
@@ -44,7 +44,7 @@ def best(manifests: Mapping[Path, Manifest], metric: str) -> Path | None:
 def spaced(manifests: Mapping[Path, Manifest], hours: float) -> list[Path]:
     """The oldest checkpoint, then each first one that was saved at least so many hours after the one before."""
     kept: list[Path] = []
-    for folder, manifest in reversed(manifests.items()):
+    for folder, manifest in reversed(list(manifests.items())):
         if not kept or manifest.saved_at - manifests[kept[-1]].saved_at >= hours * 3600:
             kept.append(folder)
     return kept

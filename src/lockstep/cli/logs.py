@@ -18,7 +18,7 @@ def command(
     from lockstep.base.errors import printable
     from lockstep.launch import run_control
 
-    for line in run_control.lines(run.absolute(), rank, follows=follow):
+    for line in run_control.log_lines(run.absolute(), rank, follow=follow):
         typer.echo(printable(line.replace("\r", "\n")), nl=False)
         if not closed_output.is_read():
             return

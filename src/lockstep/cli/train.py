@@ -34,10 +34,10 @@ def command(
     from lockstep.launch import launch_run
 
     arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *passed_on)
-    place = launch_run.node_place(rendezvous, node_rank)
-    if place is not None and not dry_run:
-        return launch_run.take_part(recipe, path, arguments, place=place)
+    node = launch_run.node_address(rendezvous, node_rank)
+    if node is not None and not dry_run:
+        return launch_run.launch_node(recipe, path, arguments, node=node)
     recipe = recipes.named(recipe, path)
     if dry_run:
-        return launch_run.show(recipe, arguments, console, place=place)
+        return launch_run.show_plan(recipe, arguments, console, node=node)
     return launch_run.launch(recipe, arguments)

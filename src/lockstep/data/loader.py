@@ -99,7 +99,7 @@ def _start_worker(number: int, stacks: StackFiles | None = None) -> None:
     signal.set_wakeup_fd(-1)  # inherited: the parent would receive the worker's signals
     end_with_parent("SIGKILL")  # a worker stuck in the user's code would ignore SIGTERM
     if stacks is not None:
-        stacks.answer(number)
+        stacks.register(number)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_next_sigterm)
     if hasattr(signal, "SIGUSR1"):  # Slurm sends its warning to every process of a job

@@ -14,59 +14,58 @@ from lockstep.base.contracts import Launcher, Plan, Request
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError, PeerLost
 from lockstep.launch import run_folder
 from lockstep.launch.elastic.membership import Membership
-from lockstep.launch.elastic.node import Node, plan_of
+from lockstep.launch.elastic.node import Node, worker_plan
 from lockstep.launch.elastic.rendezvous import Endpoint
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 
 JOB = "job.json"
-"""In the run's folder: which launcher trains it, and what identifies the job there."""
+"""In the run's folder: the kind of launcher, and its note on the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodePlace:
-    """This machine as one of several that train a run together."""
+class NodeAddress:
+    """This machine as a node of a run on several."""
 
     endpoint: Endpoint
     node_rank: int | None
-    """None: node 0 is the machine that the endpoint points to."""
+    """None: this is node 0 if the endpoint points to this machine."""
 
 
-def node_place(rendezvous: str | None, node_rank: int | None) -> NodePlace | None:
-    """Of what was typed; raises LaunchError."""
+def node_address(rendezvous: str | None, node_rank: int | None) -> NodeAddress | None:
+    """From the options of `lockstep train`; None without --rendezvous. Raises LaunchError."""
     if rendezvous is None:
         if node_rank is not None:
             raise LaunchError("--node-rank needs --rendezvous HOST:PORT: where node 0 is, such as node1:29400")
         return None
-    return NodePlace(endpoint=Endpoint.parse(rendezvous), node_rank=node_rank)
+    return NodeAddress(endpoint=Endpoint.parse(rendezvous), node_rank=node_rank)
 
 
-def launcher_of(recipe: Recipe) -> Launcher:
-    """The one that the recipe names."""
-    found: Launcher = plugins.implementation("launch.launchers", recipe.launch.kind).build(
+def build_launcher(recipe: Recipe) -> Launcher:
+    launcher: Launcher = plugins.implementation("launch.launchers", recipe.launch.kind).build(
         recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards
     )
-    return found
+    return launcher
 
 
-def request_for(recipe: Recipe, arguments: tuple[str, ...], name: str = "launch") -> Request:
-    """What a launcher needs to know; `name` keeps what is started beside a training apart from it."""
-    written = recipe.folder / f"{name}.yaml"  # recipe.yaml is the worker's, once it knows that the run can go on
-    return Request(recipe=written, text=config.dump(recipe), arguments=arguments)
+def build_request(recipe: Recipe, arguments: tuple[str, ...], name: str = "launch") -> Request:
+    """The launcher's input; a `name` other than "launch" is for processes that do not train, such as an evaluation."""
+    file = recipe.folder / f"{name}.yaml"  # recipe.yaml is written by the worker, once the run is known to be resumable
+    return Request(recipe=file, text=config.dump(recipe), arguments=arguments)
 
 
 def on_this_machine(recipe: Recipe, kind: str = "local") -> Recipe:
-    """The same, to be started once on this machine, whatever it is that trains it."""
-    known = {name: getattr(recipe.launch, name) for name in LaunchSection.model_fields}
-    local = plugins.find("launch.launchers", kind).Config(**{**known, "kind": kind, "nodes": 1, "max_restarts": 0})
+    """The recipe with a launcher for this machine without restarts, whatever its own launcher is."""
+    settings = {name: getattr(recipe.launch, name) for name in LaunchSection.model_fields}
+    local = plugins.find("launch.launchers", kind).Config(**{**settings, "kind": kind, "nodes": 1, "max_restarts": 0})
     return recipe.model_copy(update={"launch": local})
 
 
-def show(recipe: Recipe, arguments: tuple[str, ...], console: Console, *, place: NodePlace | None) -> int:
-    """Tell what would be run, and run nothing. Raises LaunchError where it could not be."""
-    request = request_for(recipe, arguments)
-    plan = _plan(recipe, request, place)
+def show_plan(recipe: Recipe, arguments: tuple[str, ...], console: Console, *, node: NodeAddress | None) -> int:
+    """Print what would be run (--dry-run). Raises LaunchError if it cannot be run."""
+    request = build_request(recipe, arguments)
+    plan = _plan(recipe, request, node)
     for variable, value in plan.environment.items():
         console.print(f"{variable}={value}", soft_wrap=True)
     times = f"{plan.processes} x " if not plan.files else ""
@@ -77,64 +76,63 @@ def show(recipe: Recipe, arguments: tuple[str, ...], console: Console, *, place:
 
 
 def launch(recipe: Recipe, arguments: tuple[str, ...], *, name: str = "launch") -> int:
-    """Start the processes of a run, or hand it to a scheduler -> exit code. Raises UserError."""
-    request, launcher = request_for(recipe, arguments, name), launcher_of(recipe)
+    """Start the processes of a run, or submit it to a scheduler -> exit code. Raises UserError."""
+    request, launcher = build_request(recipe, arguments, name), build_launcher(recipe)
     is_training = name == "launch"
-    plan = written_plan(recipe, request, launcher, is_training=is_training)
+    plan = write_plan(recipe, request, launcher, is_training=is_training)
     logs = request.folder / "logs" / ("" if is_training else name)
     if not is_training:
         return launcher.run(plan, logs)
-    code = _resumable(recipe, lambda: launcher.run(plan, logs))
-    _note(recipe, launcher)
+    code = _with_resume_hint(recipe, lambda: launcher.run(plan, logs))
+    _write_note(recipe, launcher)
     return code
 
 
-def written_plan(recipe: Recipe, request: Request, launcher: Launcher, *, is_training: bool = True) -> Plan:
-    """Write what is to be launched, and by whom, into the run's folder -> what to run. Raises UserError."""
+def write_plan(recipe: Recipe, request: Request, launcher: Launcher, *, is_training: bool = True) -> Plan:
+    """Write recipe, plan files and the launcher's note into the run's folder -> the plan. Raises UserError."""
     plan = launcher.plan(request)
     _write(recipe, request, plan, training=launcher if is_training else None)
     return plan
 
 
-def take_part(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, place: NodePlace) -> int:
-    """Train a run together with other machines, under the name that all agree on -> exit code.
+def launch_node(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, node: NodeAddress) -> int:
+    """Train as one node of several, under the run name that all agree on -> exit code.
 
     Raises UserError, PeerLost.
     """
-    with Membership(place.endpoint, place.node_rank, recipe.launch) as meeting:
+    with Membership(node.endpoint, node.node_rank, recipe.launch) as membership:
         named = recipes.named(recipe, path)
         assert named.run.name is not None
-        run = named.run.model_copy(update={"name": meeting.agreed(named.run.name)})
+        run = named.run.model_copy(update={"name": membership.agree_on_name(named.run.name)})
         recipe = named.model_copy(update={"run": run})
-        request = request_for(recipe, arguments)
-        plan = _plan(recipe, request, place)
-        if meeting.is_leader:
-            _write(recipe, request, plan, training=launcher_of(recipe))
-        meeting.settle(recipe.folder)
-        node = Node(meeting, plan, recipe.folder / "logs")
+        request = build_request(recipe, arguments)
+        plan = _plan(recipe, request, node)
+        if membership.is_leader:
+            _write(recipe, request, plan, training=build_launcher(recipe))
+        membership.join(recipe.folder)
         try:
-            return _resumable(recipe, node.run)
+            return _with_resume_hint(recipe, Node(membership, plan, recipe.folder / "logs").run)
         except PeerLost as error:
-            if meeting.is_leader or recipe.launch.REJOINS:
+            if membership.is_leader or recipe.launch.REJOINS:
                 raise
             sys.stderr.write(f"{error}\n")
-            return 0  # a scheduler that counts the worst code of all machines would undo what node 0 has saved
+            return 0  # the scheduler takes the worst exit code of all nodes: node 0 decides whether the job is requeued
 
 
-def _plan(recipe: Recipe, request: Request, place: NodePlace | None) -> Plan:
-    if place is None:
-        return launcher_of(recipe).plan(request)
-    return plan_of(
+def _plan(recipe: Recipe, request: Request, node: NodeAddress | None) -> Plan:
+    if node is None:
+        return build_launcher(recipe).plan(request)
+    return worker_plan(
         recipe.launch,
         request,
         threads=recipe.run.threads,
         shards=recipe.train.shards,
-        endpoint=place.endpoint,
+        endpoint=node.endpoint,
     )
 
 
-def _resumable(recipe: Recipe, run: Callable[[], int]) -> int:
-    """Run it; where it is interrupted, say how it goes on."""
+def _with_resume_hint(recipe: Recipe, run: Callable[[], int]) -> int:
+    """Run, and after an interruption print the command that resumes."""
     try:
         code = run()
     except Interrupted as error:
@@ -146,28 +144,27 @@ def _resumable(recipe: Recipe, run: Callable[[], int]) -> int:
 
 
 def _write(recipe: Recipe, request: Request, plan: Plan, *, training: Launcher | None) -> None:
-    """Write what is to be launched into the run's folder, and who trains it."""
     folder = request.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if training is not None:
             run_folder.check_folder(folder)
-            _refuse_second(folder)
-            _note(recipe, training)
+            _check_not_training(folder)
+            _write_note(recipe, training)
         for file, text in (plan.files | {request.recipe: request.text}).items():
             storage.write(file, text)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another folder with run.dir") from None
 
 
-def _note(recipe: Recipe, launcher: Launcher) -> None:
-    """What a scheduler calls the job is known once it has been handed in."""
+def _write_note(recipe: Recipe, launcher: Launcher) -> None:
+    """Write job.json: again after the launch, since a scheduler assigns the job's id on submission."""
     if note := launcher.note():
         storage.write(recipe.folder / JOB, json.dumps({"kind": recipe.launch.kind, **note}))
 
 
-def _refuse_second(folder: Path) -> None:
-    """A second training of a run must not even begin: it would write over the first one's logs. Raises LaunchError."""
+def _check_not_training(folder: Path) -> None:
+    """Raise LaunchError if another process trains this run: a second one would overwrite its logs."""
     try:
         with FileLock(folder / ".lock", timeout=0):
             return

@@ -1,4 +1,4 @@
-"""What a path means to a command: a run, one of its checkpoints, or an export."""
+"""Resolves a path on the command line to a run and one of its checkpoints."""
 
 import os
 from collections.abc import Sequence
@@ -11,30 +11,30 @@ from lockstep.run.recipe import Recipe
 
 FOLDERS = ("checkpoints", "logs", "tensorboard")
 FILES = (".lock", "job.json", "launch.yaml", "metrics.jsonl", "recipe.yaml", "summary.json")
-"""What a run writes into its folder."""
+"""What a run writes to its folder."""
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError where what a run writes to lies there as something else, such as a FIFO or a link. Checkpoints
-    may lie on another disk, but not in another run, which would lose its own."""
+    """Raise ConfigError if a path that a run writes to is of another type, such as a FIFO or a link. `checkpoints` may
+    link to another disk, but not into another run, which would lose its own."""
     for path in (folder / name for name in (*FOLDERS, *FILES)):
         is_folder, is_link = path.name in FOLDERS, path.is_symlink()
         if path.name == "checkpoints" and is_link:
             is_link = (path.resolve().parent / "recipe.yaml").exists()
-        is_right = path.is_dir() if is_folder else path.is_file()
-        if os.path.lexists(path) and (is_link or not is_right):
+        has_right_type = path.is_dir() if is_folder else path.is_file()
+        if os.path.lexists(path) and (is_link or not has_right_type):
             what = "a link" if is_link else "no folder" if is_folder else "no regular file"
             raise ConfigError(f"{path} is {what}, but a run writes to it: remove it, or choose another run.name")
 
 
 def is_run(path: Path) -> bool:
-    """Whether a path is a run's folder, its folder of checkpoints, or one of these; its recipe may be wrong."""
+    """Whether a path is a run's folder, its `checkpoints` folder, or a checkpoint; the recipe may be invalid."""
     folder = Path(os.path.abspath(path))
     return any((each / "recipe.yaml").is_file() for each in (folder, folder.parent, folder.parent.parent))
 
 
 def locate(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path, Path | None]:
-    """What is meant by a run's folder, its folder of checkpoints, or one of these: the recipe, that folder, the one.
+    """Resolve a run's folder, its `checkpoints` folder, or a checkpoint -> recipe, `checkpoints` folder, checkpoint.
 
     Raises ConfigError.
     """
@@ -53,7 +53,7 @@ def locate(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, 
 
 
 def run_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path]:
-    """The recipe of a run and the checkpoint that is meant: the named one, else the best, else the newest.
+    """Resolve a path -> the run's recipe and a checkpoint: the named one, else the best, else the newest.
 
     Raises ConfigError, CheckpointError.
     """

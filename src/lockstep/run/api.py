@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from lockstep.base.errors import HangDetected, Interrupted, LockstepError, NonFiniteLoss, PeerLost, RunFailed, UserError
 from lockstep.launch import launch_run
 from lockstep.launch.elastic.failure import TAIL_LINES, Failure
-from lockstep.launch.launchers._spawn import Outlet, Spawn
+from lockstep.launch.launchers._spawn import OutputPipe, Spawn
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 
@@ -65,9 +65,9 @@ def spawn(
     path = None if isinstance(config, Mapping) else Path(config)
     passed_on = recipes.settle_trust(recipe, path or Path("spawn"), trusts=trust_code)
     drift = ["--allow-drift"] if allow_drift else []
-    request = launch_run.request_for(recipe, ("--resume", resume, *drift, *passed_on))
+    request = launch_run.build_request(recipe, ("--resume", resume, *drift, *passed_on))
     launcher = Spawn(recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards)
-    plan = launch_run.written_plan(recipe, request, launcher)
+    plan = launch_run.write_plan(recipe, request, launcher)
     outlets = _outlets()
     try:
         failure = launcher.failure(plan, recipe.folder / "logs", outlets)
@@ -84,12 +84,12 @@ def _recipe(config: str | os.PathLike[str] | Mapping[str, Any], overrides: tuple
     return recipes.named(recipes.load(Path(config), overrides), Path(config))
 
 
-def _outlets() -> dict[int, Outlet]:
+def _outlets() -> dict[int, OutputPipe]:
     """By file descriptor of rank 0. Its errors always come this way: they are the last words."""
     if sys.platform == "win32":
         return {}
-    found = {2: Outlet(sys.stderr)}
-    return found if _is_own_terminal(sys.stdout) else found | {1: Outlet(sys.stdout)}
+    found = {2: OutputPipe(sys.stderr)}
+    return found if _is_own_terminal(sys.stdout) else found | {1: OutputPipe(sys.stdout)}
 
 
 def _is_own_terminal(stream: TextIO) -> bool:
@@ -100,7 +100,7 @@ def _is_own_terminal(stream: TextIO) -> bool:
         return False
 
 
-def _error(failure: Failure, outlets: Mapping[int, Outlet], recipe: Recipe) -> LockstepError:
+def _error(failure: Failure, outlets: Mapping[int, OutputPipe], recipe: Recipe) -> LockstepError:
     last_words = outlets[2].tail.splitlines()[-TAIL_LINES:] if 2 in outlets else []
     is_of_another = "last lines of" in failure.text
     lines = [*([failure.text] if failure.text else []), *([] if is_of_another else last_words)]

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     config, processes, device, task, request = argv
     recipe = recipes.load(Path(config))
     alone = recipe.launch.model_copy(update={"processes": 1})
-    launcher = launch_run.launcher_of(recipe.model_copy(update={"launch": alone}))
+    launcher = launch_run.build_launcher(recipe.model_copy(update={"launch": alone}))
     arguments = ("--task", task, "--request", request, trust.OPTION)  # the calling command has checked that
     plan = launcher.plan(Request(recipe=Path(config), arguments=arguments))
     environment = {**plan.environment, **(NO_GPUS if device == "cpu" else {})}

@@ -1,4 +1,4 @@
-"""How fast the processes of the open group exchange tensors, on each of the paths that training takes."""
+"""Measures the bandwidth and latency of the collectives that training uses."""
 
 import statistics
 import time
@@ -12,67 +12,67 @@ from lockstep.core.distributed.process_group import world_group
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.transport import transport
 
-NUMBERS = 1 << 22
-"""Of a message: 16 MiB, about a bucket."""
+ELEMENTS = 1 << 22
+"""Per message: 16 MiB, about a bucket."""
 ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidth:
-    """Bytes per second that each process sends while all of them do, and what any message costs besides."""
+    """Bytes per second that each process sends while all send, and latencies."""
 
     gather: float
     """All-gather: FSDP's weights."""
     scatter: float
     """All-to-all: FSDP's gradients."""
     exchange: float
-    """Bytes of gradients per second that the tree's exchange brings from partial sums to the whole, on each rank."""
+    """The tree's all-reduce: bytes of gradients per second on each rank."""
     pair: float
-    """From one process to the next: what a pipeline hands on."""
+    """Point-to-point, to the next rank: a pipeline's activations."""
     latency_seconds: float
-    """Of a message of one number."""
+    """Of a point-to-point message of one element."""
     together_seconds: float
-    """Of the sum of one number over all: what it costs to wait for each other."""
+    """Of an all-reduce of one element."""
 
 
 def bandwidth(device: torch.device) -> Bandwidth:
-    """Measure them; every rank of a world of at least two has to call it."""
+    """Measure on the default process group of at least two ranks. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    whole, part = torch.ones(NUMBERS, device=device), torch.ones(NUMBERS // size, device=device)
-    gathered, received = torch.empty(part.numel() * size, device=device), torch.empty_like(whole)
+    whole, shard = torch.ones(ELEMENTS, device=device), torch.ones(ELEMENTS // size, device=device)
+    gathered, received = torch.empty(shard.numel() * size, device=device), torch.empty_like(whole)
     shards = frozenset(range(size))
     wire = transport(device)
     exchange = AllReduce([frozenset([each]) for each in range(size)], shards, wire.group)
     slots = wire.slots(0, whole.clone(), 1)
-    number = torch.ones(1, device=device)
+    element = torch.ones(1, device=device)
 
-    def hand_on(tensor: torch.Tensor, room: torch.Tensor) -> None:
-        work = dist.irecv(room, group_src=(rank - 1) % size, group=world_group())
+    def send_to_next(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+        work = dist.irecv(buffer, group_src=(rank - 1) % size, group=world_group())
         dist.send(tensor, group_dst=(rank + 1) % size, group=world_group())
         assert work is not None
         work.wait()
 
-    gather = _seconds(lambda: dist.all_gather_into_tensor(gathered, part))
+    gather = _seconds(lambda: dist.all_gather_into_tensor(gathered, shard))
     scatter = _seconds(lambda: dist.all_to_all_single(received[: len(gathered)], gathered))
-    whole_bytes, part_bytes = whole.nbytes, part.nbytes
+    whole_bytes, shard_bytes = whole.nbytes, shard.nbytes
     return Bandwidth(
-        gather=part_bytes * (size - 1) / gather,
-        scatter=part_bytes * (size - 1) / scatter,
+        gather=shard_bytes * (size - 1) / gather,
+        scatter=shard_bytes * (size - 1) / scatter,
         exchange=whole_bytes / _seconds(lambda: wire.sum(0, slots, exchange)),
-        pair=whole_bytes / _seconds(lambda: hand_on(whole, received)),
-        latency_seconds=_seconds(lambda: hand_on(number, torch.empty_like(number))),
-        together_seconds=_seconds(lambda: dist.all_reduce(number)),
+        pair=whole_bytes / _seconds(lambda: send_to_next(whole, received)),
+        latency_seconds=_seconds(lambda: send_to_next(element, torch.empty_like(element))),
+        together_seconds=_seconds(lambda: dist.all_reduce(element)),
     )
 
 
 def _seconds(task: Callable[[], object]) -> float:
-    """The median, from all ranks' start to this one's end, without the first, which makes connections and pages."""
-    found = []
+    """The median time of a collective on this rank, without the first round, which opens connections."""
+    times = []
     for _ in range(ROUNDS + 1):
         dist.barrier()
         begin = time.perf_counter()
         task()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found[1:])
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])

@@ -1,4 +1,4 @@
-"""The process group: opened once, closed on every way out."""
+"""The default process group: initialized once, destroyed on every exit."""
 
 import os
 import warnings
@@ -14,13 +14,18 @@ from lockstep.base.world import World
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, interface_to
 
 TIMEOUT = timedelta(minutes=30)
-"""How long a collective may wait; preparing data happens before the group's first one."""
+"""Of a collective; data is prepared before the first one."""
 
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL communicator was aborted",
+)
 
 
 def device_of(world: World) -> torch.device:
-    """The device of this process: GPU number local_rank where there are GPUs, else the CPU.
+    """The device of this process: GPU local_rank if there are GPUs, else the CPU.
 
     Raises LaunchError when there are more processes than GPUs.
     """
@@ -35,14 +40,14 @@ def device_of(world: World) -> torch.device:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error says that another process has gone: Gloo tells so in words only."""
+    """Whether an error means that another process is lost; Gloo raises a plain RuntimeError."""
     if isinstance(error, dist.DistNetworkError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in LOST_PEER)
 
 
 def world_group() -> dist.ProcessGroup:
-    """The open group of all processes."""
+    """The default process group."""
     group = dist.group.WORLD
     assert group is not None, "the process group is not open"
     return group
@@ -50,9 +55,9 @@ def world_group() -> dist.ProcessGroup:
 
 @contextmanager
 def opened(world: World, device: torch.device) -> Iterator[None]:
-    """A process group over the world (NCCL on GPUs, with Gloo for CPU tensors; Gloo elsewhere), destroyed on exit."""
+    """Initialize the default process group (NCCL on GPUs, with Gloo for CPU tensors; Gloo elsewhere)."""
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")  # deprecated name in 2.13, same call
-    with on_loopback(is_lone=world.local_size == world.size), _joined(world, device):
+    with on_loopback(is_single_node=world.local_size == world.size), _initialized(world, device):
         yield
 
 
@@ -60,12 +65,12 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @contextmanager
-def on_loopback(*, is_lone: bool) -> Iterator[None]:
-    """Where one machine holds all processes (`is_lone`), have them listen for each other on loopback alone, where no
-    other interface is named: the default is whatever the machine's name leads to, which others may reach."""
-    loopback = interface_to(Endpoint(host=LOOPBACK, port=9)) if is_lone else None
+def on_loopback(*, is_single_node: bool) -> Iterator[None]:
+    """On a single node, bind Gloo and NCCL to the loopback interface unless another is set: their default is the
+    interface of the machine's host name, which other machines may reach."""
+    loopback = interface_to(Endpoint(host=LOOPBACK, port=9)) if is_single_node else None
     ours = [name for name in INTERFACES if loopback and name not in os.environ]
-    os.environ.update(dict.fromkeys(ours, loopback or ""))  # to the end: groups that are made later read it anew
+    os.environ.update(dict.fromkeys(ours, loopback or ""))  # until exit: groups that are created later read them, too
     try:
         yield
     finally:
@@ -74,7 +79,7 @@ def on_loopback(*, is_lone: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _joined(world: World, device: torch.device) -> Iterator[None]:
+def _initialized(world: World, device: torch.device) -> Iterator[None]:
     if world.size > 1:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What this process is at, for a thread that watches it: where it waits for other processes, and its last progress."""
+"""What this process does, for the watchdog thread: which collective it waits in, and when it last made progress."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SAVE = "the end of the last save"
-"""Training may wait in it for as long as the disk takes."""
+"""No hang: training waits for the disk."""
 _waiting: dict[int, list[str]] = {}
 """Thread -> what it waits in, the innermost last."""
 _progress = [0.0]
@@ -14,26 +14,26 @@ _progress = [0.0]
 
 @contextmanager
 def waiting_in(what: str) -> Iterator[None]:
-    """Inside, this thread may have to wait for other processes, in `what`: 'the gradient exchange'."""
-    mine = _waiting.setdefault(threading.get_ident(), [])
-    mine.append(what)
+    """Mark a block in which this thread may wait for other processes, such as 'the gradient exchange'."""
+    stack = _waiting.setdefault(threading.get_ident(), [])
+    stack.append(what)
     try:
         yield
     finally:
-        mine.pop()
+        stack.pop()
 
 
 def waits(thread: int) -> str | None:
     """What a thread waits in, if anything."""
-    mine = _waiting.get(thread)
-    return mine[-1] if mine else None
+    stack = _waiting.get(thread)
+    return stack[-1] if stack else None
 
 
 def progress() -> None:
-    """Another micro-batch, step or the like has been done."""
+    """Record that a micro-batch, a step or the like is done."""
     _progress[0] = time.monotonic()
 
 
 def seconds_without_progress() -> float:
-    """Since the last call of `progress`."""
+    """Seconds since the last call of `progress`."""
     return time.monotonic() - _progress[0]

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached: one quick look, where its own clients try for 20 s and more."""
+"""Whether the Hugging Face hub can be reached: one quick request, where its own clients retry for 20 s and more."""
 
 import requests
 

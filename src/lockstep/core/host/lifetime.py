@@ -1,4 +1,4 @@
-"""Processes that are of no use without their parent end with it: by themselves, or because it sees to it."""
+"""Child processes end with their parent: by PR_SET_PDEATHSIG, or because the parent kills them."""
 
 import ctypes
 import os
@@ -14,15 +14,15 @@ from lockstep.base import ctrl_c
 from lockstep.base.errors import Interrupted, PeerLost
 
 LAUNCHER = "--launcher"
-"""Among a process's arguments, before the id of the one that has started it."""
+"""Worker option, followed by the launcher's process id."""
 LOST = PeerLost.exit_code
 PR_SET_PDEATHSIG = 1
-"""Of <sys/prctl.h>: the signal that a process gets when its parent ends."""
+"""From <sys/prctl.h>: set the signal that this process gets when its parent ends."""
 
 
 def end_with_parent(name: str, parent: int | None = None) -> None:
-    """Get this signal as soon as the thread that has started this process ends (on Linux; elsewhere nothing); end at
-    once where that was `parent`, and it has gone already."""
+    """Have this process get a signal when the thread that started it ends (Linux only); exit at once if `parent` has
+    ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.Signals[name])
         if parent is not None and os.getppid() != parent:
@@ -30,9 +30,9 @@ def end_with_parent(name: str, parent: int | None = None) -> None:
 
 
 def begin(argv: Sequence[str]) -> None:
-    """What a process that a launcher has started does first, before it reads anything that takes time: it ends with
-    that one, and leaves it to it to answer Ctrl-C."""
-    os.environ.pop("PYTHONSAFEPATH", None)  # of the command that has started it, and not of what the user's code starts
+    """The first thing that a worker does, before slow imports: tie its life to the launcher's, and leave messages about
+    Ctrl-C to the launcher."""
+    os.environ.pop("PYTHONSAFEPATH", None)  # set for this process, not for those that the user's code starts
     if LAUNCHER in argv:
         ctrl_c.ends_in_silence(Interrupted.exit_code)
         end_with_parent("SIGKILL", int(argv[argv.index(LAUNCHER) + 1]))
@@ -43,15 +43,15 @@ def begin(argv: Sequence[str]) -> None:
 
 
 def end_family(parent: "subprocess.Popen[bytes]", *, grace_seconds: float) -> None:
-    """Ask a process to end if it still goes on; after a while kill it and all that it has started."""
+    """Terminate a running process; after the grace period kill it and all its descendants."""
     if parent.poll() is not None:
         return
     with suppress(psutil.Error):
-        family = psutil.Process(parent.pid).children(recursive=True)
+        descendants = psutil.Process(parent.pid).children(recursive=True)
         parent.terminate()
         with suppress(subprocess.TimeoutExpired):
             parent.wait(grace_seconds)
-        for process in family:
+        for process in descendants:
             with suppress(psutil.Error):
                 process.kill()
     parent.kill()

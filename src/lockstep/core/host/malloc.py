@@ -1,4 +1,4 @@
-"""How a process on a CPU gets memory and gives it back, under glibc; other systems are left as they are."""
+"""Tunes glibc's malloc (mallopt) for tensors on a CPU; does nothing on other systems."""
 
 import ctypes
 import sys
@@ -7,33 +7,33 @@ from contextlib import suppress
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """See mallopt(3)."""
 LARGE = 4 << 20
-"""Bytes from which on a tensor gets pages of its own."""
+"""Bytes; larger tensors get their own pages (mmap)."""
 LARGEST = 32 << 20
-"""The most that glibc takes for that."""
-ALL = 2**31 - 1
-"""More bytes at the top of a heap than there will be."""
+"""The highest threshold that glibc accepts (DEFAULT_MMAP_THRESHOLD_MAX)."""
+NEVER = 2**31 - 1
+"""Never trim the top of the heap."""
 
 
 def keep_freed_memory() -> None:
-    """Keep the memory of freed tensors for the next ones, of all up to 32 MiB.
+    """Keep the memory of freed tensors of up to 32 MiB for the next step.
 
-    A step frees what the next one needs again. glibc gives it back to the system meanwhile, and fresh pages cost
-    time: the MNIST CNN's steps took 1.0 to 1.3 times as long, with 20,000 new pages each.
+    By default glibc returns it to the system, and new pages cost time: the MNIST CNN's steps took 1.0 to 1.3 times as
+    long, with 20,000 page faults each.
     """
-    _tell(M_MMAP_THRESHOLD, LARGEST)
-    _tell(M_TRIM_THRESHOLD, ALL)
+    _mallopt(M_MMAP_THRESHOLD, LARGEST)
+    _mallopt(M_TRIM_THRESHOLD, NEVER)
 
 
 def return_large_tensors() -> None:
-    """Give the memory of large tensors back to the system as soon as they are freed.
+    """Return the memory of large tensors to the system as soon as they are freed, at the price of page faults.
 
-    glibc keeps blocks of up to 32 MiB for later, in heaps that break into pieces when blocks of many sizes come and go,
-    as with weights that are gathered and dropped: of 0.5 GB needed, 1.8 GB were held. The price are fresh pages.
+    By default glibc keeps blocks of up to 32 MiB, and its heaps fragment when FSDP gathers and frees weights of many
+    sizes: 1.8 GB were held for 0.5 GB in use.
     """
-    _tell(M_MMAP_THRESHOLD, LARGE)
+    _mallopt(M_MMAP_THRESHOLD, LARGE)
 
 
-def _tell(parameter: int, value: int) -> None:
+def _mallopt(parameter: int, value: int) -> None:
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).mallopt(parameter, value)

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: noticed even while the main thread waits in a collective."""
+"""Signals that request a stop: received even while the main thread is blocked in a collective."""
 
 import os
 import signal
@@ -12,35 +12,34 @@ from lockstep.base.errors import Interrupted
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 CTRL_C_SECONDS = 4.0
-"""After Ctrl-C, a process that has not ended by itself after this long ends at once (the run stays resumable)."""
+"""After Ctrl-C, a process that has not reached its step's end by then exits at once (the run stays resumable)."""
 ECHO_SECONDS = 1.0
-"""A launcher passes on what the terminal has sent already: signals this close together are one."""
+"""Signals this close together count as one: a launcher forwards what the terminal has sent already."""
 
 
 class SignalWatch:
-    """The first signal asks for an end at the next step boundary; a second one, or a long wait after Ctrl-C, ends
-    the process on the spot with the exit code of Interrupted. So does the first while there are no steps yet."""
+    """The first signal requests a stop at the next step boundary; a second one, or CTRL_C_SECONDS after Ctrl-C, exits
+    at once with the exit code of Interrupted. So does the first signal before training has begun."""
 
     def __init__(self) -> None:
         self.is_graceful = False
-        """Whether somebody looks at `requested`: set once training begins."""
-        self._asked = threading.Event()
+        """Whether `requested` is polled: set once training begins."""
+        self._requested = threading.Event()
         self._first = 0.0
         self._timer: threading.Timer | None = None
 
     def requested(self) -> bool:
-        """Whether this process has been asked to end."""
-        return self._asked.is_set()
+        return self._requested.is_set()
 
-    def accepted(self) -> None:
-        """The step's end has been reached: the last save may take longer than Ctrl-C would wait for a step."""
+    def cancel_timer(self) -> None:
+        """Lift the time limit after Ctrl-C once the step is done: the last checkpoint may take longer."""
         if self._timer is not None:
             self._timer.cancel()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Take over the signals. They arrive on a socket that a thread reads: Python's own handlers would wait for
-        the main thread, which may be blocked in C++."""
+        """Handle signals in a thread, which reads them from a socket: Python's own handlers run in the main thread,
+        which may be blocked in C++."""
         reader, sender = socket.socketpair()
         sender.setblocking(False)  # noqa: FBT003 (its only argument)
         handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
@@ -53,7 +52,7 @@ class SignalWatch:
             signal.set_wakeup_fd(descriptor)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            sender.shutdown(socket.SHUT_RDWR)  # closing alone would not end it: a forked process holds a copy
+            sender.shutdown(socket.SHUT_RDWR)  # close() would not end the thread: a forked process holds a copy
             sender.close()
             thread.join()
             reader.close()
@@ -61,13 +60,13 @@ class SignalWatch:
     def _read(self, reader: socket.socket) -> None:
         while byte := reader.recv(1):
             if byte[0] in SIGNALS:
-                self._arrived(byte[0])
+                self._handle(byte[0])
 
-    def _arrived(self, number: int) -> None:
+    def _handle(self, number: int) -> None:
         now = time.monotonic()
-        if not self._asked.is_set():
+        if not self._requested.is_set():
             self._first = now
-            self._asked.set()
+            self._requested.set()
             if not self.is_graceful:
                 os._exit(Interrupted.exit_code)
             if number == signal.SIGINT:
@@ -80,7 +79,7 @@ class SignalWatch:
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """For a command that trains in processes of its own: SIGTERM ends it as Ctrl-C does, with all that it started."""
+    """Raise KeyboardInterrupt on SIGTERM: for commands that start processes and stop them on Ctrl-C."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base.errors import ModelError
-from lockstep.core.distributed.collectives import all_gather_object, any_of
+from lockstep.core.distributed.collectives import all_gather_object, all_reduce_max
 from lockstep.core.modules.module_trace import origin
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
@@ -250,7 +250,7 @@ class BufferUpdates:
     def _agree_on_new(self, all_reduce: AllReduce) -> None:
         """Reduce a buffer that changes on one rank on all ranks. One small collective in every step."""
         flags = torch.tensor([int(bool(self.new)), int(len(self.sums) < len(self.buffers))])
-        any_of(flags)
+        all_reduce_max(flags)
         has_new, self.may_find_new = (bool(flag) for flag in flags.tolist())
         self.may_find_new |= self.steps < WATCHED_STEPS
         if not has_new:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.contracts import Format
-from lockstep.core.distributed.collectives import any_of
+from lockstep.core.distributed.collectives import all_reduce_max
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -24,7 +24,7 @@ class Scaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
         if self.is_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
             for found_inf in self._found_inf_per_device(optimizer).values():
-                any_of(found_inf)
+                all_reduce_max(found_inf)
 
 
 class Precision:

@@ -75,16 +75,16 @@ class SharedMemoryTransport(NetworkTransport):
 
     def sum(self, bucket: int, slots: Sequence[Tensor], all_reduce: AllReduce) -> Tensor:
         """As `NetworkTransport.sum`; the result is in the first slot of every rank."""
-        rows, place = self.rows[bucket], self.neighbours.place
+        rows, place = self.rows[bucket], self.neighbours.column
         if not rows:
             return super().sum(bucket, slots, all_reduce)
-        dist.barrier(self.neighbours.beside)
+        dist.barrier(self.neighbours.row_group)
         count = slots[0].numel()
         low, high = (count * edge // len(rows) for edge in (place, place + 1))
         size = BLOCK if len(self.neighbours.machines) == 1 else max(high - low, 1)
         for start in range(low, high, size):
             self._sum_block(slice(start, min(start + size, high)), rows, all_reduce)
-        dist.barrier(self.neighbours.beside)
+        dist.barrier(self.neighbours.row_group)
         return slots[0]
 
     def _sum_block(self, block: slice, rows: list[list[Tensor]], all_reduce: AllReduce) -> None:
@@ -107,7 +107,7 @@ class SharedMemoryTransport(NetworkTransport):
                 frozenset[int]().union(*(all_reduce.owned[rank] for rank in ranks))
                 for ranks in self.neighbours.machines
             ]
-            self._machine_reductions[all_reduce] = AllReduce(owned, all_reduce.present, self.neighbours.across)
+            self._machine_reductions[all_reduce] = AllReduce(owned, all_reduce.present, self.neighbours.column_group)
         return self._machine_reductions[all_reduce]
 
     def _shared(self, own: list[Tensor]) -> list[list[Tensor]]:

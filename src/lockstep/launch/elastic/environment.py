@@ -1,19 +1,19 @@
-"""The variables that every process of a run is started with: all of them are set here and shown by --dry-run."""
+"""The environment variables of every worker: all are set here and shown by --dry-run."""
 
 from pathlib import Path
 
 from lockstep.launch.launch_config import LaunchSection
 
-EVENTS = 2000
-"""Of the flight recorder, for each process: a few steps of a deep model."""
+FLIGHT_RECORDER_EVENTS = 2000
+"""Per process: a few steps of a deep model."""
 
 
 def environment(section: LaunchSection, *, threads: int, logs: Path, interface: str | None = None) -> dict[str, str]:
-    """What to set for processes of `threads` threads that leave traces in `logs`; `interface` is the network's, where
+    """Variables for workers with `threads` threads that write traces to `logs`; `interface` is the network interface if
     the section names none. Sources: torch's tables of its environment variables, NCCL's user guide."""
     variables = {
         "OMP_NUM_THREADS": str(threads),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # a failed collective ends the process: its launcher starts it again
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # a failed collective ends the process, and its launcher restarts it
     }
     if network := section.interface or interface:
         variables |= {"GLOO_SOCKET_IFNAME": network, "NCCL_SOCKET_IFNAME": network}
@@ -21,7 +21,7 @@ def environment(section: LaunchSection, *, threads: int, logs: Path, interface: 
         variables |= {
             "NCCL_DEBUG": "INFO",
             "TORCH_DISTRIBUTED_DEBUG": "INFO",  # torch 2.13.0 crashes in DDP on Gloo with DETAIL
-            "TORCH_FR_BUFFER_SIZE": str(EVENTS),
+            "TORCH_FR_BUFFER_SIZE": str(FLIGHT_RECORDER_EVENTS),
             "TORCH_FR_DUMP_TEMP_FILE": str(logs / "flight-recorder-rank-"),
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         }

@@ -1,173 +1,182 @@
-"""What node 0 decides: who takes part in a start, when it is over, and whether there is another."""
+"""What the leader (node 0) decides: the members of a round, when it ends, and whether the run restarts."""
 
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from lockstep.base.errors import LaunchError, PeerLost
-from lockstep.launch.elastic.failure import VERDICT, Failure, lost
-from lockstep.launch.elastic.membership import Decision, Membership
-from lockstep.launch.elastic.rendezvous import served
+from lockstep.launch.elastic.failure import VERDICT, Failure, node_failure
+from lockstep.launch.elastic.membership import Membership, RoundState
+from lockstep.launch.elastic.rendezvous import serve_store
 
 FAILED_SECONDS = 15.0
-"""After a failure on one machine, how long the others' processes may take to end by themselves and settle a save."""
-LATECOMERS_SECONDS = 10.0
-"""Once the fewest machines are there that launch.nodes allows, how long more are waited for."""
-AGAIN_ALIKE = "It is not started again: it has failed twice in the same way, at the same lines."
+"""After a failure, how long the other workers may take to exit by themselves and finish a checkpoint."""
+LAST_CALL_SECONDS = 10.0
+"""How long the rendezvous stays open for more nodes once launch.nodes' minimum has joined; torchelastic's last call."""
 QUIET_SECONDS = 2.0
-"""Others that come within this time are waited for without a word."""
+"""How long the rendezvous waits before it logs that it waits."""
 
 
 class Leader:
-    """The decisions of one run, over its starts."""
+    """The leader's decisions over the rounds of a run."""
 
-    def __init__(self, meeting: Membership, logs: Path) -> None:
-        self.meeting, self.section, self.logs = meeting, meeting.section, logs
-        self.restarts, self.in_vain, self.at_most = 0, 0, 0
-        self.alike = ""
-        """What the last failure has in common with others of its kind."""
-        self.is_again = False
-        """Whether the next start is a restart, which is told."""
-        self.before = saved(logs)
+    def __init__(self, membership: Membership, logs: Path) -> None:
+        self.membership, self.section, self.logs = membership, membership.section, logs
+        self.restarts, self.restarts_without_progress, self.max_processes = 0, 0, 0
+        self.last_signature = ""
+        """Of the last failure: equal for two exceptions raised at the same lines."""
+        self.is_restart = False
+        """Whether the next round is a restart after a failure."""
+        self.checkpoints = checkpoint_times(logs)
 
-    # ---- who takes part
+    # ---- rendezvous
 
-    def called(self) -> Decision:
-        """Gather the nodes and call them to the next start. Raises LaunchError, PeerLost."""
-        members = self._gathered()
-        number = self.meeting.word.attempt + 1
-        if self.is_again:
-            processes = self._processes(members)
+    def start_round(self) -> RoundState:
+        """Wait for the nodes and start the next round. Raises LaunchError, PeerLost."""
+        members = self._rendezvous()
+        number = self.membership.round.number + 1
+        size = _count(self._world_size(members), "process") + self._on_machines(members)
+        if self.is_restart:
             sys.stderr.write(
-                f"Starting again on {_count(processes, 'process')}{self._on_machines(members)} from "
-                f"{newest(self.logs) or 'the beginning'} (restart {self.restarts} of {self.section.max_restarts}).\n"
+                f"Starting again on {size} from {newest_checkpoint(self.logs) or 'the beginning'} "
+                f"(restart {self.restarts} of {self.section.max_restarts}).\n"
             )
         elif number > 1:
-            sys.stderr.write(
-                f"Going on with {_count(self._processes(members), 'process')}{self._on_machines(members)}.\n"
-            )
-        clear(self.logs)
-        resumes = number > 1 and bool(self.before)  # a start from scratch, or elsewhere, was asked for once
-        self.store = served(replace(self.meeting.endpoint, port=0))  # the last one holds addresses of the dead
-        plan = {"resumes": resumes, "at_most": self.at_most, "port": self.store.port}
-        lost = self.meeting.word.lost
-        self.meeting.decide(Decision(attempt=number, members=tuple(members), plan=plan, lost=lost))
-        return self.meeting.word
+            sys.stderr.write(f"Going on with {size}.\n")
+        rotate_logs(self.logs)
+        self.store = serve_store(replace(self.membership.endpoint, port=0))  # the last one has addresses of the dead
+        plan = {
+            "resume": number > 1 and bool(self.checkpoints),  # --resume never or PATH is for the first round
+            "max_processes": self.max_processes,
+            "port": self.store.port,
+        }
+        return self.membership.publish_round(
+            number=number, members=tuple(members), plan=plan, end_reason="", is_graceful=False
+        )
 
-    def _gathered(self) -> list[int]:
-        meeting, section, start = self.meeting, self.section, time.monotonic()
-        enough_since, said = None, ""
+    def _rendezvous(self) -> list[int]:
+        """Wait for up to max_nodes, or for min_nodes and the last call -> the members."""
+        membership, section, start = self.membership, self.section, time.monotonic()
+        enough_since, logged = None, ""
         while True:
-            there, now = meeting.present(), time.monotonic()
-            if len(there) >= section.max_nodes:
-                return there[: section.max_nodes]
-            if (text := meeting.refused()) and not meeting.word.attempt:
+            present, now = membership.present(), time.monotonic()
+            if len(present) >= section.max_nodes:
+                return present[: section.max_nodes]
+            if (text := membership.rejection()) and not membership.round.number:
                 raise LaunchError(text)
-            if len(there) >= section.min_nodes:
+            if len(present) >= section.min_nodes:
                 enough_since = enough_since or now
-                if now - enough_since > LATECOMERS_SECONDS:
-                    return there
+                if now - enough_since > LAST_CALL_SECONDS:
+                    return present
             else:
-                self._wait_or_give_up(len(there), now - start)
-            waits = f"{len(there)} of {section.max_nodes} machines are there"
-            if waits != said and now - start > QUIET_SECONDS:
-                sys.stderr.write(f"{waits}; waiting for more at {meeting.endpoint}\n")
-                said = waits
-            meeting.wait(lambda: False, seconds=0.2)
+                self._check_timeout(len(present), now - start)
+            message = f"{len(present)} of {section.max_nodes} machines have joined"
+            if message != logged and now - start > QUIET_SECONDS:
+                sys.stderr.write(f"{message}; waiting for more at {membership.endpoint}\n")
+                logged = message
+            membership.wait(lambda: False, seconds=0.2)
 
-    def _wait_or_give_up(self, there: int, waited: float) -> None:
-        needed = self.section.min_nodes
-        if self.meeting.word.attempt and not self.section.REJOINS:
+    def _check_timeout(self, present: int, waited: float) -> None:
+        needed, is_first = self.section.min_nodes, not self.membership.round.number
+        if not is_first and not self.section.REJOINS:
             raise PeerLost(
-                f"{there} of {needed} machines are left, too few to go on (launch.nodes={self.section.nodes})"
+                f"{present} of {needed} machines are left, too few to go on (launch.nodes={self.section.nodes})"
             )
         if waited > self.section.join_timeout_seconds:
-            text = f"only {there} of {needed} machines came together within {waited:.0f} s"
-            if self.meeting.word.attempt:
+            text = f"only {present} of {needed} machines joined within {waited:.0f} s"
+            if not is_first:
                 raise PeerLost(f"{text} after one was lost (launch.join_timeout_seconds)")
             raise LaunchError(
-                f"{text} at {self.meeting.endpoint} (launch.join_timeout_seconds): run the same command with "
+                f"{text} at {self.membership.endpoint} (launch.join_timeout_seconds): run the same command with "
                 f"--node-rank 1{f' to {needed - 1}' if needed > 2 else ''} on the others"
             )
 
-    # ---- when it is over
+    # ---- the end of a round
 
     @staticmethod
-    def look(meeting: Membership) -> None:
-        """While a start runs: end it when it cannot go on, or when another machine has come."""
-        word = meeting.word
-        if word.over:
+    def check_round(membership: Membership) -> None:
+        """End the running round when a member is lost or has failed, or when another node has joined."""
+        state = membership.round
+        if state.end_reason:
             return
-        gone = [i for i in word.members if meeting.is_lost(i)]
-        failed = [i for i in word.members if meeting.failed_for(i, word.attempt) > FAILED_SECONDS]
-        new = [i for i in meeting.present() if i not in word.members]
-        if gone:
-            meeting.give_up(gone)
-            meeting.decide(replace(meeting.word, over=f"{meeting.called(gone[0])} is lost", kindly=False))
+        lost = [i for i in state.members if membership.is_lost(i)]
+        failed = [i for i in state.members if membership.seconds_since_failure(i, state.number) > FAILED_SECONDS]
+        new = [i for i in membership.present() if i not in state.members]
+        if lost:
+            membership.evict(lost)
+            membership.publish_round(end_reason=f"{membership.node_name(lost[0])} is lost", is_graceful=False)
         elif failed:
-            meeting.decide(replace(word, over=f"processes of {meeting.called(failed[0])} have failed", kindly=False))
-        elif new and len(word.members) < meeting.section.max_nodes:
-            sys.stderr.write(f"{meeting.called(new[0])} has come: the run saves, and goes on with it\n")
-            meeting.decide(replace(word, over=f"{meeting.called(new[0])} joins", kindly=True))
+            reason = f"workers of {membership.node_name(failed[0])} have failed"
+            membership.publish_round(end_reason=reason, is_graceful=False)
+        elif new and len(state.members) < membership.section.max_nodes:
+            name = membership.node_name(new[0])
+            sys.stderr.write(f"{name} has joined: the run saves a checkpoint, and goes on with it\n")
+            membership.publish_round(end_reason=f"{name} joins", is_graceful=True)
 
-    # ---- whether there is another
-
-    def judged(self, word: Decision, own: Failure | None) -> int | None:
-        """Decide, when all nodes have ended a start -> the exit code of the run; None: there is another start."""
-        self._wait_for_outcomes(word, has_failed=own is not None)
+    def finish_round(self, state: RoundState, own: Failure | None) -> int | None:
+        """Wait until all members have ended the round -> the run's exit code, or None for another round."""
+        self._wait_for_outcomes(state, has_failed=own is not None)
         failures = [own] if own else []
-        for index in word.members[1:]:
-            failures += self._outcome(index, word)
-        if not failures:
-            if not self.meeting.word.over:
-                return self._end(0, "")
-            self.before, self.is_again = saved(self.logs), False
-            return None
-        return self._after(min(failures, key=lambda failure: failure.weight), word)
+        for index in state.members[1:]:
+            failures += self._failure_of(index, state)
+        if failures:
+            return self._restart_or_end(min(failures, key=lambda failure: failure.priority), state)
+        if not self.membership.round.end_reason:
+            return self._end(0, "")
+        self.checkpoints, self.is_restart = checkpoint_times(self.logs), False
+        return None
 
-    def _wait_for_outcomes(self, word: Decision, *, has_failed: bool) -> None:
-        """Until everybody has said how the start ended, or is lost."""
-        meeting, others = self.meeting, word.members[1:]
+    def _wait_for_outcomes(self, state: RoundState, *, has_failed: bool) -> None:
+        """Wait until every other member has reported its outcome, or is lost."""
+        membership, others = self.membership, state.members[1:]
 
-        def all_known() -> bool:
-            return all(meeting.is_lost(i) or meeting.outcome(i, word.attempt) is not None for i in others)
+        def have_ended() -> bool:
+            return all(membership.is_lost(i) or membership.outcome(i, state.number) is not None for i in others)
 
-        if has_failed and not meeting.wait(all_known, seconds=FAILED_SECONDS):
-            meeting.decide(replace(meeting.word, over="processes of node 0 have failed", kindly=False))
-        meeting.wait(all_known, seconds=self.section.grace_seconds + FAILED_SECONDS)
+        if has_failed and not membership.wait(have_ended, seconds=FAILED_SECONDS):
+            membership.publish_round(end_reason="workers of node 0 have failed", is_graceful=False)
+        membership.wait(have_ended, seconds=self.section.grace_seconds + FAILED_SECONDS)
 
-    def _outcome(self, index: int, word: Decision) -> list[Failure]:
-        outcome = self.meeting.outcome(index, word.attempt)
+    def _failure_of(self, index: int, state: RoundState) -> list[Failure]:
+        outcome = self.membership.outcome(index, state.number)
         if outcome is not None:
             return [Failure(**outcome["failure"])] if outcome["failure"] else []
-        silence = self.meeting.silence(index)
-        self.meeting.give_up([index])
-        return [lost(f"{self.meeting.called(index)} has given no sign of life for {silence:.0f} s")]
+        seconds = self.membership.seconds_since_heartbeat(index)
+        self.membership.evict([index])
+        return [node_failure(f"{self.membership.node_name(index)} has sent no heartbeat for {seconds:.0f} s")]
 
-    def _after(self, failure: Failure, word: Decision) -> int | None:
-        """Whether to start again after a failure, and how."""
-        now = saved(self.logs)
-        got_further = bool(set(now.items()) - set(self.before.items()))
-        self.before, self.in_vain = now, 0 if got_further else self.in_vain + 1
-        is_again_alike, self.alike = bool(failure.alike) and failure.alike == self.alike, failure.alike
+    # ---- restarts
+
+    def _restart_or_end(self, failure: Failure, state: RoundState) -> int | None:
+        """Decide after a failure -> the run's exit code, or None for a restart."""
+        checkpoints = checkpoint_times(self.logs)
+        has_progress = bool(set(checkpoints.items()) - set(self.checkpoints.items()))
+        self.checkpoints = checkpoints
+        self.restarts_without_progress = 0 if has_progress else self.restarts_without_progress + 1
+        is_repeated = bool(failure.signature) and failure.signature == self.last_signature
+        self.last_signature = failure.signature
         text = f"{failure.text}\n" if failure.text else ""
         if failure.is_final:
             return self._end(failure.exit_code, text)
-        obstacle = AGAIN_ALIKE if is_again_alike else self._obstacle(failure, got_further=got_further)
-        if obstacle:
-            return self._end(failure.exit_code, text + self._farewell(word, obstacle))
+        world_size = self._world_size(state.members)
+        reason = self._reason_not_to_restart(failure, has_progress=has_progress, is_repeated=is_repeated)
+        if reason:
+            others = "The other processes were ended too.\n" if world_size > 1 else ""
+            return self._end(failure.exit_code, f"{text}{others}{reason}\n{resume_hint(self.logs)}")
         sys.stderr.write(text)
-        self.restarts, self.is_again = self.restarts + 1, True
-        processes = self._processes(word.members)
-        if self.meeting.is_alone and self.in_vain > 1 and processes > self.section.min_processes:
-            self.at_most = processes - 1
+        self.restarts, self.is_restart = self.restarts + 1, True
+        is_stuck = self.restarts_without_progress > 1 and world_size > self.section.min_processes
+        if self.membership.is_alone and is_stuck:
+            self.max_processes = world_size - 1
         return None
 
-    def _obstacle(self, failure: Failure, *, got_further: bool) -> str | None:
-        """Why the run is not started again, if so."""
-        if not failure.was_killed and not got_further:
+    def _reason_not_to_restart(self, failure: Failure, *, has_progress: bool, is_repeated: bool) -> str | None:
+        if is_repeated:
+            return "It is not started again: it has failed twice in the same way, at the same lines."
+        if not failure.was_killed and not has_progress:
             return "It is not started again: with no checkpoint since, the same would happen at the same place."
         if self.restarts < self.section.max_restarts:
             return None
@@ -177,47 +186,46 @@ class Leader:
 
     def _end(self, code: int, text: str) -> int:
         sys.stderr.write(text)
-        self.meeting.decide(replace(self.meeting.word, verdict={"code": code, "text": text}))
+        self.membership.publish_round(result={"code": code, "text": text})
         return code
 
-    def _farewell(self, word: Decision, why: str) -> str:
-        lines = [*(["The other processes were ended too."] if self._processes(word.members) > 1 else []), why]
-        if newest(self.logs):
-            lines.append(f"Go on from {newest(self.logs)} with: lockstep train {self.logs.parent / 'recipe.yaml'}")
-        return "\n".join(lines) + "\n"
+    # ---- counts
 
-    # ---- what there is
-
-    def _processes(self, members: list[int] | tuple[int, ...]) -> int:
-        total = sum(self.meeting.others[i]["processes"] for i in members)
-        return min(total, self.at_most) if self.at_most else total
+    def _world_size(self, members: Sequence[int]) -> int:
+        total = sum(self.membership.entries[i]["processes"] for i in members)
+        return min(total, self.max_processes) if self.max_processes else total
 
     def _on_machines(self, members: list[int]) -> str:
-        return "" if self.meeting.is_alone else f" of {_count(len(members), 'machine')}"
+        return "" if self.membership.is_alone else f" of {_count(len(members), 'machine')}"
 
 
-def clear(logs: Path) -> None:
-    """Before a start: keep the logs of the one before, and take away its last words."""
+def rotate_logs(logs: Path) -> None:
+    """Before a round: keep the last round's logs as rank-N.log.before, and delete its error files."""
     for log in logs.glob("rank-*.log"):
-        if log.name != "rank-0.log":  # which is continued
+        if log.name != "rank-0.log":  # which is appended to
             log.replace(log.with_suffix(".log.before"))
-    for last_word in [*logs.glob(".error-*.json"), *logs.glob(VERDICT)]:
-        last_word.unlink()
+    for file in [*logs.glob(".error-*.json"), *logs.glob(VERDICT)]:
+        file.unlink()
 
 
-def saved(logs: Path) -> dict[str, float]:
-    """The checkpoints of the run with these logs -> when they were made. One that is written now has a longer name."""
-    found = {}
-    for file in (logs.parent / "checkpoints").glob("step-*/manifest.json"):
+def checkpoint_times(logs: Path) -> dict[str, float]:
+    """Name -> modification time of each complete checkpoint of the run that these logs belong to."""
+    times = {}
+    for manifest in (logs.parent / "checkpoints").glob("step-*/manifest.json"):
         with suppress(OSError):
-            if file.parent.name[len("step-") :].isdecimal():
-                found[file.parent.name] = file.stat().st_mtime
-    return found
+            if manifest.parent.name[len("step-") :].isdecimal():  # one that is still being written has a suffix
+                times[manifest.parent.name] = manifest.stat().st_mtime
+    return times
 
 
-def newest(logs: Path) -> str | None:
-    """The name of the newest of them."""
-    return max(saved(logs), default=None)
+def newest_checkpoint(logs: Path) -> str | None:
+    return max(checkpoint_times(logs), default=None)
+
+
+def resume_hint(logs: Path) -> str:
+    """A line that says how to resume the run of these logs; empty while it has no checkpoint."""
+    newest = newest_checkpoint(logs)
+    return f"Go on from {newest} with: lockstep train {logs.parent / 'recipe.yaml'}\n" if newest else ""
 
 
 def _count(number: int, what: str) -> str:

@@ -1,8 +1,8 @@
-"""The machines of a run: who is there, who is lost, and what all of them do next, which node 0 decides for all.
+"""The nodes of a run: who has joined, who is lost, and the current round, which the leader (node 0) decides for all.
 
-Each node keeps one entry of its own on the store, and reads the one that node 0 keeps (the *word*). Entries are whole
-states, not messages, so that nothing depends on who reads when. A node is lost when its entry has not changed for
-`launch.failure_timeout_seconds` by the clock of whoever reads it: clocks are never compared.
+Each node publishes one entry on the store and reads the round that the leader publishes. Entries are whole states, not
+messages, so nothing depends on who reads when. A node is lost when its heartbeat counter has not changed for
+`launch.failure_timeout_seconds` by the reader's clock: clocks are never compared.
 """
 
 import json
@@ -22,30 +22,32 @@ import torch
 from torch.distributed import DistError, TCPStore
 
 from lockstep.base.errors import LaunchError, PeerLost
-from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, connected, served
+from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, connect_store, serve_store
 from lockstep.launch.launch_config import LaunchSection
 
-BEAT_SECONDS = 0.25
-SHARED_SECONDS = 60.0
-"""A file that another machine has written may take so long to be seen: NFS keeps listings for up to a minute."""
-NONCE = ".meeting-"
+HEARTBEAT_SECONDS = 0.25
+NFS_CACHE_SECONDS = 60.0
+"""How long a file from another machine may take to be visible: NFS caches directory listings for up to a minute."""
+NONCE_PREFIX = ".meeting-"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
-    attempt: int = 0
-    """Which start this is, from 1; 0 while nodes are gathered."""
+class RoundState:
+    """One start of all worker groups, from rendezvous to the end of the workers."""
+
+    number: int = 0
+    """From 1; 0 while the first rendezvous goes on."""
     members: tuple[int, ...] = ()
-    """Who takes part in it, by the order of arrival, in the order of ranks."""
+    """The nodes that take part, by index, in the order of ranks."""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """How all of them start."""
-    over: str = ""
-    """Why all members end this attempt now, if so."""
-    kindly: bool = False
-    """Whether their processes may save first."""
-    lost: tuple[int, ...] = ()
-    """Who was given up, and has to leave: nobody can be lost and come back as if nothing had been."""
-    verdict: Mapping[str, Any] | None = None
+    """What all of them start with: {"resume", "max_processes", "port"}."""
+    end_reason: str = ""
+    """Why all members end this round now, if they do."""
+    is_graceful: bool = False
+    """Whether their workers may save a checkpoint first."""
+    evicted: tuple[int, ...] = ()
+    """Nodes that were declared lost and have to leave: none may rejoin with its old state."""
+    result: Mapping[str, Any] | None = None
     """How the run ended, once it has: {"code", "text"}."""
 
 
@@ -55,229 +57,236 @@ def versions() -> dict[str, str]:
 
 
 class Membership:
-    """A node's connection to the others. Open it with `with`, `settle` on a run, then talk."""
+    """A node's connection to the others: open it with `with`, then `join` a run."""
 
     def __init__(self, endpoint: Endpoint | None, node_rank: int | None, section: LaunchSection) -> None:
-        """`endpoint` None: this machine is alone. `node_rank` None: node 0 is the one that the endpoint points to."""
+        """`endpoint` None: a single node. `node_rank` None: the leader is the machine that the endpoint points to."""
         self.endpoint = endpoint or Endpoint(host=LOOPBACK, port=0)
         self.is_alone = endpoint is None
-        self.is_leader = node_rank == 0 if node_rank is not None else self.is_alone or self.endpoint.is_here()
+        self.is_leader = node_rank == 0 if node_rank is not None else self.is_alone or self.endpoint.is_local()
         self.section = section
         self.index = 0
-        """This node's place in the order of arrival."""
-        self.word = Decision()
-        self.others: dict[int, dict[str, Any]] = {}
-        """On node 0: the entries of all nodes, its own among them."""
-        self.heard = time.monotonic()
+        """This node's number in the order of joining."""
+        self.round = RoundState()
+        self.entries: dict[int, dict[str, Any]] = {}
+        """On the leader: the entries of all nodes, its own included."""
+        self.last_contact = time.monotonic()
         """When the store last answered."""
         self._entry: dict[str, Any] = {
             "node_rank": 0 if self.is_leader else node_rank,
             "host": platform.node(),
             "process": os.getpid(),
-            "beat": 0,
+            "heartbeat": 0,
         }
-        self._seen: dict[int, tuple[int, float]] = {}
-        """Of each node, its last beat and when that was read."""
-        self._failures: dict[tuple[int, int], float] = {}
-        self._sign: Path | None = None
-        """On node 0: a file that shows the others that they see the same folder."""
-        self._news = threading.Condition()
+        self._heartbeats: dict[int, tuple[int, float]] = {}
+        """Node -> its last heartbeat and when that was read."""
+        self._failure_times: dict[tuple[int, int], float] = {}
+        self._nonce_file: Path | None = None
+        """On the leader: a file by which the others check that they see the same folder."""
+        self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._talk, name="meeting", daemon=True)
+        self._thread = threading.Thread(target=self._heartbeat_loop, name="membership", daemon=True)
 
     def __enter__(self) -> Self:
         if self.is_leader:
-            self.store = served(self.endpoint)
+            self.store = serve_store(self.endpoint)
         else:
-            self.store = connected(self.endpoint, seconds=self.section.join_timeout_seconds)
+            self.store = connect_store(self.endpoint, seconds=self.section.join_timeout_seconds)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=2)
-        if self._sign is not None:
-            self._sign.unlink(missing_ok=True)
+        if self._nonce_file is not None:
+            self._nonce_file.unlink(missing_ok=True)
 
     @property
     def name(self) -> str:
         return f"node {self.index} ({platform.node()})"
 
-    # ---- coming together
+    # ---- joining
 
-    def agreed(self, name: str) -> str:
-        """The name of the run: node 0's. Raises LaunchError."""
+    def agree_on_name(self, name: str) -> str:
+        """The run's name on all nodes: the leader's. Raises LaunchError for another version of Lockstep or torch."""
         if self.is_leader:
             return name
-        facts = self._facts()
-        for what, here in versions().items():
-            if facts[what] != here:
-                raise self._refusal(
-                    f"{platform.node()} has {what} {here}, but {facts['host']} (node 0) has {facts[what]}: "
+        leader = self._leader_info()
+        for package, here in versions().items():
+            if leader[package] != here:
+                raise self._rejection(
+                    f"{platform.node()} has {package} {here}, but {leader['host']} (node 0) has {leader[package]}: "
                     "install the same on all machines"
                 )
-        return str(facts["run"])
+        return str(leader["run"])
 
-    def settle(self, folder: Path) -> None:
-        """Enter the run in this folder, which has to be the same on all nodes. Raises LaunchError."""
+    def join(self, folder: Path) -> None:
+        """Join the run in this folder, which all nodes have to share. Raises LaunchError."""
         if self.is_leader:
-            self.index = self._arrived()  # the first: without the facts nobody else arrives
+            self.index = self._next_index()  # 0: the others wait for the leader's info
             nonce = secrets.token_hex(8)
             if not self.is_alone:
                 folder.mkdir(parents=True, exist_ok=True)
-                for sign in folder.glob(f"{NONCE}*"):
-                    sign.unlink(missing_ok=True)
-                self._sign = folder / f"{NONCE}{nonce}"
-                self._sign.touch()
-            facts = {**versions(), "run": folder.name, "host": platform.node(), "nonce": nonce}
-            self.store.set("facts", json.dumps(facts))
+                for stale in folder.glob(f"{NONCE_PREFIX}*"):
+                    stale.unlink(missing_ok=True)
+                self._nonce_file = folder / f"{NONCE_PREFIX}{nonce}"
+                self._nonce_file.touch()
+            info = {**versions(), "run": folder.name, "host": platform.node(), "nonce": nonce}
+            self.store.set("leader", json.dumps(info))
         else:
-            self._look_for(folder, self._facts())
-            self.index = self._arrived()
-        self.heard = time.monotonic()
+            self._check_shared(folder, self._leader_info())
+            self.index = self._next_index()
+        self.last_contact = time.monotonic()
         if not self.is_alone:
             self._thread.start()
 
-    def _arrived(self) -> int:
-        return self.store.add("arrived", 1) - 1
+    def _next_index(self) -> int:
+        return self.store.add("nodes", 1) - 1
 
-    def _facts(self) -> dict[str, str]:
-        end = time.monotonic() + self.section.join_timeout_seconds
+    def _leader_info(self) -> dict[str, str]:
+        deadline = time.monotonic() + self.section.join_timeout_seconds
         while True:
             with suppress(DistError):
-                return json.loads(self.store.get("facts"))
-            if time.monotonic() > end:
+                return json.loads(self.store.get("leader"))
+            if time.monotonic() > deadline:
                 raise LaunchError(f"{self.endpoint} answers, but no run of Lockstep begins there: check --rendezvous")
 
-    def _look_for(self, folder: Path, facts: Mapping[str, str]) -> None:
-        end = time.monotonic() + min(SHARED_SECONDS, self.section.join_timeout_seconds / 2)  # node 0 still waits
-        while time.monotonic() < end:
+    def _check_shared(self, folder: Path, leader: Mapping[str, str]) -> None:
+        seconds = min(NFS_CACHE_SECONDS, self.section.join_timeout_seconds / 2)  # while the leader still waits
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             with suppress(OSError):
-                if f"{NONCE}{facts['nonce']}" in os.listdir(folder):  # listing it asks a file server anew
+                if f"{NONCE_PREFIX}{leader['nonce']}" in os.listdir(folder):  # makes NFS revalidate its cache
                     return
-            time.sleep(BEAT_SECONDS)
-        raise self._refusal(
-            f"{folder} is not the same folder on {platform.node()} and on {facts['host']} (node 0): set run.dir to a "
+            time.sleep(HEARTBEAT_SECONDS)
+        raise self._rejection(
+            f"{folder} is not the same folder on {platform.node()} and on {leader['host']} (node 0): set run.dir to a "
             "folder that all machines share"
         )
 
-    def _refusal(self, text: str) -> LaunchError:
-        self.store.set("refused", text)
+    def _rejection(self, text: str) -> LaunchError:
+        self.store.set("rejection", text)
         return LaunchError(text)
 
-    def refused(self) -> str | None:
-        """On node 0: why a node cannot take part, if one has said so."""
-        return self.store.get("refused").decode() if self.store.check(["refused"]) else None
+    def rejection(self) -> str | None:
+        """On the leader: why a node cannot join, if one reported so."""
+        return self.store.get("rejection").decode() if self.store.check(["rejection"]) else None
 
-    # ---- talking
+    # ---- publishing and waiting
 
-    def tell(self, **facts: Any) -> None:
-        with self._news:
-            self._entry |= facts
-            self.others[self.index] = dict(self._entry)
+    def publish(self, **values: Any) -> None:
+        """Add values to this node's entry."""
+        with self._changed:
+            self._entry |= values
+            self.entries[self.index] = dict(self._entry)
 
-    def decide(self, word: Decision) -> None:
-        with self._news:
-            self.word = word
-            self._news.notify_all()
-        self.store.set("word", json.dumps(asdict(word)))
+    def publish_round(self, **changes: Any) -> RoundState:
+        """On the leader: change the round, for all nodes."""
+        with self._changed:
+            self.round = replace(self.round, **changes)
+            self._changed.notify_all()
+        self.store.set("round", json.dumps(asdict(self.round)))
+        return self.round
 
-    def give_up(self, indices: Iterable[int]) -> None:
-        """On node 0: have these nodes leave."""
-        if more := [index for index in indices if index not in self.word.lost]:
-            self.decide(replace(self.word, lost=(*self.word.lost, *more)))
+    def evict(self, indices: Iterable[int]) -> None:
+        """On the leader: declare nodes lost."""
+        if new := [index for index in indices if index not in self.round.evicted]:
+            self.publish_round(evicted=(*self.round.evicted, *new))
 
-    def wait(self, until: Callable[[], bool], *, seconds: float | None = None) -> bool:
-        """Wait for something to be so, as news come in -> whether it is. Raises PeerLost when node 0 is lost, or has
-        given this one up."""
-        end = None if seconds is None else time.monotonic() + seconds
-        with self._news:
-            while not until():
-                if end is not None and time.monotonic() > end:
+    def wait(self, condition: Callable[[], bool], *, seconds: float | None = None) -> bool:
+        """Wait for a condition -> whether it holds. Raises PeerLost if the leader is lost, or evicted this node."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with self._changed:
+            while not condition():
+                if deadline is not None and time.monotonic() > deadline:
                     return False
-                if self.is_cut_off():
-                    raise PeerLost(self.cut_off_text())
-                self._news.wait(BEAT_SECONDS)
+                if text := self.disconnected():
+                    raise PeerLost(text)
+                self._changed.wait(HEARTBEAT_SECONDS)
         return True
 
-    def is_cut_off(self) -> bool:
-        """Whether the store, which another node serves, has been silent for too long, or this node was given up."""
-        silence = time.monotonic() - self.heard
-        return not self.is_leader and (silence > self.section.failure_timeout_seconds or self.index in self.word.lost)
+    def disconnected(self) -> str | None:
+        """Why this node cannot go on, if so: the leader does not answer, or has evicted it."""
+        if self.is_leader:
+            return None
+        if self.index in self.round.evicted:
+            return f"{self.name}: node 0 declared this node lost, and goes on without it"
+        seconds = time.monotonic() - self.last_contact
+        if seconds > self.section.failure_timeout_seconds:
+            return f"{self.name}: no answer from {self.endpoint} (node 0) for {seconds:.0f} s"
+        return None
 
-    def cut_off_text(self) -> str:
-        if self.index in self.word.lost:
-            return f"{self.name}: node 0 took this one for lost, and goes on without it"
-        return f"{self.name}: no answer from {self.endpoint} (node 0) for {time.monotonic() - self.heard:.0f} s"
+    # ---- what the leader knows of nodes
 
-    def called(self, index: int) -> str:
-        """On node 0: how to call a node."""
-        return f"node {index} ({self.others[index]['host']})"
+    def node_name(self, index: int) -> str:
+        return f"node {index} ({self.entries[index]['host']})"
 
-    def outcome(self, index: int, attempt: int) -> dict[str, Any] | None:
-        """On node 0: how an attempt ended on a node, if it has: {"attempt", "failure"}."""
-        found = self.others.get(index, {}).get("outcome") or {}
-        return found if found.get("attempt") == attempt else None
+    def outcome(self, index: int, number: int) -> dict[str, Any] | None:
+        """How a round ended on a node, if it has: {"round", "failure"}."""
+        outcome = self.entries.get(index, {}).get("outcome") or {}
+        return outcome if outcome.get("round") == number else None
 
-    def failed_for(self, index: int, attempt: int) -> float:
-        """On node 0: for how many seconds it is known that an attempt has failed on a node; 0 where it has not."""
-        outcome = self.outcome(index, attempt)
+    def seconds_since_failure(self, index: int, number: int) -> float:
+        """Since the leader learned that a round failed on a node; 0 if it has not."""
+        outcome = self.outcome(index, number)
         if outcome is None or outcome["failure"] is None:
             return 0.0
-        return self.heard - self._failures.setdefault((index, attempt), self.heard)
+        return self.last_contact - self._failure_times.setdefault((index, number), self.last_contact)
 
-    def silence(self, index: int) -> float:
-        """On node 0: seconds from the last change of a node's entry to the last look at it; 0 for one that has left."""
-        if index not in self._seen or self.others[index].get("left"):
+    def seconds_since_heartbeat(self, index: int) -> float:
+        """From a node's last heartbeat to the last read of its entry; 0 for a node that has left."""
+        if index not in self._heartbeats or self.entries[index].get("left"):
             return 0.0
-        return self.heard - self._seen[index][1]
+        return self.last_contact - self._heartbeats[index][1]
 
     def is_lost(self, index: int) -> bool:
-        """On node 0: whether a node is to be given up, as it is silent or has been started once more, or was before."""
-        if index in self.word.lost:
+        """Whether a node was evicted, has missed its heartbeats, or was started a second time."""
+        if index in self.round.evicted:
             return True
-        entry = self.others.get(index, {})
-        again = any(
+        entry = self.entries.get(index, {})
+        is_replaced = any(
             later > index and other["node_rank"] == entry.get("node_rank") is not None
-            for later, other in self.others.items()
+            for later, other in self.entries.items()
         )
-        return again or self.silence(index) > self.section.failure_timeout_seconds
+        return is_replaced or self.seconds_since_heartbeat(index) > self.section.failure_timeout_seconds
 
     def present(self) -> list[int]:
-        """On node 0: who could take part in an attempt, in the order of ranks."""
-        there = [i for i, entry in self.others.items() if not self.is_lost(i) and not entry.get("left")]
-        rank = {i: self.others[i]["node_rank"] for i in there}
-        return sorted(there, key=lambda i: (i != 0, i if rank[i] is None else rank[i], i))
+        """The nodes that could take part in a round, in the order of ranks."""
+        present = [i for i, entry in self.entries.items() if not self.is_lost(i) and not entry.get("left")]
+        rank = {i: self.entries[i]["node_rank"] for i in present}
+        return sorted(present, key=lambda i: (i != 0, i if rank[i] is None else rank[i], i))
 
-    def _talk(self) -> None:
+    # ---- the heartbeat thread
+
+    def _heartbeat_loop(self) -> None:
         is_last = False
         while not is_last:
-            is_last = self._closed.wait(BEAT_SECONDS)
+            is_last = self._closed.wait(HEARTBEAT_SECONDS)
             with suppress(DistError, RuntimeError):
-                self._exchange(self.store)
+                self._heartbeat(self.store)
 
-    def _exchange(self, store: TCPStore) -> None:
-        with self._news:
-            self._entry["beat"] += 1
+    def _heartbeat(self, store: TCPStore) -> None:
+        with self._changed:
+            self._entry["heartbeat"] += 1
             text = json.dumps(self._entry)
         store.set(f"node-{self.index}", text)
         if self.is_leader:
             self._read_entries(store)
-        elif store.check(["word"]):
-            word = Decision(**json.loads(store.get("word")))
-            with self._news:
-                self.word = word
-        with self._news:
-            self.heard = time.monotonic()
-            self._news.notify_all()
+        elif store.check(["round"]):
+            state = RoundState(**json.loads(store.get("round")))
+            with self._changed:
+                self.round = state
+        with self._changed:
+            self.last_contact = time.monotonic()
+            self._changed.notify_all()
 
     def _read_entries(self, store: TCPStore) -> None:
-        keys = [f"node-{i}" for i in range(store.add("arrived", 0))]
-        there = [key for key in keys if store.check([key])]
-        entries = {int(k[5:]): json.loads(text) for k, text in zip(there, store.multi_get(there), strict=True)}
+        keys = [f"node-{i}" for i in range(store.add("nodes", 0))]
+        keys = [key for key in keys if store.check([key])]
+        entries = {int(k[5:]): json.loads(text) for k, text in zip(keys, store.multi_get(keys), strict=True)}
         now = time.monotonic()
-        with self._news:
+        with self._changed:
             for index, entry in entries.items():
-                if self._seen.get(index, (-1, 0.0))[0] != entry["beat"]:
-                    self._seen[index] = entry["beat"], now
-            self.others = entries
+                if self._heartbeats.get(index, (-1, 0.0))[0] != entry["heartbeat"]:
+                    self._heartbeats[index] = entry["heartbeat"], now
+            self.entries = entries

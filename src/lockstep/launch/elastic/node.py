@@ -1,4 +1,4 @@
-"""What every machine of a run does: start its processes, and again after a loss, as node 0 decides for all."""
+"""What every node of a run does: join, run a worker group in each round, and leave."""
 
 import logging
 import os
@@ -14,133 +14,133 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LockstepError, PeerLost
-from lockstep.launch.elastic.attempt import ProcessStart, RoundEnded, attempt, end_all_but, signals_raised
+from lockstep.launch.elastic.agent import RoundEnded, WorkerGroupStart, kill_children, run_round, signals_raised
 from lockstep.launch.elastic.environment import environment
-from lockstep.launch.elastic.failure import Failure, lost
+from lockstep.launch.elastic.failure import Failure, node_failure
 from lockstep.launch.elastic.leader import Leader
-from lockstep.launch.elastic.membership import Decision, Membership
+from lockstep.launch.elastic.membership import Membership, RoundState
 from lockstep.launch.elastic.rendezvous import Endpoint, interface_to
 from lockstep.launch.launch_config import LaunchSection
 
 LEAVE_SECONDS = 10.0
-"""How long node 0 keeps the store for the others to read what has been decided."""
+"""How long the leader keeps the store open for the others to read the run's result."""
 
 
 class Node:
-    def __init__(self, meeting: Membership, plan: Plan, logs: Path) -> None:
-        self.meeting, self.section, self.logs = meeting, meeting.section, logs
+    def __init__(self, membership: Membership, plan: Plan, logs: Path) -> None:
+        self.membership, self.section, self.logs = membership, membership.section, logs
         own = ("--began", f"{time.time():.3f}", "--launcher", str(os.getpid()))
         self.plan = replace(plan, argv=(*plan.argv, *own))
 
     def run(self) -> int:
-        """Run the plan to its end, over restarts -> the exit code: 0, or the one of the first process that failed.
+        """Run the plan to its end, over restarts -> the exit code: 0, or that of the first process that failed.
 
-        Raises Interrupted after a signal, once every process has ended; LaunchError where the nodes do not find each
-        other, PeerLost where too few are left.
+        Raises Interrupted after a signal, once every process has ended; LaunchError if the nodes do not find each
+        other, PeerLost if too few are left.
         """
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
         os.environ.update(self.plan.environment)
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.meeting.tell(processes=self.plan.processes)
-        others, patience = set(psutil.Process().children()), LEAVE_SECONDS
+        self.membership.publish(processes=self.plan.processes)
+        other_children, leave_seconds = set(psutil.Process().children()), LEAVE_SECONDS
         with signals_raised():
             try:
-                return self._led() if self.meeting.is_leader else self._following()
+                return self._lead() if self.membership.is_leader else self._follow()
             except SignalException as error:
-                end_all_but(others)  # after a second signal, which ends at once
-                patience = self.section.grace_seconds
-                self._dismiss(Interrupted(f"{self.meeting.name} was ended by {error.sigval.name}"))
+                kill_children(other_children)  # those left by a second signal, which stops the agent at once
+                leave_seconds = self.section.grace_seconds
+                self._announce(Interrupted(f"{self.membership.name} was ended by {error.sigval.name}"))
                 raise Interrupted(f"ended by {error.sigval.name}") from None
             except LockstepError as error:
-                self._dismiss(error)
+                self._announce(error)
                 raise
             finally:
-                self.meeting.tell(left=True)
-                self._let_others_go(patience)
+                self.membership.publish(left=True)
+                self._wait_for_others_to_leave(leave_seconds)
 
-    def _led(self) -> int:
-        """As node 0: decide, and take part."""
-        leading = Leader(self.meeting, self.logs)
+    def _lead(self) -> int:
+        leader = Leader(self.membership, self.logs)
         while True:
-            word = leading.called()
-            own = self._attempt(word)
-            if (code := leading.judged(word, own)) is not None:
+            state = leader.start_round()
+            failure = self._run_round(state)
+            if (code := leader.finish_round(state, failure)) is not None:
                 return code
 
-    def _following(self) -> int:
-        """As any other node: take part when called, until dismissed."""
-        meeting, done = self.meeting, set[int]()
-        sys.stderr.write(f"{meeting.name} has joined; rank 0, on node 0, tells how the run goes\n")
+    def _follow(self) -> int:
+        """Take part in the leader's rounds until it publishes the run's result."""
+        membership, done = self.membership, {0}
+        sys.stderr.write(f"{membership.name} has joined; rank 0, on node 0, shows the run's progress\n")
         while True:
-            meeting.wait(lambda: meeting.word.attempt not in {0, *done} or bool(meeting.word.verdict))
-            word = meeting.word
-            if word.verdict:
-                sys.stderr.write(word.verdict["text"])
-                return int(word.verdict["code"])
-            if meeting.index in word.members:
-                failure = self._attempt(word)
-                meeting.tell(outcome={"attempt": word.attempt, "failure": asdict(failure) if failure else None})
-            done.add(word.attempt)
+            membership.wait(lambda: membership.round.number not in done or bool(membership.round.result))
+            state = membership.round
+            if state.result:
+                sys.stderr.write(state.result["text"])
+                return int(state.result["code"])
+            if membership.index in state.members:
+                failure = self._run_round(state)
+                membership.publish(outcome={"round": state.number, "failure": asdict(failure) if failure else None})
+            done.add(state.number)
 
-    def _attempt(self, word: Decision) -> Failure | None:
-        """This node's part of an attempt."""
-        plan, argv = word.plan, self.plan.argv
-        start = ProcessStart(
-            argv=_resuming(argv) if plan["resumes"] else argv,
-            processes=min(self.plan.processes, plan["at_most"] or self.plan.processes),
+    def _run_round(self, state: RoundState) -> Failure | None:
+        plan, argv = state.plan, self.plan.argv
+        start = WorkerGroupStart(
+            argv=_resuming(argv) if plan["resume"] else argv,
+            processes=min(self.plan.processes, plan["max_processes"] or self.plan.processes),
             logs=self.logs,
             grace_seconds=self.section.grace_seconds,
         )
         try:
-            return attempt(start, self.meeting, lambda: self._over(word.attempt))
-        except RoundEnded as over:
-            if self.meeting.is_cut_off():
-                raise PeerLost(str(over)) from None
+            return run_round(start, self.membership, lambda: self._round_end(state.number))
+        except RoundEnded as end:
+            if self.membership.disconnected():
+                raise PeerLost(str(end)) from None
             return None
-        except DistError as error:  # before any process was started
-            return lost(f"{self.meeting.name}: {str(error).splitlines()[0]}")
+        except DistError as error:  # before any worker was started
+            return node_failure(f"{self.membership.name}: {str(error).splitlines()[0]}")
 
-    def _over(self, number: int) -> RoundEnded | None:
-        """Whether this attempt has to end."""
-        meeting = self.meeting
-        if meeting.is_cut_off():
-            return RoundEnded(meeting.cut_off_text(), kindly=False)
-        if meeting.is_leader and not meeting.is_alone:
-            Leader.look(meeting)
-        word = meeting.word
-        if word.attempt == number and word.over:
-            return RoundEnded(word.over, kindly=word.kindly)
+    def _round_end(self, number: int) -> RoundEnded | None:
+        """Whether this round has to end."""
+        membership = self.membership
+        if text := membership.disconnected():
+            return RoundEnded(text, is_graceful=False)
+        if membership.is_leader and not membership.is_alone:
+            Leader.check_round(membership)
+        state = membership.round
+        if state.number == number and state.end_reason:
+            return RoundEnded(state.end_reason, is_graceful=state.is_graceful)
         return None
 
-    def _dismiss(self, error: LockstepError) -> None:
-        """Tell the others that the run ends here."""
+    def _announce(self, error: LockstepError) -> None:
+        """Let the other nodes know that the run ends here."""
         text = f"{error}\n"
-        if self.meeting.is_leader:
-            verdict = {"code": error.exit_code, "text": text}
+        if self.membership.is_leader:
+            result = {"code": error.exit_code, "text": text}
             with suppress(DistError):
-                self.meeting.decide(replace(self.meeting.word, over=text, kindly=True, verdict=verdict))
+                self.membership.publish_round(end_reason=text, is_graceful=True, result=result)
         elif isinstance(error, Interrupted):
-            failure = Failure(code=error.exit_code, text="", weight=0)
-            self.meeting.tell(outcome={"attempt": self.meeting.word.attempt, "failure": asdict(failure)})
+            failure = Failure(code=error.exit_code, text="", priority=0)
+            self.membership.publish(outcome={"round": self.membership.round.number, "failure": asdict(failure)})
 
-    def _let_others_go(self, seconds: float) -> None:
-        """On node 0: keep the store until everybody has left."""
-        meeting = self.meeting
-        if meeting.is_leader and not meeting.is_alone:
+    def _wait_for_others_to_leave(self, seconds: float) -> None:
+        """On the leader: keep the store open meanwhile."""
+        membership = self.membership
+        if membership.is_leader and not membership.is_alone:
             with suppress(SignalException):  # one more signal: wait no longer
-                meeting.wait(lambda: meeting.present() == [], seconds=seconds)
+                membership.wait(lambda: membership.present() == [], seconds=seconds)
 
 
 def _resuming(argv: tuple[str, ...]) -> tuple[str, ...]:
-    """The command with `--resume auto` in place of what was asked for."""
+    """The command with `--resume auto`, whatever the user's --resume was."""
     return tuple("auto" if before == "--resume" else word for before, word in zip(("", *argv), argv, strict=False))
 
 
-def plan_of(section: LaunchSection, request: Request, *, threads: int, shards: int, endpoint: Endpoint | None) -> Plan:
-    """The command of a node's processes, and how many of it; raises LaunchError for more processes than GPUs,
-    and for what this machine does not have."""
+def worker_plan(
+    section: LaunchSection, request: Request, *, threads: int, shards: int, endpoint: Endpoint | None
+) -> Plan:
+    """A node's worker command and the number of workers; raises LaunchError for more processes than GPUs, and for
+    what this machine lacks."""
     section.check_machine(threads)
     interface = interface_to(endpoint) if endpoint else None
     return Plan(

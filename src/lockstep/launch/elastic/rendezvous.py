@@ -1,4 +1,4 @@
-"""Where the machines of a run meet: a TCPStore at HOST:PORT, served by the first of them."""
+"""The rendezvous of a run's nodes: a TCPStore at HOST:PORT, served by node 0."""
 
 import errno
 import socket
@@ -15,9 +15,9 @@ from lockstep.base.errors import LaunchError
 LOOPBACK = "127.0.0.1"
 RETRY_SECONDS = 0.5
 QUIET_SECONDS = 5.0
-"""Machines that are started together are not up at once: only then is waiting worth a word."""
-NAME_SECONDS = 60.0
-"""A name that cannot be resolved may still become known: of a pod that was started just now."""
+"""How long to wait before logging it: nodes that are started together are not up at once."""
+RESOLVE_SECONDS = 60.0
+"""How long to retry a host name that does not resolve, such as that of a pod that has just started."""
 STORE_TIMEOUT = timedelta(seconds=30)
 
 
@@ -31,7 +31,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> "Endpoint":
-        """Of HOST:PORT; raises LaunchError."""
+        """Parse HOST:PORT; raises LaunchError."""
         host, _, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -39,28 +39,28 @@ class Endpoint:
         return cls(host=host, port=int(port))
 
     def address(self) -> tuple[socket.AddressFamily, str]:
-        """Family and numeric address. Raises OSError where the name is not known."""
-        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        return found[0][0], str(found[0][4][0])
+        """Address family and numeric address. Raises OSError if the name does not resolve."""
+        family, _, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+        return family, str(address[0])
 
-    def is_here(self) -> bool:
-        """Whether the address belongs to this machine: only then can something listen there."""
+    def is_local(self) -> bool:
+        """Whether the address belongs to this machine, so that it can be bound."""
         try:
             family, address = self.address()
-            with socket.socket(family) as trial:
-                trial.bind((address, 0))
+            with socket.socket(family) as probe:
+                probe.bind((address, 0))
         except OSError:
             return False
         return True
 
 
-def served(endpoint: Endpoint) -> TCPStore:
-    """A store that is served from here; port 0 means any that is free. Raises LaunchError."""
+def serve_store(endpoint: Endpoint) -> TCPStore:
+    """A store that this process serves; port 0 means any free port. Raises LaunchError."""
     try:
         family, address = endpoint.address()
     except OSError as error:
         raise LaunchError(
-            f"{endpoint.host} cannot be resolved ({error.strerror}): name this machine otherwise"
+            f"{endpoint.host} cannot be resolved ({error.strerror}): use another name of this machine"
         ) from None
     listener = socket.socket(family)
     try:
@@ -69,7 +69,7 @@ def served(endpoint: Endpoint) -> TCPStore:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise LaunchError(_why_not(endpoint, address, error)) from None
+        raise LaunchError(_bind_error(endpoint, address, error)) from None
     port = listener.getsockname()[1]
     return TCPStore(
         endpoint.host,
@@ -77,11 +77,11 @@ def served(endpoint: Endpoint) -> TCPStore:
         is_master=True,
         timeout=STORE_TIMEOUT,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # bound to this one address, where torch would listen on all
+        master_listen_fd=listener.detach(),  # bound to this address only; torch would listen on all
     )
 
 
-def _why_not(endpoint: Endpoint, address: str, error: OSError) -> str:
+def _bind_error(endpoint: Endpoint, address: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {endpoint.port} of {endpoint.host} is taken: choose another with --rendezvous, on every machine"
     if error.errno == errno.EADDRNOTAVAIL:
@@ -92,45 +92,45 @@ def _why_not(endpoint: Endpoint, address: str, error: OSError) -> str:
     return f"--rendezvous {endpoint}: {error.strerror}; choose another port"
 
 
-def connected(endpoint: Endpoint, *, seconds: float) -> TCPStore:
-    """The store that another machine serves, as soon as it does. Raises LaunchError."""
-    start, said = time.monotonic(), ""
+def connect_store(endpoint: Endpoint, *, seconds: float) -> TCPStore:
+    """Connect to another node's store, with retries until it is up. Raises LaunchError."""
+    start, logged = time.monotonic(), ""
     while True:
         limit = seconds
         try:
             family, address = endpoint.address()
-            with socket.socket(family) as trial:
-                trial.settimeout(max(RETRY_SECONDS, min(5.0, seconds)))
-                trial.connect((address, endpoint.port))
+            with socket.socket(family) as probe:
+                probe.settimeout(max(RETRY_SECONDS, min(5.0, seconds)))
+                probe.connect((address, endpoint.port))
             return TCPStore(endpoint.host, endpoint.port, timeout=STORE_TIMEOUT)
         except socket.gaierror as error:
-            limit, why = min(seconds, NAME_SECONDS), f"{endpoint.host} cannot be resolved ({error.strerror})"
+            limit, reason = min(seconds, RESOLVE_SECONDS), f"{endpoint.host} cannot be resolved ({error.strerror})"
         except OSError as error:
-            why = f"{endpoint} does not answer ({error.strerror or 'timed out'})"
+            reason = f"{endpoint} does not answer ({error.strerror or 'timed out'})"
         except DistError as error:
-            why = f"{endpoint} answers, but not as Lockstep does ({str(error).splitlines()[0]})"
+            reason = f"{endpoint} answers, but not as Lockstep does ({str(error).splitlines()[0]})"
         waited = time.monotonic() - start
         if waited + RETRY_SECONDS > limit:
             raise LaunchError(
-                f"{why} for {waited:.0f} s: check --rendezvous, the first machine (--node-rank 0) and the firewall "
+                f"{reason} for {waited:.0f} s: check --rendezvous, the first machine (--node-rank 0) and the firewall "
                 "between (launch.join_timeout_seconds)"
             )
-        if why != said and (waited > QUIET_SECONDS or limit < seconds):
-            sys.stderr.write(f"{why}; waiting up to {limit:.0f} s for it\n")
-            said = why
+        if reason != logged and (waited > QUIET_SECONDS or limit < seconds):
+            sys.stderr.write(f"{reason}; waiting up to {limit:.0f} s for it\n")
+            logged = reason
         time.sleep(RETRY_SECONDS)
 
 
 def interface_to(endpoint: Endpoint) -> str | None:
-    """The network interface of this machine that leads to the endpoint; None where it cannot be told."""
+    """This machine's network interface that routes to the endpoint; None if unknown."""
     try:
         family, address = endpoint.address()
-        with socket.socket(family, socket.SOCK_DGRAM) as trial:  # nothing is sent: it only asks for the route
-            trial.connect((address, endpoint.port))
-            own = trial.getsockname()[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing: it only looks up the route
+            probe.connect((address, endpoint.port))
+            own = probe.getsockname()[0]
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address.split("%")[0] == own for found in addresses):
+        if any(entry.address.split("%")[0] == own for entry in addresses):
             return name
     return None

@@ -1,4 +1,4 @@
-"""What can be said about the pods of a run."""
+"""Settings of the Kubernetes launcher."""
 
 import re
 from pathlib import PurePosixPath
@@ -11,11 +11,11 @@ from lockstep.base.errors import nearest
 from lockstep.launch.launch_config import LaunchSection
 
 LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
-"""RFC 1035, which both resources ask of a job's name since a Service is called like it; narrower than RFC 1123."""
+"""RFC 1035, required of a JobSet's or TrainJob's name because a Service has the same; stricter than RFC 1123."""
 SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
-"""RFC 1123: the name of nearly everything else."""
+"""RFC 1123, for the names of nearly all other objects."""
 LONGEST_NAME = 45
-"""A pod is called NAME-node-0-9999-abcde, which may have 63 characters."""
+"""Pods are named NAME-node-0-9999-abcde, with at most 63 characters."""
 UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 TOLERATION = {"key", "operator", "value", "effect", "tolerationSeconds"}
 
@@ -24,7 +24,7 @@ Size = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*(Ki|Mi|Gi|Ti)$")]
 
 
 def size_of(text: str) -> int:
-    """Bytes of 16Gi."""
+    """Bytes of a size such as 16Gi."""
     return int(text[:-2]) * UNITS[text[-2:]]
 
 
@@ -35,60 +35,60 @@ def _is_mount(path: str) -> str:
 
 
 class KubernetesSection(LaunchSection):
-    """Pods of a Kubernetes cluster, by way of a JobSet or a Kubeflow TrainJob."""
+    """Pods of a Kubernetes cluster, as a JobSet or a Kubeflow TrainJob."""
 
     resource: Literal["jobset", "trainjob"] = "jobset"
-    """What is handed in: a JobSet (jobset.x-k8s.io), or a TrainJob of Kubeflow Trainer (trainer.kubeflow.org)."""
+    """The resource to submit: a JobSet (jobset.x-k8s.io), or a TrainJob of Kubeflow Trainer (trainer.kubeflow.org)."""
     name: Annotated[str, StringConstraints(pattern=rf"^{LABEL}$", max_length=LONGEST_NAME)] | None = None
-    """What the job is called there: lower-case letters, digits and '-'; by default made from the run's name."""
+    """The resource's name: lower-case letters, digits and '-'; by default made from the run's name."""
     namespace: Name | None = None
-    """Where it runs; by default the namespace of kubectl's current context."""
+    """Namespace; by default that of kubectl's current context."""
     context: str | None = None
-    """kubectl's context, which names the cluster; by default the current one."""
+    """kubectl's context, which selects the cluster; by default the current one."""
     image: str = Field(min_length=1, max_length=500)
     """The container image, with Lockstep in it, such as registry.example/lockstep:1 (deploy/train.Dockerfile)."""
     volume: Name
-    """The PersistentVolumeClaim, of access mode ReadWriteMany, that holds runs and data."""
+    """The PersistentVolumeClaim, with access mode ReadWriteMany, for runs and data."""
     mount: Annotated[str, AfterValidator(_is_mount)] = "/workspace"
-    """Where pods see it. Paths of the config in the folder that the command is typed in count from there."""
+    """Mount path of the volume. Paths of the config below the current folder become paths below it."""
     gpus: int = Field(0, ge=0, le=2**10)
-    """GPUs of each pod."""
+    """GPUs per pod."""
     gpu_resource: Annotated[str, StringConstraints(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = "nvidia.com/gpu"
-    """What the cluster calls a GPU."""
+    """The cluster's resource name for a GPU."""
     cpus: int = Field(4, ge=1, le=2**14)
-    """Processor cores of each pod; without GPUs, and with launch.processes=auto, as many processes as fit."""
+    """CPU cores per pod; without GPUs, launch.processes=auto runs as many processes as fit."""
     memory: Size = "16Gi"
-    """Memory of each pod, what it keeps in /dev/shm among it."""
+    """Memory per pod, including /dev/shm."""
     shared_memory: Size = "2Gi"
-    """Size of /dev/shm, through which the processes of a pod and those that load data talk."""
+    """Size of /dev/shm, which worker processes and data loaders of a pod use to exchange data."""
     port: int = Field(29400, ge=1024, lt=2**16)
-    """Where pods meet at the first of them."""
+    """Port of the rendezvous on the first pod."""
     runtime: Name = "torch-distributed"
-    """For a TrainJob: the ClusterTrainingRuntime that it is made by."""
+    """For a TrainJob: its ClusterTrainingRuntime."""
     node_selector: dict[str, str] = {}
-    """Labels of the machines that pods may run on."""
+    """Labels of the Kubernetes nodes that pods may run on."""
     tolerations: tuple[dict[str, Any], ...] = ()
-    """Taints that they put up with, as Kubernetes writes them: [{key: gpu, operator: Exists, effect: NoSchedule}]."""
+    """Tolerations of the pods, in Kubernetes' notation: [{key: gpu, operator: Exists, effect: NoSchedule}]."""
     service_account: Name | None = None
-    """The account that pods run under; without one they get no token of the cluster's."""
+    """The pods' service account; without one no API token is mounted."""
     image_pull_secrets: tuple[Name, ...] = ()
-    """Secrets to fetch the image with."""
+    """Secrets for pulling the image."""
     user: int | None = Field(1000, ge=1, lt=2**31)
-    """The user and group that pods run as, and that the volume is made writable for; null: as the image or the cluster
-    says, never root."""
+    """The user and group that pods run as and that owns the volume; null: that of the image or the cluster, never
+    root."""
     pod_restarts: int = Field(3, ge=0, le=MANY)
-    """For a JobSet: after a pod has failed by itself, start all of them again, at most so often. Pods that the cluster
-    took away, and those that ended with exit code 75, come back without being counted."""
+    """For a JobSet: how often all pods restart after one failed by itself. Pods that were evicted or preempted, or that
+    exited with code 75, come back without being counted."""
     join_timeout_seconds: float = Field(1800.0, gt=0, le=MANY)
-    """How long pods wait for each other: the cluster may need minutes for a machine, and six to give up a lost one."""
+    """How long the rendezvous waits: a cluster may need minutes for a new node, and six to give up a lost one."""
     extra: dict[str, Any] = {}
-    """Anything else, merged into the pod template as it is: {spec: {priorityClassName: high}}."""
+    """Anything else, merged into the pod template: {spec: {priorityClassName: high}}."""
 
     @field_validator("shared_memory")
     @classmethod
     def _fits(cls, size: str, info: ValidationInfo) -> str:
         if "memory" in info.data and size_of(size) >= size_of(info.data["memory"]):
-            raise ValueError(f"should be less than launch.memory ({info.data['memory']}), of which it is a part")
+            raise ValueError(f"should be less than launch.memory ({info.data['memory']}), which includes it")
         return size
 
     @field_validator("tolerations")
@@ -106,13 +106,12 @@ class KubernetesSection(LaunchSection):
         return extra
 
     def processes_of_pod(self, threads: int, shards: int) -> int:
-        """How many processes each pod runs, which the machine that hands the job in has to tell: one with 4 of 64
-        cores for itself sees all 64."""
+        """The number of processes per pod. It is set at submission: a pod limited to 4 of 64 cores sees all 64."""
         if self.processes != "auto":
             return self.processes
         return self.gpus or max(1, min(self.cpus // threads, -(-shards // self.max_nodes)))
 
 
 def is_label(text: str) -> bool:
-    """Whether a job may be called so."""
+    """Whether a text is valid as a job's name."""
     return len(text) <= LONGEST_NAME and re.fullmatch(LABEL, text) is not None

@@ -1,4 +1,4 @@
-"""This machine's processes, through PyTorch's elastic agent."""
+"""The local launcher: processes of this machine, through PyTorch's elastic agent."""
 
 import platform
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import LaunchError
 from lockstep.launch.elastic.membership import Membership
-from lockstep.launch.elastic.node import Node, plan_of
+from lockstep.launch.elastic.node import Node, worker_plan
 from lockstep.launch.launchers._own_process import OwnProcess
 from lockstep.launch.launchers.local import Config
 
@@ -16,25 +16,25 @@ class Local(OwnProcess):
         self.config, self.threads, self.shards = config, threads, shards
 
     def plan(self, request: Request) -> Plan:
-        """The worker command and how many of it; raises LaunchError for more than there are GPUs, or machines."""
+        """The worker command and the number of workers; raises LaunchError for more than GPUs, or several nodes."""
         if self.config.min_nodes > 1:
             raise LaunchError(
                 f"launch.nodes={self.config.nodes}: run the same command on each machine with --node-rank 0 (1, ...) "
                 f"and --rendezvous HOST:PORT, such as --rendezvous {platform.node()}:29400 where this one is node 0"
             )
-        return plan_of(self.config, request, threads=self.threads, shards=self.shards, endpoint=None)
+        return worker_plan(self.config, request, threads=self.threads, shards=self.shards, endpoint=None)
 
     def run(self, plan: Plan, logs: Path) -> int:
-        """Run the plan to its end, over restarts, and return the exit code: 0, or the one of the first that failed.
+        """Run the plan to its end, over restarts -> the exit code: 0, or that of the first process that failed.
 
         Rank 0 writes to the terminal, the others to logs/rank-N.log. Raises Interrupted after SIGINT or SIGTERM,
         once every process has ended.
         """
-        with Membership(None, 0, self.config) as meeting:
-            meeting.settle(logs.parent)
-            return Node(meeting, plan, logs).run()
+        with Membership(None, 0, self.config) as membership:
+            membership.join(logs.parent)
+            return Node(membership, plan, logs).run()
 
 
 def build(config: Config, *, threads: int, shards: int) -> Local:
-    """The launcher; `threads` is how many each process may use, `shards` how many processes can find work."""
+    """The launcher; `threads` is the number of threads of each process, `shards` the most processes with work."""
     return Local(config, threads=threads, shards=shards)

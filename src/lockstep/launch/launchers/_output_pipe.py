@@ -1,4 +1,4 @@
-"""A pipe from a process to a stream of this one: a notebook's output is no file that a process could inherit."""
+"""A pipe from a worker to a stream of this process: a notebook's output is no file that a process can inherit."""
 
 import codecs
 import os
@@ -11,8 +11,8 @@ TAIL_CHARACTERS = 20_000
 CHUNK_BYTES = 1 << 16
 
 
-class Outlet:
-    """Carries what a process writes to `stream`; pickled into a process that is being started, the end to write to."""
+class OutputPipe:
+    """Copies a worker's output to `stream`; pickled into a worker that is being started, it is the write end."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.tail = stream, ""
@@ -21,14 +21,14 @@ class Outlet:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def __getstate__(self) -> dict[str, Any]:
-        assert sys.platform != "win32", "outlets are for systems where processes inherit file descriptors"
+        assert sys.platform != "win32", "needs processes that inherit file descriptors"
         return {"writer": reduction.DupFd(self.writer)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.writer = state["writer"].detach()
 
-    def pass_on(self) -> bool:
-        """What has come, to the stream -> whether there was anything."""
+    def copy_chunk(self) -> bool:
+        """Copy what can be read to the stream -> whether there was anything."""
         chunk = os.read(self.reader, CHUNK_BYTES)
         text = self._decoder.decode(chunk, final=not chunk)
         self.is_open = bool(chunk)
@@ -39,7 +39,7 @@ class Outlet:
         return bool(chunk)
 
     def close_writer(self) -> None:
-        """Once the process has been started: else the pipe would never end."""
+        """Once the worker has started: or the pipe would never reach its end."""
         os.close(self.writer)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What launchers share whose run lives and ends with the process that has launched it."""
+"""The base of launchers whose run lives in the launching process: local and spawn."""
 
 import os
 import platform
@@ -14,28 +14,27 @@ from lockstep.base.errors import LaunchError
 
 
 class Note(BaseModel):
-    """What is noted of it in the run's folder."""
+    """What job.json in the run's folder keeps of the launching process."""
 
     model_config = ConfigDict(strict=True)
 
     host: str = Field(max_length=1024)
     process: int = Field(gt=1, lt=2**31)
     began: float = Field(ge=0, allow_inf_nan=False)
-    """Seconds since 1970: another process may get the same number later."""
+    """Creation time, in seconds since 1970: process ids are reused."""
 
 
 class OwnProcess:
-    """The job is this process, which looks after the others."""
+    """The job is this process, which supervises the workers."""
 
     def note(self) -> dict[str, Any]:
-        """This process, so that another of the same number is not taken for it."""
         own = psutil.Process()
         return {"host": platform.node(), "process": own.pid, "began": own.create_time()}
 
     def status(self, note: Mapping[str, Any]) -> str:
-        """Whether that process is alive, as far as can be seen from here."""
+        """Whether that process is alive, if it is on this machine."""
         if note["host"] != platform.node():
-            return f"started on {note['host']} (process {note['process']}); ask there whether it still runs"
+            return f"started on {note['host']} (process {note['process']}); run `lockstep status` there"
         alive = _alive(note)
         return f"runs here (process {note['process']})" if alive else "does not run"
 
@@ -45,15 +44,15 @@ class OwnProcess:
         if not _alive(note):
             raise LaunchError("the run has ended already")
         os.kill(note["process"], signal.SIGTERM)
-        return f"asked process {note['process']} to save and end"
+        return f"signalled process {note['process']} to save and stop"
 
     def output(self, note: Mapping[str, Any], logs: Path) -> Path:
-        """What rank 0 has said: the terminal itself is not kept."""
+        """Rank 0's log; what was on the terminal is not kept."""
         return logs / "rank-0.log"
 
 
 def _alive(note: Mapping[str, Any]) -> bool:
-    """Whether the process is still the one that was noted, and not another of the same number."""
+    """Whether the process still runs, and its id was not reused."""
     try:
         return psutil.Process(note["process"]).create_time() == note["began"]
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""This machine's processes, through torch.multiprocessing."""
+"""The spawn launcher: processes of this machine, through torch.multiprocessing."""
 
 import multiprocessing
 import os
@@ -19,20 +19,20 @@ from torch.multiprocessing.spawn import start_processes
 from lockstep.base import ctrl_c
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LaunchError
-from lockstep.launch.elastic.attempt import SIGNALS
+from lockstep.launch.elastic.agent import SIGNALS
 from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
-from lockstep.launch.elastic.leader import FAILED_SECONDS, clear, newest
-from lockstep.launch.elastic.node import plan_of
-from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, served
+from lockstep.launch.elastic.leader import FAILED_SECONDS, resume_hint, rotate_logs
+from lockstep.launch.elastic.node import worker_plan
+from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, serve_store
 from lockstep.launch.launch_config import LaunchSection
-from lockstep.launch.launchers._output_pipe import Outlet
+from lockstep.launch.launchers._output_pipe import OutputPipe
 from lockstep.launch.launchers._own_process import OwnProcess
 from lockstep.launch.launchers._spawned_rank import RankStart, error_file, run
 
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 
 ECHO_SECONDS = 1.0
-"""Signals this close together are one: a terminal sends Ctrl-C to every process, and so does this one."""
+"""Signals this close together count as one: a terminal sends Ctrl-C to every process, and so does this one."""
 
 
 class Spawn(OwnProcess):
@@ -40,11 +40,11 @@ class Spawn(OwnProcess):
         self.config, self.threads, self.shards = config, threads, shards
 
     def plan(self, request: Request) -> Plan:
-        """The worker command and how many of it; raises LaunchError for more than there are GPUs."""
-        return plan_of(self.config, request, threads=self.threads, shards=self.shards, endpoint=None)
+        """The worker command and the number of workers; raises LaunchError for more than GPUs."""
+        return worker_plan(self.config, request, threads=self.threads, shards=self.shards, endpoint=None)
 
     def run(self, plan: Plan, logs: Path) -> int:
-        """Run the plan to its end and return the exit code: 0, or the one of the first that failed.
+        """Run the plan to its end -> the exit code: 0, or that of the first process that failed.
 
         Rank 0 writes to the terminal, the others to logs/rank-N.log. Raises Interrupted after SIGINT or SIGTERM,
         once every process has ended.
@@ -53,56 +53,54 @@ class Spawn(OwnProcess):
         if failure is None:
             return 0
         if failure.text:
-            sys.stderr.write(f"{failure.text}\n")
-            if newest(logs):
-                sys.stderr.write(f"Go on from {newest(logs)} with: lockstep train {logs.parent / 'recipe.yaml'}\n")
+            sys.stderr.write(f"{failure.text}\n{resume_hint(logs)}")
         return failure.exit_code
 
-    def failure(self, plan: Plan, logs: Path, outlets: Mapping[int, Outlet] | None = None) -> Failure | None:
-        """Run the plan to its end -> the first process that failed, if any; without a word.
+    def failure(self, plan: Plan, logs: Path, pipes: Mapping[int, OutputPipe] | None = None) -> Failure | None:
+        """Run the plan to its end, without output of its own -> the first failure, if any.
 
-        `outlets` takes what rank 0 writes to a file descriptor (1: its output, 2: its errors) where that should not
-        be this process's own. The environment is afterwards as it was. Raises Interrupted after a signal, once every
-        process has ended; LaunchError where a process cannot be started.
+        `pipes` redirect file descriptors of rank 0 (1: stdout, 2: stderr). The environment is restored afterwards.
+        Raises Interrupted after a signal, once every process has ended; LaunchError if a process cannot be started.
         """
         logs.mkdir(parents=True, exist_ok=True)
-        clear(logs)
+        rotate_logs(logs)
         kills_before = oom_kills()
-        ranks = Ranks(outlets or {}, grace_seconds=self.config.grace_seconds)
-        with ranks.passing_on_signals():
-            store = served(Endpoint(host=LOOPBACK, port=0))  # here, and so on a port that nobody else can take
-            ranks.start(plan, logs, port=store.port)
-            ranks.wait()
-        return ranks.judged(logs, kills_before)
+        workers = SpawnedWorkers(pipes or {}, grace_seconds=self.config.grace_seconds)
+        with workers.forwarding_signals():
+            store = serve_store(Endpoint(host=LOOPBACK, port=0))  # here, so that no other process can take its port
+            workers.start(plan, logs, port=store.port)
+            workers.wait()
+        return workers.failure(logs, kills_before)
 
 
-class Ranks:
-    """The processes of one run, from their start to the end of the last."""
+class SpawnedWorkers:
+    """The workers of one run, started by torch.multiprocessing and supervised here.
 
-    def __init__(self, outlets: Mapping[int, Outlet], *, grace_seconds: float) -> None:
-        self.outlets, self.grace_seconds = outlets, grace_seconds
+    ProcessContext.join() cannot do that: after a failure it blocks, so that nobody reads rank 0's pipes or obeys a
+    second signal, and it does not report which workers it had to kill, whose SIGKILL would pass for the cause.
+    """
+
+    def __init__(self, pipes: Mapping[int, OutputPipe], *, grace_seconds: float) -> None:
+        self.pipes, self.grace_seconds = pipes, grace_seconds
         self.processes: list[multiprocessing.process.BaseProcess] = []
-        self.asked: signal.Signals | None = None
-        """The first signal that has come."""
-        self.end = float("inf")
-        """When those that are left are killed (time.monotonic)."""
+        self.received: signal.Signals | None = None
+        """The first signal."""
+        self.deadline = float("inf")
+        """When workers that still run are killed (time.monotonic)."""
         self.killed: list[multiprocessing.process.BaseProcess] = []
-        """Those that have not ended by themselves."""
-        self._asked_at = 0.0
-
-    # ---- start
+        self._received_at = 0.0
 
     def start(self, plan: Plan, logs: Path, *, port: int) -> None:
-        """Start all of them; where one cannot be started, none is left. Raises LaunchError."""
-        if self.asked is not None:
+        """Start all workers, or none. Raises LaunchError."""
+        if self.received is not None:
             return
         start = RankStart(
             argv=(*plan.module, "--began", f"{time.time():.3f}"),
             logs=logs,
             parent=os.getpid(),
-            outlets=self.outlets,
+            pipes=self.pipes,
         )
-        variables = {**plan.environment, **_variables(plan.processes, port)}  # OpenMP's are read at the very beginning
+        variables = {**plan.environment, **_variables(plan.processes, port)}  # OpenMP reads its own at start-up
         before = set(multiprocessing.active_children())
         try:
             with environment(variables), script_unread(), ctrl_c.kept_back():
@@ -113,37 +111,35 @@ class Ranks:
                 process.join()
             raise LaunchError(f"cannot start {plan.processes} processes: {error.strerror}") from None
         finally:
-            for outlet in self.outlets.values():
-                outlet.close_writer()
+            for pipe in self.pipes.values():
+                pipe.close_writer()
         self.processes = list(context.processes)
-        if self.asked is not None:
-            self._send(self.asked)
-
-    # ---- to the end
+        if self.received is not None:
+            self._send(self.received)
 
     def wait(self) -> None:
-        """Until all have ended, by themselves or after a while; meanwhile pass on what rank 0 says."""
+        """Copy rank 0's output until all workers have exited, or been killed at the deadline."""
         try:
             while running := [process for process in self.processes if process.exitcode is None]:
                 if any(process.exitcode for process in self.processes):
-                    self.end = min(self.end, time.monotonic() + FAILED_SECONDS)
-                if time.monotonic() > self.end:
+                    self.deadline = min(self.deadline, time.monotonic() + FAILED_SECONDS)
+                if time.monotonic() > self.deadline:
                     self._kill()
-                self._listen([process.sentinel for process in running], LOOK_SECONDS)
-            while self._listen([], 0.0):
+                self._copy_output([process.sentinel for process in running], POLL_SECONDS)
+            while self._copy_output([], 0.0):
                 pass
         finally:
             self._kill()
-            for outlet in self.outlets.values():
-                outlet.close()
+            for pipe in self.pipes.values():
+                pipe.close()
 
-    def _listen(self, sentinels: list[int], seconds: float) -> bool:
-        """Wait for the end of a process or a word of rank 0, and pass it on -> whether there was one."""
-        open_ones = {outlet.reader: outlet for outlet in self.outlets.values() if outlet.is_open}
-        if not sentinels and not open_ones:
+    def _copy_output(self, sentinels: list[int], seconds: float) -> bool:
+        """Wait for the exit of a worker or output of rank 0, and copy it -> whether there was output."""
+        by_reader = {pipe.reader: pipe for pipe in self.pipes.values() if pipe.is_open}
+        if not sentinels and not by_reader:
             return False
-        spoken = [open_ones[ready] for ready in wait([*sentinels, *open_ones], seconds) if ready in open_ones]
-        return any([outlet.pass_on() for outlet in spoken])
+        ready = [by_reader[each] for each in wait([*sentinels, *by_reader], seconds) if each in by_reader]
+        return any([pipe.copy_chunk() for pipe in ready])
 
     def _kill(self) -> None:
         for process in self.processes:
@@ -152,11 +148,11 @@ class Ranks:
                 process.join()
                 self.killed.append(process)
 
-    def judged(self, logs: Path, kills_before: int) -> Failure | None:
-        """What befell them, once all have ended. Raises Interrupted."""
+    def failure(self, logs: Path, kills_before: int) -> Failure | None:
+        """The first failure, once all workers have exited. Raises Interrupted."""
         codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
-        if self.asked is not None and (any(codes.values()) or not codes):
-            raise Interrupted(f"ended by {self.asked.name}")
+        if self.received is not None and (any(codes.values()) or not codes):
+            raise Interrupted(f"ended by {self.received.name}")
         failures = {
             rank: ProcessFailure(rank, self.processes[rank].pid or 0, code, str(error_file(logs, rank)))
             for rank, code in codes.items()
@@ -167,29 +163,29 @@ class Ranks:
     # ---- signals
 
     @contextmanager
-    def passing_on_signals(self) -> Iterator[None]:
-        """Meanwhile a signal is for the processes; only the main thread can see to that."""
+    def forwarding_signals(self) -> Iterator[None]:
+        """Forward signals to the workers, if this is the main thread: no other thread can handle them."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {name: signal.signal(getattr(signal, name), self._arrived) for name in SIGNALS}
+        before = {name: signal.signal(getattr(signal, name), self._forward) for name in SIGNALS}
         try:
             yield
         finally:
             for name, handler in before.items():
                 signal.signal(getattr(signal, name), handler)
 
-    def _arrived(self, number: int, _: FrameType | None) -> None:
+    def _forward(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if self.asked is None:
-            self.asked, self._asked_at = signal.Signals(number), now
-            self.end = now + self.grace_seconds
-            self._send(self.asked)
-        elif now - self._asked_at > ECHO_SECONDS:
-            self.end = now
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), now
+            self.deadline = now + self.grace_seconds
+            self._send(self.received)
+        elif now - self._received_at > ECHO_SECONDS:
+            self.deadline = now
 
     def _send(self, number: signal.Signals) -> None:
-        """Ask all of them to end. Ctrl-C is passed on as such, as it waits less long than the others."""
+        """Signal all workers: SIGINT, for which they wait less long, as such; any other as SIGTERM."""
         for process in self.processes:
             if process.exitcode is None and process.pid:
                 with suppress(OSError):
@@ -197,7 +193,7 @@ class Ranks:
 
 
 def _variables(processes: int, port: int) -> dict[str, str]:
-    """What torchrun would set for every process of one machine."""
+    """What torchrun sets for every process of one machine."""
     return {
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
@@ -205,13 +201,13 @@ def _variables(processes: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(processes),
         "TORCHELASTIC_RUN_ID": "lockstep",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here: it outlives rank 0
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store of this process, which outlives rank 0
     }
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables for what is started meanwhile; afterwards those of this process are as they were."""
+    """Set variables for processes that are started meanwhile, and restore this process's environment afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -225,8 +221,8 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def script_unread() -> Iterator[None]:
-    """A process that is started meanwhile does not read this one's script, as multiprocessing would have it: it has no
-    use for it, and the script may lack a guard, take long, or be no file ("<stdin>")."""
+    """Keep multiprocessing from importing `__main__` in processes that are started meanwhile: they do not need it, and
+    it may lack an `if __name__` guard, take long, or be no file ("<stdin>")."""
     names = vars(sys.modules["__main__"])
     before: dict[str, Any] = {name: names[name] for name in ("__file__", "__spec__") if name in names}
     names |= {"__file__": None, "__spec__": None}
@@ -238,5 +234,5 @@ def script_unread() -> Iterator[None]:
 
 
 def build(config: LaunchSection, *, threads: int, shards: int) -> Spawn:
-    """The launcher; `threads` is how many each process may use, `shards` how many processes can find work."""
+    """The launcher; `threads` is the number of threads of each process, `shards` the most processes with work."""
     return Spawn(config, threads=threads, shards=shards)

@@ -1,4 +1,4 @@
-"""What a spawned process does before it is a worker: takes its place, its output, its signals."""
+"""The entry point of a spawned worker: sets up its environment, output and signals, then runs the worker module."""
 
 import os
 import runpy
@@ -12,44 +12,44 @@ from typing import NoReturn
 
 from lockstep.base import ctrl_c, storage
 from lockstep.base.errors import Interrupted, PeerLost
-from lockstep.launch.launchers._output_pipe import Outlet
+from lockstep.launch.launchers._output_pipe import OutputPipe
 
 COLOURS = ("FORCE_COLOR", "TTY_COMPATIBLE")
-"""With these a notebook claims to be a terminal, but no bar can move in what comes through a pipe."""
+"""With these a notebook claims to be a terminal, but a progress bar cannot be redrawn through a pipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """What all processes of a run are told."""
+    """What all workers of a run get."""
 
     argv: tuple[str, ...]
     """The module to run, and its arguments."""
     logs: Path
     parent: int
-    """The process that looks after them."""
-    outlets: Mapping[int, Outlet]
-    """Where rank 0's file descriptors lead, where not to the parent's own."""
+    """The id of the supervising process."""
+    pipes: Mapping[int, OutputPipe]
+    """Rank 0's file descriptor -> pipe; the others are inherited from the parent."""
 
 
 def run(rank: int, start: RankStart) -> None:
-    """Be that rank, to the end."""
+    """Run the worker module as this rank."""
     ctrl_c.ends_in_silence(Interrupted.exit_code)
-    signal.signal(signal.SIGTERM, _leave)  # as long as there is nothing to save; the worker takes over
-    if os.getppid() != start.parent:  # it went before it could be noticed that it goes
+    signal.signal(signal.SIGTERM, _leave)  # until the worker installs its own handler: there is nothing to save yet
+    if os.getppid() != start.parent:  # it ended before PR_SET_PDEATHSIG was set
         os._exit(PeerLost.exit_code)
     try:
         error = str(error_file(start.logs, rank))
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": error}
-        _connect(rank, start)
+        _redirect_output(rank, start)
         sys.argv = list(start.argv)
         runpy.run_module(start.argv[0], run_name="__main__", alter_sys=True)
-    except Exception:  # torch would hand it to whoever asks by its own way
+    except Exception:  # torch.multiprocessing would pickle it for its own join()
         traceback.print_exc()
         sys.exit(1)
 
 
 def error_file(logs: Path, rank: int) -> Path:
-    """Where a rank leaves the exception that has ended it."""
+    """Where a rank records its exception."""
     return logs / f".error-{rank}.json"
 
 
@@ -57,22 +57,22 @@ def _leave(*_: object) -> NoReturn:
     os._exit(Interrupted.exit_code)
 
 
-def _connect(rank: int, start: RankStart) -> None:
-    """Lead output to where it belongs, also that of native code."""
+def _redirect_output(rank: int, start: RankStart) -> None:
+    """Redirect output, also that of native code: to the rank's log, or through rank 0's pipes."""
     if rank:
         with storage.append(start.logs / f"rank-{rank}.log") as log:
             _redirect({1: log.fileno(), 2: log.fileno()})
     else:
-        _redirect({descriptor: outlet.writer for descriptor, outlet in start.outlets.items()})
-        if 1 in start.outlets:
+        _redirect({descriptor: pipe.writer for descriptor, pipe in start.pipes.items()})
+        if 1 in start.pipes:
             for name in COLOURS:
                 os.environ.pop(name, None)
-    for outlet in start.outlets.values():
-        os.close(outlet.writer)
+    for pipe in start.pipes.values():
+        os.close(pipe.writer)
 
 
 def _redirect(to: Mapping[int, int]) -> None:
-    """Python's streams are made anew: they have been fitted to what the descriptors were before."""
+    """Replace file descriptors, and Python's streams, whose buffering depends on what the descriptor was."""
     for descriptor, target in to.items():
         os.dup2(target, descriptor)
         stream = open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115

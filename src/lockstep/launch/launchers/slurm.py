@@ -1,4 +1,4 @@
-"""A job of Slurm: an sbatch script that is written into the run's folder and handed in."""
+"""Slurm jobs: an sbatch script written into the run's folder and submitted."""
 
 import os
 import re
@@ -7,55 +7,56 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 from lockstep.base.config import MANY
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import LaunchError
 from lockstep.launch.elastic.environment import environment
 from lockstep.launch.launch_config import LaunchSection
-from lockstep.launch.launchers._batch_script import Script
 
 TIME = re.compile(r"[0-9]+|[0-9]+:[0-9]{2}(:[0-9]{2})?|[0-9]+-[0-9]+(:[0-9]{2}){0,2}")
-ASK_SECONDS = 60
-"""How long the controller may take to answer."""
+COMMAND_TIMEOUT_SECONDS = 60
+"""How long the Slurm controller may take to answer."""
+Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n]*$")]
+"""Text for an #SBATCH line, which a line break would end."""
 
 
 class Config(LaunchSection):
-    """A job of Slurm, which goes back to the queue when its time is over, or its place is needed for another."""
+    """A Slurm job, requeued when its time limit is reached or another job preempts it."""
 
     REJOINS: ClassVar[bool] = False
 
-    partition: str | None = None
-    """Where to queue; by default the cluster's own choice."""
-    account: str | None = None
-    """Whose budget."""
+    partition: Line | None = None
+    """Partition to queue in; by default the cluster's."""
+    account: Line | None = None
+    """Account to charge."""
     time: str | None = None
-    """Time limit as Slurm writes it: minutes, H:MM:SS or D-HH:MM:SS. The run goes on in a new one until it is done."""
+    """Time limit in Slurm's notation: minutes, H:MM:SS or D-HH:MM:SS. A requeued run continues with a new limit."""
     gpus: int | None = Field(None, ge=1, le=2**10)
-    """GPUs of each machine; launch.processes=auto runs one process on each."""
+    """GPUs per node; launch.processes=auto runs one process on each."""
     cpus: int | None = Field(None, ge=1, le=2**14)
-    """Cores of each machine; by default run.threads for each process. Ask for more where data.workers have to load."""
-    memory: str | None = None
-    """Of each machine, as Slurm writes it: 64G."""
-    options: tuple[str, ...] = ()
-    """Further options of sbatch, as they are: [--constraint=a100, --exclusive]."""
+    """CPU cores per node; by default run.threads for each process. Request more when data.workers load data."""
+    memory: Line | None = None
+    """Memory per node in Slurm's notation: 64G."""
+    options: tuple[Line, ...] = ()
+    """Further sbatch options, verbatim: [--constraint=a100, --exclusive]."""
     modules: tuple[str, ...] = ()
-    """What to `module load`."""
+    """Environment modules to `module load`."""
     setup: tuple[str, ...] = ()
-    """Further lines of shell before the run, as they are."""
+    """Further shell lines before the run, verbatim."""
     container: str | None = None
-    """Image to run in; Lockstep has to be installed there."""
+    """Container image to run in; Lockstep has to be installed in it."""
     container_kind: Literal["pyxis", "apptainer"] = "pyxis"
     """pyxis: srun --container-image, by Enroot; apptainer: apptainer exec."""
     mounts: tuple[str, ...] = ()
-    """Folders that the container sees, besides that of the runs: [/data, "/scratch/me:/tmp"]."""
+    """Folders to mount in the container, besides the folder of the runs: [/data, "/scratch/me:/tmp"]."""
     warning_seconds: int = Field(120, ge=1, le=10**6)
-    """How long before the time limit the run saves and ends; Slurm's clock is coarse, and may be a minute early."""
+    """How long before the time limit the run saves and stops; Slurm's clock is coarse and may be a minute early."""
     requeues: int = Field(100, ge=0, le=MANY)
-    """How often the job may go back to the queue."""
+    """How often the job may be requeued."""
 
     @field_validator("time", mode="before")
     @classmethod
@@ -66,7 +67,7 @@ class Config(LaunchSection):
 
 
 class Note(BaseModel):
-    """What is noted of a job in the run's folder."""
+    """What job.json in the run's folder keeps of a Slurm job."""
 
     model_config = ConfigDict(strict=True)
 
@@ -74,29 +75,29 @@ class Note(BaseModel):
 
 
 class Slurm:
-    """Hands runs in, and asks about them."""
+    """Submits runs to Slurm and queries them."""
 
     def __init__(self, config: Config, *, threads: int, shards: int) -> None:
         self.config, self.threads, self.shards = config, threads, shards
         self.job = os.environ.get("SLURM_JOB_ID")
-        """Of the job that this process is in, or has handed in."""
+        """The job that this process runs in, or has submitted."""
 
     def plan(self, request: Request) -> Plan:
-        """The script, and the command that hands it in."""
+        """The script, and the command that submits it. Raises LaunchError."""
         file = request.folder / "train.slurm"
         return Plan(
             argv=("sbatch", "--parsable", str(file)),
             environment=environment(self.config, threads=self.threads, logs=request.folder / "logs"),
-            files={file: self._script(request).text()},
+            files={file: self._script(request)},
         )
 
     def run(self, plan: Plan, logs: Path) -> int:
-        """Hand the script in; returns 0. Raises LaunchError with what sbatch has to say."""
-        logs.mkdir(parents=True, exist_ok=True)  # sbatch's output goes there, and it makes no folders
-        self.job = asked(*plan.argv).split(";")[0].strip()
+        """Submit the script; returns 0. Raises LaunchError with sbatch's complaint."""
+        logs.mkdir(parents=True, exist_ok=True)  # sbatch writes its output there but creates no folders
+        self.job = run_command(*plan.argv).split(";")[0].strip()
         run = logs.parent
         sys.stdout.write(
-            f"handed in as job {self.job} of Slurm, by {plan.argv[-1]}\n"
+            f"submitted as Slurm job {self.job}, from {plan.argv[-1]}\n"
             f"  lockstep status {run}\n  lockstep logs {run} -f\n  lockstep cancel {run}\n"
         )
         return 0
@@ -105,108 +106,115 @@ class Slurm:
         return {"job": self.job} if self.job else {}
 
     def status(self, note: Mapping[str, Any]) -> str:
-        found = _queued(note)
-        if found is None:
+        job = _queued_job(note)
+        if job is None:
             return f"job {note['job']} has left Slurm's queue"
-        state, used, left, why, nodes = found
+        state, used, left, reason, nodes = job
         if state == "PENDING":
-            return f"job {note['job']} waits in Slurm's queue ({why})"
-        return f"job {note['job']} of Slurm: {state.lower()} on {nodes} for {used}, {left} left"
+            return f"job {note['job']} is pending in Slurm's queue ({reason})"
+        return f"Slurm job {note['job']}: {state.lower()} on {nodes} for {used}, {left} left"
 
     def cancel(self, note: Mapping[str, Any]) -> str:
-        """Warn it, so that it saves, and keep it from going back to the queue; one that waits is taken out."""
-        found = _queued(note)
-        if found is None:
+        """Signal a running job to save, and disable its requeue; remove a pending one from the queue."""
+        job = _queued_job(note)
+        if job is None:
             raise LaunchError(f"job {note['job']} has left Slurm's queue already")
-        if found[0] != "RUNNING":
-            asked("scancel", note["job"])
-            return f"took job {note['job']} out of Slurm's queue"
-        asked("scontrol", "update", f"JobId={note['job']}", "Requeue=0")
-        asked("scancel", "--batch", "--signal=USR1", note["job"])
-        return f"asked job {note['job']} to save and end; at once: scancel {note['job']}"
+        if job[0] != "RUNNING":
+            run_command("scancel", note["job"])
+            return f"removed job {note['job']} from Slurm's queue"
+        run_command("scontrol", "update", f"JobId={note['job']}", "Requeue=0")
+        run_command("scancel", "--batch", "--signal=USR1", note["job"])
+        return f"signalled job {note['job']} to save and stop; to stop it at once: scancel {note['job']}"
 
     def output(self, note: Mapping[str, Any], logs: Path) -> Path:
         return logs / f"slurm-{note['job']}.out"
 
     # ---- the script
 
-    def _script(self, request: Request) -> Script:
-        srun, command = self._inside(request.folder.parent)
-        config = self.config
-        return Script(
-            opening=[f"Trains {request.folder}. Written by `lockstep train`, handed in with sbatch."],
-            options=self._options(request.folder),
-            setup=[*(f"module load {shlex.quote(name)}" for name in config.modules), *config.setup],
-            srun=srun,
+    def _script(self, request: Request) -> str:
+        from lockstep.base.templates import render  # noqa: PLC0415 (a config is checked without Jinja2)
+
+        config, folder = self.config, request.folder
+        if len(str(folder).splitlines()) > 1:
+            raise LaunchError(f"{str(folder)!r}: sbatch takes no path with a line break; set another run.dir")
+        processes = config.processes if config.processes != "auto" else config.gpus or 1
+        is_elastic = config.min_nodes < config.max_nodes
+        srun_options, command = self._container(folder.parent)
+        return render(
+            "launch/launchers/slurm.sh.j2",
+            **config.model_dump(include=TEMPLATE_SETTINGS),
+            header=[f"Trains {folder}. Written by `lockstep train`, submitted with sbatch."],
+            job_name=folder.name,
+            nodes=str(config.nodes).replace(":", "-"),
+            cpus=config.cpus or processes * self.threads,
+            output=folder / "logs" / "slurm-%j.out",
+            is_elastic=is_elastic,
+            options=[option.removeprefix("--") for option in config.options],
+            srun_options=[*(["--no-kill"] if is_elastic else []), *srun_options],
             command=command,
             arguments=shlex.join([str(request.recipe), *request.arguments]),
-            requeues=config.requeues,
+            quote=quote,
         )
 
-    def _inside(self, runs: Path) -> tuple[list[str], str]:
-        """Options of srun, and the command of a task, for what it runs in."""
+    def _container(self, runs: Path) -> tuple[list[str], str]:
+        """Options of srun and the shell command that runs Lockstep, on the host or in a container."""
         config = self.config
-        srun = ["--no-kill"] if config.min_nodes < config.max_nodes else []
         if config.container is None:
-            return srun, f"{sys.executable} -P -m lockstep"
-        mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in (str(runs), *config.mounts)]
+            return [], shlex.join([sys.executable, "-P", "-m", "lockstep"])
+        mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in (str(runs), *config.mounts))
         if config.container_kind == "pyxis":
-            srun.append(shlex.quote(f"--container-image={config.container}"))
-            srun.append(shlex.quote(f"--container-mounts={','.join(mounts)}"))
-            return srun, "lockstep"
-        gpus = " --nv" if config.gpus else ""
-        return srun, f'apptainer exec{gpus} --bind "{",".join(mounts)}" "{config.container}" lockstep'
-
-    def _options(self, folder: Path) -> dict[str, str | None]:
-        config = self.config
-        processes = config.processes if config.processes != "auto" else config.gpus or 1
-        values = {
-            "job-name": folder.name,
-            "nodes": str(config.nodes).replace(":", "-"),
-            "ntasks-per-node": 1,
-            "cpus-per-task": config.cpus or processes * self.threads,
-            "gres": f"gpu:{config.gpus}" if config.gpus else None,
-            "mem": config.memory,
-            "time": config.time,
-            "partition": config.partition,
-            "account": config.account,
-            "signal": f"B:USR1@{config.warning_seconds}",
-            "open-mode": "append",
-            "output": folder / "logs" / "slurm-%j.out",
-        }
-        switches = ["requeue", *(["no-kill"] if config.min_nodes < config.max_nodes else [])]
-        given = [option.removeprefix("--") for option in config.options]
-        found: dict[str, str | None] = {name: str(value) for name, value in values.items() if value is not None}
-        return found | dict.fromkeys([*switches, *given])
+            options = [f"--container-image={config.container}", f"--container-mounts={mounts}"]
+            return [shlex.quote(option) for option in options], "lockstep"
+        gpus = ["--nv"] if config.gpus else []
+        return [], shlex.join(["apptainer", "exec", *gpus, "--bind", mounts, config.container, "lockstep"])
 
 
-def _queued(note: Mapping[str, Any]) -> list[str] | None:
-    """State, time used, time left, reason and machines of a job; None for one that the queue no longer knows."""
+TEMPLATE_SETTINGS = {
+    "gpus",
+    "memory",
+    "time",
+    "partition",
+    "account",
+    "warning_seconds",
+    "modules",
+    "setup",
+    "requeues",
+}
+"""Settings that the script's template uses as they are."""
+
+
+def quote(value: object) -> str:
+    """A value as one shell word; sbatch parses #SBATCH lines by the same quoting rules."""
+    return shlex.quote(str(value))
+
+
+def _queued_job(note: Mapping[str, Any]) -> list[str] | None:
+    """State, time used, time left, reason and nodes of a job; None once it has left the queue."""
     try:
-        said = asked("squeue", "--noheader", f"--jobs={note['job']}", "--format=%T|%M|%L|%r|%N").strip()
+        answer = run_command("squeue", "--noheader", f"--jobs={note['job']}", "--format=%T|%M|%L|%r|%N").strip()
     except LaunchError as error:
         if "Invalid job id" in str(error):
             return None
         raise
-    return said.splitlines()[0].split("|") if said else None
+    return answer.splitlines()[0].split("|") if answer else None
 
 
-def asked(*command: str) -> str:
-    """What a command of Slurm's answers. Raises LaunchError with its complaint."""
+def run_command(*command: str) -> str:
+    """Run one of Slurm's commands -> its output. Raises LaunchError with its complaint."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_SECONDS, check=False)
     except FileNotFoundError:
         raise LaunchError(
             f"there is no {command[0]} here: launch.kind=slurm is for a machine where Slurm's commands are installed, "
             "such as a cluster's login node"
         ) from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"Slurm did not answer `{shlex.join(command)}` within {ASK_SECONDS} s") from None
+        raise LaunchError(f"Slurm did not answer `{shlex.join(command)}` within {COMMAND_TIMEOUT_SECONDS} s") from None
     if done.returncode:
         raise LaunchError(f"`{shlex.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
 
 
 def build(config: Config, *, threads: int, shards: int) -> Slurm:
-    """The launcher; `threads` is how many each process may use."""
+    """The launcher; `threads` is the number of threads of each process."""
     return Slurm(config, threads=threads, shards=shards)

@@ -1,4 +1,4 @@
-"""Processes of this machine through torch.multiprocessing, started once: from a terminal, a script or a notebook."""
+"""Processes of this machine through torch.multiprocessing, without restarts: from a terminal, script or notebook."""
 
 from pydantic import Field, field_validator
 
@@ -7,10 +7,10 @@ from lockstep.launch.launchers._own_process import Note as Note
 
 
 class Config(LaunchSection):
-    """Processes on this machine through torch.multiprocessing, started once; what lockstep.spawn() uses."""
+    """Processes on this machine through torch.multiprocessing, without restarts; what lockstep.spawn() uses."""
 
     max_restarts: int = Field(0, ge=0)
-    """Always 0: whoever has called decides what follows a failure; launch.kind=local starts again."""
+    """Always 0: the caller handles failures; launch.kind=local restarts."""
 
     @field_validator("nodes")
     @classmethod
@@ -23,5 +23,5 @@ class Config(LaunchSection):
     @classmethod
     def _is_none(cls, restarts: int) -> int:
         if restarts:
-            raise ValueError("should be 0: only launch.kind=local starts processes again")
+            raise ValueError("should be 0: only launch.kind=local restarts processes")
         return restarts

@@ -6,7 +6,7 @@ import threading
 import time
 
 from lockstep.core.host import activity
-from lockstep.core.host.loader_stacks import ask_all
+from lockstep.core.host.loader_stacks import dump_all
 from lockstep.observe.diagnose.hang_verdict import Report
 from lockstep.observe.diagnose.stacks import all_stacks, parsed, stack_of, telling
 
@@ -39,7 +39,7 @@ class TrainingThread:
         stack, waits, since = stack_of(self.ident), self.waits_in(), self.since
         location, stacks = str(telling(stack)) if stack else "nowhere", all_stacks()
         if waits is None and any("torch/utils/data/dataloader" in each.file for each in stack):
-            for process, dump in ask_all().items():
+            for process, dump in dump_all().items():
                 stacks += f"\nloader worker, process {process}:\n{dump}"
                 worker = parsed(dump)
                 if any("_utils/fetch" in each.file for each in worker):

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
-from lockstep.core.distributed.collectives import summed_by_backend
+from lockstep.core.distributed.collectives import all_reduce_async
 from lockstep.core.host.activity import waiting_in
 from lockstep.core.modules.dtensors import parameter_views
 from lockstep.core.numerics.precision import Precision
@@ -130,7 +130,7 @@ class DataParallel(Replicated):
         buffer = bucket.buffer()
         if self.is_ghost:
             buffer.zero_()
-        return summed_by_backend(buffer)
+        return all_reduce_async(buffer)
 
 
 def _comm_hook(strategy: weakref.ref[DataParallel], bucket: dist.GradBucket) -> Future:

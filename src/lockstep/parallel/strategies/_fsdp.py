@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
-from lockstep.core.distributed.collectives import add_by_backend, raise_on_all_ranks
+from lockstep.core.distributed.collectives import all_reduce_each, raise_on_all_ranks
 from lockstep.core.distributed.process_group import world_group
 from lockstep.core.host.malloc import return_large_tensors
 from lockstep.core.modules.buffers import BufferUpdates
@@ -152,7 +152,7 @@ class FullyShardedDataParallel(Sharded):
                 raise ModelError(f"{name} took no part in the loss of a step: leave it out of the model, or freeze it")
             self.local[name].grad = None if gradient is None else local_tensor(gradient)
         if not self.exact and self.across.size() > 1:
-            add_by_backend(gradients(list(self.local.values())), self.across)
+            all_reduce_each(gradients(list(self.local.values())), self.across)
         for parameter in self.parameters.values():
             parameter.grad = None
 

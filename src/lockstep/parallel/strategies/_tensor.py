@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.base.errors import LaunchError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
-from lockstep.core.distributed.collectives import add_by_backend, raise_on_all_ranks
+from lockstep.core.distributed.collectives import all_reduce_each, raise_on_all_ranks
 from lockstep.core.modules.buffers import BufferUpdates, copied_buffers
 from lockstep.core.modules.dtensors import LocalParameters, local_tensor
 from lockstep.core.numerics.precision import Precision
@@ -116,7 +116,7 @@ class TensorParallel(Sharded):
         for parameter, total in self.accumulation.totals(all_reduce):
             self.local_of[parameter].grad = total
         if self.within.size() > 1:
-            add_by_backend(gradients(self.summed), self.within)
+            all_reduce_each(gradients(self.summed), self.within)
         self.passes.buffers.end_step()
         # Every rank of a replica has the losses of its shards; they are counted on the first.
         own = zip(micro_batches, losses, strict=True) if self.within.rank() == 0 else ()

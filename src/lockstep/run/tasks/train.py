@@ -280,7 +280,7 @@ class TrainTask(WatchedTask):
             is_main=self.world.is_main,
             deadline=Deadline(recipe.train.max_minutes, self.began),
             interrupted=self.signals.requested,
-            stopping=self.signals.accepted,
+            stopping=self.signals.cancel_timer,
         )
 
     def saving(self, parts: Components) -> Saving:

@@ -1,4 +1,4 @@
-"""One start of this machine's processes, through PyTorch's elastic agent, to their end."""
+"""One round of this node's worker group, through PyTorch's elastic agent."""
 
 import inspect
 import os
@@ -24,21 +24,21 @@ from lockstep.launch.elastic.rendezvous import STORE_TIMEOUT
 
 SIGNALS = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)]
 EXIT_BARRIER_SECONDS = 1
-"""The agents need not wait for each other's end: the meeting does."""
+"""The agents need not wait for each other's exit: the leader waits for all outcomes."""
 HAS_GRACE = "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters
-"""Before torch 2.13 processes always have 30 s to end."""
+"""Before torch 2.13 workers always have 30 s to exit."""
 
 
-class RoundEnded(Exception):  # noqa: N818 (no error: node 0 has ended the attempt)
-    """This attempt is to be ended; `kindly`: by a signal after which the processes save."""
+class RoundEnded(Exception):  # noqa: N818 (no error: the leader has ended the round)
+    """The round is to be ended; if `is_graceful`, by a signal after which workers save a checkpoint."""
 
-    def __init__(self, why: str, *, kindly: bool) -> None:
-        super().__init__(why)
-        self.kindly = kindly
+    def __init__(self, reason: str, *, is_graceful: bool) -> None:
+        super().__init__(reason)
+        self.is_graceful = is_graceful
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessStart:
+class WorkerGroupStart:
     argv: tuple[str, ...]
     processes: int
     logs: Path
@@ -46,75 +46,70 @@ class ProcessStart:
 
 
 class Rendezvous(RendezvousHandler):
-    """Tells the agent what the meeting has agreed on; ends it when an attempt is over."""
+    """Gives the agent the members that the leader has published; ends it when the round is over."""
 
-    def __init__(self, meeting: Membership, is_over: Callable[[], RoundEnded | None]) -> None:
-        self.meeting, self.is_over = meeting, is_over
-        self._others = set(psutil.Process().children())
+    def __init__(self, membership: Membership, round_end: Callable[[], RoundEnded | None]) -> None:
+        self.membership, self.round_end = membership, round_end
+        self._other_children = set(psutil.Process().children())
 
     def get_backend(self) -> str:
         return "lockstep"
 
     @property
     def use_agent_store(self) -> bool:
-        """The processes use the store that the agents use: it outlives rank 0."""
+        """Workers use the agents' store, which outlives rank 0."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Who takes part, as node 0 has said."""
-        host, word = self.meeting.endpoint.host, self.meeting.word
-        store = TCPStore(host, word.plan["port"], timeout=STORE_TIMEOUT)
+        host, state = self.membership.endpoint.host, self.membership.round
+        store = TCPStore(host, state.plan["port"], timeout=STORE_TIMEOUT)
         return RendezvousInfo(
             store=PrefixStore("agents", store),
-            rank=list(word.members).index(self.meeting.index),
-            world_size=len(word.members),
-            bootstrap_store_info=RendezvousStoreInfo(master_addr=host, master_port=word.plan["port"]),
+            rank=list(state.members).index(self.membership.index),
+            world_size=len(state.members),
+            bootstrap_store_info=RendezvousStoreInfo(master_addr=host, master_port=state.plan["port"]),
         )
 
     def num_nodes_waiting(self) -> int:
-        """The agent asks this while its processes run. Raises Over."""
-        if over := self.is_over():
-            if not over.kindly:
-                end_all_but(self._others)  # or the agent would ask them to end, and wait
-            raise over
+        """Polled by the agent while its workers run. Raises RoundEnded."""
+        if end := self.round_end():
+            if not end.is_graceful:
+                kill_children(self._other_children)  # or the agent would send SIGTERM, and wait
+            raise end
         return 0
 
     def is_closed(self) -> bool:
-        """Never: it has one round."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do."""
+        """Nothing to do: it has one round."""
 
     def get_run_id(self) -> str:
-        """Its name, in logs and in TORCHELASTIC_RUN_ID."""
+        """The run's name in logs and in TORCHELASTIC_RUN_ID."""
         return "lockstep"
 
     def shutdown(self) -> bool:
-        """Nothing to do: the next attempt has a store of its own."""
+        """Nothing to do: the next round has a store of its own."""
         return True
 
 
-def attempt(start: ProcessStart, meeting: Membership, is_over: Callable[[], RoundEnded | None]) -> Failure | None:
-    """Start the processes and wait for their end -> the first that failed, if any.
+def run_round(
+    start: WorkerGroupStart, membership: Membership, round_end: Callable[[], RoundEnded | None]
+) -> Failure | None:
+    """Start the workers and wait for their exit -> the first failure, if any.
 
-    Raises Over, and SignalException when this process got a signal; both once all processes have ended.
+    Raises RoundEnded, and SignalException when this process received a signal; both once all workers have exited.
     """
     spec = WorkerSpec(
         role="default",
         local_world_size=start.processes,
         entrypoint=start.argv[0],
         args=start.argv[1:],
-        rdzv_handler=Rendezvous(meeting, is_over),
-        max_restarts=0,  # the agent would start again after any error, and never on fewer processes
+        rdzv_handler=Rendezvous(membership, round_end),
+        max_restarts=0,  # the agent would restart after any error, and never on fewer processes
     )
     grace: dict[str, Any] = {"shutdown_timeout": start.grace_seconds} if HAS_GRACE else {}
-    agent = Agent(
-        spec,
-        RankLogs(start.logs),
-        exit_barrier_timeout=EXIT_BARRIER_SECONDS,
-        **grace,
-    )
+    agent = Agent(spec, RankLogs(start.logs), exit_barrier_timeout=EXIT_BARRIER_SECONDS, **grace)
     kills_before = oom_kills()
     result = agent.run()
     if not result.is_failed():
@@ -123,7 +118,7 @@ def attempt(start: ProcessStart, meeting: Membership, is_over: Callable[[], Roun
 
 
 class Agent(LocalElasticAgent):
-    """PyTorch's, whose processes keep Ctrl-C back until they can answer it."""
+    """PyTorch's agent; workers start with SIGINT blocked, until they have a handler for it."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with ctrl_c.kept_back():
@@ -142,18 +137,18 @@ class RankLogs(LogsSpecs):
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Files for each local rank; an empty name leaves the terminal."""
+        """Log and error files of each local rank; an empty name leaves the terminal."""
         ranks = {local: int(env["RANK"]) for local, env in envs.items()}
         paths = {local: str(self.folder / f"rank-{rank}.log") if rank else "" for local, rank in ranks.items()}
         errors = {local: str(self.folder / f".error-{rank}.json") for local, rank in ranks.items()}
         for local, file in errors.items():
             envs[local]["TORCHELASTIC_ERROR_FILE"] = file
-        return LogsDest(paths, paths, {}, {}, errors)  # nothing to be followed: a thread that does so outlives a signal
+        return LogsDest(paths, paths, {}, {}, errors)  # no tee: its thread would outlive a signal
 
 
 @contextmanager
 def signals_raised() -> Iterator[None]:
-    """Have signals raise SignalException here, as the agent does while it runs."""
+    """Raise SignalException on signals, as the agent does while it runs."""
 
     def stop(number: int, _: object) -> NoReturn:
         raise SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
@@ -167,8 +162,8 @@ def signals_raised() -> Iterator[None]:
             signal.signal(getattr(signal, name), handler)
 
 
-def end_all_but(others: set[psutil.Process]) -> None:
-    """Kill the children of this process, but for these."""
-    for left in set(psutil.Process().children()) - others:
+def kill_children(keep: set[psutil.Process]) -> None:
+    """Kill the children of this process, except for `keep`."""
+    for child in set(psutil.Process().children()) - keep:
         with suppress(psutil.Error):
-            left.kill()
+            child.kill()

@@ -1,0 +1,26 @@
+"""Text files rendered from Jinja2 templates that lie beside the code."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+ROOT = Path(__file__).parents[1]
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(ROOT),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=select_autoescape(enabled_extensions=("html", "html.j2"), default=False),
+    )
+
+
+def render(name: str, **values: Any) -> str:
+    """Render the template at a path below src/lockstep, such as "launch/launchers/slurm.sh.j2"."""
+    return _environment().get_template(name).render(**values)
