@@ -23,7 +23,7 @@ PLACES = {
     ("models/_user.py", "metrics"): ("model.file", "while its metrics were made"),
     ("data/sources/_user.py", "build"): ("data.file", "while the data was opened"),
     ("data/augment.py", "augmented"): ("data.augment", "while its function was looked for"),
-    ("run/tasks/train.py", "watch"): ("observe.file", "while its observers were made"),
+    ("run/tasks/train.py", "subscribe_observers"): ("observe.file", "while its observers were made"),
 }
 """Where code of ours calls theirs: (file, function) -> the setting that names it, and what is done. An error below that
 has no line of the user's is theirs all the same: a file that cannot be read, layers that do not fit together."""

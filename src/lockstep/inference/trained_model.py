@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.base import plugins, storage, trust
-from lockstep.base.contracts import Tokenizer
+from lockstep.base.contracts import DataSpec, Tokenizer
 from lockstep.base.errors import ConfigError, LaunchError, ModelError
 from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.checkpoint import layout
@@ -25,6 +25,7 @@ from lockstep.launch.run_folder import is_run, locate, run_of
 from lockstep.run import build
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
+from lockstep.run.splits import open_splits
 
 FEW = (16, 1, 7)
 """Sizes of the batches that an export is compared on: several, as a graph may have been made for one."""
@@ -48,7 +49,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
     recipe, checkpoint = run_of(path, overrides)
     recipes.guard(recipe)
     export_writer.check(recipe.export)
-    data = build.open_data(recipe)
+    data = open_splits(recipe)
     model, facts = _model(recipe, checkpoint, data.train.spec)
 
     def batches() -> Iterator[Batch]:
@@ -56,7 +57,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
         if data.test.lengths is not None:  # those of like length together: less to compute
             rows = data.test.lengths.argsort(kind="stable").tolist()
         parts = (rows[start : start + BATCH] for start in range(0, len(rows), BATCH))
-        yield from build.test_batches(recipe, data, parts)
+        yield from data.test_batches(parts)
 
     def beside(folder: Path) -> None:
         """The tokenizer's files, the user's own code."""
@@ -66,7 +67,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
             shutil.copy(recipe.model.code, folder)
 
     target = (to or _own(recipe.folder / recipe.export.folder)).absolute()
-    samples = export_writer.ExportSamples(few=build.first_samples(recipe, data, FEW), all=batches)
+    samples = export_writer.ExportSamples(few=data.first_test_batches(FEW), all=batches)
     return export_writer.export(
         model, target, section=recipe.export, facts=facts, samples=samples, beside=beside
     ), target
@@ -151,7 +152,7 @@ def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -
     return partial(open_predictor, path, device=place, dtype=dtype)
 
 
-def _model(recipe: Recipe, checkpoint: Path, spec: build.DataSpec) -> tuple[Model, ExportFacts]:
+def _model(recipe: Recipe, checkpoint: Path, spec: DataSpec) -> tuple[Model, ExportFacts]:
     """The model as the checkpoint holds it, and what there is to tell of it."""
     model = build.build_model(recipe, spec)
     restore_model(model, checkpoint)

@@ -20,9 +20,8 @@ from lockstep.base.config import PluginSection
 from lockstep.base.errors import LockstepError
 from lockstep.base.events import Bus
 from lockstep.core.host.lifetime import end_family
-from lockstep.run import build
-from lockstep.run.build import Data
 from lockstep.run.recipe import Recipe
+from lockstep.run.splits import Splits, prepare_splits
 
 GRACE_SECONDS = 5
 """How long the processes of a trial get to end by themselves before they are killed."""
@@ -118,11 +117,11 @@ def memory_of(pid: int) -> int:
     return total
 
 
-def prepared(recipe: Recipe) -> Data:
+def prepared(recipe: Recipe) -> Splits:
     """Fetch and make what the data needs, once for all trials, with progress on the terminal."""
     bus = Bus()
     bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
     try:
-        return build.prepare(recipe, bus.publish)
+        return prepare_splits(recipe, bus.publish)
     finally:
         bus.close()

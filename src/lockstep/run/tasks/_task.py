@@ -16,8 +16,9 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.observe.diagnose.hang_watch import Limits, Watch
 from lockstep.run import build
-from lockstep.run.build import Components
+from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
+from lockstep.run.splits import prepare_splits
 
 
 class Task(Protocol):
@@ -49,7 +50,9 @@ class WatchedTask:
 
     def assemble(self) -> Components:
         """Prepare the data, one process per machine first, then build every part."""
-        local_main_first(lambda: build.prepare(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0)
+        local_main_first(
+            lambda: prepare_splits(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0
+        )
         return build.assemble(self.recipe, self.world, self.device)
 
     def warn(self, message: str) -> None:

@@ -19,7 +19,7 @@ from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.module_trace import Line, Trace
 from lockstep.data.dataset import spread_evenly
-from lockstep.run.build import Components
+from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.train import Hooks, TrainTask
 from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
@@ -41,8 +41,7 @@ class ProofHooks(Hooks):
         """Leave out all samples but those that were asked for."""
         train = spread_evenly(parts.data.train, self.request.train_samples)
         data = replace(parts.data, train=train, test=spread_evenly(parts.data.test, self.request.test_samples))
-        order = replace(parts.order, samples=len(train), lengths=train.lengths)
-        return replace(parts, data=data, order=order)
+        return replace(parts, data=data, order=data.order())
 
     def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
         """Leave a note of where the run goes on; write a trace, halt in a step."""

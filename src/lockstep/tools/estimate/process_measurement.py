@@ -26,8 +26,9 @@ from lockstep.parallel.module_profile import ModuleProfile, survey
 from lockstep.parallel.partition import Cuttable
 from lockstep.parallel.tensor_plan import splittable
 from lockstep.run import build
-from lockstep.run.build import Data
+from lockstep.run.evaluation_setup import requested_measures
 from lockstep.run.recipe import Recipe
+from lockstep.run.splits import Splits, open_splits
 from lockstep.tools.estimate.saved_tensors import kept_by_block
 from lockstep.training.state import TrainState
 from lockstep.training.step import step
@@ -53,12 +54,12 @@ class Measurement:
 
     def facts(self) -> Measurements:
         recipe, meter = self.recipe, Meter(self.device)
-        data = build.open_data(recipe)
-        build.measured(recipe, data.test.spec)
+        data = open_splits(recipe)
+        requested_measures(recipe, data.test.spec)
         before = meter.forget()
         model = build.build_model(recipe, data.train.spec).to(self.device)
         highest = meter.peak()
-        order = self.order(data)
+        order = data.order()
         state = self.placed(model, data, order)
         held = sum(t.nbytes for t in state_of(model, state))
         # Weights that were read from a file lie there until they are first written to: by the optimizer, in placed().
@@ -90,31 +91,21 @@ class Measurement:
             links=None,
         )
 
-    def order(self, data: Data) -> Order:
-        train = self.recipe.train
-        return Order(
-            seed=self.recipe.run.seed,
-            samples=len(data.train),
-            global_batch=train.global_batch,
-            micro_batch=train.micro_batch,
-            lengths=data.train.lengths,
-        )
-
-    def placed(self, model: Model, data: Data, order: Order) -> TrainState:
+    def placed(self, model: Model, data: Splits, order: Order) -> TrainState:
         """The model under the strategy of one process, whatever the config's own is."""
         alone = plugins.find("parallel.strategies", "single").Config(kind="single")
         recipe = self.recipe.model_copy(update={"parallel": alone})
-        sample = partial(build.first_batch, recipe, data, order=order, device=self.device)
+        sample = partial(data.first_training_batch, order, self.device)
         total = recipe.train.total_steps(order.steps_per_epoch)
         return build.distribute(recipe, model, sample, total_steps=total, device=self.device)
 
-    def micro_batches(self, data: Data, order: Order, state: TrainState, *, start: int) -> Iterator[list[MicroBatch]]:
+    def micro_batches(self, data: Splits, order: Order, state: TrainState, *, start: int) -> Iterator[list[MicroBatch]]:
         """Steps of the run from one on, for as long as they are asked for."""
         stop = start + MOST_STEPS + WARM_UP
         requests = TrainingRequests(order=order, owned=state.strategy.owned, start=start, stop=stop)
-        return build.loaded(self.recipe, data, requests, device=self.device).steps()
+        return data.training_loader(requests, self.device).steps()
 
-    def largest(self, data: Data, order: Order, state: TrainState) -> MicroBatch:
+    def largest(self, data: Splits, order: Order, state: TrainState) -> MicroBatch:
         """The micro-batch with the most numbers: samples times the longest of them."""
         width = {}
         for number in range(min(order.steps_per_epoch, LOOK_STEPS)):
@@ -125,7 +116,7 @@ class Measurement:
         found = next(iter(self.micro_batches(data, order, state, start=step)))
         return next(each for each in found if each.shard == shard)
 
-    def timed(self, state: TrainState, data: Data, order: Order) -> Seconds:
+    def timed(self, state: TrainState, data: Splits, order: Order) -> Seconds:
         """Steps as they come, in turn with fetching what they need; each figure is the median over steps."""
         passes, updates, fetches = list[float](), list[float](), list[float]()
         clock = Clock(state)

@@ -22,9 +22,9 @@ from lockstep.base.world import cores
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.data.sampler import EvaluationRequests
 from lockstep.parallel.strategy_config import StrategySection
-from lockstep.run import build
-from lockstep.run.build import Data
+from lockstep.run.evaluation_setup import requested_measures
 from lockstep.run.recipe import Recipe
+from lockstep.run.splits import Splits
 from lockstep.tools.prove import metric_differences, strategy_choice
 from lockstep.tools.prove.proof_request import ProofRequest, test_samples, train_samples
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
@@ -45,7 +45,7 @@ class Proof:
     recipe: Recipe
     folder: Path
     steps: int
-    data: Data
+    data: Splits
     say: Callable[[str], None]
     done: dict[int, ProofRun] = field(default_factory=dict)
     equal: dict[str, ProofRun] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class Proof:
         if not self.equal:
             cause = f"the weights of {', '.join(self.unequal)} differ, and so what is measured of them"
             return ProofRow(what=metric_differences.WHAT, how="", result="not shown", cause=cause)
-        measures = build.measured(self.recipe, self.data.test.spec)
+        measures = requested_measures(self.recipe, self.data.test.spec)
         again = partial(self.runs.run, "again-1", 1)
         return metric_differences.measured(self.recipe, self.on(1), self.equal, measures=measures, again=again)
 

@@ -20,7 +20,7 @@ from lockstep.core.host.lifetime import end_with_parent
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.data.dataset import selected
 from lockstep.run import build
-from lockstep.run.build import Components
+from lockstep.run.components import Components
 from lockstep.tools.tune.available_memory import be_the_first_to_go, peak_bytes
 from lockstep.tools.tune.loss_curve import Smoothing, has_diverged
 from lockstep.tools.tune.trial_request import TrialRequest
@@ -113,9 +113,8 @@ def longest(parts: Components) -> Components:
     if parts.data.train.lengths is None:
         return parts
     rows = np.argsort(parts.data.train.lengths, kind="stable")[-parts.order.global_batch :]
-    train = selected(parts.data.train, rows)
-    order = replace(parts.order, samples=len(train), lengths=train.lengths)
-    return replace(parts, data=replace(parts.data, train=train), order=order, total_steps=1)
+    data = replace(parts.data, train=selected(parts.data.train, rows))
+    return replace(parts, data=data, order=data.order(), total_steps=1)
 
 
 def settled(parts: Components) -> None:
