@@ -1,4 +1,4 @@
-"""Text that somebody else has written, on a terminal or in a log: shown, never obeyed."""
+"""Show text from untrusted sources on a terminal or in a log without sending its control characters."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,15 +9,15 @@ from rich.segment import Segment
 from lockstep.base.errors import printable
 
 
-def named(text: object) -> str:
-    """A name that somebody else has given (of a file, a label, a metric), in one line."""
+def escape_name(text: object) -> str:
+    """A name (of a file, a label, a metric) on one line, its control characters escaped."""
     return printable(str(text)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 class EscapingConsole(Console):
-    """A console that shows control characters instead of sending them to the terminal, whoever wrote them."""
+    """A rich console that escapes the control characters in everything it prints."""
 
     def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
-        """As rich does it, but for the text."""
+        """Render as rich does, with text escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)

@@ -177,7 +177,7 @@ class Writer:
     def _with_room(self, reasons: str) -> str:
         """With the free space, where the folder is still there."""
         try:
-            return f"{reasons}; {storage.room(self.root)}"
+            return f"{reasons}; {storage.free_space(self.root)}"
         except OSError:
             return reasons
 

@@ -1,12 +1,12 @@
 """`lockstep data`."""
 
-from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, honest, settled
+from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted, reports_errors
 
 
-@honest
+@reports_errors
 def command(path: ConfigFile, overrides: Overrides = None, trust_code: TrustCode = False) -> None:
-    """Fetch and prepare data, tokens and the pretrained model, without training; goes on where it was stopped."""
-    recipe = settled(path, overrides, trusts=trust_code)
+    """Download and prepare data, tokens and the pretrained model without training; resumes where it was stopped."""
+    recipe = load_trusted(path, overrides, trusts=trust_code)
     from lockstep.base import plugins
     from lockstep.base.events import Bus
     from lockstep.run.build import build_model

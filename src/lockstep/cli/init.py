@@ -9,14 +9,14 @@ from rich.table import Table
 
 from lockstep.base import config, plugins, storage
 from lockstep.base.errors import ConfigError
-from lockstep.cli._common import console, honest
+from lockstep.cli._common import console, reports_errors
 
 
-@honest
+@reports_errors
 def command(
     task: Annotated[str, typer.Argument(help="What to train; one of --list.")] = "digits",
     to: Annotated[Path | None, typer.Option(help="File to write; default: TASK.yaml.")] = None,
-    lists: Annotated[bool, typer.Option("--list", help="Show what there is to start from, and write nothing.")] = False,
+    lists: Annotated[bool, typer.Option("--list", help="List the tasks, and write nothing.")] = False,
 ) -> None:
     """Write a commented config to start from; for `user` also a Python file with data and a model, beside it."""
     if lists:

@@ -22,8 +22,7 @@ from lockstep.inference.export import export_reader, export_writer, space
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.predictor import DTypeName, Predictor, predictor
 from lockstep.launch.run_folder import is_run, locate, run_of
-from lockstep.run import build
-from lockstep.run import recipe as recipes
+from lockstep.run import build, recipe_trust
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import open_splits
 
@@ -37,17 +36,17 @@ def settle_trust(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -
     """Whether the user says that the code of an export, a run or a checkpoint may be executed, whatever it is; False
     where all of it is known. Raises UserError, above all UntrustedCode."""
     if export_reader.is_export(path):
-        return trust.settle(export_reader.code_of(path, telling.read(path)), trusts=trusts, of=path)
+        return trust.authorize(export_reader.code_of(path, telling.read(path)), trusts=trusts, folder=path)
     if not is_run(path):
         return False
     recipe, root, _ = locate(path, overrides)
-    return trust.settle(recipes.code_of(recipe), trusts=trusts, of=root.parent)
+    return trust.authorize(recipe_trust.executable_code(recipe), trusts=trusts, folder=root.parent)
 
 
 def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[ExportFacts, Path]:
     """Write the model of a run or checkpoint for others to load -> its facts, and where. Raises UserError."""
     recipe, checkpoint = run_of(path, overrides)
-    recipes.guard(recipe)
+    recipe_trust.require_known_code(recipe)
     export_writer.check(recipe.export)
     data = open_splits(recipe)
     model, facts = _model(recipe, checkpoint, data.train.spec)
@@ -98,7 +97,7 @@ def open_predictor(path: Path, *, device: torch.device | None = None, dtype: DTy
         facts, forward, tokenizer = _read(folder)
         return predictor(facts, forward, tokenizer, device=device, dtype=dtype)
     recipe, checkpoint = run_of(folder)
-    recipes.guard(recipe)
+    recipe_trust.require_known_code(recipe)
     model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
     takes_tokens = recipe.model.TAKES_TOKENS and facts.modality == "text"
     tokenizer = plugins.implementation("models", recipe.model.kind).tokenizer(recipe.model) if takes_tokens else None

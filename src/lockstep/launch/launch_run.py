@@ -102,7 +102,7 @@ def take_part(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, place: 
     Raises UserError, PeerLost.
     """
     with Membership(place.endpoint, place.node_rank, recipe.launch) as meeting:
-        named = recipes.named(recipe, path)
+        named = recipes.with_run_name(recipe, path)
         assert named.run.name is not None
         run = named.run.model_copy(update={"name": meeting.agreed(named.run.name)})
         recipe = named.model_copy(update={"run": run})

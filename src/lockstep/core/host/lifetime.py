@@ -34,12 +34,12 @@ def begin(argv: Sequence[str]) -> None:
     that one, and leaves it to it to answer Ctrl-C."""
     os.environ.pop("PYTHONSAFEPATH", None)  # of the command that has started it, and not of what the user's code starts
     if LAUNCHER in argv:
-        ctrl_c.ends_in_silence(Interrupted.exit_code)
+        ctrl_c.exit_silently(Interrupted.exit_code)
         end_with_parent("SIGKILL", int(argv[argv.index(LAUNCHER) + 1]))
     elif "RANK" in os.environ:
-        ctrl_c.ends_in_silence(Interrupted.exit_code)
+        ctrl_c.exit_silently(Interrupted.exit_code)
     else:
-        ctrl_c.ends_at_once()
+        ctrl_c.exit_at_once()
 
 
 def end_family(parent: "subprocess.Popen[bytes]", *, grace_seconds: float) -> None:

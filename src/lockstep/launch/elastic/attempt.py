@@ -126,7 +126,7 @@ class Agent(LocalElasticAgent):
     """PyTorch's, whose processes keep Ctrl-C back until they can answer it."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with ctrl_c.kept_back():
+        with ctrl_c.blocked():
             return super()._start_workers(worker_group)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lockstep.base.errors import Desync, HangDetected, Interrupted, NonFiniteLoss, PeerLost, UserError
-from lockstep.base.user_code import MARK, alike
+from lockstep.base.user_code import MARK, signature
 
 TAIL_LINES = 20
 VERDICT = "verdict.json"
@@ -101,7 +101,7 @@ def _time(failure: ProcessFailure) -> float:
 def _alike(failure: ProcessFailure) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError):
         said = json.loads(Path(failure.error_file).read_text(encoding="utf-8"))["message"]
-        return alike(said["message"], said["extraInfo"]["py_callstack"])
+        return signature(said["message"], said["extraInfo"]["py_callstack"])
     return ""
 
 

@@ -105,7 +105,7 @@ class Ranks:
         variables = {**plan.environment, **_variables(plan.processes, port)}  # OpenMP's are read at the very beginning
         before = set(multiprocessing.active_children())
         try:
-            with environment(variables), script_unread(), ctrl_c.kept_back():
+            with environment(variables), script_unread(), ctrl_c.blocked():
                 context = start_processes(run, (start,), nprocs=plan.processes, join=False)
         except OSError as error:
             for process in set(multiprocessing.active_children()) - before:

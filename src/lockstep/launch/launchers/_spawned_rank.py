@@ -33,7 +33,7 @@ class RankStart:
 
 def run(rank: int, start: RankStart) -> None:
     """Be that rank, to the end."""
-    ctrl_c.ends_in_silence(Interrupted.exit_code)
+    ctrl_c.exit_silently(Interrupted.exit_code)
     signal.signal(signal.SIGTERM, _leave)  # as long as there is nothing to save; the worker takes over
     if os.getppid() != start.parent:  # it went before it could be noticed that it goes
         os._exit(PeerLost.exit_code)

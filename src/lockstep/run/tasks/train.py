@@ -80,7 +80,7 @@ class TrainTask(WatchedTask):
     ) -> None:
         super().__init__(recipe, world, signals, began=began)
         self.hooks, self.first_step = hooks or Hooks(), FirstStepTimer()
-        self.numeric = recipes.numeric(recipe, self.facts, processes=world.size)
+        self.numeric = recipes.numeric_recipe(recipe, self.facts, processes=world.size)
         self.last_evaluation: Evaluation | None = None
         self.lock = FileLock(recipe.folder / ".lock", timeout=0)
         self.checkpoints = recipe.folder / "checkpoints"
