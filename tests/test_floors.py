@@ -29,7 +29,7 @@ FLOORS = [
     ["inference.predictor"],
     ["inference.serving"],
     ["run.recipe"],
-    ["run.splits", "run.evaluation_setup"],
+    ["run.splits", "run.recipe_trust"],
     ["run.components", "launch.run_folder"],
     ["run.build", "run.user_code_checks"],
     ["inference.trained_model"],

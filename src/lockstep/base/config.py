@@ -142,7 +142,10 @@ def parse(
 ) -> Root:
     """Like `load`, for YAML in memory; `file` names it in messages."""
     locations = KeyLocations(file)
-    raw = _read(text, locations)
+    raw = read(text, locations)
+    raw = {} if raw is None else raw
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: a config is made of sections such as `train:`, not of {short(raw)}")
     for override in overrides:
         _override(raw, override, locations)
     raw = {name: section for name, section in raw.items() if section is not None}
@@ -161,15 +164,6 @@ def parse(
 def dump(section: Section) -> str:
     """Write a section as YAML that `load` reads back to an equal one."""
     return yaml.dump(section.model_dump(mode="json"), Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
-
-
-def _read(text: str, locations: KeyLocations) -> dict[str, Any]:
-    raw = read(text, locations)
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{locations.file}: a config is made of sections such as `train:`, not of {short(raw)}")
-    return raw
 
 
 def _override(raw: dict[str, Any], override: str, locations: KeyLocations) -> None:
@@ -269,11 +263,8 @@ def _child(section: type[Section], name: str, raw: Any) -> type[Section] | None:
                 return annotation.config(raw)
             except ConfigError:
                 return None
-    return _inner(field.annotation)
-
-
-def _inner(annotation: Any) -> type[Section] | None:
-    choices = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    is_union = get_origin(field.annotation) in (Union, types.UnionType)
+    choices = get_args(field.annotation) if is_union else (field.annotation,)
     return next((c for c in choices if isinstance(c, type) and issubclass(c, Section)), None)
 
 

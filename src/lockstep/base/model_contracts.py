@@ -119,11 +119,7 @@ class BufferNotes(Protocol):
 
 
 class Strategy(Protocol):
-    """How a model is spread over processes.
-
-    `parallel/strategies/NAME.py` defines `Config`; `_NAME.py` defines
-    `build(config, *, randomness, precision, exact) -> Strategy`.
-    """
+    """How a model is spread over processes; `parallel/strategies/_NAME.py` defines `build` (docs/architecture.md)."""
 
     copies: tuple[int, ...]
     """The ranks that hold the same weights as this one, including itself; set by `place`."""
@@ -141,9 +137,7 @@ class Strategy(Protocol):
 
     def owned(self, shards: int, present: frozenset[int]) -> Sequence[int | None]:
         """The shards that this rank runs in a step whose non-empty shards, out of 0..shards-1, are `present`.
-
-        Never empty: None stands for a ghost, which only joins the collectives (see MicroBatch.ghost).
-        """
+        Never empty: None stands for a ghost (see MicroBatch.ghost)."""
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
         """Run this rank's micro-batches of a step, at least one. On return gradients and loss are sums over the step's
@@ -156,10 +150,8 @@ class Strategy(Protocol):
         """Return the global gradient norm, 0-dim, and scale gradients down to max_norm; None only measures."""
 
     def state(self) -> dict[str, Tensor]:
-        """The weights and buffers of this rank, by their names in the model before `place`.
-
-        They are the live tensors, to be read or written in place; a shard of a tensor is a DTensor.
-        """
+        """The live weights and buffers of this rank, by their names in the model before `place`; a shard of a tensor
+        is a DTensor."""
 
     def sharded(self, name: str, part: Tensor) -> Tensor:
         """Wrap a tensor that belongs to the placed module's parameter `name`, such as its moving average, as the shard

@@ -4,6 +4,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import sys
+from functools import cached_property
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -67,7 +68,7 @@ def load_file(path: Path, setting: str) -> ModuleType:
         raise ConfigError(f"{setting}: there is no file {path}; a relative path counts from the folder you are in")
     name = f"lockstep_user_{path.stem}"
     loader = UserCode(name, str(path))
-    code = hashlib.sha256(loader.source()).hexdigest()
+    code = hashlib.sha256(loader.source).hexdigest()
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path) and vars(known).get(CODE) == code:
         return known
@@ -88,16 +89,14 @@ def load_file(path: Path, setting: str) -> ModuleType:
 class UserCode(importlib.machinery.SourceFileLoader):
     """Executes exactly the bytes that were checked, and no .pyc that somebody may have put beside the source."""
 
+    @cached_property
     def source(self) -> bytes:
-        """The source, read only once."""
-        if not hasattr(self, "_source"):
-            self._source = Path(self.path).read_bytes()
-        return self._source
+        return Path(self.path).read_bytes()
 
     def get_code(self, fullname: str) -> CodeType:
         """Check and compile the source. Raises UntrustedCode."""
-        trust.admit(Path(self.path), self.source())
-        return self.source_to_code(self.source(), self.path)
+        trust.admit(Path(self.path), self.source)
+        return self.source_to_code(self.source, self.path)
 
 
 class UserExtension(importlib.machinery.ExtensionFileLoader):

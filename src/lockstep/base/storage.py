@@ -53,21 +53,21 @@ def read_json(path: Path) -> Any:
 
 def regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading. Raises OSError for any other kind of file."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return open(handle, "rb")
+    return open(_open_regular(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)), "rb")
 
 
 def append(path: Path) -> TextIO:
     """Open a regular file for appending. Raises OSError for other kinds of files and for links."""
-    extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | extra, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    return open(_open_regular(path, flags), "a", encoding="utf-8", buffering=1)
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return open(handle, "a", encoding="utf-8", buffering=1)
+    return handle
 
 
 def free_space(folder: Path) -> str:

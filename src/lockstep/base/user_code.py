@@ -102,7 +102,8 @@ def format_traceback(error: BaseException) -> str:
     if len(lines) > MOST_LINES:
         half = MOST_LINES // 2
         lines = [*lines[:half], f"... {len(lines) - MOST_LINES} lines are left out ...", *lines[-half:]]
-    return "\n".join(MARK + _short(line) for line in lines)
+    lines = [line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]}..." for line in lines]
+    return "\n".join(MARK + line for line in lines)
 
 
 @contextmanager
@@ -123,10 +124,6 @@ def signature(message: str, traceback_text: str) -> str:
     user_calls = [call for call in calls if Frame(call[0], call[2]).is_users]
     lines = [f"{file}:{number}" for file, number, _ in user_calls or calls]
     return "\n".join([kind, message if hasattr(errors, kind) else "", *STEP.findall(traceback_text), *lines])
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]}..."
 
 
 def _with_causes(error: traceback.TracebackException) -> Iterator[traceback.TracebackException]:

@@ -28,7 +28,8 @@ def command(
     code = target.with_suffix(".py")
     template = recipes.template(task)
     text = config.explain(recipes.starter(task, code))
-    written = {target: f"# {_try(target)}\n\n{text}"}
+    train = f"lockstep train {target}"
+    written = {target: f"# {train}\n\n{text}"}
     if template is not None:
         if code == target:
             raise ConfigError(f"{target} would be the Python file as well: name a YAML file with --to")
@@ -40,7 +41,7 @@ def command(
         except OSError as error:
             raise ConfigError(f"cannot write {file}: {error.strerror}; name another file with --to") from None
     names = " and ".join(str(file) for file in reversed(written))
-    console.print(f"wrote {names}; next: {_try(target)}", soft_wrap=True)
+    console.print(f"wrote {names}; next: {train}", soft_wrap=True)
 
 
 def _refuse_to_overwrite(folder: Path, wanted: Iterable[Path]) -> None:
@@ -59,7 +60,3 @@ def _show_tasks() -> None:
         section = recipes.starter(name)
         table.add_row(name, (type(section.data).__doc__ or "").splitlines()[0], section.model.kind)
     console.print(table)
-
-
-def _try(target: Path) -> str:
-    return f"lockstep train {target}"

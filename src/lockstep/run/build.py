@@ -14,8 +14,7 @@ from lockstep.core.modules.deferred_init import deferred
 from lockstep.core.numerics.batchnorm import synchronise
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
-from lockstep.run.components import Components
-from lockstep.run.evaluation_setup import requested_measures
+from lockstep.run.components import Components, requested_measures
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import open_splits
 from lockstep.training import optim

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lockstep.base import plugins
 from lockstep.base.config import MANY
+from lockstep.base.contracts import DataSpec, Source
 from lockstep.base.errors import ConfigError
 from lockstep.base.model_contracts import MicroBatch, Model, Strategy
 from lockstep.base.world import World
@@ -15,13 +17,15 @@ from lockstep.core.distributed.collectives import all_gather_object, raise_on_al
 from lockstep.core.modules.dtensors import is_spread
 from lockstep.core.numerics.batchnorm import check_synchronised, has_batchnorm
 from lockstep.core.numerics.digest import digest, digest_of, world_lines
+from lockstep.data.bad_samples import Faults
+from lockstep.data.loader import Loader
 from lockstep.data.order import Order
-from lockstep.data.sampler import TrainingRequests
-from lockstep.run.evaluation_setup import evaluate_source, evaluation_requests, requested_measures
+from lockstep.data.sampler import EvaluationRequests, TrainingRequests
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import Splits
-from lockstep.training.evaluation import Evaluation, Subject, trial_evaluation
+from lockstep.training.evaluation import Evaluation, Predictions, Subject, evaluate, trial_evaluation
 from lockstep.training.findings import Finding
+from lockstep.training.metrics.declared_metrics import Measure, measures
 from lockstep.training.metrics.requested_metrics import check, is_asked
 from lockstep.training.model_checks import FirstSteps
 from lockstep.training.state import TrainState
@@ -178,3 +182,40 @@ class Components:
             return digest_of(world_lines(state, process_group.world_group()))
         is_whole = len(self.strategy.copies) == self.world.size and not any(map(is_spread, state.values()))
         return digest(state) if is_whole else None
+
+
+def evaluate_source(
+    recipe: Recipe,
+    subject: Subject,
+    source: Source,
+    *,
+    world: World,
+    pad_id: int,
+    faults: Faults,
+    predictions: Predictions | None = None,
+) -> Evaluation:
+    """Measure a model on every sample of a source once, except unreadable ones that may be skipped."""
+    requests = evaluation_requests(recipe, source, world)
+    seed, device = recipe.run.seed, subject.device
+    batches = Loader(source, requests, faults=faults, seed=seed, pad_id=pad_id, workers=0, device=device)
+    result = evaluate(subject, batches, total=requests.total, predictions=predictions)
+    assert faults.skips or result.samples == len(source), (result.samples, len(source))
+    return result
+
+
+def evaluation_requests(recipe: Recipe, source: Source, world: World) -> EvaluationRequests:
+    """The micro-batches of a source that this rank evaluates."""
+    return EvaluationRequests(
+        samples=len(source),
+        lengths=source.lengths,
+        micro_batch=recipe.evaluate.micro_batch or recipe.train.micro_batch,
+        rank=world.rank,
+        world_size=world.size,
+    )
+
+
+def requested_measures(recipe: Recipe, spec: DataSpec) -> dict[str, Measure]:
+    """The metrics of an evaluation by name, including those of the user's code. Raises ModelError."""
+    own = plugins.hook("models", recipe.model.kind, "metrics")
+    known = measures(spec, own(recipe.model, spec) if own else {})
+    return {name: measure for name, measure in known.items() if is_asked(name, recipe.evaluate.metrics)}

@@ -13,7 +13,6 @@ PATIENCE_SECONDS = 5.0
 POLL_SECONDS = 0.05
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor")
 """In the command lines of processes that exit with this one by themselves."""
-MOST_NAMED = 5
 
 
 def end_leftovers(seconds: float) -> list[str]:
@@ -32,7 +31,7 @@ def end_leftovers(seconds: float) -> list[str]:
         process.kill()
     psutil.wait_procs(left, timeout=1)
     names += [f"thread {escape_name(thread.name)}" for thread in _threads()]
-    return [*names[:MOST_NAMED], *([f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else [])]
+    return names
 
 
 def has_threads() -> bool:

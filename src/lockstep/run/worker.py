@@ -19,15 +19,14 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lockstep.base import closed_output, plugins, trust, user_code
-from lockstep.base.errors import LockstepError, PeerLost, printable
+from lockstep.base.errors import LockstepError, PeerLost, few, printable
 from lockstep.base.world import World
 from lockstep.checkpoint.writer import THREAD
 from lockstep.core.distributed import process_group
@@ -71,14 +70,15 @@ def main(argv: list[str]) -> int:
             recipe = recipes.with_run_name(recipes.load(options.config, options.overrides), options.config)
             authorize(recipe, options)
             kind = plugins.find(TASKS, options.task)
-            with _group(world) if kind.NEEDS_GROUP else nullcontext():
-                recipe = broadcast_object(recipe) if kind.NEEDS_GROUP else recipe
+            with ExitStack() as stack:
+                if kind.NEEDS_GROUP:
+                    stack.enter_context(process_group.opened(world, process_group.device_of(world)))
+                    stack.enter_context(reported_once(sys.stderr))  # an error that all ranks share
+                    recipe = broadcast_object(recipe)
                 task = kind.build(recipe, world, signals, request=options.request, began=options.began)
-                try:
-                    with task.watching():
-                        task.run(options.resume, allow_drift=options.allow_drift)
-                finally:
-                    task.close()
+                stack.enter_context(closing(task))
+                stack.enter_context(task.watching())
+                task.run(options.resume, allow_drift=options.allow_drift)
         except LockstepError as error:
             if not error.is_shared or error.rank == world.rank:
                 get_error_handler().record_exception(error)
@@ -95,13 +95,6 @@ def main(argv: list[str]) -> int:
                 traceback.print_exc()
             return 1
     return 0
-
-
-@contextmanager
-def _group(world: World) -> Iterator[None]:
-    """Open the process group; an error shared by all ranks is reported once."""
-    with process_group.opened(world, process_group.device_of(world)), reported_once(sys.stderr):
-        yield
 
 
 def authorize(recipe: recipes.Recipe, options: argparse.Namespace) -> None:
@@ -143,7 +136,7 @@ def leave(code: int) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     is_saving = any(thread.name == THREAD for thread in threading.enumerate())
     if left := leftovers.end_leftovers(0.0 if code or is_saving else leftovers.PATIENCE_SECONDS):
-        sys.stderr.write(f"ended, since your code has started and not ended it: {', '.join(left)}\n")
+        sys.stderr.write(f"ended, since your code has started and not ended it: {few(left, 5)}\n")
     if is_saving or leftovers.has_threads():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -29,10 +29,7 @@ class Task(Protocol):
     """
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
-        """Run the task.
-
-        `resume` is "auto", "never" or the folder of a checkpoint; `allow_drift` resumes even if the recipe has changed.
-        """
+        """Run from `resume` ("auto", "never" or a checkpoint), with `allow_drift` even if the recipe has changed."""
 
     def watching(self) -> AbstractContextManager[object]:
         """Watch for hangs inside."""

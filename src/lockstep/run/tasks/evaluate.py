@@ -24,7 +24,7 @@ from lockstep.inference.evaluate.evaluated_model import Opened, of_export, of_ru
 from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export.export_facts import Calibration
-from lockstep.run.evaluation_setup import evaluate_source
+from lockstep.run.components import evaluate_source
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.evaluation import Evaluation, Predictions, Subject

@@ -26,7 +26,7 @@ from lockstep.parallel.module_profile import ModuleProfile, survey
 from lockstep.parallel.partition import Cuttable
 from lockstep.parallel.tensor_plan import splittable
 from lockstep.run import build
-from lockstep.run.evaluation_setup import requested_measures
+from lockstep.run.components import requested_measures
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import Splits, open_splits
 from lockstep.tools.estimate.saved_tensors import kept_by_block

@@ -22,7 +22,7 @@ from lockstep.base.world import cores
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.data.sampler import EvaluationRequests
 from lockstep.parallel.strategy_config import StrategySection
-from lockstep.run.evaluation_setup import requested_measures
+from lockstep.run.components import requested_measures
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import Splits
 from lockstep.tools.prove import metric_differences, strategy_choice
