@@ -78,19 +78,14 @@ def distribute(
     module = strategy.place(model.train(), sample)
     optimizer = optim.build(recipe.optim, module)
     initialise(module, optimizer)
+    sizes = {"total_steps": total_steps, "global_batch": recipe.train.global_batch}
     return TrainState(
         strategy=strategy,
         module=module,
         optimizer=optimizer,
         precision=precision,
-        rate=partial(_learning_rate, recipe, total_steps),
+        rate=lambda step: optim.learning_rate(recipe.optim, recipe.schedule, step=step, **sizes),
         randomness=randomness,
         term_counts=model.term_counts,
         ema=MovingAverage(module, recipe.train.ema) if recipe.train.ema else None,
-    )
-
-
-def _learning_rate(recipe: Recipe, total_steps: int, step: int) -> float:
-    return optim.learning_rate(
-        recipe.optim, recipe.schedule, step=step, total_steps=total_steps, global_batch=recipe.train.global_batch
     )

@@ -1,7 +1,7 @@
 """The data of a run: its opened train and test split, and the batches loaded from them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
@@ -27,8 +27,8 @@ class Splits:
     recipe: Recipe
     train: Source
     test: Source
-    tokenizer: Tokenizer | None = None
-    faults: Mapping[str, Faults] = field(default_factory=lambda: {"train": Faults(), "test": Faults()})
+    tokenizer: Tokenizer | None
+    faults: Mapping[str, Faults]
     """Handling of unreadable samples, by split."""
 
     @property
@@ -48,23 +48,14 @@ class Splits:
 
     def training_loader(self, requests: Any, device: torch.device, *, workers: int | None = None) -> Loader:
         """Load the requested micro-batches of the train split; `workers` defaults to data.workers."""
-        workers = self.recipe.data.workers if workers is None else workers
-        return self._loader("train", requests, device, workers=workers)
+        faults, workers = self.faults["train"], self.recipe.data.workers if workers is None else workers
+        seed, pad_id = self.recipe.run.seed, self.pad_id
+        return Loader(self.train, requests, faults=faults, seed=seed, pad_id=pad_id, workers=workers, device=device)
 
     def test_loader(self, requests: Iterable[ShardRequest], device: torch.device) -> Loader:
         """Load the requested micro-batches of the test split in this process."""
-        return self._loader("test", requests, device, workers=0)
-
-    def _loader(self, split: str, requests: Any, device: torch.device, *, workers: int) -> Loader:
-        return Loader(
-            self.train if split == "train" else self.test,
-            requests,
-            faults=self.faults[split],
-            seed=self.recipe.run.seed,
-            pad_id=self.pad_id,
-            workers=workers,
-            device=device,
-        )
+        faults, seed = self.faults["test"], self.recipe.run.seed
+        return Loader(self.test, requests, faults=faults, seed=seed, pad_id=self.pad_id, workers=0, device=device)
 
     def first_training_batch(
         self, order: Order, device: torch.device, *, step: int = 0, workers: int | None = None
