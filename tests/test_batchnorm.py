@@ -70,7 +70,7 @@ def evaluate_on_rank(config):
     return {
         "values": parts.evaluate().values,
         "digest": digest(parts.strategy.state()),
-        "note": parts.leaves_the_promise,
+        "note": parts.world_size_dependence,
         "refused": refusal(parts, "cpu"),
         "refused_on_gpus": refusal(parts, "cuda"),
     }

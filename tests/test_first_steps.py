@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.core.modules.call_checksums import CallChecksums
 from lockstep.core.modules.hidden_state import Snapshot, changed
 from lockstep.core.numerics.checksum import checksum
-from lockstep.run.tasks.train import TrainTask
+from lockstep.run.user_code_checks import UserCodeChecks
 
 OWN = pathlib.Path(__file__).parent / "own"
 SHORT = {"train": {"epochs": None, "steps": 2}, "evaluate": {"every_epochs": None}}
@@ -160,11 +160,11 @@ def test_data_that_is_not_the_same_again_is_noticed(ranks, tmp_path):
 
 def without_a_look(config):
     """A run in which nobody looks at the user's code."""
-    TrainTask.noticing, before = (lambda job, parts, start: parts.steps(start)), TrainTask.noticing
+    UserCodeChecks.steps, before = (lambda checks, start: checks.parts.steps(start)), UserCodeChecks.steps
     try:
         return run_on_rank(config)
     finally:
-        TrainTask.noticing = before
+        UserCodeChecks.steps = before
 
 
 @pytest.mark.parametrize(

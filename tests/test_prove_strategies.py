@@ -16,8 +16,8 @@ from lockstep.base import plugins
 from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
-from lockstep.run import build
 from lockstep.run.recipe import Recipe
+from lockstep.run.splits import prepare_splits
 from lockstep.run.tasks.proof import ProofTask
 from lockstep.tools.prove.proof_request import ProofRequest
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
@@ -91,7 +91,7 @@ class WarmRuns(ProofRuns):
 def proof_of(ranks, folder, steps=4, **sections):
     recipe = Recipe.model_validate(config_in(folder, "a", **sections))
     said = []
-    data = build.prepare(recipe, lambda _: None)
+    data = prepare_splits(recipe, lambda _: None)
     proof = Proof(recipe=recipe, folder=folder / "proof", steps=steps, data=data, report=said.append)
     proof.runs = WarmRuns(**vars(proof.runs))
     proof.runs.ranks, proof.said = ranks, said

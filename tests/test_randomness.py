@@ -20,8 +20,8 @@ from lockstep.data.in_memory import Images
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
-from lockstep.run import build
 from lockstep.run import recipe as recipes
+from lockstep.run.splits import open_splits
 
 NOISY = str(pathlib.Path(__file__).parent / "own" / "noisy.py")
 
@@ -130,7 +130,7 @@ def test_a_users_data_file_brings_its_own(tmp_path):
         "    return {**sample, 'image': sample['image'] + 1}\n"
     )
     recipe = recipes.Recipe.model_validate({"data": {"kind": "user", "file": str(tmp_path / "a.py"), "limit": 5}})
-    data = build.open_data(recipe)
+    data = open_splits(recipe)
     assert isinstance(data.train, Augmented)
     assert not isinstance(data.test, Augmented)
     assert {tuple(np.unique(row["image"])) for row in epochs(data.train).values()} == {(2,)}

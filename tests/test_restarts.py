@@ -180,7 +180,7 @@ def test_an_exception_that_comes_again_in_its_step_is_not_tried_a_third_time(run
     """Though there are checkpoints in between; in another step it is another."""
     script = """
 import traceback
-from lockstep.base.user_code import noted
+from lockstep.base.user_code import noting_step
 checkpoint(start)
 try:
     with noted(STEP):

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.base.errors import DataError, printable
-from lockstep.base.escaping import EscapingConsole, named
+from lockstep.base.escaping import EscapingConsole, escape_name
 from lockstep.data.data_config import ImageSection
 from lockstep.data.images import decode
 from lockstep.data.sources import _files as files
@@ -36,7 +36,7 @@ def test_control_characters_are_shown():
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
         assert "\\x1b[31mb\\x9b2J" in text
         assert "[bold]c" in text
-    assert "\n" not in named(HOSTILE)
+    assert "\n" not in escape_name(HOSTILE)
 
 
 def test_an_evaluation_with_hostile_names():

@@ -1,6 +1,7 @@
 """A run as a whole, in real process groups: one digest, resume, decisions that all ranks share."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from filelock import FileLock
 from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
-from lockstep.data.dataset import Subset
+from lockstep.data.dataset import Subset, open_source
+from lockstep.data.order import Order
 from lockstep.run import build
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
@@ -196,7 +198,7 @@ def build(options, spec):
 def exploding(tmp_path):
     """A model that fails on the brightest of the 200 samples, and that sample's number."""
     section = recipes.Recipe.model_validate({"data": {"limit": 200}}).data
-    source = build.open_source(section, "train")
+    source = open_source(section, "train")
     light = source.__getitems__(range(len(source)))["image"].reshape(200, -1).sum(1) / 255
     brightest = int(light.argmax())
     threshold = (sorted(light)[-1] + sorted(light)[-2]) / 2
@@ -214,7 +216,7 @@ def test_a_loss_that_is_not_finite_stops_and_says_where(ranks, tmp_path, world):
         (number,) = [int(w.rstrip(":")) for w in message.split("in step ")[1].split()[:1]]
         shard = int(message.split("shard ")[1].split(",")[0])
         assert f"rank {shard * world // 4}" in message
-        order = build.Order(seed=0, samples=200, global_batch=32, micro_batch=8)
+        order = Order(seed=0, samples=200, global_batch=32, micro_batch=8)
         assert brightest in order.shards(number - 1)[shard]
         assert str(order.shards(number - 1)[shard].tolist()) in message
     saved = [int(folder.name[5:]) for folder in (tmp_path / "a" / "checkpoints").glob("step-*")]
@@ -382,7 +384,7 @@ def evaluate_on_rank(folder):
     rank, size = dist.get_rank(), dist.get_world_size()
     recipe = Recipe.model_validate({"run": {"dir": folder, "name": f"e{size}"}})
     parts = build.assemble(recipe, World(rank=rank, size=size), torch.device("cpu"))
-    parts.data = build.Data(parts.data.train, Subset(parts.data.train, torch.arange(1003).numpy()), None)
+    parts.data = replace(parts.data, test=Subset(parts.data.train, torch.arange(1003).numpy()))
     parts.model.eval()
     result = parts.evaluate()
     columns = parts.data.test.__getitems__(range(1003))

@@ -16,6 +16,7 @@ from fuzzing import table
 from lockstep.base import storage, trust
 from lockstep.base.errors import UntrustedCode
 from lockstep.run import recipe as recipes
+from lockstep.run import recipe_trust
 
 MARK = f"import os\nopen(os.path.join({{folder!r}}, {CANARY!r}), 'w').close()\n"
 CODE = """
@@ -261,7 +262,7 @@ def test_a_file_too_large_to_be_looked_through_is_code_all_the_same(commands, st
 
 def admitted(folder):
     """Whether a link from a guarded folder to a file outside is let pass."""
-    trust.guard(folder / "export")
+    trust.require_known(folder / "export")
     try:
         trust.admit(folder / "export" / "linked.py", b"of nobody that is known")
     except UntrustedCode as error:
@@ -281,7 +282,7 @@ def test_a_link_does_not_lead_out_of_the_guard(commands, tmp_path):
 
 def settled(path):
     """What a launcher would pass on for a run's recipe."""
-    sys.stdout.write(" ".join(recipes.settle_trust(recipes.load(path), path, trusts=False)))
+    sys.stdout.write(" ".join(recipe_trust.authorize(recipes.load(path), path, trusts=False)))
     sys.stdout.flush()
 
 

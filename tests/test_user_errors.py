@@ -213,5 +213,10 @@ def test_a_data_set_that_raises_names_the_sample(commands, tmp_path, error, work
 
 
 def test_the_places_that_call_a_users_code_are_there():
-    for file, function in [*user_code.PLACES, user_code.IMPORT]:
+    for file, function in [*user_code.CALL_SITES, user_code.IMPORT]:
         assert f"def {function}(" in (user_code.ROOT / file).read_text(), (file, function)
+
+
+def test_packages_of_an_environment_below_this_one_are_libraries():
+    assert not user_code.Frame("/elsewhere/lib/python3.11/site-packages/torch/nn/modules/module.py", "forward").is_users
+    assert user_code.Frame("/elsewhere/mine.py", "forward").is_users

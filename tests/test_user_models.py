@@ -256,12 +256,12 @@ class Breaks:
 def run_on_rank_that_breaks(config, step, path):
     from lockstep.run.tasks.train import TrainTask
 
-    plain = TrainTask.watch
+    plain = TrainTask.subscribe_observers
     try:
-        TrainTask.watch = lambda job: (plain(job), job.bus.subscribe(Breaks(step, path)))[0]
+        TrainTask.subscribe_observers = lambda job: (plain(job), job.bus.subscribe(Breaks(step, path)))[0]
         return run_on_rank(config)
     finally:
-        TrainTask.watch = plain
+        TrainTask.subscribe_observers = plain
 
 
 def test_a_step_that_counts_nothing_is_skipped(ranks, file):

@@ -1,4 +1,4 @@
-"""What is called from Python, and what a user's own file implements. Importing this imports nothing else."""
+"""The Python API, and the interfaces that a user's file implements. Importing this imports nothing else."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""The command `lockstep`, also as `python -m lockstep`: Ctrl-C is answered before anything slow is imported."""
+"""The command `lockstep`, also as `python -m lockstep`; handles Ctrl-C before it imports anything slow."""
 
 import os
 
@@ -6,10 +6,10 @@ from lockstep.base import closed_output, ctrl_c
 
 
 def main() -> None:
-    ctrl_c.ends_at_once()
-    os.environ["PYTHONSAFEPATH"] = "1"  # noqa: TID251 (what is started imports nothing from the working folder)
-    closed_output.survives()
-    from lockstep.cli import _app  # noqa: PLC0415 (Ctrl-C has to be answered before)
+    ctrl_c.exit_at_once()
+    os.environ["PYTHONSAFEPATH"] = "1"  # noqa: TID251 (child processes import nothing from the working folder)
+    closed_output.tolerate_lost_reader()
+    from lockstep.cli import _app  # noqa: PLC0415 (slow: Ctrl-C has to be handled before)
 
     _app.main()
 

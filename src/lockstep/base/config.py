@@ -1,7 +1,7 @@
-"""From one YAML file and overrides to a validated, frozen model; every complaint names file, line and remedy."""
+"""Load a YAML file with overrides into a frozen, validated model; messages name file, line and the repair."""
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
@@ -19,40 +19,49 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from lockstep.base.errors import ConfigError, nearest
-from lockstep.base.yaml_text import COMMAND_LINE, Path_, Places, YamlDumper, read, read_file, scalar_or_text, short
+from lockstep.base.yaml_text import (
+    COMMAND_LINE,
+    KeyLocations,
+    KeyPath,
+    YamlDumper,
+    read,
+    read_file,
+    scalar_or_text,
+    short,
+)
 
 MANY = 10**9
-"""The upper end of counts and times: steps, samples, seconds. What is larger is a slip of the keyboard."""
+"""The upper limit of counts and times: steps, samples, seconds. Larger values are typing errors."""
 SMALLEST, LARGEST = 1e-30, 1e30
-"""Of numbers with a fraction: float32 holds no more than 1.2e-38 to 3.4e38, and their products have to fit, too."""
+"""Limits of float settings: float32 ranges from 1.2e-38 to 3.4e38, and products have to fit, too."""
 
 
 class Section(BaseModel):
-    """A part's own settings: frozen, no unknown keys; a field's meaning is the string under it."""
+    """Base class of settings: frozen, without unknown keys; the docstring under a field is its help."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
     incidental: ClassVar[frozenset[str]] = frozenset()
-    """Fields that can never change a bit of the weights (where files lie, how often to log)."""
+    """Fields that never change a bit of the weights (paths, how often to log)."""
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _is_sane_number(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        """Python counts True as 1: `global_batch: yes` would train on single samples. A number that no float32 holds
-        would count as 0 or infinite, where its digits say otherwise."""
-        found = validate(value)
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            return found
+    def _check_number(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        """Reject a boolean given for a number, since `global_batch: yes` would be 1, and floats that float32 would turn
+        into 0 or infinity."""
+        number = validate(value)
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            return number
         if isinstance(value, bool):
             raise ValueError("should be a number")
-        if isinstance(found, float) and found and not SMALLEST <= abs(found) <= LARGEST:
+        if isinstance(number, float) and number and not SMALLEST <= abs(number) <= LARGEST:
             raise ValueError(f"should be between {SMALLEST:g} and {LARGEST:g}, where it is not 0")
-        return found
+        return number
 
 
 class PluginSection(Section):
-    """The settings of one plugin; `kind` is its file's name."""
+    """The settings of a plugin; `kind` is the name of its file."""
 
     kind: str
     """Which one; `lockstep plugins` lists them."""
@@ -61,12 +70,12 @@ class PluginSection(Section):
 Root = TypeVar("Root", bound=Section)
 
 LocalPath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
-"""A path on this machine; a relative one counts from the folder the command is typed in."""
+"""A path on this machine; made absolute from the working folder."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Annotates a section whose model is the `Config` of the plugin that its `kind` names."""
+    """Annotation of a section whose model is the `Config` of the plugin that its `kind` names."""
 
     default: str
     find: Callable[[str], type[PluginSection]]
@@ -74,17 +83,17 @@ class Kind:
 
     def config(self, value: Any) -> type[PluginSection]:
         """The Config class for a section's raw value; raises ConfigError for an unknown kind."""
-        named = value.get("kind", self.default) if isinstance(value, dict) else self.default
-        return self.find("" if named is None else str(named))
+        kind = value.get("kind", self.default) if isinstance(value, dict) else self.default
+        return self.find("" if kind is None else str(kind))
 
     def validate(self, value: Any) -> PluginSection:
-        """Turn a raw mapping into the plugin's Config."""
+        """Validate a raw mapping by the plugin's Config."""
         if isinstance(value, PluginSection):
             return value
         if value is None:
             value = {}
         if not isinstance(value, dict):
-            raise PydanticCustomError("section_type", "{reason}", {"reason": INSTEAD["model_type"]})
+            raise PydanticCustomError("section_type", "{reason}", {"reason": MESSAGES["model_type"]})
         try:
             config = self.config(value)
         except ConfigError as error:
@@ -97,16 +106,16 @@ class Kind:
         return core_schema.no_info_plain_validator_function(self.validate, serialization=dump)
 
 
-INSTEAD = {
+MESSAGES = {
     "dict_type": "should be keys with values, such as {a: 1}",
     "model_type": "should be a section with keys of its own",
     "path_type": "should be the path of a file or folder",
     "string_type": "should be text: put it in quotes, and once more in quotes on a command line ('\"...\"')",
     "tuple_type": "should be a list, such as [a, b]",
 }
-"""What pydantic says in words of Python -> the same in words of YAML."""
-Complaint = tuple[Path_, str]
-"""Where in the config (section, key) and what is wrong there."""
+"""Type of a pydantic error -> message in terms of YAML instead of Python."""
+Complaint = tuple[KeyPath, str]
+"""A key (section, key) and what is wrong with it."""
 
 
 def load(
@@ -116,12 +125,11 @@ def load(
     *,
     check: Callable[[Root], list[Complaint]] = lambda _: [],
 ) -> Root:
-    """Read a YAML file, apply `section.key=value` overrides and validate; `check` finds impossible combinations.
+    """Read a YAML file, apply `section.key=value` overrides and validate; `check` finds invalid combinations.
 
-    Raises ConfigError with one line per complaint: file and line, key, value, and the nearest right name.
+    Raises ConfigError with a line per mistake: file and line, key, value, and the nearest valid name.
     """
-    text = read_file(path)
-    return parse(root, text, file=str(path), overrides=overrides, check=check)
+    return parse(root, read_file(path), file=str(path), overrides=overrides, check=check)
 
 
 def parse(
@@ -132,39 +140,33 @@ def parse(
     overrides: Sequence[str] = (),
     check: Callable[[Root], list[Complaint]] = lambda _: [],
 ) -> Root:
-    """The same for YAML text that is already in memory; `file` names it in messages."""
-    places = Places(file)
-    raw = _read(text, places)
+    """Like `load`, for YAML in memory; `file` names it in messages."""
+    locations = KeyLocations(file)
+    raw = read(text, locations)
+    raw = {} if raw is None else raw
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: a config is made of sections such as `train:`, not of {short(raw)}")
     for override in overrides:
-        _override(raw, override, places)
+        _override(raw, override, locations)
     raw = {name: section for name, section in raw.items() if section is not None}
     try:
-        found = root.model_validate(raw)
+        config = root.model_validate(raw)
     except ValidationError as error:
         complaints = _complaints(root, raw, error)
     else:
-        complaints = check(found)
+        complaints = check(config)
         if not complaints:
-            return found
-    lines = [f"{places.find(p)}: {'.'.join(p)}: {what}" for p, what in complaints]
+            return config
+    lines = [f"{locations.find(p)}: {'.'.join(p)}: {what}" for p, what in complaints]
     raise ConfigError("\n".join(line.replace("\n", "\\n") for line in lines))
 
 
 def dump(section: Section) -> str:
-    """YAML text that `load` reads back to an equal section."""
+    """Write a section as YAML that `load` reads back to an equal one."""
     return yaml.dump(section.model_dump(mode="json"), Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
 
 
-def _read(text: str, places: Places) -> dict[str, Any]:
-    raw = read(text, places)
-    if raw is None:
-        return {}
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{places.file}: a config is made of sections such as `train:`, not of {short(raw)}")
-    return raw
-
-
-def _override(raw: dict[str, Any], override: str, places: Places) -> None:
+def _override(raw: dict[str, Any], override: str, locations: KeyLocations) -> None:
     key, equals, text = override.partition("=")
     path = tuple(key.split("."))
     if not equals or not all(path):
@@ -174,27 +176,26 @@ def _override(raw: dict[str, Any], override: str, places: Places) -> None:
     for length, part in enumerate(path[:-1], 1):
         if not isinstance(section.get(part), dict):
             section[part] = {}
-            places.replace(path[:length], COMMAND_LINE)
+            locations.replace(path[:length], COMMAND_LINE)
         section = section[part]
     section[path[-1]] = value
-    places.replace(path, COMMAND_LINE)
+    locations.replace(path, COMMAND_LINE)
 
 
 def _complaints(root: type[Section], raw: dict[str, Any], error: ValidationError) -> list[Complaint]:
-    """One complaint per key; those of the alternatives of a union become one."""
-    found: dict[Path_, list[str]] = {}
-    values: dict[Path_, str] = {}
-    for one in error.errors(include_url=False):
-        path, what = _explain(root, raw, dict(one))
-        found.setdefault(path, []).append(what)
-        if one["type"] not in ("missing", "extra_forbidden", "unknown_kind") and not isinstance(one["input"], dict):
-            values[path] = f" (value {'null' if one['input'] is None else short(one['input'])})"
-    return [(path, ", or ".join(what) + values.get(path, "")) for path, what in found.items()]
+    """One complaint per key; those of the members of a union are joined."""
+    messages: dict[KeyPath, list[str]] = {}
+    values: dict[KeyPath, str] = {}
+    for each in error.errors(include_url=False):
+        path, message = _explain(root, raw, dict(each))
+        messages.setdefault(path, []).append(message)
+        if each["type"] not in ("missing", "extra_forbidden", "unknown_kind") and not isinstance(each["input"], dict):
+            values[path] = f" (value {'null' if each['input'] is None else short(each['input'])})"
+    return [(path, ", or ".join(some) + values.get(path, "")) for path, some in messages.items()]
 
 
 def _explain(root: type[Section], raw: dict[str, Any], error: dict[str, Any]) -> Complaint:
-    """Where, and what is wrong there."""
-    path = _written(raw, tuple(str(part) for part in error["loc"]))
+    path = _given(raw, tuple(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
         return path, _unknown(root, raw, path)
     if error["type"] == "missing":
@@ -204,14 +205,14 @@ def _explain(root: type[Section], raw: dict[str, Any], error: dict[str, Any]) ->
         return path, f"is not written as it should be{_meaning(root, raw, path)}"
     if error["type"] == "unknown_kind":
         return (*path, "kind"), error["msg"]
-    message = INSTEAD.get(error["type"]) or error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = MESSAGES.get(error["type"]) or error["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if error["type"] == "literal_error":
         message += nearest(str(error["input"]), [str(e) for e in error["ctx"]["expected"].split("'")[1::2]])
     return path, f"{message[0].lower()}{message[1:]}"
 
 
-def _meaning(root: type[Section], raw: dict[str, Any], path: Path_) -> str:
-    """What the setting is, as its section says it; that of the whole list for one of its entries."""
+def _meaning(root: type[Section], raw: dict[str, Any], path: KeyPath) -> str:
+    """The help of a setting; for an entry of a list, that of the list."""
     section = _section(root, raw, path[:-1])
     if section is None or path[-1] not in section.model_fields:
         return _meaning(root, raw, path[:-1]) if path[-1].isdigit() else ""
@@ -219,15 +220,15 @@ def _meaning(root: type[Section], raw: dict[str, Any], path: Path_) -> str:
     return f": {meaning}" if meaning else ""
 
 
-def _unknown(root: type[Section], raw: dict[str, Any], path: Path_) -> str:
+def _unknown(root: type[Section], raw: dict[str, Any], path: KeyPath) -> str:
     section = _section(root, raw, path[:-1])
     known = list(section.model_fields) if section else []
-    hint = _elsewhere(root, raw, path) or nearest(path[-1], known)
+    hint = _hint(root, raw, path) or nearest(path[-1], known)
     return f"unknown key{hint} (known{_kind(raw, path, ' for {}') or ' here'}: {', '.join(known)})"
 
 
-def _written(raw: Any, path: Path_) -> Path_:
-    """The part of an error's path that somebody wrote; what follows are pydantic's names for a union's members."""
+def _given(raw: Any, path: KeyPath) -> KeyPath:
+    """The part of an error's path that the user gave; pydantic appends names of a union's members."""
     for length, part in enumerate(path):
         if isinstance(raw, dict) and part in raw:
             raw = raw[part]
@@ -238,14 +239,14 @@ def _written(raw: Any, path: Path_) -> Path_:
     return path
 
 
-def _kind(raw: dict[str, Any], path: Path_, words: str) -> str:
-    """`words` with data.kind=files in them, for a key of a section whose kind was chosen."""
+def _kind(raw: dict[str, Any], path: KeyPath, words: str) -> str:
+    """`words` formatted with data.kind=files, for a key of a section whose kind is given; else ""."""
     section = raw.get(path[0])
     kind = section.get("kind") if len(path) == 2 and isinstance(section, dict) else None
     return words.format(f"{path[0]}.kind={kind}") if kind else ""
 
 
-def _section(root: type[Section], raw: Any, path: Path_) -> type[Section] | None:
+def _section(root: type[Section], raw: Any, path: KeyPath) -> type[Section] | None:
     section: type[Section] | None = root
     for part in path:
         raw = raw.get(part) if isinstance(raw, dict) else None
@@ -254,43 +255,33 @@ def _section(root: type[Section], raw: Any, path: Path_) -> type[Section] | None
 
 
 def _child(section: type[Section], name: str, raw: Any) -> type[Section] | None:
-    """The section in a field; None for any other field, and where the kind that `raw` names does not exist."""
+    """The section class of a field; None for other fields, and where `raw` gives an unknown kind."""
     field = section.model_fields[name]
-    for mark in field.metadata:
-        if isinstance(mark, Kind):
+    for annotation in field.metadata:
+        if isinstance(annotation, Kind):
             try:
-                return mark.config(raw)
+                return annotation.config(raw)
             except ConfigError:
                 return None
-    return _inner(field.annotation)
-
-
-def _inner(annotation: Any) -> type[Section] | None:
-    choices = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    is_union = get_origin(field.annotation) in (Union, types.UnionType)
+    choices = get_args(field.annotation) if is_union else (field.annotation,)
     return next((c for c in choices if isinstance(c, type) and issubclass(c, Section)), None)
 
 
-def _elsewhere(root: type[Section], raw: dict[str, Any], path: Path_) -> str:
-    """The same key where it is known: in another section, or as a section."""
+def _hint(root: type[Section], raw: dict[str, Any], path: KeyPath) -> str:
+    """Suggest the right place for a known key given in the wrong section."""
     *sections_above, key = path
     if sections_above and key in root.model_fields:
         return f" — {key} is a section of its own: indent it less"
-    for name, section in sections(root, raw):
-        if key in section.model_fields:
+    for name in root.model_fields:
+        section = _child(root, name, raw.get(name))
+        if section is not None and key in section.model_fields:
             return f" — did you mean {name}.{key}?"
     return ""
 
 
-def sections(root: type[Section], raw: dict[str, Any]) -> Iterator[tuple[str, type[Section]]]:
-    """(name, model) of each section of a root, as the kinds in `raw` choose them."""
-    for name in root.model_fields:
-        section = _child(root, name, raw.get(name))
-        if section is not None:
-            yield name, section
-
-
 def explain(root: Section) -> str:
-    """A commented YAML file of sections: every field with its meaning and its value; defaults are commented out."""
+    """Write sections as YAML with every field, its help and value; defaults are commented out."""
     lines: list[str] = []
     for name in type(root).model_fields:
         section: Section = getattr(root, name)

@@ -1,4 +1,4 @@
-"""Ctrl-C at any time: one word, also while modules are read, which takes seconds. Imports nothing that takes time."""
+"""Handling of Ctrl-C at any time, also during slow imports. Imports nothing slow itself."""
 
 import os
 import signal
@@ -13,59 +13,61 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 EXIT_CODE = 130
-"""As shells count signals."""
+"""128 + SIGINT, as in shells."""
 ECHO_SECONDS = 1.0
-"""A tool that passes on what the terminal has sent already makes two signals of one."""
-_asked: list[float] = []
-"""When Ctrl-C came first (time.monotonic)."""
+"""A second signal within this time may be a copy of the first, forwarded by a tool such as uv or make."""
+_pressed_at: list[float] = []
+"""When Ctrl-C was first pressed (time.monotonic)."""
 
 
 def was_pressed() -> bool:
-    """Whether an exception that is on its way may come from Ctrl-C, however the code in between has dressed it."""
-    return bool(_asked)
+    """Whether an exception may stem from Ctrl-C, even if code in between has replaced KeyboardInterrupt."""
+    return bool(_pressed_at)
 
 
-def ends_at_once() -> None:
-    """From now on Ctrl-C ends this process with a word: there is nothing to be tidied yet."""
-    _answer(_end)
+def exit_at_once() -> None:
+    """From now on Ctrl-C prints one word and exits, without cleaning up."""
+    _set_handler(_exit_interrupted)
 
 
-def ends_in_silence(code: int) -> None:
-    """From now on Ctrl-C ends this process without a word, with this exit code: whoever has started it will speak.
+def exit_silently(code: int) -> None:
+    """From now on Ctrl-C exits with this code and without a message, which the parent process prints.
 
-    It may have been kept back until now (pthread_sigmask), since Python itself would answer with a traceback.
+    Unblocks SIGINT, which `blocked` may have blocked since the start: Python itself would print a traceback.
     """
-    _answer(lambda *_: _leave(b"", code))
+    _set_handler(lambda *_: _exit(b"", code))
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Meanwhile Ctrl-C raises KeyboardInterrupt, so that what has been begun can be undone; a second one ends. Where
-    this process is no command of ours, but a test or a script, nothing is changed."""
-    if signal.getsignal(signal.SIGINT) is not _end:
+    """Raise KeyboardInterrupt on Ctrl-C inside, so that a command can clean up; a second Ctrl-C exits.
+
+    Changes nothing in processes that are not commands of ours, such as tests and scripts.
+    """
+    if signal.getsignal(signal.SIGINT) is not _exit_interrupted:
         yield
         return
-    _answer(_raise)
+    _set_handler(_raise)
     try:
         yield
     finally:
-        _answer(_end)
+        _set_handler(_exit_interrupted)
 
 
 @contextmanager
-def kept_back() -> Iterator[None]:
-    """A process that is started meanwhile keeps SIGINT back until it can answer it: else each would show a traceback.
+def blocked() -> Iterator[None]:
+    """Block SIGINT in processes started inside until they handle it: else each would print a traceback.
 
-    Windows knows no such thing.
+    Does nothing on Windows, which has no signal masks.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    from multiprocessing import resource_tracker  # noqa: PLC0415 (it takes time)
+    from multiprocessing import resource_tracker  # noqa: PLC0415 (slow)
 
-    resource_tracker.ensure_running()  # started together with the first process, it would let SIGINT in
+    resource_tracker.ensure_running()  # started later, it would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -74,40 +76,39 @@ def kept_back() -> Iterator[None]:
 
 
 def start(process: "BaseProcess", context: "BaseContext") -> None:
-    """Start a process that keeps Ctrl-C back; here it is answered while the server of a context that has one reads for
-    seconds what all processes need."""
+    """Start a process with SIGINT blocked; it stays unblocked here while a fork server imports modules for seconds."""
     if context.get_start_method() == "forkserver":
-        from multiprocessing import forkserver  # noqa: PLC0415 (it takes time)
+        from multiprocessing import forkserver  # noqa: PLC0415 (slow)
 
-        with kept_back():
+        with blocked():
             forkserver.ensure_running()
         process.start()
     else:
-        with kept_back():
+        with blocked():
             process.start()
 
 
-def _answer(handler: Callable[..., None]) -> None:
-    """A shell's background jobs ignore it, and go on doing so."""
+def _set_handler(handler: Callable[..., None]) -> None:
+    """Handle SIGINT, except in background jobs of a shell, which ignore it."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)
 
 
-def _end(*_: int | FrameType | None) -> None:
-    _leave(b"interrupted\n", EXIT_CODE)
+def _exit_interrupted(*_: int | FrameType | None) -> None:
+    _exit(b"interrupted\n", EXIT_CODE)
 
 
 def _raise(*_: int | FrameType | None) -> None:
     now = time.monotonic()
-    if not _asked:
-        _asked.append(now)
+    if not _pressed_at:
+        _pressed_at.append(now)
         raise KeyboardInterrupt
-    if now - _asked[0] > ECHO_SECONDS:
-        _end()
+    if now - _pressed_at[0] > ECHO_SECONDS:
+        _exit_interrupted()
 
 
-def _leave(word: bytes, code: int) -> NoReturn:
+def _exit(message: bytes, code: int) -> NoReturn:
     try:
-        os.write(2, word)
+        os.write(2, message)
     finally:
         os._exit(code)

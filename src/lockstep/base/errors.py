@@ -1,20 +1,20 @@
-"""What can go wrong, as a tree; every leaf says what happened and how to mend it.
+"""All errors, as a tree; every leaf says what happened and how to fix it.
 
 LockstepError            the base: never raised itself
-├── UserError            a person can mend it: shown as one message, without a traceback (exit code 2)
+├── UserError            the user can fix it: shown as one message, without a traceback (exit code 2)
 │   ├── ConfigError      the config file or an override on the command line
 │   ├── DataError        files of data, their columns, their checksums
 │   ├── ModelError       a model that cannot be found, built or exported
 │   ├── CheckpointError  nothing to resume from, or not with this recipe
 │   ├── LaunchError      processes that cannot be started
-│   ├── UntrustedCode    code of somebody else, which is not executed unasked
+│   ├── UntrustedCode    code of somebody else, which is not executed without permission
 │   └── MissingExtra     packages of an optional part of Lockstep that are not installed
 ├── EvaluationFailed     the user's code failed in an evaluation (exit code 1, with the traceback of that code)
 ├── SampleError          the user's code failed on a sample (the same)
 ├── NonFiniteLoss        training stopped because a loss was NaN or infinite (exit code 3)
 ├── Desync               the ranks' weights are no longer the same (exit code 4)
-├── PeerLost             another process of the run has gone (exit code 5)
-├── HangDetected         no process can go on; ended by the thread that watches (exit code 6)
+├── PeerLost             another process of the run has exited (exit code 5)
+├── HangDetected         no process makes progress; the watchdog thread ends it (exit code 6)
 ├── RunFailed            a process of a run that lockstep.spawn() started failed (any other exit code)
 └── Interrupted          a signal or a time limit ended the run early; it can be resumed (exit code 75)
 """
@@ -24,30 +24,29 @@ import re
 from collections.abc import Iterable
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that a terminal would obey, or could not show, and marks that turn the direction of writing: all but line
-breaks and tabs."""
+"""Control characters except line breaks and tabs, marks that change the writing direction, and lone surrogates."""
 
 
 def printable(text: str) -> str:
-    """A text for a terminal: control characters, such as a file's name may hold, become escapes like \\x1b."""
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    """Escape the control characters in a text for a terminal, such as a file name may contain: \\x1b."""
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class LockstepError(Exception):
-    """The base of all errors that Lockstep raises on purpose."""
+    """Base class of all errors that Lockstep raises on purpose."""
 
     exit_code = 1
     is_shared = False
-    """Whether every rank raises it at the same place, so that one of them speaks for all."""
+    """Whether every rank raises it at the same point, so that one of them reports it."""
     rank: int | None = None
-    """Of an error that is shared: where it happened, if on one rank."""
+    """For a shared error: the rank it happened on, if on one."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class UserError(LockstepError):
-    """Something that a person can mend; the message says how."""
+    """An error that the user can fix; the message says how."""
 
     exit_code = 2
 
@@ -65,11 +64,11 @@ class ModelError(UserError):
 
 
 class CheckpointError(UserError):
-    """No usable checkpoint, or one that does not belong to this recipe."""
+    """No usable checkpoint, or one of another recipe."""
 
 
 class LaunchError(UserError):
-    """Processes that cannot be started as asked."""
+    """Processes that cannot be started as requested."""
 
 
 class UntrustedCode(UserError):
@@ -81,11 +80,11 @@ class MissingExtra(UserError):
 
 
 class EvaluationFailed(LockstepError):
-    """The user's loss, metric or model raised in an evaluation; the message holds the traceback of that code."""
+    """The user's loss, metric or model raised in an evaluation; the message contains the traceback of that code."""
 
 
 class SampleError(LockstepError):
-    """The data set, or an augmentation, failed on a sample; the message holds the traceback of that code."""
+    """The data set, or an augmentation, failed on a sample; the message contains the traceback of that code."""
 
 
 class NonFiniteLoss(LockstepError):
@@ -104,23 +103,23 @@ class Desync(LockstepError):
     def __init__(self, message: str, equal_at: int) -> None:
         super().__init__(message)
         self.equal_at = equal_at
-        """The last step after which they are known to have been equal."""
+        """The last step after which the weights were known to be equal."""
 
 
 class PeerLost(LockstepError):
-    """Another process of the run has gone, so that this one cannot go on."""
+    """Another process of the run has exited, so that this one cannot continue."""
 
     exit_code = 5
 
 
 class HangDetected(LockstepError):
-    """A process is frozen or keeps all others waiting."""
+    """A process is frozen, or blocks all others."""
 
     exit_code = 6
 
 
 class RunFailed(LockstepError):
-    """A process of a run that was started from Python failed; the message holds its last words."""
+    """A process of a run that was started from Python failed; the message contains its last output."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -128,20 +127,20 @@ class RunFailed(LockstepError):
 
 
 class Interrupted(LockstepError):
-    """A signal or a time limit ended the run early, after which it can be resumed (75 is EX_TEMPFAIL of sysexits.h)."""
+    """A signal or time limit ended the run early; it can be resumed (75 is EX_TEMPFAIL of sysexits.h)."""
 
     exit_code = 75
     is_shared = True
 
 
 def few(names: Iterable[object], most: int = 3) -> str:
-    """The first of several names, and how many more there are."""
-    known = [*map(str, names)]
-    return ", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")
+    """Join the first names, and count the others."""
+    texts = [*map(str, names)]
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """' — did you mean X?' for the most similar known word, whatever its case, else an empty string."""
-    by_lower = {each.lower(): each for each in known}
+    """' — did you mean X?' for the most similar known word, ignoring case; else an empty string."""
+    by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
     return f" — did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""Text that somebody else has written, on a terminal or in a log: shown, never obeyed."""
+"""Show text from untrusted sources on a terminal or in a log without sending its control characters."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +9,8 @@ from rich.segment import Segment
 from lockstep.base.errors import printable
 
 
-def named(text: object) -> str:
-    """A name that somebody else has given (of a file, a label, a metric), in one line."""
+def escape_name(text: object) -> str:
+    """A name (of a file, a label, a metric) on one line, its control characters escaped."""
     return printable(str(text)).replace("\n", "\\n").replace("\t", "\\t")
 
 

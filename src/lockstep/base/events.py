@@ -1,4 +1,4 @@
-"""Facts that the run publishes, and the bus that carries them to whoever watches."""
+"""Events that a run publishes, and the bus that delivers them to observers."""
 
 import traceback
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Preparing:
-    """Data or a pretrained model is being made ready; `done` of `total` units of it are."""
+    """Data or a pretrained model is being prepared; `done` of `total` units are."""
 
     what: str
     done: int
@@ -19,7 +19,7 @@ class Preparing:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted:
-    """Everything is assembled; the next event is the first step."""
+    """Everything is built; the first step follows."""
 
     name: str
     folder: Path
@@ -37,14 +37,14 @@ class RunStarted:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone:
-    """One optimizer step is done; `values` is filled on logged steps only (reading it waits for the device)."""
+    """An optimizer step is done; `values` is set on logged steps only (reading it waits for the device)."""
 
     step: int
-    """Steps done so far, this one included (the first step of a run publishes 1)."""
+    """Steps done so far, including this one."""
     epoch: int
     values: Mapping[str, float] = field(default_factory=dict)
     chain: str = ""
-    """On logged steps: 16 hex digits that stand for loss, gradient norm and learning rate of every step so far."""
+    """On logged steps: digest of loss, gradient norm and learning rate of all steps so far, 16 hex digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,26 +67,26 @@ class EpochDone:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveStarted:
-    """The state of a step is about to be saved: what was observed up to it must not be lost any more."""
+    """The state of a step is about to be saved: observers must flush what they observed up to it."""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved:
-    """A checkpoint is complete on disk; training may be some steps further by now."""
+    """A checkpoint is complete on disk; training may be some steps ahead by now."""
 
     step: int
     folder: Path
     seconds: float
-    """From the copy of the state to the end of writing."""
+    """From copying the state to the end of writing."""
     stall_seconds: float
-    """For how long training stood still."""
+    """How long training was blocked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warned:
-    """Something went wrong that does not stop the run."""
+    """Something that does not stop the run but that the user should know."""
 
     message: str
 
@@ -100,27 +100,27 @@ class RunEnded:
 
 
 class Observer(Protocol):
-    """Whoever wants to know: progress, TensorBoard, a user's own file."""
+    """A subscriber: progress, TensorBoard, a class of the user's."""
 
     def notice(self, event: object) -> None:
-        """Take one event; unknown kinds are to be ignored."""
+        """Handle an event; unknown types must be ignored."""
 
     def close(self) -> None:
-        """Flush and let go; called once."""
+        """Flush and release everything; called once."""
 
 
 class Bus:
-    """Hands every published event to every subscriber, in the order of subscription."""
+    """Delivers every published event to every observer, in the order of subscription."""
 
     def __init__(self) -> None:
         self.observers: list[Observer] = []
 
     def subscribe(self, observer: Observer) -> None:
-        """Add an observer; it sees events published from now on."""
+        """Add an observer; it receives events published from now on."""
         self.observers.append(observer)
 
     def publish(self, event: object) -> None:
-        """Tell every observer. One that fails is told no more, and the others hear of it: watching never ends a run."""
+        """Deliver an event. An observer that fails is removed with a warning: observing never ends a run."""
         for observer in list(self.observers):
             try:
                 observer.notice(event)
@@ -133,5 +133,5 @@ class Bus:
 
     def close(self) -> None:
         while self.observers:
-            with suppress(OSError):  # a full disk; whatever was to be said has been
+            with suppress(OSError):  # a full disk; nothing is left to be written
                 self.observers.pop().close()

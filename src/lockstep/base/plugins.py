@@ -1,9 +1,10 @@
-"""A plugin is a file: the folder listing is the registry, and the only place that imports by name."""
+"""Plugins: every file in a family's folder is one. The only module that imports by name."""
 
 import hashlib
 import importlib.machinery
 import importlib.util
 import sys
+from functools import cached_property
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ from lockstep.base.contracts import HOOKS
 from lockstep.base.errors import ConfigError, MissingExtra, nearest
 
 CODE = "__lockstep_sha256__"
-"""Of a user's file, as it was when it was imported: an export may be replaced under a running server."""
+"""Attribute of an imported user module: the sha256 of its source, since an export may be replaced under a server."""
 ROOT = Path(__file__).parents[1]
 FAMILIES = {
     "models": "models",
@@ -21,17 +22,17 @@ FAMILIES = {
     "strategies": "parallel.strategies",
     "launchers": "launch.launchers",
 }
-"""What `lockstep plugins` calls a family -> its folder, dotted."""
+"""Title in `lockstep plugins` -> the family's folder, dotted."""
 
 
 def names(family: str) -> list[str]:
-    """Names of the plugins in a family's folder (dotted, below the package), sorted."""
+    """Sorted names of the plugins in a family's folder (dotted, relative to the package)."""
     folder = ROOT.joinpath(*family.split("."))
     return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
 
 
 def find(family: str, name: str) -> Any:
-    """The module `name` of a family; raises ConfigError with the nearest name when there is no such file."""
+    """Import the module of a plugin. Raises ConfigError, with the nearest name, where there is no such file."""
     known = names(family)
     if name not in known:
         raise ConfigError(f"there is no {name!r}{nearest(name, known)} (there is: {', '.join(known)})")
@@ -39,11 +40,10 @@ def find(family: str, name: str) -> Any:
 
 
 def implementation(family: str, name: str, part: str = "") -> Any:
-    """What makes the parts of a plugin: its companion `_NAME.py` (`_NAME_PART.py`), or its own module where all is in
-    one file.
+    """Import the module that implements a plugin: its companion `_NAME.py` (`_NAME_PART.py`), else its own module.
 
-    A companion holds what needs torch, so that a config can be checked, and its mistakes told, without importing it.
-    Raises ConfigError where there is no such PART.
+    Companions contain what needs torch, so that a config can be validated without importing it.
+    Raises ConfigError where there is no `_NAME_PART.py`.
     """
     settings, companion = find(family, name), f"_{name}_{part}" if part else f"_{name}"
     has_companion = ROOT.joinpath(*family.split("."), f"{companion}.py").is_file()
@@ -52,23 +52,23 @@ def implementation(family: str, name: str, part: str = "") -> Any:
     return importlib.import_module(f"lockstep.{family}.{companion}") if has_companion else settings
 
 
-def hook(family: str, name: str, wanted: str) -> Any:
-    """A function that a plugin may have (see contracts.HOOKS); None where it has none."""
-    assert wanted in HOOKS[family], f"{wanted} is not declared"
-    return vars(implementation(family, name)).get(wanted)
+def hook(family: str, name: str, function: str) -> Any:
+    """An optional function of a plugin (see contracts.HOOKS); None where it has none."""
+    assert function in HOOKS[family], f"{function} is not declared"
+    return vars(implementation(family, name)).get(function)
 
 
 def load_file(path: Path, setting: str) -> ModuleType:
-    """Import the Python file that a setting names as a module, with its folder importable beside it, from source alone.
+    """Import a user's Python file from source, and let it import modules from its folder.
 
-    Raises ConfigError when the file does not exist, UntrustedCode for somebody else's; errors inside the file keep
-    their own traceback.
+    Raises ConfigError, naming the setting, where there is no such file, and UntrustedCode; errors inside the file keep
+    their traceback.
     """
     if not path.is_file():
         raise ConfigError(f"{setting}: there is no file {path}; a relative path counts from the folder you are in")
     name = f"lockstep_user_{path.stem}"
     loader = UserCode(name, str(path))
-    code = hashlib.sha256(loader.source()).hexdigest()
+    code = hashlib.sha256(loader.source).hexdigest()
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path) and vars(known).get(CODE) == code:
         return known
@@ -77,57 +77,55 @@ def load_file(path: Path, setting: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     vars(module)[CODE] = code
     sys.modules[name] = module
-    importable(path.parent)
+    make_importable(path.parent)
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # else the next call would find half a module and call it whole
+        del sys.modules[name]  # else the next call would find the half-initialised module
         raise
     return module
 
 
 class UserCode(importlib.machinery.SourceFileLoader):
-    """Executes the very bytes that were let pass: no .pyc, which somebody may have put beside the source."""
+    """Executes exactly the bytes that were checked, and no .pyc that somebody may have put beside the source."""
 
+    @cached_property
     def source(self) -> bytes:
-        """The bytes, read once."""
-        if not hasattr(self, "_source"):
-            self._source = Path(self.path).read_bytes()
-        return self._source
+        return Path(self.path).read_bytes()
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compiled from source. Raises UntrustedCode."""
-        trust.admit(Path(self.path), self.source())
-        return self.source_to_code(self.source(), self.path)
+        """Check and compile the source. Raises UntrustedCode."""
+        trust.admit(Path(self.path), self.source)
+        return self.source_to_code(self.source, self.path)
 
 
 class UserExtension(importlib.machinery.ExtensionFileLoader):
-    """A compiled module beside a user's file."""
+    """Loads a compiled module beside a user's file."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """As the system does it. Raises UntrustedCode."""
+        """Check the file before it is loaded. Raises UntrustedCode."""
         trust.admit(Path(self.path), Path(self.path).read_bytes())
         return super().create_module(spec)
 
 
 _FOLDERS: set[Path] = set()
-"""Where users' files lie."""
+"""Folders of users' files."""
 
 
-def importable(folder: Path) -> None:
-    """Let a user's file import what lies beside it, where nothing installed has that name."""
+def make_importable(folder: Path) -> None:
+    """Let a user's file import modules from its folder, after all installed ones."""
     if not _FOLDERS:
         sys.path_hooks.insert(0, _finder)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     if folder not in _FOLDERS:
         _FOLDERS.add(folder)
-        for known in filter(_is_users, list(sys.path_importer_cache)):
+        for known in filter(_belongs_to_user, list(sys.path_importer_cache)):
             del sys.path_importer_cache[known]
 
 
-def _is_users(path: str) -> bool:
-    """Whether a folder of modules belongs to a user's file, and not to an environment or a package that lies deeper."""
+def _belongs_to_user(path: str) -> bool:
+    """Whether modules in a folder belong to a user's file, and not to an environment or installed package below it."""
     owners = [Path(entry) for entry in sys.path if entry and Path(path).is_relative_to(entry)]
     folder = max(owners, key=lambda owner: len(owner.parts), default=None)
     if folder not in _FOLDERS:
@@ -138,8 +136,8 @@ def _is_users(path: str) -> bool:
 
 
 def _finder(path: str) -> importlib.machinery.FileFinder:
-    """Python's own for a folder, but with our loaders; ImportError hands the folder on to Python's."""
-    if not _is_users(path) or not Path(path).is_dir():
+    """Python's finder for a folder, with our loaders; ImportError leaves the folder to Python's own."""
+    if not _belongs_to_user(path) or not Path(path).is_dir():
         raise ImportError(path)
     return importlib.machinery.FileFinder(
         path,
@@ -149,9 +147,9 @@ def _finder(path: str) -> importlib.machinery.FileFinder:
 
 
 def require(extra: str, *modules: str, what: str) -> None:
-    """Import packages that only one of the extras installs, before `what` begins.
+    """Import packages that an extra installs, needed for `what`.
 
-    Raises MissingExtra, with the command that installs it, when one of them is missing or cannot be imported.
+    Raises MissingExtra, with the command that installs them, where one cannot be imported.
     """
     for module in modules:
         try:
@@ -163,7 +161,7 @@ def require(extra: str, *modules: str, what: str) -> None:
 
 
 def package_folder(name: str) -> Path:
-    """Where an installed package lies, without importing it."""
+    """The folder of an installed package, without importing it."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.origin is not None, f"{name} is a dependency of lockstep and is not installed"
     return Path(spec.origin).parent

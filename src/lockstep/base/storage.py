@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: atomic writes, checksums, synced folders."""
+"""Atomic writes, checksums and fsync: files are either complete or absent."""
 
 import errno
 import hashlib
@@ -14,13 +14,13 @@ from typing import IO, Any, TextIO
 import pydantic_core
 
 MOST_JSON_BYTES = 64 << 20
-"""Of a file of facts."""
+"""The largest JSON file that is read."""
 FEW_INODES = 100
-"""A checkpoint has fewer files."""
+"""More files than a checkpoint has."""
 
 
 def write(path: Path, text: str | bytes) -> None:
-    """Replace a file's contents in one atomic, synced step; a reader sees the old or the new, never a part."""
+    """Replace a file atomically and sync it; a reader sees the old or the new contents, never a mixture."""
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         with temporary.open("wb") as file:
@@ -34,9 +34,9 @@ def write(path: Path, text: str | bytes) -> None:
 
 
 def read(path: Path, most: int) -> bytes:
-    """The bytes of a regular file that has at most so many: a FIFO would never end, /dev/zero neither.
+    """Read a regular file of at most `most` bytes; a FIFO or /dev/zero would never end.
 
-    Raises OSError, its `strerror` in words for people.
+    Raises OSError, with a `strerror` for the user.
     """
     with regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -46,46 +46,48 @@ def read(path: Path, most: int) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises OSError; ValueError where it is none, or nested without end, which json follows
-    into a RecursionError."""
+    """Parse a JSON file. Raises OSError, and ValueError for invalid or too deeply nested JSON (on which `json` would
+    raise RecursionError)."""
     return pydantic_core.from_json(read(path, MOST_JSON_BYTES))
 
 
 def regular(path: Path) -> io.BufferedReader:
-    """A file, open to be read, if it is a regular one. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return open(handle, "rb")
+    """Open a regular file for reading. Raises OSError for any other kind of file."""
+    return open(_open_regular(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)), "rb")
 
 
 def append(path: Path) -> TextIO:
-    """A file, open to be written at its end: a regular one, and not a link to one elsewhere. Raises OSError."""
-    extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | extra, 0o666)
+    """Open a regular file for appending. Raises OSError for other kinds of files and for links."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    return open(_open_regular(path, flags), "a", encoding="utf-8", buffering=1)
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return open(handle, "a", encoding="utf-8", buffering=1)
+    return handle
 
 
-def room(folder: Path) -> str:
-    """How much is free where a folder is, and what to do where that is nothing. Raises OSError."""
+def free_space(folder: Path) -> str:
+    """Say how much disk space is free, and what to do where inodes have run out. Raises OSError."""
     free = shutil.disk_usage(folder).free
     if hasattr(os, "statvfs"):
-        found = os.statvfs(folder)
-        if found.f_files and found.f_favail < FEW_INODES:  # a file system that knows no such limit says 0 files
+        disk = os.statvfs(folder)
+        if disk.f_files and disk.f_favail < FEW_INODES:  # without a limit, f_files is 0
             return (
-                f"{free / 1e9:.1f} GB are free there, but only {found.f_favail:,} of {found.f_files:,} inodes, and "
+                f"{free / 1e9:.1f} GB are free there, but only {disk.f_favail:,} of {disk.f_files:,} inodes, and "
                 "every file takes one: delete files there, or choose another folder with run.dir"
             )
     return f"{free / 1e9:.1f} GB are free there"
 
 
 def check_archive(file: IO[bytes], size: int) -> None:
-    """Raise ValueError for what is no archive of torch.save: what it unpacks to has to be there uncompressed, so that
-    nothing of `size` bytes can ask for more memory than that."""
+    """Raise ValueError unless a file of `size` bytes is an uncompressed archive, as torch.save writes it.
+
+    A compressed one could unpack to any amount of memory.
+    """
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
@@ -99,13 +101,13 @@ def check_archive(file: IO[bytes], size: int) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a regular file's bytes. Raises OSError."""
+    """Hash a regular file; returns hex digits. Raises OSError."""
     with regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or the renames in a folder, survive a power cut, where the system can (not on Windows)."""
+    """Make a file's contents, or the renames in a folder, survive a power cut. Does nothing on Windows."""
     if os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Whose code it is: a file of code is this user's own once it was run on this user's word; its sha256 is kept."""
+"""Which code may be executed: a file is known once this user has agreed to run it; its sha256 is recorded."""
 
 import ast
 import hashlib
@@ -11,153 +11,148 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.base.errors import UntrustedCode
-from lockstep.base.escaping import named
+from lockstep.base.escaping import escape_name
 
 OPTION = "--trust-code"
 KNOWN = "--known-code"
-"""With the sha256 of what a launcher has found to be known: another machine may have another record."""
+"""Option of a worker, with the sha256 of code known to the launcher: another machine may have another record."""
 MODULES = (".py", str(sysconfig.get_config_var("EXT_SUFFIX")), ".abi3.so", ".so", ".pyd")
-"""How files end that an import may execute."""
+"""Suffixes of files that an import can execute."""
 MOST_BYTES = 32 << 20
-"""Of a file of code in which imports are looked for."""
+"""Larger files of code are not searched for imports."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """Something that would be executed: a file of code, or settings that name programs and variables."""
+    """Something to be executed: a file of code, or settings that name programs and environment variables."""
 
     name: str
     size: int
-    """In bytes."""
+    """Bytes."""
     digest: str
     """sha256."""
 
     @classmethod
     def of(cls, name: object, content: bytes) -> "Code":
-        """That of these bytes."""
         return cls(str(name), len(content), hashlib.sha256(content).hexdigest())
 
     def __str__(self) -> str:
-        return f"{named(self.name)} ({self.size:,} bytes, sha256 {self.digest})"
+        return f"{escape_name(self.name)} ({self.size:,} bytes, sha256 {self.digest})"
 
 
-class _Standing:
-    """What this process knows of code."""
+class _ProcessState:
+    """What this process may execute."""
 
     def __init__(self) -> None:
         self.allows_all = False
         self.known: set[str] = set()
-        self.foreign: set[Path] = set()
-        """Folders, as they are called and where they really are."""
+        """sha256 of code."""
+        self.restricted: set[Path] = set()
+        """Folders in which code has to be known; each as given and with links resolved."""
 
 
-_standing = _Standing()
+_state = _ProcessState()
 
 
-def allow() -> None:
-    """Execute whatever is asked for from now on, in this process: what --trust-code says."""
-    _standing.allows_all = True
+def allow_all() -> None:
+    """Execute any code in this process from now on, as --trust-code says."""
+    _state.allows_all = True
 
 
-def guard(folder: Path) -> None:
-    """From now on code below this folder is executed only where it is known: somebody else may have written it."""
-    _standing.foreign |= {Path(os.path.abspath(folder)), folder.resolve()}
-
-
-def is_allowed() -> bool:
-    """Whether this process executes whatever is asked for."""
-    return _standing.allows_all
+def require_known(folder: Path) -> None:
+    """Execute code below this folder only where it is known from now on: somebody else may have written it."""
+    _state.restricted |= {Path(os.path.abspath(folder)), folder.resolve()}
 
 
 def admit(file: Path, content: bytes) -> None:
-    """Let a file's code, about to be executed, pass, and know it from now on. Raises UntrustedCode."""
+    """Check code that is about to be executed, and remember it. Raises UntrustedCode."""
     code = Code.of(file, content)
-    if _is_foreign(file) and not _standing.allows_all and not is_known(code):
+    if _is_restricted(file) and not _state.allows_all and not is_known(code):
         raise UntrustedCode(_refusal([code]))
     remember([code])
 
 
-def _is_foreign(file: Path) -> bool:
-    """Whether it lies below a guarded folder, or is reached by a link from there."""
-    names = (Path(os.path.abspath(file)), file.parent.resolve() / file.name, file.resolve())
-    return any(name.is_relative_to(folder) for name in names for folder in _standing.foreign)
+def _is_restricted(file: Path) -> bool:
+    """Whether a file is below a restricted folder, or reached from there through a link."""
+    paths = (Path(os.path.abspath(file)), file.parent.resolve() / file.name, file.resolve())
+    return any(path.is_relative_to(folder) for path in paths for folder in _state.restricted)
 
 
-def know(digests: Iterable[str]) -> None:
-    """Let code with these sha256 pass in this process."""
-    _standing.known |= set(digests)
+def add_known(digests: Iterable[str]) -> None:
+    """Accept code with these sha256 in this process."""
+    _state.known |= set(digests)
 
 
 def is_known(code: Code) -> bool:
-    """Whether this user has had it executed before."""
-    if code.digest in _standing.known:
+    """Whether this user has agreed to execute this code before."""
+    if code.digest in _state.known:
         return True
     with suppress(OSError):
-        _standing.known |= {line[:64] for line in _record().read_text("utf-8", "replace").splitlines()}
-    return code.digest in _standing.known
+        _state.known |= {line[:64] for line in _record().read_text("utf-8", "replace").splitlines()}
+    return code.digest in _state.known
 
 
 def remember(codes: Iterable[Code]) -> None:
-    """Know it from now on, also in other commands where the record can be written."""
+    """Make code known to this process and, where the record can be written, to later commands."""
     new = [code for code in codes if not is_known(code)]
-    _standing.known |= {code.digest for code in new}
+    _state.known |= {code.digest for code in new}
     with suppress(OSError):
         if new:
             _record().parent.mkdir(parents=True, exist_ok=True)
             with _record().open("a", encoding="utf-8") as record:
-                record.write("".join(f"{code.digest}  {named(code.name)}\n" for code in new))
+                record.write("".join(f"{code.digest}  {escape_name(code.name)}\n" for code in new))
 
 
-def settle(codes: Sequence[Code], *, trusts: bool, of: Path) -> bool:
-    """Whether the user says, by --trust-code or on a terminal, that all of this of somebody's folder may be executed;
-    False where there is nothing to say, as all of it is known.
+def authorize(codes: Sequence[Code], *, trusts: bool, folder: Path) -> bool:
+    """Get the user's agreement, by --trust-code or on the terminal, to execute code of a folder that may be somebody
+    else's. False where no agreement is needed because all of it is known.
 
-    Raises UntrustedCode where there is nobody to ask, or the answer is no.
+    Raises UntrustedCode where there is no terminal to ask on, or the answer is no.
     """
     unknown = list({code.digest: code for code in codes if not is_known(code)}.values())
     if not trusts:
         if not unknown:
-            _import_nothing_from(of)
+            _stop_imports_from(folder)
             return False
-        if not (sys.stdin.isatty() and sys.stderr.isatty()) or not _agreed(unknown):
+        if not (sys.stdin.isatty() and sys.stderr.isatty()) or not _ask(unknown):
             raise UntrustedCode(_refusal(unknown))
-    allow()
+    allow_all()
     remember(unknown)
     return True
 
 
-def _import_nothing_from(folder: Path) -> None:
-    """Where the user stands in the folder: `python -m` and what multiprocessing starts would import from there."""
-    here = Path.cwd()
-    if here.is_relative_to(folder.resolve()):
+def _stop_imports_from(folder: Path) -> None:
+    """Where the working folder is below `folder`: `python -m` and processes of multiprocessing would import from it."""
+    working_folder = Path.cwd()
+    if working_folder.is_relative_to(folder.resolve()):
         os.environ["PYTHONSAFEPATH"] = "1"
-        sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != here]
+        sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != working_folder]
 
 
-def of_file(file: Path) -> list[Code]:
-    """A Python file, and what lies beside it that it imports, as far as its text tells; [] where there is none."""
-    found: dict[Path, Code] = {}
-    waiting = [file]
-    while waiting:
-        path = waiting.pop()
+def code_with_imports(file: Path) -> list[Code]:
+    """A Python file and, as far as its source shows, those it imports from its own folder; [] where it is missing."""
+    codes: dict[Path, Code] = {}
+    pending = [file]
+    while pending:
+        path = pending.pop()
         with suppress(OSError):
-            if path not in found and path.is_file():
+            if path not in codes and path.is_file():
                 size = path.stat().st_size
                 if size > MOST_BYTES:
                     with path.open("rb") as large:
-                        found[path] = Code(str(path), size, hashlib.file_digest(large, "sha256").hexdigest())
+                        codes[path] = Code(str(path), size, hashlib.file_digest(large, "sha256").hexdigest())
                     continue
                 content = path.read_bytes()
-                found[path] = Code.of(path, content)
-                waiting += _beside(file.parent, path.parent, content)
-    return list(found.values())
+                codes[path] = Code.of(path, content)
+                pending += _imported_files(file.parent, path.parent, content)
+    return list(codes.values())
 
 
-def _beside(folder: Path, package: Path, content: bytes) -> Iterator[Path]:
-    """Files in a folder that are imported by name, and in that of a package by a name that begins with a dot."""
+def _imported_files(folder: Path, package: Path, content: bytes) -> Iterator[Path]:
+    """Yield files that source code may import: by absolute name from `folder`, by relative name from `package`."""
     try:
         nodes = [*ast.walk(ast.parse(content))]
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # to be told when it is executed
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # reported when it is executed
         return
     wanted = {(folder, alias.name) for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
@@ -171,12 +166,12 @@ def _beside(folder: Path, package: Path, content: bytes) -> Iterator[Path]:
         if base == folder and is_installed:  # the folder is searched last
             continue
         for depth in range(1, len(parts) + 1):
-            place = base.joinpath(*parts[:depth])
-            yield place / "__init__.py"
-            yield from (place.with_name(f"{place.name}{ending}") for ending in MODULES if place.name)
+            module = base.joinpath(*parts[:depth])
+            yield module / "__init__.py"
+            yield from (module.with_name(f"{module.name}{suffix}") for suffix in MODULES if module.name)
 
 
-def _agreed(codes: Sequence[Code]) -> bool:
+def _ask(codes: Sequence[Code]) -> bool:
     sys.stderr.write("This would execute code that you have not run before:\n")
     sys.stderr.write("".join(f"  {code}\n" for code in codes))
     sys.stderr.write("Execute it? [y/N] ")
@@ -192,7 +187,7 @@ def _refusal(codes: Sequence[Code]) -> str:
 
 
 def _record() -> Path:
-    """A line for each file: sha256 and where it was."""
+    """The file with a line for each known file of code: its sha256 and path."""
     if os.name == "nt":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:

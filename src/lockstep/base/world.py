@@ -1,4 +1,4 @@
-"""Which process this is, as torchrun names it: the one place that reads the launcher's environment."""
+"""Rank and world size of this process, read from torchrun's environment variables; nothing else reads them."""
 
 import os
 from dataclasses import dataclass
@@ -8,23 +8,23 @@ LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A process's place: `rank` in 0..size-1 over all nodes, `local_rank` in 0..local_size-1 on this one."""
+    """The rank of a process among all (`rank` of `size`) and on its node (`local_rank` of `local_size`)."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
     has_agent: bool = False
-    """Whether an elastic agent has started this process and looks after it."""
+    """Whether PyTorch's elastic agent started this process."""
 
     @property
     def is_main(self) -> bool:
-        """True on the one process that writes to the terminal and to the run directory."""
+        """Whether this process writes to the terminal and the run folder."""
         return self.rank == 0
 
     @classmethod
     def from_environment(cls) -> "World":
-        """The world that torchrun's variables describe; one lone process when they are not set."""
+        """Read torchrun's variables; without them, a single process."""
         rank, size, local_rank, local_size = (
             int(os.environ.get(name, default)) for name, default in zip(LAUNCH_VARIABLES, (0, 1, 0, 1), strict=True)
         )
@@ -33,5 +33,5 @@ class World:
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -177,7 +177,7 @@ class Writer:
     def _with_free_space(self, reasons: str) -> str:
         """Add the free disk space, if the folder exists."""
         try:
-            return f"{reasons}; {storage.room(self.root)}"
+            return f"{reasons}; {storage.free_space(self.root)}"
         except OSError:
             return reasons
 

@@ -1,4 +1,4 @@
-"""The command line: a file of this folder is a command, which imports what it needs when it is called."""
+"""The command line: every file in this folder is a command, which imports what it needs when it is called."""
 
 import sys
 from typing import Annotated, Any
@@ -11,19 +11,19 @@ from lockstep.cli._common import versions
 
 FAMILY = "cli"
 ORDER = ["init", "data", "train", "status", "logs", "cancel", "checkpoints", "evaluate", "export", "predict", "serve"]
-"""As a person comes to need them; the others follow by name."""
+"""Of the commands in the help; others follow by name."""
 
 
 class Commands(TyperGroup):
-    """The files of this folder."""
+    """Finds commands in the files of this folder."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Every name, in the order of the help."""
+        """List the commands in the order of the help."""
         known = plugins.names(FAMILY)
         return [*(name for name in ORDER if name in known), *(name for name in known if name not in ORDER)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The function `command` of that name's file; None where there is no such file."""
+        """Load the function `command` of a file; None where there is no such file."""
         if cmd_name not in plugins.names(FAMILY):
             return None
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -40,8 +40,8 @@ app = typer.Typer(
 )
 
 
-def _show_versions(asked: bool) -> None:
-    if asked:
+def _show_versions(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(versions())
         raise typer.Exit
 
@@ -53,7 +53,7 @@ def everywhere(
         typer.Option("--version", callback=_show_versions, is_eager=True, help="Show versions, and end."),
     ] = False,
 ) -> None:
-    """Nothing is done before a command."""
+    """Do nothing before a command."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How commands talk to a person: the console, arguments that several take, an honest end."""
+"""What commands share: the console, arguments, the loading of configs, the reporting of errors."""
 
 import platform
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Overrides = Annotated[
 RunArgument = Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
 Trained = Annotated[Path, typer.Argument(help="A run's folder, one of its checkpoints, or an export.", metavar="MODEL")]
 DType = Annotated[
-    Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="What the weights become; default: as they are.")
+    Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Convert the weights; default: as they are.")
 ]
 TrustCode = Annotated[
     bool,
@@ -35,33 +35,34 @@ TrustCode = Annotated[
 
 
 def versions() -> str:
-    """Those of Lockstep, torch and Python, in one line; imports none of them."""
+    """The versions of Lockstep, torch and Python in one line, without importing torch."""
     return f"lockstep {version('lockstep-train')}, torch {version('torch')}, Python {platform.python_version()}"
 
 
-def settled(path: Path, overrides: list[str] | None, *, trusts: bool) -> "Recipe":
-    """The recipe of a config file whose code may be executed."""
+def load_trusted(path: Path, overrides: list[str] | None, *, trusts: bool) -> "Recipe":
+    """Load a config file and get the user's permission to execute its code. Raises UserError."""
     from lockstep.run import recipe as recipes
+    from lockstep.run import recipe_trust
 
     recipe = recipes.load(path, overrides or [])
-    recipes.settle_trust(recipe, path, trusts=trusts)
+    recipe_trust.authorize(recipe, path, trusts=trusts)
     return recipe
 
 
-def honest(command: Callable[..., int | None]) -> Callable[..., None]:
-    """A user's mistake becomes one message and an exit code; a bug of ours keeps its traceback."""
+def reports_errors(command: Callable[..., int | None]) -> Callable[..., None]:
+    """Decorate a command: a user's mistake becomes a message and an exit code; a bug of ours keeps its traceback."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         with ctrl_c.raising():
-            code = _answered(partial(command, *args, **kwargs))
+            code = _exit_code(partial(command, *args, **kwargs))
         raise typer.Exit(code or 0)
 
     return run
 
 
-def _answered(command: Callable[[], int | None]) -> int | None:
-    """Its exit code, once what went wrong has been told; raises what is a bug of ours."""
+def _exit_code(command: Callable[[], int | None]) -> int | None:
+    """Run a command, print its error if it has one, and return its exit code; raises what is a bug of ours."""
     try:
         return command()
     except LockstepError as error:
@@ -71,10 +72,10 @@ def _answered(command: Callable[[], int | None]) -> int | None:
         typer.echo("interrupted", err=True)
         return ctrl_c.EXIT_CODE
     except Exception as error:
-        if ctrl_c.was_pressed():  # the code that it came into may have made something else of it
+        if ctrl_c.was_pressed():  # interrupted code may have replaced KeyboardInterrupt
             typer.echo("interrupted", err=True)
             return ctrl_c.EXIT_CODE
-        if not user_code.is_users(error):
+        if not user_code.is_from_user(error):
             raise
         typer.echo(printable(user_code.report(error)), err=True)
         return 1

@@ -1,11 +1,11 @@
 """`lockstep cancel`."""
 
-from lockstep.cli._common import RunArgument, console, honest
+from lockstep.cli._common import RunArgument, console, reports_errors
 
 
-@honest
+@reports_errors
 def command(run: RunArgument) -> None:
-    """Have a run save after its step and end; `lockstep train` goes on with it."""
+    """Have a run save after its current step and end; `lockstep train` resumes it."""
     from lockstep.launch import run_control
 
     console.print(run_control.cancel(run.absolute()), soft_wrap=True)

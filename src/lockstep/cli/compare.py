@@ -5,26 +5,25 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import console, honest
+from lockstep.cli._common import console, reports_errors
 
 
-@honest
+@reports_errors
 def command(
     run_a: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint's.", metavar="RUN_A")],
     run_b: Annotated[Path, typer.Argument(help="Another one.", metavar="RUN_B")],
 ) -> int:
     """Say whether two runs, or two checkpoints, are equal bit for bit; if not, where they diverge.
 
-    Compared are loss, gradient norm, learning rate and the chain over them, step by step as far as both have logged
-    them, the digests of the weights, the values of evaluations, whether and when a run was stopped early, and all
-    tensors of a checkpoint that both still have. Of two runs that are not equally long the common part counts: one that
-    is the beginning of the other is "equal so far".
+    Compares loss, gradient norm, learning rate and the chain over them at every step that both have logged, the digests
+    of the weights, evaluations, early stopping, and all tensors of a checkpoint that both still have. If one run is
+    longer, the common steps count: "equal so far".
 
-    Ends with 0 when they are equal, 1 when they differ, 2 when they cannot be compared.
+    Exits with 0 if they are equal, 1 if they differ, 2 if they cannot be compared.
     """
     from lockstep.tools.compare import comparison
 
-    found = comparison.compare(run_a, run_b)
-    for line in found.lines:
+    result = comparison.compare(run_a, run_b)
+    for line in result.lines:
         console.print(line, soft_wrap=True)
-    return 0 if found.is_equal else 1
+    return 0 if result.is_equal else 1

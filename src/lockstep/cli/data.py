@@ -1,25 +1,26 @@
 """`lockstep data`."""
 
-from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, honest, settled
+from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted, reports_errors
 
 
-@honest
+@reports_errors
 def command(path: ConfigFile, overrides: Overrides = None, trust_code: TrustCode = False) -> None:
-    """Fetch and prepare data, tokens and the pretrained model, without training; goes on where it was stopped."""
-    recipe = settled(path, overrides, trusts=trust_code)
+    """Download and prepare data, tokens and the pretrained model without training; resumes where it was stopped."""
+    recipe = load_trusted(path, overrides, trusts=trust_code)
     from lockstep.base import plugins
     from lockstep.base.events import Bus
-    from lockstep.run import build
+    from lockstep.run.build import build_model
+    from lockstep.run.splits import prepare_splits
 
     bus = Bus()
     bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
     try:
-        found = build.prepare(recipe, bus.publish)
-        model = build.build_model(recipe, found.train.spec)
+        splits = prepare_splits(recipe, bus.publish)
+        model = build_model(recipe, splits.train.spec)
     finally:
         bus.close()
     parameters = sum(p.numel() for p in model.parameters())
     console.print(
-        f"ready: {len(found.train):,} training and {len(found.test):,} test samples, "
-        f"{len(found.train.spec.labels)} labels; model {recipe.model.kind} with {parameters:,} parameters"
+        f"ready: {len(splits.train):,} training and {len(splits.test):,} test samples, "
+        f"{len(splits.train.spec.labels)} labels; model {recipe.model.kind} with {parameters:,} parameters"
     )

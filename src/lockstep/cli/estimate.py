@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, honest, settled
+from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted, reports_errors
 
 
-@honest
+@reports_errors
 def command(
     path: ConfigFile,
     overrides: Overrides = None,
@@ -21,8 +21,8 @@ def command(
     json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file as well.")] = None,
     trust_code: TrustCode = False,
 ) -> None:
-    """Tell memory, traffic and time of each strategy before the run, from a few steps measured on this machine."""
-    recipe = settled(path, overrides, trusts=trust_code)
+    """Estimate memory, traffic and time of each strategy before the run, from a few steps measured on this machine."""
+    recipe = load_trusted(path, overrides, trusts=trust_code)
     from lockstep.tools.estimate import estimation
     from lockstep.tools.estimate.machine_measurement import EstimateOptions
 

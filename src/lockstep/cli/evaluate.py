@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import Overrides, Trained, TrustCode, console, honest
+from lockstep.cli._common import Overrides, Trained, TrustCode, console, reports_errors
 
 
-@honest
+@reports_errors
 def command(
     target: Trained,
     overrides: Overrides = None,
@@ -17,20 +17,18 @@ def command(
         Path | None, typer.Option(help="Measure on this table, or folder of images, in place of a split.")
     ] = None,
     worst: Annotated[int, typer.Option(help="How many of the worst samples to show.", min=0)] = 20,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Fit a temperature, and keep it.")] = False,
-    to: Annotated[
-        Path | None, typer.Option(help="Folder for what comes out; default: the run's, the export's.")
-    ] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Fit a temperature, and store it.")] = False,
+    to: Annotated[Path | None, typer.Option(help="Folder for the results; default: the run's or export's.")] = None,
     trust_code: TrustCode = False,
 ) -> int:
     """Measure a run's best or newest checkpoint, or an export: every sample once, on any number of processes.
 
-    Writes evaluation.json and evaluation.html: figures, each class, the confusion matrix, how far confidences can be
-    believed, and the samples that the model is most wrong about.
+    Writes evaluation.json and evaluation.html: metrics, also per class, the confusion matrix, the calibration of
+    confidences, and the worst samples.
     """
     from lockstep.inference.evaluate import evaluate_model
 
-    wishes = evaluate_model.EvaluateOptions(
+    options = evaluate_model.EvaluateOptions(
         split=split, file=file, worst=worst, calibrates=calibrate, to=to, trusts=trust_code
     )
-    return evaluate_model.evaluate(target, overrides or [], wishes, console=console)
+    return evaluate_model.evaluate(target, overrides or [], options, console=console)

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import Overrides, RunArgument, TrustCode, console, honest
+from lockstep.cli._common import Overrides, RunArgument, TrustCode, console, reports_errors
 
 
-@honest
+@reports_errors
 def command(
     run: RunArgument,
     overrides: Overrides = None,

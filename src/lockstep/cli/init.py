@@ -9,14 +9,14 @@ from rich.table import Table
 
 from lockstep.base import config, plugins, storage
 from lockstep.base.errors import ConfigError
-from lockstep.cli._common import console, honest
+from lockstep.cli._common import console, reports_errors
 
 
-@honest
+@reports_errors
 def command(
     task: Annotated[str, typer.Argument(help="What to train; one of --list.")] = "digits",
     to: Annotated[Path | None, typer.Option(help="File to write; default: TASK.yaml.")] = None,
-    lists: Annotated[bool, typer.Option("--list", help="Show what there is to start from, and write nothing.")] = False,
+    lists: Annotated[bool, typer.Option("--list", help="List the tasks, and write nothing.")] = False,
 ) -> None:
     """Write a commented config to start from; for `user` also a Python file with data and a model, beside it."""
     if lists:
@@ -28,7 +28,8 @@ def command(
     code = target.with_suffix(".py")
     template = recipes.template(task)
     text = config.explain(recipes.starter(task, code))
-    written = {target: f"# {_try(target)}\n\n{text}"}
+    train = f"lockstep train {target}"
+    written = {target: f"# {train}\n\n{text}"}
     if template is not None:
         if code == target:
             raise ConfigError(f"{target} would be the Python file as well: name a YAML file with --to")
@@ -40,7 +41,7 @@ def command(
         except OSError as error:
             raise ConfigError(f"cannot write {file}: {error.strerror}; name another file with --to") from None
     names = " and ".join(str(file) for file in reversed(written))
-    console.print(f"wrote {names}; next: {_try(target)}", soft_wrap=True)
+    console.print(f"wrote {names}; next: {train}", soft_wrap=True)
 
 
 def _refuse_to_overwrite(folder: Path, wanted: Iterable[Path]) -> None:
@@ -59,7 +60,3 @@ def _show_tasks() -> None:
         section = recipes.starter(name)
         table.add_row(name, (type(section.data).__doc__ or "").splitlines()[0], section.model.kind)
     console.print(table)
-
-
-def _try(target: Path) -> str:
-    return f"lockstep train {target}"

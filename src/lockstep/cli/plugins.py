@@ -3,10 +3,10 @@
 from rich.table import Table
 
 from lockstep.base import plugins
-from lockstep.cli._common import console, honest
+from lockstep.cli._common import console, reports_errors
 
 
-@honest
+@reports_errors
 def command() -> None:
     """List models, sources, strategies and launchers."""
     for title, family in plugins.FAMILIES.items():

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from lockstep.cli._common import DType, Trained, TrustCode, console, honest
+from lockstep.cli._common import DType, Trained, TrustCode, console, reports_errors
 
 
-@honest
+@reports_errors
 def command(
     model: Trained,
     source: Annotated[
@@ -17,25 +17,25 @@ def command(
     ],
     out: Annotated[Path, typer.Option(help="File to write: .parquet, .csv or .jsonl.")],
     processes: Annotated[
-        int | None, typer.Option(help="That predict at the same time; default: one for each core, or GPU.", min=1)
+        int | None, typer.Option(help="Processes that predict in parallel; default: one per core or GPU.", min=1)
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model runs.")] = "cpu",
     dtype: DType = None,
     batch: Annotated[int, typer.Option(help="Rows at a time.", min=1, max=512)] = 64,
     text_column: Annotated[str, typer.Option(help="The column of texts, in a table.")] = "text",
     probabilities: Annotated[bool, typer.Option("--probabilities", help="Add a column for each class.")] = False,
-    prefix: Annotated[str, typer.Option(help="What the names of the new columns begin with.")] = "",
+    prefix: Annotated[str, typer.Option(help="Prefix of the names of new columns.")] = "",
     trust_code: TrustCode = False,
 ) -> None:
     """Predict a whole file, or folder of images: its rows and columns, with `label` and `confidence` added.
 
-    The output is the same, byte for byte, for any number of processes. What is done lies in OUT.parts until all is: the
-    same command goes on where it was ended.
+    The output is the same, byte for byte, for any number of processes. Finished parts are kept in OUT.parts until all
+    are done: the same command resumes there.
     """
     from lockstep.inference import trained_model
     from lockstep.inference.predict import bulk
 
-    wish = bulk.PredictOptions(
+    options = bulk.PredictOptions(
         model=model,
         input=source,
         out=out,
@@ -48,4 +48,4 @@ def command(
         prefix=prefix,
         trusts=trained_model.settle_trust(model, (), trusts=trust_code),
     )
-    bulk.predict(wish, console)
+    bulk.predict(options, console)

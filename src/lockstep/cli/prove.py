@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, honest, settled
+from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted, reports_errors
 
 
-@honest
+@reports_errors
 def command(
     path: ConfigFile,
     overrides: Overrides = None,
@@ -16,11 +16,11 @@ def command(
     only: Annotated[
         list[str] | None, typer.Option(help="Parts: repeat, worlds, strategies, kill, evaluate; may be repeated.")
     ] = None,
-    keep: Annotated[Path | None, typer.Option(help="Leave the runs in this new folder, to look into.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep the runs in this new folder.")] = None,
     trust_code: TrustCode = False,
 ) -> int:
     """Show, on this config and machine, that the weights do not depend on the number of processes."""
-    recipe = settled(path, overrides, trusts=trust_code)
+    recipe = load_trusted(path, overrides, trusts=trust_code)
     from lockstep.tools.prove import run_proof
 
     return run_proof.prove(recipe, steps=steps, parts=only or run_proof.PARTS, keep=keep, console=console)

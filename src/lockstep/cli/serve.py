@@ -4,30 +4,30 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import DType, Trained, TrustCode, console, honest
+from lockstep.cli._common import DType, Trained, TrustCode, console, reports_errors
 
 
-@honest
+@reports_errors
 def command(
     target: Trained,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes any that is free.", min=0, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8000,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: DType = None,
-    max_batch: Annotated[int, typer.Option(help="Inputs predicted together at most.", min=1)] = 32,
+    max_batch: Annotated[int, typer.Option(help="Most inputs predicted together.", min=1)] = 32,
     max_wait_ms: Annotated[float, typer.Option(help="How long the first of a batch waits for others.", min=0)] = 0,
-    queue: Annotated[int, typer.Option(help="Inputs that may wait; beyond it: 503.", min=1)] = 1024,
-    timeout: Annotated[float, typer.Option(help="Seconds for a request; beyond it: 504.", min=0.1)] = 30,
-    max_body_mb: Annotated[float, typer.Option(help="Size of a request; beyond it: 413.", min=0.001)] = 8,
-    drain: Annotated[float, typer.Option(help="Seconds for what has come, after SIGTERM.", min=0)] = 20,
+    queue: Annotated[int, typer.Option(help="Inputs that may wait; beyond: 503.", min=1)] = 1024,
+    timeout: Annotated[float, typer.Option(help="Seconds for a request; beyond: 504.", min=0.1)] = 30,
+    max_body_mb: Annotated[float, typer.Option(help="Size of a request; beyond: 413.", min=0.001)] = 8,
+    drain: Annotated[float, typer.Option(help="Seconds to finish accepted requests after SIGTERM.", min=0)] = 20,
     api_key: Annotated[
-        str | None, typer.Option(help="Wanted as Authorization: Bearer KEY.", envvar="LOCKSTEP_API_KEY")
+        str | None, typer.Option(help="Required as Authorization: Bearer KEY.", envvar="LOCKSTEP_API_KEY")
     ] = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Answer POST /predict with a model's labels, and show a page to try it on.
 
-    SIGHUP, or POST /-/reload from this machine, loads it anew; SIGTERM and Ctrl-C answer what has come, then end.
+    SIGHUP, or POST /-/reload from this machine, reloads it; SIGTERM and Ctrl-C finish accepted requests, then exit.
     """
     from lockstep.inference import trained_model
     from lockstep.inference.serving import server

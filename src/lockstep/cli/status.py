@@ -1,11 +1,11 @@
 """`lockstep status`."""
 
-from lockstep.cli._common import RunArgument, console, honest
+from lockstep.cli._common import RunArgument, console, reports_errors
 
 
-@honest
+@reports_errors
 def command(run: RunArgument) -> None:
-    """Tell where a run is: its job and the time that is left to it, its step, its newest checkpoint."""
+    """Show the state of a run: its job and remaining time, its step, its newest checkpoint."""
     from lockstep.launch import run_control
 
     for line in run_control.status(run.absolute()):

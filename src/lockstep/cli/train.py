@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, honest
+from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, reports_errors
 
 
-@honest
+@reports_errors
 def command(
     path: ConfigFile,
     overrides: Overrides = None,
@@ -28,16 +28,17 @@ def command(
     On several machines: set launch.nodes, and give the same command on each, with --rendezvous and --node-rank.
     """
     from lockstep.run import recipe as recipes
+    from lockstep.run import recipe_trust
 
     recipe = recipes.load(path, overrides or [])
-    passed_on = recipes.passed_on(recipe) if dry_run else recipes.settle_trust(recipe, path, trusts=trust_code)
+    trust = recipe_trust.trust_arguments(recipe) if dry_run else recipe_trust.authorize(recipe, path, trusts=trust_code)
     from lockstep.launch import launch_run
 
-    arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *passed_on)
+    arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *trust)
     node = launch_run.node_address(rendezvous, node_rank)
     if node is not None and not dry_run:
         return launch_run.launch_node(recipe, path, arguments, node=node)
-    recipe = recipes.named(recipe, path)
+    recipe = recipes.with_run_name(recipe, path)
     if dry_run:
         return launch_run.show_plan(recipe, arguments, console, node=node)
     return launch_run.launch(recipe, arguments)

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, honest, settled
+from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load_trusted, reports_errors
 
 
-@honest
+@reports_errors
 def command(
     path: ConfigFile,
     overrides: Overrides = None,
@@ -16,7 +16,7 @@ def command(
     lr: Annotated[bool, typer.Option("--lr", help="Find a learning rate by a range test, and draw the curve.")] = False,
     memory: Annotated[
         float | None,
-        typer.Option(help="GB (of 10^9 bytes) for each process; default: its part of what is free.", metavar="GB"),
+        typer.Option(help="GB (of 10^9 bytes) for each process; default: its share of what is free.", metavar="GB"),
     ] = None,
     start: Annotated[float, typer.Option("--from", help="First learning rate of the sweep.")] = 1e-7,
     stop: Annotated[float, typer.Option("--to", help="Last one.")] = 10.0,
@@ -24,13 +24,13 @@ def command(
     out: Annotated[Path | None, typer.Option(help="SVG file of the curve; default: CONFIG-lr.svg, here.")] = None,
     trust_code: TrustCode = False,
 ) -> int:
-    """Find the largest micro-batch that fits, or a good learning rate, to be put into the config.
+    """Find the largest micro-batch that fits, or a good learning rate, to put into the config.
 
-    Nothing is trained for good and nothing is changed: a run uses what its config says.
+    Keeps no weights and changes no config.
 
     Ends with 0, or with 1 when no learning rate can be suggested.
     """
-    recipe = settled(path, overrides, trusts=trust_code)
+    recipe = load_trusted(path, overrides, trusts=trust_code)
     from lockstep.tools.tune import tuning
 
     options = tuning.TuneOptions(

@@ -108,7 +108,8 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
         alone = next(iter(self.failing(request, limit=1)), None)
         what = f"samples {list(request.indices)} together" if alone is None else f"sample {alone}"
         where = f"step {request.step + 1}, shard {request.shard}" if request.step >= 0 else "evaluation"
-        return SampleError(f"{what} of {self.faults.name} could not be fetched ({where}):\n{user_code.quoted(error)}")
+        text = user_code.format_traceback(error)
+        return SampleError(f"{what} of {self.faults.name} could not be fetched ({where}):\n{text}")
 
     def failing(self, request: ShardRequest, *, limit: int | None = None) -> dict[int, str]:
         """Return the samples, at most `limit`, that cannot be fetched alone, with the reasons."""

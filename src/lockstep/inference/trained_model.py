@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.base import plugins, storage, trust
-from lockstep.base.contracts import Tokenizer
+from lockstep.base.contracts import DataSpec, Tokenizer
 from lockstep.base.errors import ConfigError, LaunchError, ModelError
 from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.checkpoint import layout
@@ -22,9 +22,9 @@ from lockstep.inference.export import export_reader, export_writer, space
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.predictor import DTypeName, Predictor, predictor
 from lockstep.launch.run_folder import is_run, locate, run_of
-from lockstep.run import build
-from lockstep.run import recipe as recipes
+from lockstep.run import build, recipe_trust
 from lockstep.run.recipe import Recipe
+from lockstep.run.splits import open_splits
 
 FEW = (16, 1, 7)
 """Sizes of the batches that an export is compared on: several, as a graph may have been made for one."""
@@ -36,19 +36,19 @@ def settle_trust(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -
     """Whether the user says that the code of an export, a run or a checkpoint may be executed, whatever it is; False
     where all of it is known. Raises UserError, above all UntrustedCode."""
     if export_reader.is_export(path):
-        return trust.settle(export_reader.code_of(path, telling.read(path)), trusts=trusts, of=path)
+        return trust.authorize(export_reader.code_of(path, telling.read(path)), trusts=trusts, folder=path)
     if not is_run(path):
         return False
     recipe, root, _ = locate(path, overrides)
-    return trust.settle(recipes.code_of(recipe), trusts=trusts, of=root.parent)
+    return trust.authorize(recipe_trust.executable_code(recipe), trusts=trusts, folder=root.parent)
 
 
 def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[ExportFacts, Path]:
     """Write the model of a run or checkpoint for others to load -> its facts, and where. Raises UserError."""
     recipe, checkpoint = run_of(path, overrides)
-    recipes.guard(recipe)
+    recipe_trust.require_known_code(recipe)
     export_writer.check(recipe.export)
-    data = build.open_data(recipe)
+    data = open_splits(recipe)
     model, facts = _model(recipe, checkpoint, data.train.spec)
 
     def batches() -> Iterator[Batch]:
@@ -56,7 +56,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
         if data.test.lengths is not None:  # those of like length together: less to compute
             rows = data.test.lengths.argsort(kind="stable").tolist()
         parts = (rows[start : start + BATCH] for start in range(0, len(rows), BATCH))
-        yield from build.test_batches(recipe, data, parts)
+        yield from data.test_batches(parts)
 
     def beside(folder: Path) -> None:
         """The tokenizer's files, the user's own code."""
@@ -66,7 +66,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
             shutil.copy(recipe.model.code, folder)
 
     target = (to or _own(recipe.folder / recipe.export.folder)).absolute()
-    samples = export_writer.ExportSamples(few=build.first_samples(recipe, data, FEW), all=batches)
+    samples = export_writer.ExportSamples(few=data.first_test_batches(FEW), all=batches)
     return export_writer.export(
         model, target, section=recipe.export, facts=facts, samples=samples, beside=beside
     ), target
@@ -97,7 +97,7 @@ def open_predictor(path: Path, *, device: torch.device | None = None, dtype: DTy
         facts, forward, tokenizer = _read(folder)
         return predictor(facts, forward, tokenizer, device=device, dtype=dtype)
     recipe, checkpoint = run_of(folder)
-    recipes.guard(recipe)
+    recipe_trust.require_known_code(recipe)
     model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
     takes_tokens = recipe.model.TAKES_TOKENS and facts.modality == "text"
     tokenizer = plugins.implementation("models", recipe.model.kind).tokenizer(recipe.model) if takes_tokens else None
@@ -151,7 +151,7 @@ def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -
     return partial(open_predictor, path, device=place, dtype=dtype)
 
 
-def _model(recipe: Recipe, checkpoint: Path, spec: build.DataSpec) -> tuple[Model, ExportFacts]:
+def _model(recipe: Recipe, checkpoint: Path, spec: DataSpec) -> tuple[Model, ExportFacts]:
     """The model as the checkpoint holds it, and what there is to tell of it."""
     model = build.build_model(recipe, spec)
     restore_model(model, checkpoint)

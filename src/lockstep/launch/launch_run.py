@@ -101,7 +101,7 @@ def launch_node(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, node:
     Raises UserError, PeerLost.
     """
     with Membership(node.endpoint, node.node_rank, recipe.launch) as membership:
-        named = recipes.named(recipe, path)
+        named = recipes.with_run_name(recipe, path)
         assert named.run.name is not None
         run = named.run.model_copy(update={"name": membership.agree_on_name(named.run.name)})
         recipe = named.model_copy(update={"run": run})

@@ -48,7 +48,7 @@ def locate(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, 
         root = folder / "checkpoints"
     if not (root.parent / "recipe.yaml").is_file():
         raise ConfigError(f"{path} is no run: there is no recipe.yaml in it (runs are folders such as runs/NAME)")
-    overrides = [*recipes.lying_in(root.parent), *(overrides or [])]
+    overrides = [*recipes.run_folder_overrides(root.parent), *(overrides or [])]
     return recipes.load(root.parent / "recipe.yaml", overrides), root, checkpoint
 
 

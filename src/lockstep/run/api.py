@@ -1,4 +1,4 @@
-"""A run from Python: `lockstep.spawn(...)` in a notebook or a script trains on several processes and waits for them."""
+"""Runs started from Python: `lockstep.spawn(...)` in a notebook or script."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from lockstep.launch import launch_run
 from lockstep.launch.elastic.failure import TAIL_LINES, Failure
 from lockstep.launch.launchers._spawn import OutputPipe, Spawn
 from lockstep.run import recipe as recipes
+from lockstep.run import recipe_trust
 from lockstep.run.recipe import Recipe
 
 ERRORS: dict[int, type[LockstepError]] = {
@@ -22,19 +23,18 @@ ERRORS: dict[int, type[LockstepError]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended well."""
+    """A finished run."""
 
     folder: Path
-    """Where everything is."""
 
     @property
     def summary(self) -> dict[str, Any]:
-        """How it ended, as in summary.json: "digest", "steps", "evaluation" and more."""
+        """The contents of summary.json: "digest", "steps", "evaluation" and more."""
         return json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, such as for pandas.DataFrame(run.metrics); none without that sink."""
+        """The lines of metrics.jsonl, e.g. for pandas.DataFrame(run.metrics); [] without that sink."""
         file = self.folder / "metrics.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         return [json.loads(line) for line in lines]
@@ -48,31 +48,31 @@ def spawn(
     allow_drift: bool = False,
     trust_code: bool = False,
 ) -> Run:
-    """Train as a config says, on processes of this machine, and wait for the end.
+    """Train on processes of this machine and wait for the end.
 
     `config` is a YAML file, a run's recipe.yaml, or the sections themselves: {"train": {"epochs": 3}}; `overrides`
     are of the form "train.epochs=3"; `processes` replaces launch.processes; `resume`, `allow_drift` and
-    `trust_code` are those of `lockstep train`. What rank 0 says comes to sys.stdout and sys.stderr as they are now,
-    wherever they lead (on Windows: to the terminal); others write to logs/rank-N.log.
+    `trust_code` are those of `lockstep train`. Output of rank 0 goes to the current sys.stdout and sys.stderr (on
+    Windows to the terminal); other ranks write to logs/rank-N.log.
 
-    The processes do not read the script or notebook that calls this: it needs no `if __name__ == "__main__":`. Raises
-    UserError for what can be mended; Interrupted after a signal (Ctrl-C, a notebook's stop button), when the run can
-    be resumed; for a process that failed otherwise a LockstepError with what befell it and its last words.
+    The processes do not import the calling script or notebook: it needs no `if __name__ == "__main__":`. Raises
+    UserError for what the user can fix; Interrupted after a signal (Ctrl-C, a notebook's stop button), when the run can
+    be resumed; for other failures of a process a LockstepError with the cause and its last output.
     """
     if processes is not None:
         overrides = (*overrides, f"launch.processes={processes}")
     recipe = launch_run.on_this_machine(_recipe(config, overrides), "spawn")
     path = None if isinstance(config, Mapping) else Path(config)
-    passed_on = recipes.settle_trust(recipe, path or Path("spawn"), trusts=trust_code)
+    trust = recipe_trust.authorize(recipe, path or Path("spawn"), trusts=trust_code)
     drift = ["--allow-drift"] if allow_drift else []
-    request = launch_run.build_request(recipe, ("--resume", resume, *drift, *passed_on))
+    request = launch_run.build_request(recipe, ("--resume", resume, *drift, *trust))
     launcher = Spawn(recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards)
     plan = launch_run.write_plan(recipe, request, launcher)
     outlets = _outlets()
     try:
         failure = launcher.failure(plan, recipe.folder / "logs", outlets)
     except Interrupted as error:
-        raise Interrupted(f"{error}; {_how_to_go_on(recipe)}") from None
+        raise Interrupted(f"{error}; {_how_to_resume(recipe)}") from None
     if failure is not None:
         raise _error(failure, outlets, recipe)
     return Run(recipe.folder)
@@ -80,8 +80,8 @@ def spawn(
 
 def _recipe(config: str | os.PathLike[str] | Mapping[str, Any], overrides: tuple[str, ...]) -> Recipe:
     if isinstance(config, Mapping):
-        return recipes.named(recipes.of_sections(config, overrides), Path("spawn"))
-    return recipes.named(recipes.load(Path(config), overrides), Path(config))
+        return recipes.with_run_name(recipes.of_sections(config, overrides), Path("spawn"))
+    return recipes.with_run_name(recipes.load(Path(config), overrides), Path(config))
 
 
 def _outlets() -> dict[int, OutputPipe]:
@@ -93,7 +93,7 @@ def _outlets() -> dict[int, OutputPipe]:
 
 
 def _is_own_terminal(stream: TextIO) -> bool:
-    """Whether a process would inherit it, and may show a bar there."""
+    """Whether a stream is a terminal that a child process inherits, and can show a progress bar on."""
     try:
         return stream.fileno() == 1 and stream.isatty()
     except (OSError, ValueError, AttributeError):  # a notebook's, or of redirect_stdout
@@ -105,13 +105,13 @@ def _error(failure: Failure, outlets: Mapping[int, OutputPipe], recipe: Recipe) 
     is_of_another = "last lines of" in failure.text
     lines = [*([failure.text] if failure.text else []), *([] if is_of_another else last_words)]
     if failure.code == Interrupted.exit_code:
-        return Interrupted("\n".join([*lines, _how_to_go_on(recipe)]))
+        return Interrupted("\n".join([*lines, _how_to_resume(recipe)]))
     text = "\n".join(lines) or f"the run has failed (exit code {failure.exit_code}); see {recipe.folder / 'logs'}"
     kind = ERRORS.get(failure.code)
     return kind(text) if kind else RunFailed(text, failure.exit_code)
 
 
-def _how_to_go_on(recipe: Recipe) -> str:
+def _how_to_resume(recipe: Recipe) -> str:
     file = recipe.folder / "recipe.yaml"
     if not file.is_file():
         return "nothing has been trained yet"

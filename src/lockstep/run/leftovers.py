@@ -1,4 +1,4 @@
-"""What a user's code has started and not ended, once the run is over: waited for a while, named, ended."""
+"""Threads and child processes that the user's code left running at the end of a run."""
 
 import multiprocessing
 import threading
@@ -6,35 +6,36 @@ import time
 
 import psutil
 
-from lockstep.base.escaping import named
+from lockstep.base.escaping import escape_name
 
 PATIENCE_SECONDS = 5.0
-"""An upload that was begun at the end of a run may need a while."""
-LOOK_SECONDS = 0.05
+"""An upload started at the end of a run may take a while."""
+POLL_SECONDS = 0.05
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor")
-"""In the command lines of processes that end with this one by themselves."""
-MOST_NAMED = 5
+"""In the command lines of processes that exit with this one by themselves."""
 
 
-def ended(seconds: float) -> list[str]:
-    """Wait so long for processes and threads that nobody has ended, then end the processes -> what had to be ended or
-    cannot be. Python itself would wait for ever for most of them, and so would who waits for this process's output."""
+def end_leftovers(seconds: float) -> list[str]:
+    """Wait for child processes and threads to end, then kill the processes; describe what did not end by itself.
+
+    Python would wait for most of them forever, and so would readers of this process's output.
+    """
     end = time.monotonic() + seconds
     while (left := _processes()) or _threads():
         if time.monotonic() >= end:
             break
-        psutil.wait_procs(left, timeout=LOOK_SECONDS)
-        time.sleep(0 if left else LOOK_SECONDS)
-    words = [_words(process) for process in left]
+        psutil.wait_procs(left, timeout=POLL_SECONDS)
+        time.sleep(0 if left else POLL_SECONDS)
+    names = [_describe(process) for process in left]
     for process in left:
         process.kill()
     psutil.wait_procs(left, timeout=1)
-    words += [f"thread {named(thread.name)}" for thread in _threads()]
-    return [*words[:MOST_NAMED], *([f"{len(words) - MOST_NAMED} more"] if len(words) > MOST_NAMED else [])]
+    names += [f"thread {escape_name(thread.name)}" for thread in _threads()]
+    return names
 
 
 def has_threads() -> bool:
-    """Whether the interpreter would wait for a thread before it ends."""
+    """Whether the interpreter would wait for a thread before it exits."""
     return bool(_threads())
 
 
@@ -44,21 +45,21 @@ def _threads() -> list[threading.Thread]:
 
 
 def _processes() -> list[psutil.Process]:
-    """Those below this one, but for those that multiprocessing ends by itself."""
+    """Child processes, except those that multiprocessing ends by itself."""
     daemons = {process.pid for process in multiprocessing.active_children() if process.daemon}
-    found = []
+    processes = []
     for child in psutil.Process().children():
         try:
             is_own = child.pid in daemons or any(word in " ".join(child.cmdline()) for word in HELPERS)
             if not is_own and child.status() != psutil.STATUS_ZOMBIE:
-                found += [child, *child.children(recursive=True)]
+                processes += [child, *child.children(recursive=True)]
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
-def _words(process: psutil.Process) -> str:
+def _describe(process: psutil.Process) -> str:
     try:
-        return f"process {process.pid} ({named(' '.join(process.cmdline()))[:80]})"
+        return f"process {process.pid} ({escape_name(' '.join(process.cmdline()))[:80]})"
     except psutil.Error:
         return f"process {process.pid}"

@@ -1,11 +1,11 @@
-"""What every process runs: world, recipe, task, leave with an honest exit code.
+"""What every process of a run executes: load the recipe, do a task, exit with a meaningful code.
 
     python -m lockstep.run.worker CONFIG.yaml [section.key=value ...] [--resume HOW] [--task NAME --request FILE]
 
 One process by itself, or one of many under torchrun or any launcher that sets torchrun's variables.
 """
 
-# ruff: noqa: E402 (the imports take seconds, in which nobody else looks whether the launcher is alive)
+# ruff: noqa: E402 (the imports take seconds, during which the launcher has to be watched already)
 import sys
 
 from lockstep.core.host.lifetime import LAUNCHER, begin
@@ -19,21 +19,20 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lockstep.base import closed_output, plugins, trust, user_code
-from lockstep.base.errors import LockstepError, PeerLost, printable
+from lockstep.base.errors import LockstepError, PeerLost, few, printable
 from lockstep.base.world import World
 from lockstep.checkpoint.writer import THREAD
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import broadcast_object, reported_once
 from lockstep.core.host.signals import SignalWatch
-from lockstep.run import leftovers
+from lockstep.run import leftovers, recipe_trust
 from lockstep.run import recipe as recipes
 
 if os.name != "nt":
@@ -43,7 +42,7 @@ TASKS = "run.tasks"
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line of a worker."""
+    """Parse the command line of a worker."""
     parser = argparse.ArgumentParser(prog="lockstep.run.worker", description="One process of a Lockstep run.")
     parser.add_argument("config", type=Path, help="a YAML file, or a run's recipe.yaml")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
@@ -55,8 +54,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "--began", type=float, default=0.0, help="when the run was launched (seconds since 1970): for max_minutes"
     )
     parser.add_argument("--task", default="train", choices=plugins.names(TASKS), help="what to do")
-    parser.add_argument("--request", type=Path, help="the file in which the task's front end says what it asks for")
-    parser.add_argument(LAUNCHER, type=int, help="the process that has started this one, and with which it ends")
+    parser.add_argument("--request", type=Path, help="the file with the request of the task's command")
+    parser.add_argument(LAUNCHER, type=int, help="pid of the launcher: when it ends, so does this process")
     return parser.parse_args(argv)
 
 
@@ -64,33 +63,33 @@ def main(argv: list[str]) -> int:
     """Run one process to its end; returns its exit code."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     options, world, signals = arguments(argv), World.from_environment(), SignalWatch()
-    closed_output.survives()
+    closed_output.tolerate_lost_reader()
     append_to_logs()
     with signals.watching():
         try:
-            recipe = recipes.named(recipes.load(options.config, options.overrides), options.config)
-            guards = options.task == "evaluate" or recipes.is_written(options.config)
-            settle_trust(recipe, options, guards=guards)
+            recipe = recipes.with_run_name(recipes.load(options.config, options.overrides), options.config)
+            authorize(recipe, options)
             kind = plugins.find(TASKS, options.task)
-            with _group(world) if kind.NEEDS_GROUP else nullcontext():
-                recipe = broadcast_object(recipe) if kind.NEEDS_GROUP else recipe
+            with ExitStack() as stack:
+                if kind.NEEDS_GROUP:
+                    stack.enter_context(process_group.opened(world, process_group.device_of(world)))
+                    stack.enter_context(reported_once(sys.stderr))  # an error that all ranks share
+                    recipe = broadcast_object(recipe)
                 task = kind.build(recipe, world, signals, request=options.request, began=options.began)
-                try:
-                    with task.watching():
-                        task.run(options.resume, allow_drift=options.allow_drift)
-                finally:
-                    task.close()
+                stack.enter_context(closing(task))
+                stack.enter_context(task.watching())
+                task.run(options.resume, allow_drift=options.allow_drift)
         except LockstepError as error:
             if not error.is_shared or error.rank == world.rank:
                 get_error_handler().record_exception(error)
             if not error.is_shared:
                 sys.stderr.write(f"{error}\n")
             return error.exit_code
-        except BaseException as error:  # nothing of ours ends a process by KeyboardInterrupt or SystemExit here
+        except BaseException as error:  # also a KeyboardInterrupt or SystemExit, which only user code raises here
             if process_group.is_lost_peer(error):
                 return report_lost_peer(world, error)
-            get_error_handler().record_exception(error)  # for the agent, which names the first that failed
-            if user_code.is_users(error):
+            get_error_handler().record_exception(error)  # for the agent, which reports the first failure
+            if user_code.is_from_user(error):
                 sys.stderr.write(f"{printable(user_code.report(error))}\n")
             else:
                 traceback.print_exc()
@@ -98,28 +97,22 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-@contextmanager
-def _group(world: World) -> Iterator[None]:
-    """The process group, left with one message about an error that all ranks share."""
-    with process_group.opened(world, process_group.device_of(world)), reported_once(sys.stderr):
-        yield
-
-
-def settle_trust(recipe: recipes.Recipe, options: argparse.Namespace, *, guards: bool) -> None:
-    """Execute what a person has typed; what lies in a run's folder, or is carried by an export, only where it is known
-    or the launcher has passed on that it may be. Raises UntrustedCode."""
-    trust.know(options.known_code.split(","))
+def authorize(recipe: recipes.Recipe, options: argparse.Namespace) -> None:
+    """Allow the code of a config of the user's; that of a run folder or an export has to be known, or allowed by the
+    launcher's arguments. Raises UntrustedCode."""
+    trust.add_known(options.known_code.split(","))
+    codes = recipe_trust.executable_code
     if options.trust_code:
-        trust.allow()
-    elif guards:
-        trust.settle(recipes.code_of(recipe), trusts=False, of=options.config.parent)
-        recipes.guard(recipe)
+        trust.allow_all()
+    elif options.task == "evaluate" or recipe_trust.is_in_run_folder(options.config):
+        trust.authorize(codes(recipe), trusts=False, folder=options.config.parent)
+        recipe_trust.require_known_code(recipe)
     else:
-        trust.remember(recipes.code_of(recipe))
+        trust.remember(codes(recipe))
 
 
 def append_to_logs() -> None:
-    """Both output streams may be one file that was opened twice: without this, each would write over the other."""
+    """Make stdout and stderr append: they may be one file opened twice, and would overwrite each other."""
     if os.name == "nt":
         return
     for stream in (1, 2):
@@ -128,20 +121,22 @@ def append_to_logs() -> None:
 
 
 def report_lost_peer(world: World, error: BaseException) -> int:
-    """Another process has gone, and says why itself: this one only adds that it noticed."""
-    if not (world.is_main and world.has_agent):  # the agent, on the same terminal, will tell who went
+    """Report that another process has exited; it reports the reason itself."""
+    if not (world.is_main and world.has_agent):  # the agent, on the same terminal, reports which process
         sys.stderr.write(f"rank {world.rank} lost the connection to another process: {str(error).splitlines()[0]}\n")
     return PeerLost.exit_code
 
 
 def leave(code: int) -> NoReturn:
-    """End the process: one that has failed with its own code, though the agent may want to end it, too. A save that
-    hangs has a thread in native code, which would abort an interpreter that ends."""
-    if code:
+    """Exit, after ending what the user's code left running.
+
+    A hanging save has a thread in native code, which would abort an interpreter that shuts down.
+    """
+    if code:  # the agent's SIGTERM would replace the exit code
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     is_saving = any(thread.name == THREAD for thread in threading.enumerate())
-    if left := leftovers.ended(0.0 if code or is_saving else leftovers.PATIENCE_SECONDS):
-        sys.stderr.write(f"ended, since your code has started and not ended it: {', '.join(left)}\n")
+    if left := leftovers.end_leftovers(0.0 if code or is_saving else leftovers.PATIENCE_SECONDS):
+        sys.stderr.write(f"ended, since your code has started and not ended it: {few(left, 5)}\n")
     if is_saving or leftovers.has_threads():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -21,9 +21,8 @@ from lockstep.base.events import Bus
 from lockstep.core.host.lifetime import end_family
 from lockstep.core.host.memory_meter import descendants_bytes
 from lockstep.parallel.strategy_config import StrategySection
-from lockstep.run import build
-from lockstep.run.build import Data
 from lockstep.run.recipe import Recipe
+from lockstep.run.splits import Splits, prepare_splits
 
 GRACE_SECONDS = 5
 """How long the processes of a trial may take to end before they are killed."""
@@ -119,11 +118,11 @@ def _run_launcher(command: Sequence[str], log: Path, poll: Callable[[], None]) -
     return launcher.returncode, peak
 
 
-def prepared(recipe: Recipe) -> Data:
+def prepared(recipe: Recipe) -> Splits:
     """Fetch and prepare the data once for all trials, with progress on the terminal."""
     bus = Bus()
     bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
     try:
-        return build.prepare(recipe, bus.publish)
+        return prepare_splits(recipe, bus.publish)
     finally:
         bus.close()

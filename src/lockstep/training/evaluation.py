@@ -265,7 +265,7 @@ def _as_evaluation_failed(what: str = "the evaluation failed") -> Iterator[None]
     except Exception as error:
         if is_lost_peer(error):
             raise
-        raise EvaluationFailed(f"{what}:\n{user_code.quoted(error)}") from None
+        raise EvaluationFailed(f"{what}:\n{user_code.format_traceback(error)}") from None
 
 
 def _raise_on_all_ranks(error: LockstepError | None) -> None:

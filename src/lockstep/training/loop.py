@@ -77,7 +77,7 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
     metrics, stop_early = _repeat_evaluation(run)
     for micro_batches in () if stop_early else run.steps(state.step):
         is_logged = (state.step + 1) % run.log_every == 0 or state.step + 1 == run.total_steps
-        with user_code.noted(state.step + 1):
+        with user_code.noting_step(state.step + 1):
             outcome = step(state, micro_batches, clip=run.clip, skip_non_finite=run.train.non_finite == "skip")
         _publish_step(run, outcome, is_logged=is_logged)
         stop, save, out_of_time = agreement.read()

@@ -34,12 +34,12 @@ def begin(argv: Sequence[str]) -> None:
     Ctrl-C to the launcher."""
     os.environ.pop("PYTHONSAFEPATH", None)  # set for this process, not for those that the user's code starts
     if LAUNCHER in argv:
-        ctrl_c.ends_in_silence(Interrupted.exit_code)
+        ctrl_c.exit_silently(Interrupted.exit_code)
         end_with_parent("SIGKILL", int(argv[argv.index(LAUNCHER) + 1]))
     elif "RANK" in os.environ:
-        ctrl_c.ends_in_silence(Interrupted.exit_code)
+        ctrl_c.exit_silently(Interrupted.exit_code)
     else:
-        ctrl_c.ends_at_once()
+        ctrl_c.exit_at_once()
 
 
 def end_family(parent: "subprocess.Popen[bytes]", *, grace_seconds: float) -> None:

@@ -21,6 +21,7 @@ from lockstep.inference.export import export_reader
 from lockstep.launch import launch_run
 from lockstep.launch.run_folder import is_run, run_of
 from lockstep.run import recipe as recipes
+from lockstep.run import recipe_trust
 from lockstep.run.recipe import Recipe
 
 TEXT, LABEL = "data.text_column", "data.label_column"
@@ -55,7 +56,7 @@ def evaluate(target: Path, overrides: Sequence[str], wishes: EvaluateOptions, *,
         is_export = place is not None
         recipe, measured = _of_export(target, settings, place) if place else _of_run(target, settings)
         own = export_reader.code_of(measured, telling.read(measured)) if is_export else []
-        trusts = trust.settle([*own, *recipes.code_of(recipe)], trusts=wishes.trusts, of=target)
+        trusts = trust.authorize([*own, *recipe_trust.executable_code(recipe)], trusts=wishes.trusts, folder=target)
         to = wishes.to or (measured if is_export else recipe.folder)
         task = EvaluationRequest(
             target=measured,

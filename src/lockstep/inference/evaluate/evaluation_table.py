@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.escaping import named
+from lockstep.base.escaping import escape_name
 
 MOST_ROWS = 40
 """Of more classes than this the terminal shows none: they are in the page."""
@@ -18,12 +18,12 @@ def show(found: Mapping[str, Any], console: Console) -> None:
     figures = Table(
         "metric",
         "value",
-        title=Text(f"{found['samples']:,} samples: {named(found['data'])}", "table.title"),
+        title=Text(f"{found['samples']:,} samples: {escape_name(found['data'])}", "table.title"),
         title_justify="left",
     )
     figures.columns[1].justify = "right"
     for name, value in rows(found):
-        figures.add_row(Text(named(name)), value)
+        figures.add_row(Text(escape_name(name)), value)
     console.print(figures)
     classes = found.get("classes", [])
     if 0 < len(classes) <= MOST_ROWS:
@@ -53,5 +53,5 @@ def _by_class(classes: list[dict[str, Any]]) -> Table:
         column.justify = "right"
     for one in classes:
         shares = (f"{one[name]:.4f}" for name in ("precision", "recall", "f1"))
-        shown.add_row(Text(named(one["label"])), *shares, f"{one['support']:,}")
+        shown.add_row(Text(escape_name(one["label"])), *shares, f"{one['support']:,}")
     return shown

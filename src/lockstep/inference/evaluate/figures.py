@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from lockstep.base.escaping import named
+from lockstep.base.escaping import escape_name
 
 CELL_SIZES = ((12, 56), (30, 30), (100, 14))
 """(classes at most, pixels of a cell): the more there are, the smaller."""
@@ -28,7 +28,7 @@ SIDE, LEFT, TOP, COUNTS = 300, 52, 14, 60
 def confusion(matrix: Sequence[Sequence[int]], names: Sequence[str]) -> str:
     """A confusion matrix [true][predicted]: each row's colours are shares of its class; what is wrong is red."""
     cell = next(size for most, size in CELL_SIZES if len(names) <= most)
-    names = [named(name) for name in names]  # control characters are not XML
+    names = [escape_name(name) for name in names]  # control characters are not XML
     short = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
     margin = max(40.0, 20 + max(map(len, short)) * LETTER)
     left, top, side = margin + 22, margin + 22, cell * len(names)

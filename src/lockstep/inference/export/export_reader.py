@@ -23,7 +23,7 @@ def is_export(folder: Path) -> bool:
 def code_of(folder: Path, facts: ExportFacts) -> list[trust.Code]:
     """What reading an export would execute: the user's file beside the weights, and a program that is no mere graph.
     Raises ModelError."""
-    codes = trust.of_file(folder / facts.model["file"]) if "file" in facts.model else []
+    codes = trust.code_with_imports(folder / facts.model["file"]) if "file" in facts.model else []
     with _told(folder):
         program = plugins.find(FORMATS, facts.kind).PROGRAM
         return [*codes, *([_program(folder / program)] if program else [])]

@@ -103,7 +103,7 @@ def work(task: ChunkTask, pipe: Connection) -> None:
     try:
         be_lone()
         if task.trusts:
-            trust.allow()
+            trust.allow_all()
         predictor = open_predictor(task.model, device=task.device, dtype=task.dtype)
         pipe.send(predictor.facts)
         desk = ChunkPredictor(predictor=predictor, task=task, tell=pipe.send)
@@ -116,7 +116,7 @@ def work(task: ChunkTask, pipe: Connection) -> None:
     except LockstepError as error:
         pipe.send(Failed(kind=type(error), text=str(error)))
     except Exception as error:
-        pipe.send(Failed(kind=SampleError, text=f"the model cannot be used:\n{user_code.quoted(error)}"))
+        pipe.send(Failed(kind=SampleError, text=f"the model cannot be used:\n{user_code.format_traceback(error)}"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,7 @@ class Agent(LocalElasticAgent):
     """PyTorch's agent; workers start with SIGINT blocked, until they have a handler for it."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with ctrl_c.kept_back():
+        with ctrl_c.blocked():
             return super()._start_workers(worker_group)
 
 

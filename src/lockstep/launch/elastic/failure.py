@@ -8,8 +8,9 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from lockstep.base import user_code
 from lockstep.base.errors import Desync, HangDetected, Interrupted, NonFiniteLoss, PeerLost, UserError
-from lockstep.base.user_code import MARK, alike
+from lockstep.base.user_code import MARK
 
 TAIL_LINES = 20
 VERDICT = "verdict.json"
@@ -99,7 +100,7 @@ def _time(failure: ProcessFailure) -> float:
 def _signature(failure: ProcessFailure) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError):
         message = json.loads(Path(failure.error_file).read_text(encoding="utf-8"))["message"]
-        return alike(message["message"], message["extraInfo"]["py_callstack"])
+        return user_code.signature(message["message"], message["extraInfo"]["py_callstack"])
     return ""
 
 

@@ -103,7 +103,7 @@ class SpawnedWorkers:
         variables = {**plan.environment, **_variables(plan.processes, port)}  # OpenMP reads its own at start-up
         before = set(multiprocessing.active_children())
         try:
-            with environment(variables), script_unread(), ctrl_c.kept_back():
+            with environment(variables), script_unread(), ctrl_c.blocked():
                 context = start_processes(run, (start,), nprocs=plan.processes, join=False)
         except OSError as error:
             for process in set(multiprocessing.active_children()) - before:

@@ -33,7 +33,7 @@ class RankStart:
 
 def run(rank: int, start: RankStart) -> None:
     """Run the worker module as this rank."""
-    ctrl_c.ends_in_silence(Interrupted.exit_code)
+    ctrl_c.exit_silently(Interrupted.exit_code)
     signal.signal(signal.SIGTERM, _leave)  # until the worker installs its own handler: there is nothing to save yet
     if os.getppid() != start.parent:  # it ended before PR_SET_PDEATHSIG was set
         os._exit(PeerLost.exit_code)

@@ -10,7 +10,7 @@ from rich.progress import TaskID
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
-from lockstep.base.escaping import EscapingConsole, named
+from lockstep.base.escaping import EscapingConsole, escape_name
 from lockstep.base.events import CheckpointSaved, Evaluated, Preparing, RunEnded, RunStarted, StepDone, Warned
 from lockstep.observe.progress_bar import QUIET_SECONDS, Pace, progress_bar
 
@@ -60,7 +60,7 @@ class ProgressLines:
     @notice.register
     def _(self, event: CheckpointSaved) -> None:
         stall = f"training stood still for {event.stall_seconds * 1000:.0f} ms"
-        self.print(f"checkpoint {named(event.folder.name)} saved in {event.seconds:.2f} s, {stall}", "dim")
+        self.print(f"checkpoint {escape_name(event.folder.name)} saved in {event.seconds:.2f} s, {stall}", "dim")
 
     @notice.register
     def _(self, event: Warned) -> None:
@@ -151,14 +151,14 @@ def readable(values: Mapping[str, float]) -> str:
         elif name == "learning_rate":
             texts.append(f"lr {value:.3g}")
         else:
-            texts.append(f"{named(SHORT.get(name, name))} {value:.4f}")
+            texts.append(f"{escape_name(SHORT.get(name, name))} {value:.4f}")
     return " · ".join(texts)
 
 
 def start_lines(event: RunStarted) -> list[str]:
     processes = f"{event.world_size} process{'es' if event.world_size > 1 else ''}"
     lines = [
-        f"run {named(event.name)}: {event.parameters:,} parameters, {event.train_samples:,} training samples, "
+        f"run {escape_name(event.name)}: {event.parameters:,} parameters, {event.train_samples:,} training samples, "
         f"{event.total_steps:,} steps ({event.steps_per_epoch:,} per epoch) on {processes}, {event.device}"
     ]
     if event.resumed_step:
@@ -173,7 +173,7 @@ def end_lines(event: RunEnded) -> list[str]:
     lines = [f"{event.status} after {summary['steps']:,} steps · digest {summary['digest'][:16]}"]
     if summary["evaluation"]:
         lines.append(f"test: {readable(summary['evaluation'])}")
-    return [*lines, f"everything is in {named(summary['folder'])}"]
+    return [*lines, f"everything is in {escape_name(summary['folder'])}"]
 
 
 def build(folder: Path) -> ProgressSink:

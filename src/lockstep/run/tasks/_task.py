@@ -1,4 +1,4 @@
-"""What every task of a worker has: the recipe, this process's place, and whoever watches."""
+"""What tasks of a worker have in common: recipe, rank, event bus and watchdog."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,27 +16,30 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.observe.diagnose.hang_watch import Limits, Watch
 from lockstep.run import build
-from lockstep.run.build import Components
+from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
+from lockstep.run.splits import prepare_splits
 
 
 class Task(Protocol):
-    """What a worker does. A module `run/tasks/NAME.py` has `build(recipe, world, signals, *, request, began)`, where
-    `request` is the file in which its front end says what is asked, None for `train`; and NEEDS_GROUP: whether the
-    worker opens the process group for it."""
+    """What a worker does.
+
+    `run/tasks/NAME.py` defines `build(recipe, world, signals, *, request, began)`, where `request` is a file written by
+    the task's command (None for `train`), and NEEDS_GROUP: whether the worker opens the process group for it.
+    """
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
-        """Do it. `resume`: "auto", "never" or a checkpoint's folder; `allow_drift`: although the recipe has changed."""
+        """Run from `resume` ("auto", "never" or a checkpoint), with `allow_drift` even if the recipe has changed."""
 
     def watching(self) -> AbstractContextManager[object]:
-        """Meanwhile hangs are noticed."""
+        """Watch for hangs inside."""
 
     def close(self) -> None:
-        """Let go of what is held."""
+        """Release everything."""
 
 
 class WatchedTask:
-    """A task in the process group of a run, with observers, and a thread that notices hangs."""
+    """A task in the process group of a run, with observers and a thread that detects hangs."""
 
     def __init__(self, recipe: Recipe, world: World, signals: SignalWatch, *, began: float = 0.0) -> None:
         self.recipe, self.world, self.signals = recipe, world, signals
@@ -49,7 +52,9 @@ class WatchedTask:
 
     def assemble(self) -> Components:
         """Prepare the data, one process per machine first, then build every part."""
-        local_main_first(lambda: build.prepare(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0)
+        local_main_first(
+            lambda: prepare_splits(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0
+        )
         return build.assemble(self.recipe, self.world, self.device)
 
     def warn(self, message: str) -> None:
@@ -65,7 +70,7 @@ class WatchedTask:
 
 
 def limits(recipe: Recipe) -> Limits:
-    """When the recipe calls a process stuck or silent."""
+    """When a process counts as hung or silent."""
     hang = recipe.observe.hang_seconds
     return Limits(
         hang_seconds=None if hang == "auto" else hang,
@@ -75,7 +80,7 @@ def limits(recipe: Recipe) -> Limits:
 
 
 def device_model(device: torch.device) -> str:
-    """The name of the chip: bits may differ between two of them."""
+    """The name of the CPU or GPU: results may differ between models in the last bits."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

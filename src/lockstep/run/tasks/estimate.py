@@ -1,5 +1,7 @@
-"""Measuring for `lockstep estimate`: alone or at the same time as others; or trying strategies together with others, in
-fresh processes, since what was done before changes how fast a process gets memory."""
+"""Measurements for `lockstep estimate`: each process alone, or strategies on all of them.
+
+In fresh processes, since what a process did before changes how fast it gets memory.
+"""
 
 import json
 import sys
@@ -24,50 +26,50 @@ NEEDS_GROUP = False
 
 
 class EstimateTask:
-    """Writes facts-RANK.json, or trials-RANK.json where strategies are named."""
+    """Writes facts-RANK.json, or trials-RANK.json if the request names strategies."""
 
     def __init__(self, request: MeasurementRequest, recipe: Recipe, world: World) -> None:
         self.request, self.recipe, self.world = request, recipe, world
         self.device = process_group.device_of(world)
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
-        """Measure; there is nothing to resume."""
+        """Measure; nothing is resumed."""
         recipe, to, rank = self.recipe, self.request.to, self.world.rank
         fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
         if self.request.strategies:
-            storage.write(to / f"trials-{rank}.json", json.dumps(self.tried()))
+            storage.write(to / f"trials-{rank}.json", json.dumps(self.strategy_seconds()))
         else:
-            self.measured().write(to / f"facts-{rank}.json")
+            self.measurements().write(to / f"facts-{rank}.json")
 
-    def tried(self) -> dict[str, float]:
-        """Seconds of a step with each strategy."""
+    def strategy_seconds(self) -> dict[str, float]:
+        """Time a step with each strategy."""
         names, seconds = list(self.request.strategies), self.request.seconds
         with process_group.opened(self.world, self.device), reported_once(sys.stderr):
             return timed_strategies(self.recipe, names, world=self.world, device=self.device, seconds=seconds)
 
-    def measured(self) -> Measurements:
-        """Bandwidth first, all together; then each process for itself, at the same time."""
-        for sink in self.recipe.observe.sinks:  # part of what a process holds
+    def measurements(self) -> Measurements:
+        """Measure the bandwidth between all processes, then every process by itself, at the same time."""
+        for sink in self.recipe.observe.sinks:  # their imports are part of a process's memory
             plugins.find("observe.sinks", sink)
-        found = None
+        links = None
         if self.world.size > 1:
             with process_group.opened(self.world, self.device):
-                found = bandwidth(self.device)
+                links = bandwidth(self.device)
         with process_group.opened(World(), self.device), reported_once(sys.stderr):
             facts = Measurement(recipe=self.recipe, device=self.device, seconds=self.request.seconds).facts()
-        return replace(facts, links=found)
+        return replace(facts, links=links)
 
     def watching(self) -> AbstractContextManager[object]:
-        """Nobody waits for another for long."""
+        """Watch nothing: no process waits for another for long."""
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Release nothing."""
 
 
 def build(
     recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
 ) -> EstimateTask:
-    """The task that a file asks for."""
+    """Build the task from its request file."""
     assert request is not None
     return EstimateTask(MeasurementRequest.model_validate_json(request.read_bytes()), recipe, world)

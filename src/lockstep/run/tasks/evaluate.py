@@ -1,4 +1,4 @@
-"""Evaluation: each process runs its part of the samples; rank 0 writes what comes out."""
+"""Evaluation: each process runs its share of the samples; rank 0 writes the results."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ from lockstep.inference.evaluate.evaluated_model import Opened, of_export, of_ru
 from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.export import export_facts as telling
 from lockstep.inference.export.export_facts import Calibration
-from lockstep.run import build as components
+from lockstep.run.components import evaluate_source
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions
@@ -33,18 +33,18 @@ NEEDS_GROUP = True
 
 
 class EvaluateTask(WatchedTask):
-    """A process's part of an evaluation."""
+    """The work of one process in an evaluation."""
 
-    def __init__(self, request: EvaluationRequest, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, request: EvaluationRequest, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.request = request
-        self.left_out: list[int] = []
-        """Samples that could not be read (data.on_bad_sample=skip)."""
+        self.skipped: list[int] = []
+        """Indices of unreadable samples (data.on_bad_sample=skip)."""
         self.kept: np.ndarray | None = None
-        """Where there are such, the others."""
+        """Indices of all other samples, if any are skipped."""
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
-        """Measure, and write down what comes out; there is nothing to resume."""
+        """Evaluate and write the results; nothing is resumed."""
         request = self.request
         if self.world.is_main:
             self.bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
@@ -52,31 +52,32 @@ class EvaluateTask(WatchedTask):
         classes = len(opened.spec.labels)
         skips = self.recipe.data.skips
         faults = Faults(name=request.data, split=request.split, skips=skips, warn=self.warn)
-        found = components.evaluated(
+        evaluation = evaluate_source(
             self.recipe,
-            self.watched(opened),
+            self.with_progress(opened),
             opened.source,
             world=self.world,
             pad_id=opened.pad_id,
             faults=faults,
             predictions=Predictions(len(opened.source), classes) if classes > 1 else None,
         )
-        self.left_out = sorted(set().union(*all_gather_object(faults.known)))
+        self.skipped = sorted(set().union(*all_gather_object(faults.known)))
         with raise_on_all_ranks():
             if self.world.is_main:
-                self.write(*self.without(opened, found))
+                self.write(*self.without_skipped(opened, evaluation))
 
-    def without(self, opened: Opened, found: Evaluation) -> tuple[Opened, Evaluation]:
-        """The same without the samples that could not be read, of which nothing was predicted."""
-        if not self.left_out or found.predictions is None:
-            return opened, found
-        self.kept = kept = np.setdiff1d(np.arange(len(opened.source)), self.left_out)
-        predictions = Predictions(len(kept), found.predictions.logits.shape[1])
-        predictions.logits, predictions.labels = found.predictions.logits[kept], found.predictions.labels[kept]
-        return replace(opened, source=Subset(opened.source, kept)), replace(found, predictions=predictions)
+    def without_skipped(self, opened: Opened, evaluation: Evaluation) -> tuple[Opened, Evaluation]:
+        """Drop skipped samples, which have no predictions."""
+        old = evaluation.predictions
+        if not self.skipped or old is None:
+            return opened, evaluation
+        self.kept = kept = np.setdiff1d(np.arange(len(opened.source)), self.skipped)
+        predictions = Predictions(len(kept), old.logits.shape[1])
+        predictions.logits, predictions.labels = old.logits[kept], old.labels[kept]
+        return replace(opened, source=Subset(opened.source, kept)), replace(evaluation, predictions=predictions)
 
-    def watched(self, opened: Opened) -> EvaluationTarget:
-        """The same, with its progress on the terminal."""
+    def with_progress(self, opened: Opened) -> EvaluationTarget:
+        """Publish progress with every forward pass."""
         size = self.recipe.evaluate.micro_batch or self.recipe.train.micro_batch
         samples, at_once = len(opened.source), size * self.world.size
         rounds = count(1)
@@ -89,31 +90,31 @@ class EvaluateTask(WatchedTask):
 
         return replace(opened.subject, forward=forward)
 
-    def write(self, opened: Opened, found: Evaluation) -> None:
+    def write(self, opened: Opened, evaluation: Evaluation) -> None:
         """Write evaluation.json, evaluation.html, confusion.svg, and the temperature. Raises ModelError."""
         facts: dict[str, Any] = {
-            **found.values,
+            **evaluation.values,
             "checkpoint": str(self.request.target),
             "step": opened.step,
             "digest": opened.digest,
             "data": self.request.data,
-            "samples": found.samples,
-            **({"bad_samples": self.left_out} if self.left_out else {}),
-            "metrics": found.values,
-            "confusion_matrix": found.confusion,
+            "samples": evaluation.samples,
+            **({"bad_samples": self.skipped} if self.skipped else {}),
+            "metrics": evaluation.values,
+            "confusion_matrix": evaluation.confusion,
         }
         wrong: list[evaluation_report.Misclassified] = []
-        if found.predictions is not None:
-            more, wrong = self.details(opened, found.predictions)
-            facts |= more
+        if evaluation.predictions is not None:
+            details, wrong = self.details(opened, evaluation.predictions)
+            facts |= details
         elif self.request.calibrates:
             raise ModelError("--calibrate needs a classifier: one row of logits for each sample, and its label")
-        matrix = figures.confusion(found.confusion, opened.spec.labels) if found.confusion else ""
+        matrix = figures.confusion(evaluation.confusion, opened.spec.labels) if evaluation.confusion else ""
         try:
             if matrix:
                 storage.write(self.request.to / "confusion.svg", matrix)
             else:
-                (self.request.to / "confusion.svg").unlink(missing_ok=True)  # an earlier evaluation's
+                (self.request.to / "confusion.svg").unlink(missing_ok=True)  # of an earlier evaluation
             storage.write(self.request.to / "evaluation.html", evaluation_page.html(facts, wrong, matrix=matrix))
             storage.write(self.request.to / "evaluation.json", json.dumps(facts, indent=1))
         except OSError as error:
@@ -122,39 +123,42 @@ class EvaluateTask(WatchedTask):
     def details(
         self, opened: Opened, predictions: Predictions
     ) -> tuple[dict[str, Any], list[evaluation_report.Misclassified]]:
-        """What can be told where it is known what was predicted of each sample."""
+        """What follows from the predictions: calibration, metrics per class, the worst samples."""
         names, temperature, source = opened.spec.labels, opened.temperature, opened.source
         evaluation_report.check(predictions, source)
         wrong = evaluation_report.worst(predictions, source, names, count=self.request.worst, temperature=temperature)
         if self.kept is not None:
-            wrong = [replace(one, index=int(self.kept[one.index])) for one in wrong]
+            wrong = [replace(sample, index=int(self.kept[sample.index])) for sample in wrong]
         facts = {
             **evaluation_report.confidences(predictions, temperature),
             "classes": evaluation_report.by_class(predictions, names),
             "worst": [
-                {name: getattr(one, name) for name in ("index", "origin", "label", "predicted", "confidence", "loss")}
-                for one in wrong
+                {
+                    name: getattr(sample, name)
+                    for name in ("index", "origin", "label", "predicted", "confidence", "loss")
+                }
+                for sample in wrong
             ],
         }
         if self.request.calibrates:
-            found = fitted(predictions.logits, predictions.labels)
-            is_kept = found.ece_after < found.ece_before
+            calibration = fitted(predictions.logits, predictions.labels)
+            is_kept = calibration.ece_after < calibration.ece_before
             if is_kept:
-                self.keep(found, opened)
-            facts["calibration"] = {**found.model_dump(mode="json"), "is_kept": is_kept}
+                self.store(calibration, opened)
+            facts["calibration"] = {**calibration.model_dump(mode="json"), "is_kept": is_kept}
         return facts, wrong
 
-    def keep(self, found: Calibration, opened: Opened) -> None:
-        """Store a temperature where predictions will find it: in the export, or beside the run."""
+    def store(self, calibration: Calibration, opened: Opened) -> None:
+        """Store a temperature for predictions: in the export, or in the run folder."""
         folder = self.request.target if self.request.is_export else self.recipe.folder
         try:
             if self.request.is_export:
                 facts = telling.read(folder)
                 if facts.digest != opened.digest:
                     raise ModelError(f"{folder} has been replaced meanwhile: evaluate it again")
-                telling.write(facts.model_copy(update={"calibration": found}), folder)
+                telling.write(facts.model_copy(update={"calibration": calibration}), folder)
             else:
-                telling.keep_calibration(found, folder, digest=opened.digest)
+                telling.keep_calibration(calibration, folder, digest=opened.digest)
         except OSError as error:
             raise ModelError(f"cannot keep the calibration in {folder}: {error.strerror}") from None
 
@@ -162,7 +166,7 @@ class EvaluateTask(WatchedTask):
 def build(
     recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
 ) -> EvaluateTask:
-    """The task that a file asks for."""
+    """Build the task from its request file."""
     assert request is not None
-    asked = EvaluationRequest.model_validate_json(request.read_bytes())
-    return EvaluateTask(asked, recipe, world, signals, began=began)
+    parsed = EvaluationRequest.model_validate_json(request.read_bytes())
+    return EvaluateTask(parsed, recipe, world, signals, began=began)

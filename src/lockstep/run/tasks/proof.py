@@ -1,4 +1,4 @@
-"""A run of a proof: training on part of the data, with a trace or a halt; or a look into single micro-batches."""
+"""A run of `lockstep prove`: training on part of the data, traced or paused, or an inspection of micro-batches."""
 
 import json
 import time
@@ -19,7 +19,7 @@ from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.module_trace import Line, Trace
 from lockstep.data.dataset import spread_evenly
-from lockstep.run.build import Components
+from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.train import Hooks, TrainTask
 from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
@@ -28,24 +28,23 @@ from lockstep.training.loop import Training
 
 NEEDS_GROUP = True
 HALT_SECONDS = 60.0
-"""How long a process that waits to be killed waits: should nobody kill it, it ends by itself."""
+"""How long a process waits to be killed before it goes on."""
 
 
 class ProofHooks(Hooks):
-    """What a proof changes of a training run."""
+    """What a proof changes in a training run."""
 
     def __init__(self, request: ProofRequest) -> None:
         self.request = request
 
     def assembled(self, parts: Components) -> Components:
-        """Leave out all samples but those that were asked for."""
+        """Keep only as many samples as requested."""
         train = spread_evenly(parts.data.train, self.request.train_samples)
         data = replace(parts.data, train=train, test=spread_evenly(parts.data.test, self.request.test_samples))
-        order = replace(parts.order, samples=len(train), lengths=train.lengths)
-        return replace(parts, data=data, order=order)
+        return replace(parts, data=data, order=data.order())
 
     def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
-        """Leave a note of where the run goes on; write a trace, halt in a step."""
+        """Write down the step the run resumes from; trace it, or pause it, as requested."""
         folder, world = task.recipe.folder, task.world
         if world.is_main:
             facts = {"resumed_step": parts.state.step, "steps_per_epoch": parts.order.steps_per_epoch}
@@ -59,7 +58,7 @@ class ProofHooks(Hooks):
 
 
 def write_trace(path: Path, parts: Components, training: Training, *, is_main: bool) -> None:
-    """Write this rank's trace beside the run's logs; what all ranks share is rank 0's to write."""
+    """Trace this rank in a file; weights and summed gradients, equal on all ranks, only on rank 0."""
     file = path.open("w", encoding="utf-8")
 
     def write(line: Line) -> None:
@@ -78,19 +77,19 @@ def write_trace(path: Path, parts: Components, training: Training, *, is_main: b
 
     def summed(*_: Any) -> None:
         if is_main:
-            named = ((name, p.grad) for name, p in parts.state.module.named_parameters())
-            trace.tensors("sum", parts.state.step, named)
+            gradients = ((name, p.grad) for name, p in parts.state.module.named_parameters())
+            trace.tensors("sum", parts.state.step, gradients)
 
     training.steps = traced
     optimizer.register_step_pre_hook(summed)
 
 
 class ProofTask:
-    """Trains as always, but for the hooks; or looks into single micro-batches."""
+    """Trains with the hooks of a proof, or inspects single micro-batches."""
 
-    def __init__(self, request: ProofRequest, *given: Any, **named: Any) -> None:
+    def __init__(self, request: ProofRequest, *args: Any, **kwargs: Any) -> None:
         self.request, self.hooks = request, ProofHooks(request)
-        self.training = TrainTask(*given, **named, hooks=self.hooks)
+        self.training = TrainTask(*args, **kwargs, hooks=self.hooks)
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
         folder = self.training.recipe.folder
@@ -109,26 +108,26 @@ class ProofTask:
         return self.training.watching()
 
     def close(self) -> None:
-        """Let go of the run's folder."""
+        """Release the run folder."""
         self.training.close()
 
 
 class Halt:
-    """Stops its process in the middle of a step, for someone to kill it there."""
+    """Pauses its process in the middle of a step, where it is to be killed."""
 
     def __init__(self, note: Path, after: int) -> None:
         self.note, self.after, self.is_armed = note, after, False
 
     def notice(self, event: object) -> None:
-        """The step before it is done."""
+        """Arm after the step before."""
         if isinstance(event, StepDone) and event.step == self.after:
             self.is_armed = True
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Release nothing."""
 
     def enter(self, model: nn.Module, _: Any) -> None:
-        """The forward pass begins: say so and wait."""
+        """Forward hook: announce the pause and wait."""
         if self.is_armed and model.training:
             storage.write(self.note, json.dumps({"process": psutil.Process().pid}))
             time.sleep(HALT_SECONDS)
@@ -137,6 +136,6 @@ class Halt:
 def build(
     recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
 ) -> ProofTask:
-    """The task that a file asks for."""
+    """Build the task from its request file."""
     assert request is not None
     return ProofTask(ProofRequest.model_validate_json(request.read_bytes()), recipe, world, signals, began=began)

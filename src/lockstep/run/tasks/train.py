@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,31 +9,26 @@ from typing import Any
 import psutil
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from lockstep.base import config, plugins, storage
 from lockstep.base.errors import Desync, Interrupted, LaunchError
 from lockstep.base.events import RunEnded, RunStarted, StepDone
-from lockstep.base.model_contracts import MicroBatch
 from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.writer import Writer
-from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
 from lockstep.core.host.signals import SignalWatch
-from lockstep.core.modules.buffers import WATCHED_STEPS
-from lockstep.core.modules.dtensors import is_dtensor
-from lockstep.core.numerics.digest import digest, digest_of, world_lines
 from lockstep.data import bad_samples
 from lockstep.launch import run_folder
 from lockstep.observe.diagnose.desync import RankComparison
 from lockstep.run import recipe as recipes
-from lockstep.run.build import Components
+from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks._task import WatchedTask
+from lockstep.run.user_code_checks import UserCodeChecks
 from lockstep.training.deadline import Deadline
 from lockstep.training.evaluation import Evaluation
-from lockstep.training.findings import LOSS_IS, Finding
+from lockstep.training.finding_messages import LOSS_IS
 from lockstep.training.loop import Training, train
 from lockstep.training.resume import resumed, set_aside
 from lockstep.training.saving import Saving
@@ -45,34 +39,35 @@ SETTLE_SECONDS = 10.0
 NEEDS_GROUP = True
 
 
-class FirstStep:
-    """Remembers when the first step was finished."""
+class FirstStepTimer:
+    """Measures the seconds from the start of the process to its first finished step."""
 
-    def __init__(self) -> None:
-        self.seconds: float | None = None
+    seconds: float | None = None
 
     def notice(self, event: object) -> None:
-        """Seconds from the process's start to its first finished step."""
         if self.seconds is None and isinstance(event, StepDone):
             self.seconds = round(time.time() - psutil.Process().create_time(), 3)
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        pass
 
 
 class Hooks:
-    """What another task may change of a training run; this one changes nothing."""
+    """What another task can change in a training run; these change nothing."""
 
     def assembled(self, parts: Components) -> Components:
-        """What is trained, once all parts are built."""
+        """Return the components to train with; called once they are built."""
         return parts
 
     def starting(self, task: "TrainTask", parts: Components, training: Training) -> None:
-        """The run has been brought back, or begins; no step has been done."""
+        """Called after resuming and before the first step."""
 
 
 class TrainTask(WatchedTask):
-    """Claims the run's folder, builds every part, resumes, trains, and writes the summary, whatever the end is."""
+    """Claims the run folder, builds everything, resumes, trains, and always writes a summary."""
+
+    parts: Components
+    checks: UserCodeChecks
 
     def __init__(
         self,
@@ -84,20 +79,54 @@ class TrainTask(WatchedTask):
         hooks: Hooks | None = None,
     ) -> None:
         super().__init__(recipe, world, signals, began=began)
-        self.hooks, self.first_step = hooks or Hooks(), FirstStep()
-        self.numeric = recipes.numeric(recipe, self.facts, processes=world.size)
-        self.last: Evaluation | None = None
-        self.findings: list[Finding] | None = None
-        """What was noticed of the user's code, the same on every rank; None where nobody has looked."""
+        self.hooks, self.first_step = hooks or Hooks(), FirstStepTimer()
+        self.numeric = recipes.numeric_recipe(recipe, self.facts, processes=world.size)
+        self.last_evaluation: Evaluation | None = None
         self.lock = FileLock(recipe.folder / ".lock", timeout=0)
+        self.checkpoints = recipe.folder / "checkpoints"
 
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of this run's checkpoints."""
-        return self.recipe.folder / "checkpoints"
+    def run(self, resume: str, *, allow_drift: bool) -> None:
+        """Train to the end and write the summary, however training ends."""
+        self.claim()
+        self.subscribe_observers()
+        parts = self.parts = self.hooks.assembled(self.assemble())
+        self.checks = UserCodeChecks(parts, self.warn)
+        parts.check_training()
+        self.numeric["data.samples"] = len(parts.data.train)
+        checkpoint = resumed(
+            parts.state, self.checkpoints, resume, numeric=self.numeric, allow_drift=allow_drift, warn=self.warn
+        )
+        owes_evaluation = checkpoint is not None and self.owes_evaluation(checkpoint)
+        earlier_end = self.earlier_end() if checkpoint is not None and not owes_evaluation else None
+        if earlier_end is None:
+            with parts.state.for_use():
+                parts.try_evaluation()
+        self.record_faults(is_fresh=checkpoint is None)
+        if self.world.is_main:
+            if resume not in ("auto", "never"):
+                set_aside(self.checkpoints, parts.state.step, self.warn)
+            storage.write(self.recipe.folder / "recipe.yaml", config.dump(self.recipe))
+            (self.recipe.folder / "summary.json").unlink(missing_ok=True)  # a run that is killed leaves no old summary
+        self.bus.publish(self.run_started())
+        training = self.training()
+        self.hooks.starting(self, parts, training)
+        training.saving.newest, training.owes_evaluation = checkpoint, owes_evaluation
+        status, metrics = "failed", dict[str, float]()
+        try:
+            if checkpoint is not None and earlier_end is not None:
+                status, metrics = earlier_end, dict(layout.read_manifest(checkpoint).metrics)
+            else:
+                status, metrics = self.train(training)
+        except Interrupted:
+            status = "interrupted"
+            raise
+        finally:
+            self.watch_thread.is_training = False
+            training.saving.settle(SETTLE_SECONDS)
+            self.end(training, status, metrics)
 
     def claim(self) -> None:
-        """Take the run's folder: two runs in one would delete each other's checkpoints. Raises LaunchError."""
+        """Lock the run folder: two runs in one would delete each other's checkpoints. Raises LaunchError."""
         with raise_on_all_ranks():
             if self.world.is_main:
                 self.recipe.folder.mkdir(parents=True, exist_ok=True)
@@ -109,8 +138,8 @@ class TrainTask(WatchedTask):
                         f"{self.recipe.folder} is being trained by another process; choose another run.name"
                     ) from None
 
-    def watch(self) -> None:
-        """Subscribe whoever the recipe names; only rank 0 has any."""
+    def subscribe_observers(self) -> None:
+        """Subscribe the sinks and observers that the recipe names; only on rank 0."""
         self.bus.subscribe(self.first_step)
         self.bus.subscribe(self.watch_thread)
         if not self.world.is_main:
@@ -123,101 +152,29 @@ class TrainTask(WatchedTask):
             for observer in plugins.load_file(observe.file, "observe.file").observers(observe.options):
                 self.bus.subscribe(observer)
 
-    def run(self, resume: str, *, allow_drift: bool) -> None:
-        """Train to the end and write the summary, whatever the end is."""
-        self.claim()
-        self.watch()
-        parts = self.hooks.assembled(self.assemble())
-        parts.check_training()
-        self.numeric["data.samples"] = len(parts.data.train)
-        found = resumed(
-            parts.state, self.checkpoints, resume, numeric=self.numeric, allow_drift=allow_drift, warn=self.warn
-        )
-        owes = found is not None and self.owes_evaluation(parts, found)
-        ended = self.ended(parts) if found is not None and not owes else None
-        if not ended:
-            with parts.state.for_use():
-                parts.try_evaluation()
-        self.record_faults(parts, is_fresh=found is None)
-        if self.world.is_main:
-            if resume not in ("auto", "never"):
-                set_aside(self.checkpoints, parts.state.step, self.warn)
-            storage.write(self.recipe.folder / "recipe.yaml", config.dump(self.recipe))
-            (self.recipe.folder / "summary.json").unlink(missing_ok=True)  # an earlier end's; a kill now leaves none
-        self.bus.publish(self.started(parts))
-        run = self.training(parts)
-        self.hooks.starting(self, parts, run)
-        run.saving.newest, run.owes_evaluation = found, owes
-        status: str = "failed"
-        metrics: dict[str, float] = {}
-        try:
-            if found is not None and ended:
-                status, metrics = ended, dict(layout.read_manifest(found).metrics)
-            else:
-                status, metrics = self.trained(run)
-        except Interrupted:
-            status = "interrupted"
-            raise
-        finally:
-            self.watch_thread.is_training = False
-            run.saving.settle(SETTLE_SECONDS)
-            self.end(parts, run, status=status, metrics=metrics)
+    def owes_evaluation(self, checkpoint: Path) -> bool:
+        """Whether the evaluation due at a checkpoint is missing from it, because it failed."""
+        step = self.parts.state.step
+        is_due = self.recipe.evaluate.is_due(step, self.parts.order.steps_per_epoch)
+        return (is_due or step >= self.parts.total_steps) and not layout.read_manifest(checkpoint).metrics
 
-    def record_faults(self, parts: Components, *, is_fresh: bool) -> None:
-        """List the samples that are left out; a fresh run forgets those of an earlier one in its folder."""
+    def earlier_end(self) -> str | None:
+        """How the resumed run had already ended; None where training goes on."""
+        if self.parts.state.step >= self.parts.total_steps:
+            return "finished"
+        is_stopped = self.parts.state.stopping.evaluations_since >= self.recipe.train.stop_patience
+        return "stopped early" if self.recipe.train.stop_metric and is_stopped else None
+
+    def record_faults(self, *, is_fresh: bool) -> None:
+        """Keep a list of skipped samples; a fresh run deletes that of an earlier run in its folder."""
         with raise_on_all_ranks():
             if is_fresh and self.world.is_main:
                 bad_samples.forget(self.logs)
-        for split in parts.data.faults.values():
-            split.record(bad_samples.file_of(self.logs, self.world.rank), self.warn)
+        for faults in self.parts.data.faults.values():
+            faults.record(bad_samples.file_of(self.logs, self.world.rank), self.warn)
 
-    def trained(self, run: Training) -> tuple[str, dict[str, float]]:
-        """Train: how it ended, and the last evaluation."""
-        self.signals.is_graceful = True
-        run.saving.writer.warm_up(run.state.tensors())
-        try:
-            return train(run)
-        except Desync as error:
-            run.saving.settle(SETTLE_SECONDS)
-            run.saving.writer.cancel()
-            if self.world.is_main:  # they may hold weights of several ranks that do not belong together
-                set_aside(self.checkpoints, error.equal_at, self.warn)
-            raise
-
-    def owes_evaluation(self, parts: Components, found: Path) -> bool:
-        """Whether a checkpoint that a run was brought back from lacks the evaluation that was due there: it failed."""
-        step = parts.state.step
-        is_due = step >= parts.total_steps or self.recipe.evaluate.is_due(step, parts.order.steps_per_epoch)
-        return is_due and not layout.read_manifest(found).metrics
-
-    def ended(self, parts: Components) -> str | None:
-        """How a run that has been brought back had ended already, if it had."""
-        if parts.state.step >= parts.total_steps:
-            return "finished"
-        is_stopped = parts.state.stopping.evaluations_since >= self.recipe.train.stop_patience
-        return "stopped early" if self.recipe.train.stop_metric and is_stopped else None
-
-    def evaluate(self, parts: Components) -> tuple[int, dict[str, float]]:
-        """Measure the model as it is; the whole result is kept for the summary."""
-        self.last = parts.evaluate()
-        return self.last.samples, self.last.values
-
-    def started(self, parts: Components) -> RunStarted:
-        shards, notes = parts.order.shards_per_step, []
-        idle = all_gather_object(not parts.owned(0)[0]).count(True)
-        if idle:
-            notes.append(
-                f"a step has {shards} micro-batches, too few for {self.world.size} processes: {idle} of them idle; "
-                f"launch.processes={self.world.size - idle} is as fast"
-            )
-        if parts.state.step > parts.total_steps:
-            what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
-            notes.append(f"{what}: there is nothing left to train")
-        notes += parts.model._lockstep_notes
-        if parts.leaves_the_promise:
-            notes.append(parts.leaves_the_promise)
-        if self.recipe.train.loss_is == "batch_wise":
-            notes.append(LOSS_IS)
+    def run_started(self) -> RunStarted:
+        parts = self.parts
         return RunStarted(
             name=self.recipe.folder.name,
             folder=self.recipe.folder,
@@ -228,47 +185,41 @@ class TrainTask(WatchedTask):
             device=self.facts["device_model"],
             parameters=sum(p.numel() for p in parts.model.parameters()),
             train_samples=len(parts.data.train),
-            notes=tuple(notes),
+            notes=tuple(self.start_notes()),
         )
 
-    def noticing(self, parts: Components, start: int) -> Iterator[list[MicroBatch]]:
-        """The steps' micro-batches, after a look at what the first of them shows of the user's code."""
-        for number, micro_batches in enumerate(parts.steps(start)):
-            if number == 0:
-                self.findings = parts.noticed(micro_batches[0])
-                for finding in self.findings or ():
-                    self.warn(finding.message)
-                if self.leaves_the_promise(parts) and not parts.leaves_the_promise:
-                    self.warn("so the weights may depend on the number of processes: lockstep prove looks further")
-            if number == WATCHED_STEPS:
-                self.notice_buffers(parts)
-            yield micro_batches
+    def start_notes(self) -> list[str]:
+        """What the user should know before training starts. Collective."""
+        parts, notes = self.parts, list[str]()
+        idle = all_gather_object(not parts.owned(0)[0]).count(True)
+        if idle:
+            notes.append(
+                f"a step has {parts.order.shards_per_step} micro-batches, too few for {self.world.size} processes: "
+                f"{idle} of them idle; launch.processes={self.world.size - idle} is as fast"
+            )
+        if parts.state.step > parts.total_steps:
+            what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
+            notes.append(f"{what}: there is nothing left to train")
+        notes += parts.model._lockstep_notes
+        if parts.world_size_dependence:
+            notes.append(parts.world_size_dependence)
+        if self.recipe.train.loss_is == "batch_wise":
+            notes.append(LOSS_IS)
+        return notes
 
-    def notice_buffers(self, parts: Components) -> None:
-        """Say which buffers the first steps have changed in a way that cannot be the same everywhere; all ranks do."""
-        own = [note for each in parts.strategy.buffer_updates for note in each.notes]
-        for sentence in dict.fromkeys(note for rank in all_gather_object(own) for note in rank):
-            self.findings = [*(self.findings or ()), Finding(kind="buffer", where="a buffer", message=sentence)]
-            self.warn(sentence)
-
-    def leaves_the_promise(self, parts: Components) -> str | None:
-        """Why the weights depend on the number of processes, or may, if so."""
-        own = (finding.message for finding in self.findings or () if finding.leaves_promise)
-        return parts.leaves_the_promise or next(own, None)
-
-    def training(self, parts: Components) -> Training:
-        """The loop's view of the parts."""
-        recipe, state = self.recipe, parts.state
-        compared = RankComparison(parts.held(), state.step, parts.strategy.copies)
+    def training(self) -> Training:
+        """Wire the training loop."""
+        recipe, parts = self.recipe, self.parts
+        ranks = RankComparison(parts.replicated_tensors(), parts.state.step, parts.strategy.copies)
         return Training(
-            state=state,
+            state=parts.state,
             train=recipe.train,
             evaluation=recipe.evaluate,
             checkpoint=recipe.checkpoint,
-            steps=partial(self.noticing, parts),
-            evaluate=lambda: self.evaluate(parts),
-            saving=self.saving(parts),
-            compare_ranks=compared.check,
+            steps=self.checks.steps,
+            evaluate=self.evaluate,
+            saving=self.saving(),
+            compare_ranks=ranks.check,
             describe=parts.describe,
             bus=self.bus,
             total_steps=parts.total_steps,
@@ -283,37 +234,51 @@ class TrainTask(WatchedTask):
             stopping=self.signals.cancel_timer,
         )
 
-    def saving(self, parts: Components) -> Saving:
-        state, section = parts.state, self.recipe.checkpoint
+    def saving(self) -> Saving:
+        """Wire the checkpoint writer."""
+        tidy = partial(retention.tidy, self.checkpoints, self.recipe.checkpoint)
+        writer = Writer(self.checkpoints, tidy, copies=self.parts.strategy.copies)
+        return Saving(writer=writer, state=self.parts.state, manifest=self.manifest, bus=self.bus)
 
-        def manifest(metrics: dict[str, float]) -> layout.Manifest:
-            return layout.Manifest(
-                step=state.step,
-                epoch=parts.order.epoch(max(state.step - 1, 0)) + 1,
-                world_size=self.world.size,
-                saved_at=time.time(),
-                numeric=self.numeric,
-                progress=state.state_dict(),
-                metrics=metrics,
-            )
-
-        writer = Writer(
-            self.checkpoints,
-            lambda folder: retention.tidy(self.checkpoints, section, folder),
-            copies=parts.strategy.copies,
+    def manifest(self, metrics: dict[str, float]) -> layout.Manifest:
+        """The manifest of a checkpoint of the current step."""
+        state = self.parts.state
+        return layout.Manifest(
+            step=state.step,
+            epoch=self.parts.order.epoch(max(state.step - 1, 0)) + 1,
+            world_size=self.world.size,
+            saved_at=time.time(),
+            numeric=self.numeric,
+            progress=state.state_dict(),
+            metrics=metrics,
         )
-        return Saving(writer=writer, state=state, manifest=manifest, bus=self.bus)
 
-    def close(self) -> None:
-        """Let go of the observers and of the run's folder."""
-        super().close()
-        self.lock.release()
+    def evaluate(self) -> tuple[int, dict[str, float]]:
+        """Evaluate the current model; keep the whole result for the summary."""
+        self.last_evaluation = evaluation = self.parts.evaluate()
+        return evaluation.samples, evaluation.values
 
-    def end(self, parts: Components, run: Training, *, status: str, metrics: dict[str, float]) -> None:
-        state, left_out = parts.state, bad_samples.listed(self.logs)
-        for split, found in left_out.items():
+    def train(self, training: Training) -> tuple[str, dict[str, float]]:
+        """Run the loop; return how it ended and the last metrics."""
+        self.signals.is_graceful = True
+        training.saving.writer.warm_up(training.state.tensors())
+        try:
+            return train(training)
+        except Desync as error:
+            training.saving.settle(SETTLE_SECONDS)
+            training.saving.writer.cancel()
+            if self.world.is_main:  # later checkpoints may mix weights of ranks that no longer agree
+                set_aside(self.checkpoints, error.equal_at, self.warn)
+            raise
+
+    def end(self, training: Training, status: str, metrics: dict[str, float]) -> None:
+        """Write summary.json and publish the end of the run."""
+        parts, state, findings = self.parts, self.parts.state, self.checks.findings
+        speed, evaluation = training.throughput.steady, self.last_evaluation
+        skipped_samples = bad_samples.listed(self.logs)
+        for split, skipped in skipped_samples.items():
             self.warn(
-                f"{found['count']} samples of the {split} split were left out ({bad_samples.PATTERN} in logs say why)"
+                f"{skipped['count']} samples of the {split} split were left out ({bad_samples.PATTERN} in logs say why)"
             )
         summary: dict[str, Any] = {
             "status": status,
@@ -323,17 +288,18 @@ class TrainTask(WatchedTask):
             "epochs": round(parts.samples_at(state.step) / parts.order.samples, 4),
             "world_size": self.world.size,
             "samples_seen": parts.samples_at(state.step),
-            "train_samples_per_second": round(run.throughput.steady, 2) if run.throughput.steady else None,
+            "train_samples_per_second": round(speed, 2) if speed else None,
             "first_step_seconds": self.first_step.seconds,
             "evaluation": metrics,
-            "confusion_matrix": self.last.confusion if self.last and metrics else None,
-            **self.digests(parts, status),
-            "digest_depends_on_world": self.leaves_the_promise(parts),
-            "findings": None if self.findings is None else [finding.plain() for finding in self.findings],
+            "confusion_matrix": evaluation.confusion if evaluation and metrics else None,
+            # after a failure other ranks may have exited: no collectives
+            **parts.digests(is_collective=status != "failed" or self.world.size == 1),
+            "digest_depends_on_world": self.checks.world_size_dependence,
+            "findings": None if findings is None else [finding.plain() for finding in findings],
             "chain": state.chain,
             "skipped_steps": state.skipped,
-            "bad_samples": left_out,
-            "saves": run.saving.facts(),
+            "bad_samples": skipped_samples,
+            "saves": training.saving.facts(),
             "drift": [change for change in state.drift if change["step"] < state.step],  # a step was trained with it
             "torch_version": str(torch.__version__),
             "device": self.facts["device_model"],
@@ -343,23 +309,14 @@ class TrainTask(WatchedTask):
             storage.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
         self.bus.publish(RunEnded(status=status, summary=summary))
 
-    def digests(self, parts: Components, status: str) -> dict[str, str | None]:
-        """Of the weights and buffers as they are used; with a moving average also of those that were trained."""
-        state, tensors = parts.state, parts.state.tensors()
-        used = {name: tensors[source] for name, source in state.used().items()}
-        trained = {"training_digest": self.digest(parts, parts.strategy.state(), status)} if state.ema else {}
-        return {"digest": self.digest(parts, used, status), **trained}
-
-    def digest(self, parts: Components, state: Mapping[str, Tensor], status: str) -> str | None:
-        """Over all weights; where a run failed, other ranks may have gone, with whatever only they held: None then."""
-        if status != "failed" or self.world.size == 1:
-            return digest_of(world_lines(state, process_group.world_group()))
-        is_whole = len(parts.strategy.copies) == self.world.size and not any(map(is_dtensor, state.values()))
-        return digest(state) if is_whole else None
+    def close(self) -> None:
+        """Close the observers and release the run folder."""
+        super().close()
+        self.lock.release()
 
 
 def build(
     recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
 ) -> TrainTask:
-    """The task; nothing is asked of it that its recipe does not say."""
+    """Build the task; the recipe says everything, so there is no request."""
     return TrainTask(recipe, world, signals, began=began)

@@ -11,7 +11,7 @@ import yaml
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
-from lockstep.base.yaml_text import Places, read, read_file
+from lockstep.base.yaml_text import KeyLocations, read, read_file
 from lockstep.checkpoint import layout
 
 LOGGED = ("learning_rate", "loss", "gradient_norm", "chain")
@@ -149,7 +149,7 @@ def _settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        sections = read(read_file(file), Places(str(file)))
+        sections = read(read_file(file), KeyLocations(str(file)))
     except ConfigError as error:
         raise ValueError(str(error)) from None
     if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):

@@ -18,14 +18,15 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import LossSum, MicroBatch, Model
 from lockstep.core.host.memory_meter import Meter
 from lockstep.core.modules.blocks import with_weights
-from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
 from lockstep.parallel.measurements import Block, Measurements, Seconds, Weight
 from lockstep.parallel.module_profile import ModuleProfile, profile_modules
 from lockstep.parallel.partition import PartitionedModel
 from lockstep.parallel.tensor_plan import splittable
 from lockstep.run import build
+from lockstep.run.components import requested_metrics
 from lockstep.run.recipe import Recipe
+from lockstep.run.splits import open_splits
 from lockstep.tools.estimate.saved_tensors import kept_by_block
 from lockstep.tools.trials import strategy
 from lockstep.training.state import TrainState
@@ -47,15 +48,9 @@ class Measurement:
     def __init__(self, *, recipe: Recipe, device: torch.device, seconds: float) -> None:
         self.recipe, self.device, self.seconds = recipe, device, seconds
         self.meter = Meter(device)
-        self.data = build.open_data(recipe)
-        build.measured(recipe, self.data.test.spec)
-        self.order = Order(
-            seed=recipe.run.seed,
-            samples=len(self.data.train),
-            global_batch=recipe.train.global_batch,
-            micro_batch=recipe.train.micro_batch,
-            lengths=self.data.train.lengths,
-        )
+        self.data = open_splits(recipe)
+        requested_metrics(recipe, self.data.test.spec)
+        self.order = self.data.order()
 
     def facts(self) -> Measurements:
         before = self.meter.reset()
@@ -95,7 +90,7 @@ class Measurement:
     def placed(self, model: Model) -> TrainState:
         """The model under the strategy of one process, whatever the recipe's own is."""
         recipe = self.recipe.model_copy(update={"parallel": strategy("single")})
-        sample = partial(build.first_batch, recipe, self.data, order=self.order, device=self.device)
+        sample = partial(self.data.first_training_batch, self.order, self.device)
         total = recipe.train.total_steps(self.order.steps_per_epoch)
         return build.distribute(recipe, model, sample, total_steps=total, device=self.device)
 
@@ -103,7 +98,7 @@ class Measurement:
         """The micro-batches of the run's steps, from one on."""
         stop = start + MOST_STEPS + WARM_UP
         requests = TrainingRequests(order=self.order, owned=state.strategy.owned, start=start, stop=stop)
-        return build.loaded(self.recipe, self.data, requests, device=self.device).steps()
+        return self.data.training_loader(requests, self.device).steps()
 
     def largest_micro_batch(self, state: TrainState) -> MicroBatch:
         """The one with the most numbers: samples times the longest of them."""

@@ -26,7 +26,7 @@ from lockstep.core.numerics.loss import unweighted
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.run import build
-from lockstep.run.build import Components
+from lockstep.run.components import Components
 from lockstep.tools.prove.proof_table import ProofRow
 
 ROUNDINGS = 2**14

@@ -19,9 +19,9 @@ from rich.console import Console
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.data.sampler import EvaluationRequests
-from lockstep.run import build
-from lockstep.run.build import Data
+from lockstep.run.components import requested_metrics
 from lockstep.run.recipe import Recipe
+from lockstep.run.splits import Splits
 from lockstep.tools.prove import metric_differences, strategy_choice
 from lockstep.tools.prove.proof_request import ProofRequest, test_samples, train_samples
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
@@ -41,7 +41,7 @@ class Proof:
     recipe: Recipe
     folder: Path
     steps: int
-    data: Data
+    data: Splits
     report: Callable[[str], None]
     equal: dict[str, ProofRun] = field(default_factory=dict)
     """Runs with the weights of W = 1, by label: what they measured is compared at the end."""
@@ -162,7 +162,7 @@ class Proof:
         if not self.equal:
             cause = f"the weights of {', '.join(self.unequal)} differ, and so what is measured of them"
             return ProofRow(what=metric_differences.WHAT, result="not shown", cause=cause)
-        measures = build.measured(self.recipe, self.data.test.spec)
+        measures = requested_metrics(self.recipe, self.data.test.spec)
         repeat = partial(self.runs.run, "again-1", 1)
         return metric_differences.metric_row(self.recipe, self.runs.on(1), self.equal, measures=measures, repeat=repeat)
 

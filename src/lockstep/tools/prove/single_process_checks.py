@@ -6,7 +6,7 @@ from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.modules.module_trace import Line, Trace, fingerprint
 from lockstep.core.numerics.digest import digest
 from lockstep.run import build
-from lockstep.run.build import Components
+from lockstep.run.components import Components
 from lockstep.tools.prove.batch_split import split_row
 from lockstep.tools.prove.proof_table import ProofRow
 from lockstep.tools.prove.trace_diff import REPEATED, RunTrace, TraceDifference, explained, first_difference

@@ -26,7 +26,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def section_of(facts: ExportFacts, folder: Path) -> tuple[Any, ModelSection]:
     """The model's plugin and section, as it lies in an export; from now on its code runs only where it is known."""
-    trust.guard(folder)
+    trust.require_known(folder)
     plugin = plugins.implementation("models", facts.model["kind"])
     section = dict(facts.model)
     if "file" in section:

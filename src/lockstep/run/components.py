@@ -1,0 +1,221 @@
+"""What one process of a run consists of: data, model, optimizer state, and the questions about all of them together."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lockstep.base import plugins
+from lockstep.base.config import MANY
+from lockstep.base.contracts import DataSpec, Source
+from lockstep.base.errors import ConfigError
+from lockstep.base.model_contracts import MicroBatch, Model, Strategy
+from lockstep.base.world import World
+from lockstep.core.distributed import process_group
+from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
+from lockstep.core.modules.dtensors import is_dtensor
+from lockstep.core.numerics.batchnorm import check_synchronised, has_batchnorm
+from lockstep.core.numerics.digest import digest, digest_of, world_lines
+from lockstep.data.bad_samples import Faults
+from lockstep.data.loader import Loader
+from lockstep.data.order import Order
+from lockstep.data.sampler import EvaluationRequests, TrainingRequests
+from lockstep.run.recipe import Recipe
+from lockstep.run.splits import Splits
+from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions, evaluate, trial_evaluation
+from lockstep.training.findings import Finding
+from lockstep.training.metrics.declared_metrics import DeclaredMetric, declared_metrics
+from lockstep.training.metrics.requested_metrics import check, is_requested
+from lockstep.training.model_checks import ModelCheck
+from lockstep.training.state import TrainState
+
+
+@dataclass(kw_only=True)
+class Components:
+    """Everything that is built from a recipe for one process."""
+
+    recipe: Recipe
+    world: World
+    device: torch.device
+    order: Order
+    model: Model
+    state: TrainState
+    data: Splits
+    total_steps: int
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.state.strategy
+
+    def steps(self, start: int) -> Iterator[list[MicroBatch]]:
+        """Yield this rank's micro-batches, a list per step, from step `start` on."""
+        requests = TrainingRequests(order=self.order, owned=self.strategy.owned, start=start, stop=self.total_steps)
+        return self.data.training_loader(requests, self.device).steps()
+
+    def owned(self, step: int) -> tuple[list[int], frozenset[int]]:
+        """The non-empty shards of a step: those of this rank, and all of them."""
+        present = frozenset(shard for shard, rows in enumerate(self.order.shards(step)) if len(rows))
+        own = self.strategy.owned(self.order.shards_per_step, present)
+        return [shard for shard in own if shard is not None], present
+
+    def samples_at(self, step: int) -> int:
+        """Training samples seen after `step` steps."""
+        epochs, steps = divmod(step, self.order.steps_per_epoch)
+        return epochs * self.order.samples + min(steps * self.order.global_batch, self.order.samples)
+
+    def describe(self, step: int, shard: int) -> str:
+        """Name the rank that ran a shard and its samples, for a message. Collective."""
+        rank = next(rank for rank, own in enumerate(all_gather_object(self.owned(step)[0])) if shard in own)
+        return f"rank {rank}, shard {shard}, samples {self.order.shards(step)[shard].tolist()}"
+
+    @property
+    def subject(self) -> EvaluationTarget:
+        """The current model, ready to be evaluated."""
+        return EvaluationTarget(
+            forward=self.strategy.forward,
+            loss=self.model.loss,
+            metrics=requested_metrics(self.recipe, self.data.test.spec),
+            requested=self.recipe.evaluate.metrics,
+            device=self.device,
+            is_local=len(self.strategy.copies) == self.world.size,
+        )
+
+    def evaluate(self) -> Evaluation:
+        """Measure the current model on the whole test split."""
+        data = self.data
+        faults = data.faults["test"]
+        return evaluate_source(
+            self.recipe, self.subject, data.test, world=self.world, pad_id=data.pad_id, faults=faults
+        )
+
+    def try_evaluation(self) -> None:
+        """Evaluate one micro-batch before training starts, so that errors of an evaluation come early.
+
+        Raises, on all ranks, what an evaluation would, and ConfigError where a setting names a metric that is not
+        measured.
+        """
+        with raise_on_all_ranks():
+            requests = evaluation_requests(self.recipe, self.data.test, World())
+            first = next(iter(self.data.test_loader(requests, self.device)))
+        recipe, asked = self.recipe, self.recipe.evaluate.metrics
+        measured, are_all = trial_evaluation(replace(self.subject, requested="auto"), first)
+        known = [name for name in measured if name == "loss" or is_requested(name.partition(".")[0], asked)]
+        check("checkpoint.best", recipe.checkpoint.best, known, are_all=are_all)
+        check("train.stop_metric", recipe.train.stop_metric, known, are_all=are_all)
+        for name in asked if asked != "auto" else ():
+            check("evaluate.metrics", name, measured, are_all=are_all)
+
+    def replicated_tensors(self) -> list[tuple[str, Tensor]]:
+        """This rank's weights and buffers, which must be equal on all ranks of `strategy.copies`."""
+        weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        buffers = {name: tensor for name, tensor in self.strategy.state().items() if name not in weights}
+        tensors = [(name, tensor) for name, tensor in buffers.items() if isinstance(tensor, Tensor)]
+        return [*self.state.module.named_parameters(), *tensors]
+
+    @property
+    def uses_sync_batchnorm(self) -> bool:
+        """Whether BatchNorm statistics are taken over all processes; a lone process has nothing to synchronise."""
+        return self.recipe.train.batchnorm == "sync" and self.world.size > 1 and has_batchnorm(self.model)
+
+    @property
+    def world_size_dependence(self) -> str | None:
+        """Why the weights depend on the number of processes; None where they do not."""
+        if self.uses_sync_batchnorm:
+            return "batchnorm is sync: the weights depend on the number of processes"
+        if reason := self.recipe.parallel.leaves_the_promise:
+            return str(reason)
+        if self.recipe.run.reproducibility == "fast":
+            return "reproducibility is fast: the last bits of the weights depend on the number of processes"
+        return None
+
+    def check_training(self) -> None:
+        """Raise, on all ranks, what rules out training: ConfigError where the run would be too long, or too short for
+        its warm-up; LaunchError where SyncBatchNorm cannot run on this device or with this number of processes."""
+        with raise_on_all_ranks():
+            self._check_length()
+        if not self.uses_sync_batchnorm:
+            return
+        last = min(self.order.steps_per_epoch, self.total_steps) - 1
+        shards = {name: self.owned(step) for name, step in (("a step", 0), ("an epoch's last step", last))}
+        with raise_on_all_ranks():
+            counts = {name: (len(own), len(present)) for name, (own, present) in shards.items()}
+            check_synchronised(self.device, self.world.size, counts)
+
+    def _check_length(self) -> None:
+        total, train, schedule = self.total_steps, self.recipe.train, self.recipe.schedule
+        if total > MANY:
+            raise ConfigError(f"train.epochs={train.epochs:g} are {total:,} steps, more than {MANY:,}: lower it")
+        if schedule.warmup_steps(total) > total:
+            raise ConfigError(
+                f"schedule.warmup={schedule.warmup:g} steps are more than the {total} of the run; below 1 it is a "
+                "fraction of the run, such as 0.05"
+            )
+
+    def check_user_code(self, micro_batch: MicroBatch) -> list[Finding] | None:
+        """Check the user's code on a step's first micro-batch. Collective. Raises SampleError."""
+        assert self.state.randomness is not None
+        check = ModelCheck(
+            model=self.model,
+            module=self.state.module,
+            strategy=self.strategy,
+            randomness=self.state.randomness,
+            loss_is=self.recipe.train.loss_is,
+            peer=self.strategy.copies[0] if self.recipe.parallel.SHARES_SHARDS else 0,
+        )
+        again = self.data.first_training_batch(self.order, self.device, step=micro_batch.step, workers=0)
+        return check.findings(micro_batch, again=again)
+
+    def digests(self, *, is_collective: bool) -> dict[str, str | None]:
+        """Digests of weights and buffers as they are used and, with a moving average, of those being trained.
+
+        Without collectives a digest is None where this rank does not hold all weights.
+        """
+        tensors = self.state.tensors()
+        digests = {"digest": {name: tensors[source] for name, source in self.state.used().items()}}
+        if self.state.ema:
+            digests["training_digest"] = self.strategy.state()
+        return {name: self._digest(state, is_collective=is_collective) for name, state in digests.items()}
+
+    def _digest(self, state: dict[str, Tensor], *, is_collective: bool) -> str | None:
+        if is_collective:
+            return digest_of(world_lines(state, process_group.world_group()))
+        is_whole = len(self.strategy.copies) == self.world.size and not any(map(is_dtensor, state.values()))
+        return digest(state) if is_whole else None
+
+
+def evaluate_source(
+    recipe: Recipe,
+    subject: EvaluationTarget,
+    source: Source,
+    *,
+    world: World,
+    pad_id: int,
+    faults: Faults,
+    predictions: Predictions | None = None,
+) -> Evaluation:
+    """Measure a model on every sample of a source once, except unreadable ones that may be skipped."""
+    requests = evaluation_requests(recipe, source, world)
+    seed, device = recipe.run.seed, subject.device
+    batches = Loader(source, requests, faults=faults, seed=seed, pad_id=pad_id, workers=0, device=device)
+    result = evaluate(subject, batches, total=requests.total, predictions=predictions)
+    assert faults.skips or result.samples == len(source), (result.samples, len(source))
+    return result
+
+
+def evaluation_requests(recipe: Recipe, source: Source, world: World) -> EvaluationRequests:
+    """The micro-batches of a source that this rank evaluates."""
+    return EvaluationRequests(
+        samples=len(source),
+        lengths=source.lengths,
+        micro_batch=recipe.evaluate.micro_batch or recipe.train.micro_batch,
+        rank=world.rank,
+        world_size=world.size,
+    )
+
+
+def requested_metrics(recipe: Recipe, spec: DataSpec) -> dict[str, DeclaredMetric]:
+    """The metrics of an evaluation by name, including those of the user's code. Raises ModelError."""
+    own = plugins.hook("models", recipe.model.kind, "metrics")
+    known = declared_metrics(spec, own(recipe.model, spec) if own else {})
+    return {name: metric for name, metric in known.items() if is_requested(name, recipe.evaluate.metrics)}

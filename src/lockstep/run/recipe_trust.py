@@ -1,0 +1,59 @@
+"""Whether the code that a recipe names may be executed."""
+
+import json
+from pathlib import Path
+
+from lockstep.base import trust
+from lockstep.base.config import Section
+from lockstep.run.recipe import Recipe
+
+
+def executable_code(recipe: Recipe) -> list[trust.Code]:
+    """Everything that a run of this recipe executes besides Lockstep: Python files, and launch settings that name
+    programs."""
+    codes = [code for file in _python_files(recipe) for code in trust.code_with_imports(file)]
+    launch: Section = recipe.launch
+    values = launch.model_dump(mode="json", exclude={"kind", "nodes", "processes", "interface"})
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in type(launch).model_fields.items()}
+    changed = {name: value for name, value in values.items() if getattr(launch, name) != defaults[name]}
+    programs = {name: value for name, value in changed.items() if isinstance(value, str | list | dict)}
+    if programs:
+        names = ", ".join(f"launch.{name}" for name in programs)
+        codes.append(trust.Code.of(f"{names} of the recipe", json.dumps(programs, sort_keys=True).encode()))
+    return codes
+
+
+def _python_files(recipe: Recipe) -> list[Path]:
+    files = (recipe.model.code, recipe.data.code, recipe.observe.file, recipe.data.augment)
+    return [file for file in dict.fromkeys(files) if file is not None]
+
+
+def is_in_run_folder(path: Path) -> bool:
+    """Whether a config file was written into a run folder by Lockstep, instead of by the user."""
+    return (path.parent / "checkpoints").is_dir() or (path.parent / "recipe.yaml").is_file()
+
+
+def authorize(recipe: Recipe, path: Path, *, trusts: bool) -> tuple[str, ...]:
+    """Allow a recipe's code to be executed; return the arguments that pass this on to the worker processes.
+
+    The user's own config is trusted. That of a run folder is not: its code has to be known, or the user has to agree.
+    Raises UntrustedCode.
+    """
+    codes = executable_code(recipe)
+    if not is_in_run_folder(path):
+        trust.remember(codes)
+    elif not trust.authorize(codes, trusts=trusts, folder=path.parent):
+        require_known_code(recipe)
+        return (trust.KNOWN, ",".join(code.digest for code in codes)) if codes else ()
+    return trust_arguments(recipe)
+
+
+def trust_arguments(recipe: Recipe) -> tuple[str, ...]:
+    """The arguments by which worker processes learn that the user trusts the recipe's code."""
+    return (trust.OPTION,) if executable_code(recipe) else ()
+
+
+def require_known_code(recipe: Recipe) -> None:
+    """From now on, execute code in the folders of the recipe's Python files only where it is known."""
+    for file in _python_files(recipe):
+        trust.require_known(file.parent)

@@ -1,0 +1,47 @@
+"""Checks of the user's code during the first steps of training."""
+
+from collections.abc import Callable, Iterator
+
+from lockstep.base.model_contracts import MicroBatch
+from lockstep.core.distributed.collectives import all_gather_object
+from lockstep.core.modules.buffers import WATCHED_STEPS
+from lockstep.run.components import Components
+from lockstep.training.findings import Finding
+
+
+class UserCodeChecks:
+    """Finds what makes the weights depend on the number of processes, and warns of it. All ranks run it alike."""
+
+    def __init__(self, parts: Components, warn: Callable[[str], None]) -> None:
+        self.parts, self.warn = parts, warn
+        self.findings: list[Finding] | None = None
+        """The same on every rank; None where nothing was checked."""
+
+    @property
+    def world_size_dependence(self) -> str | None:
+        """Why the weights depend, or may depend, on the number of processes; None where they do not."""
+        findings = (finding.message for finding in self.findings or () if finding.leaves_promise)
+        return self.parts.world_size_dependence or next(findings, None)
+
+    def steps(self, start: int) -> Iterator[list[MicroBatch]]:
+        """Yield the micro-batches of each step from `start` on, running the checks in between."""
+        for number, micro_batches in enumerate(self.parts.steps(start)):
+            if number == 0:
+                self._check_micro_batch(micro_batches[0])
+            if number == WATCHED_STEPS:
+                self._check_buffers()
+            yield micro_batches
+
+    def _check_micro_batch(self, micro_batch: MicroBatch) -> None:
+        self.findings = self.parts.check_user_code(micro_batch)
+        for finding in self.findings or ():
+            self.warn(finding.message)
+        if self.world_size_dependence and not self.parts.world_size_dependence:
+            self.warn("so the weights may depend on the number of processes: lockstep prove looks further")
+
+    def _check_buffers(self) -> None:
+        """Warn of buffers that the first steps changed in a way that differs with the number of processes."""
+        own = [note for update in self.parts.strategy.buffer_updates for note in update.notes]
+        for sentence in dict.fromkeys(note for rank in all_gather_object(own) for note in rank):
+            self.findings = [*(self.findings or ()), Finding(kind="buffer", where="a buffer", message=sentence)]
+            self.warn(sentence)
