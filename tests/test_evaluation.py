@@ -30,7 +30,7 @@ from lockstep.inference.evaluate import figures as drawing
 from lockstep.inference.evaluate.calibration import ece, fitted, half
 from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.evaluate.evaluation_samples import of_file
-from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import export_facts
 from lockstep.models import _transformer as transformer
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.evaluate import EvaluateTask
@@ -281,8 +281,8 @@ def texts_export(tmp_path, minilm):
     recipe = Recipe.model_validate({"model": section, "data": {"kind": "files", "train": "gone.csv"}})
     carried = recipe.model_dump(mode="json") | {"run": {"dir": "/gone", "name": "gone"}}
     known = {"name": "t", "kind": "pretrained", "step": 3, "digest": "0" * 64, "metrics": {}, "recipe": carried}
-    telling.write(
-        telling.facts_of(section, TEXTS, inputs=("input_ids", "attention_mask"), **known), tmp_path / "export"
+    export_facts.write(
+        export_facts.facts_of(section, TEXTS, inputs=("input_ids", "attention_mask"), **known), tmp_path / "export"
     )
     return tmp_path / "export"
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from lockstep.base.contracts import Columns, DataSpec, Source, samples_of
 from lockstep.base.errors import DataError
+from lockstep.data import tables
 from lockstep.data.augment import Augmented
 from lockstep.data.columns import positions
 from lockstep.data.dataset import Subset
@@ -45,9 +46,9 @@ def check_file(file: Path) -> None:
     """Raise DataError where nothing can be read, before any process is started."""
     if not file.exists():
         raise DataError(f"there is no file or folder {file}: correct --file")
-    if file.is_file() and file.suffix.lower() not in files.READERS:
+    if file.is_file() and file.suffix.lower() not in tables.SUFFIXES:
         raise DataError(
-            f"{file} is of no known form: --file takes a table ({', '.join(files.READERS)}) or a folder with a folder "
+            f"{file} is of no known form: --file takes a table ({', '.join(tables.SUFFIXES)}) or a folder with a folder "
             "of images for each class"
         )
 
