@@ -68,8 +68,8 @@ class Case:
             target,
             section=ExportSection(kind=kind, **settings),
             facts=facts,
-            samples=export_writer.ExportSamples(few=[self.batch(5), self.batch(1, seed=1)], all=self.all),
-            beside=self.beside,
+            samples=export_writer.ExportSamples(first=[self.batch(5), self.batch(1, seed=1)], all=self.all),
+            write_more=self.beside,
         )
 
     def all(self):

@@ -62,8 +62,8 @@ def _write(model, config, spec, folder, first, beside=lambda _: None):
         metrics={},
         recipe={"data": {"kind": "digits"}},
     )
-    samples = ExportSamples(few=[first], all=lambda: [first])
-    export(model, folder, section=ExportSection(), facts=facts, samples=samples, beside=beside)
+    samples = ExportSamples(first=[first], all=lambda: [first])
+    export(model, folder, section=ExportSection(), facts=facts, samples=samples, write_more=beside)
     return folder
 
 

@@ -14,7 +14,7 @@ from exporting import image_case, user_case
 
 from lockstep.base import trust
 from lockstep.base.errors import ModelError
-from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import export_facts
 
 WEIGHTS = {
     "safetensors": "model.safetensors",
@@ -193,7 +193,7 @@ def test_more_than_a_file_of_facts_may_hold(tmp_path):
     with (tmp_path / "lockstep.json").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(ModelError, match="more than"):
-        telling.read(tmp_path)
+        export_facts.read(tmp_path)
 
 
 def test_what_was_written_here_is_known(exported):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from lockstep.inference.evaluate import figures as drawing
 from lockstep.inference.evaluate.calibration import ece, fitted, half
 from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.evaluate.evaluation_samples import of_file
-from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import export_facts
 from lockstep.models import _transformer as transformer
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.evaluate import EvaluateTask
@@ -112,14 +113,14 @@ def evaluate(ranks, monkeypatch):
         ranks(processes, measure_there, recipe, task.model_dump_json())
         return 0
 
-    monkeypatch.setattr(evaluate_model, "_launched", launched)
+    monkeypatch.setattr(evaluate_model, "_launch", launched)
 
-    def evaluate(target, *overrides, **wishes):
+    def evaluate(target, *overrides, **options):
         console = Console(file=io.StringIO(), width=200)
         assert (
-            evaluate_model.evaluate(target, overrides, evaluate_model.EvaluateOptions(**wishes), console=console) == 0
+            evaluate_model.evaluate(target, overrides, evaluate_model.EvaluateOptions(**options), console=console) == 0
         )
-        to = wishes.get("to") or (
+        to = options.get("to") or (
             target if "export" in target.name else target.parents[1] if "step" in target.name else target
         )
         return json.loads((to / "evaluation.json").read_text()) | {"said": console.file.getvalue()}
@@ -222,7 +223,7 @@ def test_a_folder_of_images(exports, evaluate, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "error"),
+    ("options", "error"),
     [
         ({"file": Path("none.csv")}, "there is no file or folder none.csv"),
         ({"file": Path("a.pdf")}, "a.pdf is of no known form: --file takes a table"),
@@ -230,11 +231,11 @@ def test_a_folder_of_images(exports, evaluate, tmp_path):
         ({"to": Path("a.pdf")}, "cannot write to .*a.pdf: .*--to"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_started(run, tmp_path, monkeypatch, wishes, error):
+def test_mistakes_are_told_before_anything_is_started(run, tmp_path, monkeypatch, options, error):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.pdf").write_text("")
     with pytest.raises((ConfigError, DataError), match=error):
-        evaluate_model.evaluate(run, [], evaluate_model.EvaluateOptions(**wishes), console=Console())
+        evaluate_model.evaluate(run, [], evaluate_model.EvaluateOptions(**options), console=Console())
 
 
 def test_two_evaluations_of_a_run_do_not_mix(run):
@@ -281,8 +282,8 @@ def texts_export(tmp_path, minilm):
     recipe = Recipe.model_validate({"model": section, "data": {"kind": "files", "train": "gone.csv"}})
     carried = recipe.model_dump(mode="json") | {"run": {"dir": "/gone", "name": "gone"}}
     known = {"name": "t", "kind": "pretrained", "step": 3, "digest": "0" * 64, "metrics": {}, "recipe": carried}
-    telling.write(
-        telling.facts_of(section, TEXTS, inputs=("input_ids", "attention_mask"), **known), tmp_path / "export"
+    export_facts.write(
+        export_facts.facts_of(section, TEXTS, inputs=("input_ids", "attention_mask"), **known), tmp_path / "export"
     )
     return tmp_path / "export"
 
@@ -301,7 +302,9 @@ def test_a_table_of_texts(texts_export, evaluate, tmp_path):
     assert found["loss"] == pytest.approx(log_loss(labels, np.array(probabilities), labels=[0, 1]), rel=1e-4)
     html = (texts_export / "evaluation.html").read_text()
     assert "<script" not in html and "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp;" in html
-    assert "row 1 of" in html and "http" not in html.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+    assert "row 1 of" in html and "http" not in re.sub(
+        r'http-equiv|xmlns(:xlink)?="http://www.w3.org/(2000/svg|1999/xlink)"', "", html
+    )
 
 
 def test_names_and_texts_are_escaped():
@@ -321,9 +324,12 @@ def test_names_and_texts_are_escaped():
 def test_pictures_are_whole_and_escaped():
     names = [f'<&"{n}' for n in range(100)]
     matrix = np.random.default_rng(0).integers(0, 9, (100, 100)).tolist()
-    assert len(ElementTree.fromstring(drawing.confusion(matrix, names)).findall(".//{*}rect")) > 5000
+    assert len(ElementTree.fromstring(drawing.confusion(matrix, names)).findall(".//{*}g/{*}title")) > 5000
     drawn = ElementTree.fromstring(drawing.confusion([[3, 1], [0, 0]], ["a", "b"]))
     assert [text.text for text in drawn.findall(".//{*}g/{*}text") if text.text.isdigit()] == ["3", "1"]
+    assert [title.text for title in drawn.findall(".//{*}g/{*}title")] == ["a → a: 3", "a → b: 1"]
+    plain = drawing.confusion([[1]], ["$x$ <b>"])
+    assert "$x$ &lt;b&gt;" in plain and plain == drawing.confusion([[1]], ["$x$ <b>"])
 
 
 def overconfident(samples=4000, factor=4.0):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError, ModelError
-from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_config import ExportSection, check
 from lockstep.inference.export.export_reader import forward_of, is_export
 
@@ -94,7 +94,7 @@ def test_a_folder_with_these_files(case, tmp_path, kind, files):
     case.export(target, kind, **settings)
     assert names(target) == files
     assert names(target.parent) == ["export"]
-    assert telling.read(target).file == files[-1]
+    assert export_facts.read(target).file == files[-1]
     assert of(target, case)
     assert len({path.stat().st_mode for path in target.iterdir()}) == 1, "some could not be read by others"
 

@@ -9,7 +9,7 @@ from test_export import listing, names
 
 from lockstep.base.errors import ModelError
 from lockstep.inference import trained_model
-from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_facts import Calibration
 from lockstep.inference.export.round_trip import same_weights
 
@@ -51,17 +51,17 @@ def test_what_others_have_put_into_an_export_stays(case, tmp_path):
 def test_a_temperature_stays_with_the_same_weights(case, second, tmp_path):
     found = Calibration(temperature=1.5, samples=9, ece_before=0.2, ece_after=0.1)
     case.export(tmp_path / "e")
-    telling.write(telling.read(tmp_path / "e").model_copy(update={"calibration": found}), tmp_path / "e")
+    export_facts.write(export_facts.read(tmp_path / "e").model_copy(update={"calibration": found}), tmp_path / "e")
     case.export(tmp_path / "e")
-    assert telling.read(tmp_path / "e").calibration == found
+    assert export_facts.read(tmp_path / "e").calibration == found
     for other in (case.export(tmp_path / "e", dtype="bf16"), second.export(tmp_path / "e", dtype="bf16")):
         assert other.calibration is None
 
 
 def test_a_figure_that_is_no_number_is_no_hindrance(case, tmp_path):
     case.export(tmp_path / "e")
-    told = telling.read(tmp_path / "e").model_copy(update={"metrics": {"auroc": float("nan")}})
-    telling.write(told, tmp_path / "e")
+    told = export_facts.read(tmp_path / "e").model_copy(update={"metrics": {"auroc": float("nan")}})
+    export_facts.write(told, tmp_path / "e")
     assert np.isnan(trained_model.open_predictor(tmp_path / "e").facts.metrics["auroc"])
 
 

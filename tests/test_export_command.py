@@ -17,7 +17,7 @@ from lockstep.base.errors import DataError, ModelError
 from lockstep.cli import _app
 from lockstep.data.images import MAX_PIXELS
 from lockstep.inference import trained_model
-from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_reader import is_export
 from lockstep.launch import launch_run
 from lockstep.run import recipe as recipes
@@ -60,8 +60,8 @@ def test_every_kind_has_a_folder_of_its_own(run, exports):
     assert {path.name for path in run.glob("*export*")} == set(KINDS)
     assert not list(run.glob(".export*"))
     for name, said in exports.items():
-        facts = telling.read(run / name)
-        assert said == f"exported step 8 to {run / name}; {facts.agreement.words(facts.dtype)}\n"
+        facts = export_facts.read(run / name)
+        assert said == f"exported step 8 to {run / name}; {facts.agreement.summary(facts.dtype)}\n"
         fp32 = "outputs on 24 real samples are equal"
         assert (fp32 if facts.dtype == "fp32" else "another label and takes accuracy") in said
         assert ("the same weights bit for bit" in said) == (
@@ -72,7 +72,7 @@ def test_every_kind_has_a_folder_of_its_own(run, exports):
 def test_facts_are_those_of_the_run(run, exports):
     summary = json.loads((run / "summary.json").read_text())
     for name in KINDS:
-        facts = telling.read(run / name)
+        facts = export_facts.read(run / name)
         assert (facts.name, facts.step, facts.metrics) == ("a", 8, summary["evaluation"])
         assert facts.torch_version == summary["torch_version"] == torch.__version__
         assert facts.labels == tuple("0123456789")
@@ -109,7 +109,7 @@ def test_mistakes_are_told_in_one_line(run, settings, message):
 def test_a_card_that_the_hub_can_read(run, exports):
     for name in KINDS:
         _, front, text = (run / name / "README.md").read_text().split("---\n", 2)
-        facts, head = telling.read(run / name), yaml.safe_load(front)
+        facts, head = export_facts.read(run / name), yaml.safe_load(front)
         assert head["pipeline_tag"] == "image-classification"
         assert "lockstep" in head["tags"]
         (result,) = head["model-index"][0]["results"]
@@ -118,7 +118,7 @@ def test_a_card_that_the_hub_can_read(run, exports):
         assert result["dataset"] == {"name": name, "type": "digits", "split": "test"}
         assert facts.digest in text and '10 classes of images apart: "0", "1", "2"' in text
         assert f"| accuracy | {facts.metrics['accuracy']:.4f} |" in text
-        assert facts.agreement.words(facts.dtype) in text
+        assert facts.agreement.summary(facts.dtype) in text
         again = recipes.of_sections(yaml.safe_load(re.search("```yaml\n(.*?)```", text, re.DOTALL)[1]))
         assert (again.train.steps, again.data.limit) == (8, 200)
 
@@ -131,7 +131,7 @@ def test_what_only_concerns_a_machine_stays_there(run, tmp_path, monkeypatch):
     assert "hunter2" in (run / "recipe.yaml").read_text()
     for file in (tmp_path / "e").iterdir():
         assert b"hunter2" not in file.read_bytes() and str(home).encode() not in file.read_bytes()
-    assert "dir" not in telling.read(tmp_path / "e").recipe["run"]
+    assert "dir" not in export_facts.read(tmp_path / "e").recipe["run"]
     assert "  dir: " not in (tmp_path / "e" / "README.md").read_text()
 
 
@@ -251,7 +251,7 @@ def test_facts_of_a_later_version(run, exports, tmp_path, key, value):
     facts = {**json.loads((run / "export" / "lockstep.json").read_text()), "new": 1}
     (tmp_path / "model.safetensors").write_bytes((run / "export" / "model.safetensors").read_bytes())
     (tmp_path / "lockstep.json").write_text(json.dumps(facts))
-    assert trained_model.open_predictor(tmp_path).facts == telling.read(run / "export")
+    assert trained_model.open_predictor(tmp_path).facts == export_facts.read(run / "export")
     (tmp_path / "lockstep.json").write_text(json.dumps({**facts, key: value}))
     with pytest.raises(ModelError, match=f"the export {tmp_path} cannot be "):
         trained_model.open_predictor(tmp_path)
@@ -259,7 +259,7 @@ def test_facts_of_a_later_version(run, exports, tmp_path, key, value):
 
 def test_what_is_neither_export_nor_run(tmp_path):
     with pytest.raises(ModelError, match=r"is no export: there is no lockstep.json in it; `lockstep export RUN`"):
-        telling.read(tmp_path)
+        export_facts.read(tmp_path)
     with pytest.raises(Exception, match="is neither an export .* nor a run"):
         trained_model.open_predictor(tmp_path)
     with pytest.raises(Exception, match="is neither an export .* nor a run"):

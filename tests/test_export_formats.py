@@ -14,7 +14,7 @@ from torch.onnx._internal.exporter import _onnx_program
 
 from lockstep.base import plugins, trust
 from lockstep.base.errors import ConfigError, MissingExtra, ModelError
-from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_config import FORMATS
 from lockstep.inference.export.export_reader import forward_of, tokenizer_of
 from lockstep.inference.export.round_trip import TOLERANCE
@@ -78,7 +78,7 @@ def test_any_batch_gives_what_the_model_gives(cases, exported, name, kind):
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[key], found[key]) for key in expected)
         assert not any(module.training for module in forward.modules())
-    facts = telling.read(exported(name, kind))
+    facts = export_facts.read(exported(name, kind))
     assert (facts.kind, facts.dtype, facts.file) == (kind, "fp32", FILES[kind])
     assert (exported(name, kind) / facts.file).is_file()
     assert facts.agreement.samples == 6
@@ -139,7 +139,9 @@ def test_a_stranger_needs_none_of_our_code(cases, exported, tmp_path):
     for which in found:
         expected = cases[which.partition("-")[0]].logits(batch).numpy()
         assert np.allclose(found[which], expected, rtol=0, atol=TOLERANCE), which
-    tokenizer = tokenizer_of(exported("transformer", "pretrained"), telling.read(exported("transformer", "pretrained")))
+    tokenizer = tokenizer_of(
+        exported("transformer", "pretrained"), export_facts.read(exported("transformer", "pretrained"))
+    )
     assert done.stdout == f"{tokenizer(['the striker scored'])[0].tolist()} {list(exporting.TEXTS.labels)} 1\n"
 
 
@@ -160,7 +162,7 @@ REDUCED = [
 @pytest.mark.parametrize(("name", "kind", "dtype"), REDUCED, ids=lambda each: each)
 def test_what_reduced_weights_cost_is_told_rightly(cases, exported, name, kind, dtype):
     case, folder = cases[name], exported(name, kind, dtype)
-    forward, found = forward_of(folder), telling.read(folder).agreement
+    forward, found = forward_of(folder), export_facts.read(folder).agreement
     rows = []
     for batch in case.all():
         with torch.no_grad():

@@ -8,7 +8,7 @@ import torch._dynamo  # transformers imports it, which sets a variable: better h
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.core.modules.outputs import are_equal, logits_of, tensors
-from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_reader import forward_of
 from lockstep.inference.predictor import predictor
 
@@ -86,9 +86,9 @@ def test_what_is_called_logits_is_predicted(tmp_path, form):
     folder = tmp_path / "export"
     if form == "tuple":
         with pytest.raises(ModelError, match="return them as one tensor, or as `logits` among several"):
-            predictor(telling.read(folder), forward_of(folder), None)
+            predictor(export_facts.read(folder), forward_of(folder), None)
     else:
-        found = predictor(telling.read(folder), forward_of(folder), None)
+        found = predictor(export_facts.read(folder), forward_of(folder), None)
         assert torch.equal(found.logits([*batch["image"].numpy()]), logits_of(case.logits(batch)))
 
 

@@ -26,11 +26,11 @@ from typer.testing import CliRunner
 from lockstep.base.contracts import DataSpec
 from lockstep.cli import _app
 from lockstep.data.collate import collate
-from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_config import ExportSection
 from lockstep.inference.export.export_writer import ExportSamples, export
 from lockstep.inference.predict import worker_pool
-from lockstep.inference.predict.input_rows import ROWS
+from lockstep.inference.predict.input_rows import CHUNK_ROWS
 from lockstep.inference.trained_model import open_predictor
 from lockstep.models import _transformer as transformer
 from lockstep.models import _user as user
@@ -68,11 +68,11 @@ def build(options, spec):
 
 
 def exported(model, section, spec, folder, **more):
-    facts = telling.facts_of(
+    facts = export_facts.facts_of(
         section, spec, name="small", kind="", step=1, digest=f"{1:064}", metrics={}, recipe={"data": {"kind": "files"}}
     )
     batch = more.pop("batch")
-    export(model, folder, section=ExportSection(), facts=facts, samples=ExportSamples(few=[batch], all=list), **more)
+    export(model, folder, section=ExportSection(), facts=facts, samples=ExportSamples(first=[batch], all=list), **more)
     return folder
 
 
@@ -91,7 +91,7 @@ def texts_model(minilm, tmp_path_factory):
     spec = DataSpec(modality="text", labels=LABELS)
     batch = collate({"input_ids": tokenizer(["one", "another one"])}, 0)
     target = small.parent / "texts"
-    return exported(transformer.build(section, spec), section, spec, target, batch=batch, beside=tokenizer.save)
+    return exported(transformer.build(section, spec), section, spec, target, batch=batch, write_more=tokenizer.save)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def images_model(tmp_path_factory):
         (target / "net.py").write_text(NETWORK)
 
     batch = {"image": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)}
-    return exported(user.build(section, spec), section, spec, folder / "images", batch=batch, beside=beside)
+    return exported(user.build(section, spec), section, spec, folder / "images", batch=batch, write_more=beside)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def words():
     """Texts of 1 to 60 words."""
     generator = np.random.default_rng(0)
     known = np.array(["bank", "goal", "chip,", "war", "match", "profit", "star", "software", "team", "price"])
-    return [" ".join(generator.choice(known, generator.integers(1, 60))) for _ in range(2 * ROWS + 300)]
+    return [" ".join(generator.choice(known, generator.integers(1, 60))) for _ in range(2 * CHUNK_ROWS + 300)]
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,9 @@ def test_every_form_is_read_and_written(predict, texts_model, words, table):
 
 def test_other_columns_of_json_lines_leave_as_they_came(predict, texts_model):
     """Also where a key comes late, and numbers are whole at first."""
-    rows = [{"text": "a bank", "n": i, "tags": ["x", {"y": None}][:1], "note": "caf\u00e9"} for i in range(ROWS + 1)]
+    rows = [
+        {"text": "a bank", "n": i, "tags": ["x", {"y": None}][:1], "note": "caf\u00e9"} for i in range(CHUNK_ROWS + 1)
+    ]
     rows[-1] |= {"n": 2.5, "late": {"deep": [1]}}
     Path("in.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for out in ("out.jsonl", "out.parquet"):
@@ -203,7 +205,7 @@ def test_other_columns_of_json_lines_leave_as_they_came(predict, texts_model):
 def photos(tmp_path):
     """Real digits, some deep, a few more than a chunk holds; and what is no image."""
     folder = tmp_path / "photos"
-    images = (load_digits().images * 15).astype(np.uint8)[: ROWS + 40]
+    images = (load_digits().images * 15).astype(np.uint8)[: CHUNK_ROWS + 40]
     for number, image in enumerate(images):
         file = folder / str(number % 3) / "deeper" / f"{number:04}.png" if number % 3 else folder / f"{number:04}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -231,14 +233,14 @@ def test_an_image_that_is_none_is_named_and_the_rest_is_kept(predict, images_mod
     assert "1 chunk is done and kept in out.csv.parts: the same command goes on" in said
     bad.write_bytes(whole)
     assert "resuming: 1 of 2 chunks are done" in predict(images_model, photos, "--out", "out.csv")
-    assert len(Path("out.csv").read_text().splitlines()) == ROWS + 41
+    assert len(Path("out.csv").read_text().splitlines()) == CHUNK_ROWS + 41
 
 
 def test_rows_that_kill_are_told_of(predict, images_model, photos):
     Image.new("L", (8, 8), 255).save(photos / "3.png")
     said = predict(images_model, photos, "--out", "out.csv", "--processes", 2, code=5)
     assert said.count("was killed by SIGKILL: another one takes its place") == 2
-    assert f"was killed by SIGKILL in the rows from {ROWS + 1} on" in said
+    assert f"was killed by SIGKILL in the rows from {CHUNK_ROWS + 1} on" in said
     (photos / "3.png").unlink()
     predict(images_model, photos, "--out", "out.csv")
 
@@ -281,7 +283,7 @@ def asked_to_end_soon():
 def test_an_ended_command_goes_on(predict, images_model, photos):
     """It leaves no process behind, and `no_leaks` looks for them; a process of it that is killed is replaced."""
     slow, out, say = images_model / "slow", Path("out.parquet"), "done and kept in out.parquet.parts"
-    for number in range(6 * ROWS):
+    for number in range(6 * CHUNK_ROWS):
         (photos / f"x{number}.png").symlink_to("0000.png")
     out.write_text("the one before")
     slow.touch()

@@ -9,8 +9,8 @@ import pytest
 from pyarrow import parquet
 
 from lockstep.base.errors import DataError
-from lockstep.inference.predict.input_rows import ROWS, opened
-from lockstep.inference.predict.input_scan import survey
+from lockstep.inference.predict.input_rows import CHUNK_ROWS, open_input
+from lockstep.inference.predict.input_scan import scan_input
 
 TABLES = {
     "empty.csv": ("text\n", "holds no row"),
@@ -25,7 +25,10 @@ TABLES = {
     "huge.jsonl": ('{"text": "a", "n": 123456789012345678901234567890}\n', "column 'n'"),
     "number.jsonl": ('{"text": 1}\n', "column 'text' of number.jsonl holds int64, not texts"),
     "hole.jsonl": ('{"text": "a"}\n{"text": null}\n', "row 2 of hole.jsonl has no text"),
-    "parted.jsonl": ('{"text": "a", "n": 1}\n' * ROWS + '{"text": "a", "n": "one"}\n', "Field n has incompatible"),
+    "parted.jsonl": (
+        '{"text": "a", "n": 1}\n' * CHUNK_ROWS + '{"text": "a", "n": "one"}\n',
+        "Field n has incompatible",
+    ),
     "hole.txt": ("a\n\nb\n", "row 2 of hole.txt has no text"),
     "latin.txt": (b"caf\xe9\n", "cannot be read as txt"),
     "bad.parquet": ("PAR1", "cannot be read as parquet"),
@@ -43,17 +46,17 @@ def test_a_table_that_cannot_be_used(name, tmp_path, monkeypatch):
     text, said = TABLES[name]
     Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=re.escape(said)):
-        survey(opened(Path(name), "text"))
+        scan_input(open_input(Path(name), "text"))
 
 
 def test_an_input_that_changes_while_it_is_read(tmp_path):
     file = tmp_path / "in.txt"
-    for before, after in (("a\nb\n", "a\n"), ("a\n", "a\nb\n"), ("a\n" * (ROWS + 1), "a\n" * ROWS)):
+    for before, after in (("a\nb\n", "a\n"), ("a\n", "a\nb\n"), ("a\n" * (CHUNK_ROWS + 1), "a\n" * CHUNK_ROWS)):
         file.write_text(before)
-        found = survey(opened(file, "text"))
+        found = scan_input(open_input(file, "text"))
         file.write_text(after)
         with pytest.raises(DataError, match="was changed while it was read"):
-            list(found.again())
+            list(found.read_again())
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
@@ -61,6 +64,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     table = pa.table({"text": [os.urandom(50).hex() for _ in range(200_000)]})
     parquet.write_table(table, tmp_path / "in.parquet", use_dictionary=False)
     size, before = table.nbytes, pa.total_allocated_bytes()
-    held = [pa.total_allocated_bytes() - before for _ in opened(tmp_path / "in.parquet", "text").chunks()]
-    assert len(held) == -(-200_000 // ROWS)
+    held = [pa.total_allocated_bytes() - before for _ in open_input(tmp_path / "in.parquet", "text").chunks()]
+    assert len(held) == -(-200_000 // CHUNK_ROWS)
     assert max(held) < size / 5

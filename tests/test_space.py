@@ -11,15 +11,14 @@ from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
 from lockstep.cli import _app
-from lockstep.inference.export import export_facts as telling
-from lockstep.inference.export import space
+from lockstep.inference.export import export_facts, space
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLE = ROOT / "deploy" / "space"
 
 
 def facts(**more):
-    return telling.ExportFacts(
+    return export_facts.ExportFacts(
         name="ag-news", modality="text", labels=("World", "Sports", "Business", "Sci/Tech"), model={"kind": "transformer"},
         **{"kind": "pretrained", "step": 1, "digest": "0" * 64, "metrics": {}, "recipe": {}, **more},
     )  # fmt: skip

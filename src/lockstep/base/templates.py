@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[1]
 def _environment() -> Environment:
     return Environment(
         loader=FileSystemLoader(ROOT),
+        autoescape=select_autoescape(("html", "html.j2"), default=False),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=select_autoescape(enabled_extensions=("html", "html.j2"), default=False),
     )
 
 
 def render(name: str, **values: Any) -> str:
-    """Render the template at a path below src/lockstep, such as "launch/launchers/slurm.sh.j2"."""
+    """Render the template at a path below src/lockstep, such as "launch/launchers/slurm.sh.j2"; escapes HTML only."""
     return _environment().get_template(name).render(**values)

@@ -27,4 +27,4 @@ def command(
     with console.status("exporting"):
         facts, target = (trained_model.export_space if space else trained_model.export)(run, overrides, to)
     assert facts.agreement is not None
-    console.print(f"exported step {facts.step} to {target}; {facts.agreement.words(facts.dtype)}", soft_wrap=True)
+    console.print(f"exported step {facts.step} to {target}; {facts.agreement.summary(facts.dtype)}", soft_wrap=True)

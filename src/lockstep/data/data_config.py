@@ -10,6 +10,9 @@ from pydantic import Field, PositiveInt
 
 from lockstep.base.config import MANY, LocalPath, PluginSection
 
+TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+"""Of files that hold one sample per row."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:

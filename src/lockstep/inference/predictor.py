@@ -1,4 +1,4 @@
-"""From texts or images to probabilities: a model with what turns its users' input into its own."""
+"""A model with its tokenizer or image decoder: from texts or images to probabilities."""
 
 import threading
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from lockstep.data.images import pixels_of
 from lockstep.inference.export.export_facts import ExportFacts
 
 Input = str | bytes | Path
-"""A text; or an image file, or its contents."""
+"""A text; an image file, or its bytes."""
 Sample = np.ndarray
 """Token ids int32 [T], or an image uint8 [C, H, W]."""
 DTypeName = Literal["fp32", "fp16", "bf16"]
@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """A model that predicts; may be called from any thread."""
+    """Thread-safe."""
 
     facts: ExportFacts
     forward: Forward
@@ -41,14 +41,14 @@ class Predictor:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether several threads predict more than one: not where the model takes turns, or has threads of its own, as
-        a session of onnxruntime does."""
+        """Whether several threads predict faster than one: not on a GPU, nor where the model has a lock or, as in
+        onnxruntime, its own threads."""
         return self.device.type == "cpu" and isinstance(self.forward, nn.Module)
 
     def encode(self, inputs: Sequence[Input]) -> list[Sample]:
-        """What the model takes of each; raises DataError for an input that is none."""
+        """The model's inputs; raises DataError for an invalid text or image."""
         if self.tokenizer is not None:
-            texts = [text_of(each) for each in inputs]
+            texts = [_checked_text(each) for each in inputs]
             return self.tokenizer(texts) if texts else []
         shape = self.facts.image_shape
         assert shape is not None
@@ -57,22 +57,22 @@ class Predictor:
         return [pixels_of(each, "the image", shape) for each in inputs]  # type: ignore[arg-type]
 
     def logits(self, samples: Sequence[Sample]) -> Tensor:
-        """Outputs for a batch of them, float32 [m, classes], on the processor."""
+        """Outputs for one batch, float32 [m, classes], on the CPU."""
         column = [*samples] if self.tokenizer is not None else np.stack(samples)
         name = "input_ids" if self.tokenizer is not None else "image"
         batch = collate({name: column}, self.tokenizer.pad_id if self.tokenizer else 0, multiple=1)
         with torch.inference_mode():
             outputs = self.forward({name: tensor.to(self.device) for name, tensor in batch.items()})
-        found = logits_of(outputs)
-        if found is None or found.ndim != 2:
+        logits = logits_of(outputs)
+        if logits is None or logits.ndim != 2:
             raise ModelError(
                 f"{self.facts.name} gives no logits [samples, classes]: what can be predicted is which class fits; "
                 "return them as one tensor, or as `logits` among several"
             )
-        return found.float().cpu()
+        return logits.float().cpu()
 
     def probabilities(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Of each class, float32 [m, classes]; calibrated where the export is."""
+        """Of each class, float32 [m, classes]; calibrated if the export is."""
         return (self.logits(samples) / self.facts.temperature).softmax(-1).numpy()
 
 
@@ -84,9 +84,9 @@ def predictor(
     device: torch.device | None = None,
     dtype: DTypeName | None = None,
 ) -> Predictor:
-    """A model where it is to run, and in what: by default on the processor, as it was exported.
+    """A predictor on a device and in a dtype, by default on the CPU as exported.
 
-    Raises ModelError for a model that cannot be used so, or that takes neither texts nor images.
+    Raises ModelError for a model that does not support them, or that takes neither texts nor images.
     """
     device = device or torch.device("cpu")
     if isinstance(forward, nn.Module):
@@ -102,15 +102,14 @@ def predictor(
             "model's tokenizer"
         )
     if facts.model["kind"] == "user":
-        forward = in_turns(forward)
-    found = Predictor(facts=facts, forward=forward, tokenizer=tokenizer, device=device)
-    _try(found)
-    return found
+        forward = _with_lock(forward)
+    made = Predictor(facts=facts, forward=forward, tokenizer=tokenizer, device=device)
+    _check(made)
+    return made
 
 
-def _try(predictor: Predictor) -> None:
-    """Predict one blank sample: what does not fit together is better noticed now than by the first request. Raises
-    ModelError."""
+def _check(predictor: Predictor) -> None:
+    """Predict one blank sample; raises ModelError for a model that fails, or whose outputs do not match its labels."""
     facts = predictor.facts
     if predictor.tokenizer is not None:
         samples = predictor.encode(["a"])
@@ -120,29 +119,29 @@ def _try(predictor: Predictor) -> None:
         shape = tuple(predictor.logits(samples).shape)
     except LockstepError:
         raise
-    except Exception as error:  # as many kinds as there are libraries, and a user's own code
+    except Exception as error:  # of any library, and of a user's code
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"{facts.title} cannot predict a blank sample ({type(error).__name__}: {reason})") from error
     if facts.labels and shape != (1, len(facts.labels)):
         raise ModelError(
-            f"{facts.title} gives outputs {list(shape)} for one sample, where its {len(facts.labels)} labels want "
+            f"{facts.title} gives outputs {list(shape)} for one sample, where its {len(facts.labels)} labels need "
             f"[1, {len(facts.labels)}]: its labels are of another model"
         )
 
 
-def in_turns(forward: Forward) -> Forward:
-    """One call at a time: somebody's own module may keep something on itself between two of its lines."""
+def _with_lock(forward: Forward) -> Forward:
+    """One call at a time: a user's module may keep state on itself during a forward pass."""
     lock = threading.Lock()
 
-    def alone(batch: Batch) -> Tensor:
+    def locked(batch: Batch) -> Tensor:
         with lock:
             return forward(batch)
 
-    return alone
+    return locked
 
 
-def text_of(text: Input) -> str:
-    """The text itself; raises DataError for what is none, and for half of a surrogate pair, which cannot be encoded."""
+def _checked_text(text: Input) -> str:
+    """Raises DataError for other types, and for half of a surrogate pair, which cannot be encoded."""
     if not isinstance(text, str):
         raise DataError(f"a model of texts takes texts, not {type(text).__name__}")
     try:

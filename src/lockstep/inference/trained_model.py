@@ -1,4 +1,4 @@
-"""From a trained run to something to use: its model, an export of it, a predictor."""
+"""Turns a trained run into an export or a predictor."""
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +17,7 @@ from lockstep.checkpoint.weights import restore_model
 from lockstep.core.numerics.digest import digest as digest_of
 from lockstep.data.data_config import Origin
 from lockstep.data.dataset import open_source
-from lockstep.inference.export import export_facts as telling
-from lockstep.inference.export import export_reader, export_writer, space
+from lockstep.inference.export import export_facts, export_reader, export_writer, space
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.predictor import DTypeName, Predictor, predictor
 from lockstep.launch.run_folder import is_run, locate, run_of
@@ -26,17 +25,19 @@ from lockstep.run import build, recipe_trust
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import open_splits
 
-FEW = (16, 1, 7)
-"""Sizes of the batches that an export is compared on: several, as a graph may have been made for one."""
+FIRST_BATCHES = (16, 1, 7)
+"""Sizes of the batches that an export is compared on: several, as a graph may be specialized to the traced size."""
 BATCH = 64
-"""Samples that are predicted at a time where the whole test split is compared."""
+"""Batch size where the whole test split is compared."""
 
 
 def settle_trust(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> bool:
-    """Whether the user says that the code of an export, a run or a checkpoint may be executed, whatever it is; False
-    where all of it is known. Raises UserError, above all UntrustedCode."""
+    """Check the code of an export, a run or a checkpoint -> whether the user allows unknown code in it.
+
+    Raises UserError, in particular UntrustedCode.
+    """
     if export_reader.is_export(path):
-        return trust.authorize(export_reader.code_of(path, telling.read(path)), trusts=trusts, folder=path)
+        return trust.authorize(export_reader.code_of(path, export_facts.read(path)), trusts=trusts, folder=path)
     if not is_run(path):
         return False
     recipe, root, _ = locate(path, overrides)
@@ -44,7 +45,7 @@ def settle_trust(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -
 
 
 def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[ExportFacts, Path]:
-    """Write the model of a run or checkpoint for others to load -> its facts, and where. Raises UserError."""
+    """Write the model of a run or checkpoint for others to load -> its facts, its folder. Raises UserError."""
     recipe, checkpoint = run_of(path, overrides)
     recipe_trust.require_known_code(recipe)
     export_writer.check(recipe.export)
@@ -53,46 +54,46 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
 
     def batches() -> Iterator[Batch]:
         rows = range(len(data.test))
-        if data.test.lengths is not None:  # those of like length together: less to compute
+        if data.test.lengths is not None:  # similar lengths together: less padding
             rows = data.test.lengths.argsort(kind="stable").tolist()
-        parts = (rows[start : start + BATCH] for start in range(0, len(rows), BATCH))
-        yield from data.test_batches(parts)
+        chunks = (rows[start : start + BATCH] for start in range(0, len(rows), BATCH))
+        yield from data.test_batches(chunks)
 
-    def beside(folder: Path) -> None:
+    def write_more(folder: Path) -> None:
         """The tokenizer's files, the user's own code."""
         if data.tokenizer is not None:
             data.tokenizer.save(folder)
         if recipe.model.code is not None:
             shutil.copy(recipe.model.code, folder)
 
-    target = (to or _own(recipe.folder / recipe.export.folder)).absolute()
-    samples = export_writer.ExportSamples(few=data.first_test_batches(FEW), all=batches)
-    return export_writer.export(
-        model, target, section=recipe.export, facts=facts, samples=samples, beside=beside
-    ), target
+    target = (to or _not_a_link(recipe.folder / recipe.export.folder)).absolute()
+    samples = export_writer.ExportSamples(first=data.first_test_batches(FIRST_BATCHES), all=batches)
+    facts = export_writer.export(
+        model, target, section=recipe.export, facts=facts, samples=samples, write_more=write_more
+    )
+    return facts, target
 
 
-def _own(target: Path) -> Path:
-    """A folder that nobody has named, if it lies there itself. Raises ModelError for a link, which may lead to what is
-    another's."""
+def _not_a_link(target: Path) -> Path:
+    """A default folder. Raises ModelError for a symbolic link, which may lead to files of somebody else."""
     if target.is_symlink():
         raise ModelError(f"{target} is a link, which is not followed: name the folder that it leads to with --to")
     return target
 
 
 def export_space(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[ExportFacts, Path]:
-    """An export in the folder of a Hugging Face Space -> its facts, and that folder. Raises UserError."""
-    target = (to or _own(run_of(path, overrides)[0].folder / space.FOLDER)).absolute()
+    """Write an export into the folder of a Hugging Face Space -> its facts, that folder. Raises UserError."""
+    target = (to or _not_a_link(run_of(path, overrides)[0].folder / space.FOLDER)).absolute()
     space.check(target)
-    _own(target / space.MODEL)
+    _not_a_link(target / space.MODEL)
     facts, _ = export(path, overrides, target / space.MODEL)
     space.write(target, facts)
     return facts, target
 
 
 def open_predictor(path: Path, *, device: torch.device | None = None, dtype: DTypeName | None = None) -> Predictor:
-    """A predictor out of an export's folder, a run or a checkpoint. Raises UserError."""
-    folder = fixed(path)
+    """The predictor of an export, a run or a checkpoint. Raises UserError."""
+    folder = resolve(path)
     if export_reader.is_export(folder):
         facts, forward, tokenizer = _read(folder)
         return predictor(facts, forward, tokenizer, device=device, dtype=dtype)
@@ -105,66 +106,65 @@ def open_predictor(path: Path, *, device: torch.device | None = None, dtype: DTy
 
 
 def _read(folder: Path) -> tuple[ExportFacts, Forward, Tokenizer | None]:
-    """What an export holds; read once more where another took its place meanwhile."""
+    """Read an export, again if another one replaced it meanwhile."""
     while True:
-        before = _stamp(folder)
+        before = _version(folder)
         try:
-            facts = telling.read(folder)
+            facts = export_facts.read(folder)
             forward, tokenizer = export_reader.forward_of(folder, facts), export_reader.tokenizer_of(folder, facts)
         except ModelError:
-            if _stamp(folder) == before:
+            if _version(folder) == before:
                 raise
         else:
-            if _stamp(folder) == before:
+            if _version(folder) == before:
                 return facts, forward, tokenizer
 
 
-def _stamp(folder: Path) -> bytes | None:
-    """What changes when another export takes the place; None in the moment between the two."""
+def _version(folder: Path) -> bytes | None:
+    """The bytes of the facts, which differ between exports; None while one replaces another."""
     try:
-        return storage.read(folder / telling.FILE, storage.MOST_JSON_BYTES)
+        return storage.read(folder / export_facts.FILE, storage.MOST_JSON_BYTES)
     except OSError:
         return None
 
 
-def fixed(path: Path) -> Path:
-    """The export or the checkpoint that a path means now: a run that goes on will have another. Raises UserError."""
+def resolve(path: Path) -> Path:
+    """The export, or the checkpoint that a run has now. Raises UserError."""
     if export_reader.is_export(path):
         return path.absolute()
     if not is_run(path):
         raise ConfigError(
-            f"{path} is neither an export (there is no {telling.FILE} in it) nor a run (no recipe.yaml, such as in "
-            "runs/NAME)"
+            f"{path} is neither an export (there is no {export_facts.FILE} in it) nor a run (no recipe.yaml, such as "
+            "in runs/NAME)"
         )
     return run_of(path)[1]
 
 
 def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -> Callable[[], Predictor]:
-    """What opens a predictor, now and whenever it is to be opened anew. Raises LaunchError for a device that there is
-    not."""
+    """A function that opens a predictor, for reloading. Raises LaunchError for an unavailable device."""
     try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
+        opened = torch.device(device)
+        torch.empty(0, device=opened)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise LaunchError(f"device {device} cannot be used ({reason}); there is cpu, and cuda on a GPU") from None
-    return partial(open_predictor, path, device=place, dtype=dtype)
+    return partial(open_predictor, path, device=opened, dtype=dtype)
 
 
 def _model(recipe: Recipe, checkpoint: Path, spec: DataSpec) -> tuple[Model, ExportFacts]:
-    """The model as the checkpoint holds it, and what there is to tell of it."""
+    """The model of a checkpoint, and its facts."""
     model = build.build_model(recipe, spec)
     restore_model(model, checkpoint)
     manifest = layout.read_manifest(checkpoint)
     digest = digest_of(model.state_dict())
-    return model.eval(), telling.facts_of(
+    return model.eval(), export_facts.facts_of(
         recipe.model,
         spec,
         name=recipe.folder.name,
         kind="checkpoint",
         step=manifest.step,
         digest=digest,
-        calibration=telling.kept_calibration(recipe.folder, digest=digest),
+        calibration=export_facts.kept_calibration(recipe.folder, digest=digest),
         metrics=manifest.metrics,
         torch_version=str(manifest.numeric.get("torch_version", "")),
         recipe=recipe.model_dump(mode="json"),
@@ -173,7 +173,7 @@ def _model(recipe: Recipe, checkpoint: Path, spec: DataSpec) -> tuple[Model, Exp
 
 
 def _about(recipe: Recipe) -> dict[str, Any]:
-    """What a card tells beside: what was asked for, else what the source and the model know of themselves."""
+    """Facts for the model card: from the settings, else from the source and the model."""
     origin: Origin | None = recipe.data.origin()
     return {
         "origin": origin,

@@ -1,30 +1,22 @@
 """The user's files: texts in CSV, JSON Lines or Parquet, or images in one folder per class."""
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-from pyarrow import csv, parquet
 
 from lockstep.base.errors import DataError
+from lockstep.data import tables
 from lockstep.data.columns import Place, labels_of, names_of, positions, require, rows_of, texts_of
+from lockstep.data.data_config import TABLE_SUFFIXES
 from lockstep.data.images import decode
 from lockstep.data.in_memory import Images, Texts
 from lockstep.data.order import mix
 from lockstep.data.sources.files import Config, is_table
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
-CSV_BLOCK = 1 << 26
-"""Bytes of CSV read at a time, so the longest row; the reader's own 1 MiB is less than a book"""
-
-
-MOST_OF_A_LINE = 1 << 25
-"""Characters: a file of zeros is one line that has no end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,53 +98,11 @@ def _folder(path: Path) -> Found:
 
 
 def _table(path: Path, text_column: str, label_column: str) -> Found:
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(f"{path} is of no known form: name it after its form ({', '.join(READERS)}), or give a folder")
-    try:
-        texts, labels = reader(path, [text_column, label_column])
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        is_encoding = isinstance(error, UnicodeDecodeError) or "invalid UTF8" in str(error)
-        mend = ". Save it as UTF-8, for example with `iconv -f latin1 -t utf-8`" if is_encoding else ""
-        raise DataError(f"{path} cannot be read as {path.suffix.lower()[1:]}: {error}{mend}") from error
+    if path.suffix.lower() not in TABLE_SUFFIXES:
+        raise DataError(
+            f"{path} is of no known form: name it after its form ({', '.join(TABLE_SUFFIXES)}), or give a folder"
+        )
+    columns = [text_column, label_column]
+    texts, labels = tables.read_columns(path, columns, partial(require, columns))
     place = rows_of(path)
     return Found(samples=texts_of(texts, place), labels=labels_of(labels, place), place=place)
-
-
-def _read_csv(path: Path, columns: Sequence[str]) -> list[list[Any]]:
-    """Every value as the text it is: "NA" and "007" are not interpreted."""
-    parsing = csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
-    reading = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK)
-    with csv.open_csv(path, reading, parsing) as reader:
-        require(columns, reader.schema.names, path)
-    texts = csv.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pyarrow.string()))
-    return [column.to_pylist() for column in csv.read_csv(path, reading, parsing, texts).columns]
-
-
-def _read_json_lines(path: Path, columns: Sequence[str]) -> list[list[Any]]:
-    rows = []
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(iter(partial(file.readline, MOST_OF_A_LINE), ""), 1):
-            if len(line) == MOST_OF_A_LINE:
-                raise ValueError(f"line {number} has more than {MOST_OF_A_LINE:,} characters: one line is one sample")
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-                    raise ValueError(f"line {number}: {why}") from None
-                if not isinstance(row, dict):
-                    raise ValueError(f'line {number} is not an object such as {{"text": "...", "label": 1}}')
-                require(columns, list(row), f"line {number} of {path}")
-                rows.append([row[column] for column in columns])
-    return [list(column) for column in zip(*rows, strict=True)] or [[], []]
-
-
-def _read_parquet(path: Path, columns: Sequence[str]) -> list[list[Any]]:
-    with parquet.ParquetFile(path) as file:
-        require(columns, file.schema_arrow.names, path)
-        table = file.read(columns=list(columns))
-    return [table.column(column).to_pylist() for column in columns]
-
-
-READERS = {".csv": _read_csv, ".tsv": _read_csv, ".jsonl": _read_json_lines, ".parquet": _read_parquet}

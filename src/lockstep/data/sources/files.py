@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from lockstep.base.config import LocalPath
-from lockstep.data.data_config import ImageSection, Origin
-
-TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+from lockstep.data.data_config import TABLE_SUFFIXES, ImageSection, Origin
 
 
 class Config(ImageSection):

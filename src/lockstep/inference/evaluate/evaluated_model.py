@@ -1,4 +1,4 @@
-"""The model that is measured, out of a run or out of an export, with the samples that it is measured on."""
+"""The model and the samples of an evaluation, from a run or from an export."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,8 @@ from lockstep.core.distributed.process_group import world_group
 from lockstep.core.numerics.digest import digest_of, world_lines
 from lockstep.data.dataset import open_source, with_tokens
 from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
-from lockstep.inference.evaluate.evaluation_samples import of_file, unchanged
-from lockstep.inference.export import export_facts as telling
-from lockstep.inference.export import export_reader
+from lockstep.inference.evaluate.evaluation_samples import of_file, without_augmentation
+from lockstep.inference.export import export_facts, export_reader
 from lockstep.inference.export.export_facts import Calibration
 from lockstep.inference.export.round_trip import outputs
 from lockstep.run.tasks._task import WatchedTask
@@ -28,58 +27,55 @@ from lockstep.training.metrics.requested_metrics import is_requested
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A model with what belongs to it."""
-
     subject: EvaluationTarget
     spec: DataSpec
     source: Source
-    """What it is measured on."""
+    """The samples."""
     pad_id: int
     step: int
     digest: str
-    """Of its weights as they were trained."""
+    """Of the trained weights."""
     calibration: Calibration | None
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by before they become probabilities."""
         return self.calibration.temperature if self.calibration else 1.0
 
 
 def of_run(job: WatchedTask, task: EvaluationRequest) -> Opened:
-    """The model of a checkpoint, spread as its strategy spreads it. Every rank calls it. Raises UserError."""
-    parts = job.assemble()
-    averaged = {name: parts.strategy.sharded(name, p.detach()) for name, p in parts.state.module.named_parameters()}
-    restore(parts.strategy.state(), averaged, task.target)
-    parts.model.eval()
-    digest = digest_of(world_lines(parts.strategy.state(), world_group()))
-    spec, tokenizer, source = parts.data.test.spec, parts.data.tokenizer, parts.data.test
+    """The model of a checkpoint, sharded by its strategy. Called by every rank. Raises UserError."""
+    components = job.assemble()
+    averaged = {
+        name: components.strategy.sharded(name, p.detach()) for name, p in components.state.module.named_parameters()
+    }
+    restore(components.strategy.state(), averaged, task.target)
+    components.model.eval()
+    digest = digest_of(world_lines(components.strategy.state(), world_group()))
+    spec, tokenizer, source = components.data.test.spec, components.data.tokenizer, components.data.test
     if task.file is not None:
-        source = EvaluatedSamples(task=task, spec=spec, tokenizer=tokenizer, job=job).everywhere()
+        source = EvaluatedSamples(task=task, spec=spec, tokenizer=tokenizer, job=job).open_on_all_ranks()
     elif task.split == "train":
-        source = unchanged(parts.data.train)
+        source = without_augmentation(components.data.train)
     return Opened(
-        subject=parts.subject,
+        subject=components.subject,
         spec=spec,
         source=source,
-        pad_id=parts.data.pad_id,
+        pad_id=components.data.pad_id,
         step=layout.read_manifest(task.target).step,
         digest=digest,
-        calibration=telling.kept_calibration(job.recipe.folder, digest=digest),
+        calibration=export_facts.kept_calibration(job.recipe.folder, digest=digest),
     )
 
 
 def of_export(job: WatchedTask, task: EvaluationRequest) -> Opened:
-    """What an export computes; each process opens the whole of it. Every rank calls it. Raises UserError."""
-    folder, asked = task.target, job.recipe.evaluate.metrics
+    """The model of an export, whole in each process. Called by every rank. Raises UserError."""
+    folder, requested = task.target, job.recipe.evaluate.metrics
     with raise_on_all_ranks():
-        facts = telling.read(folder)
+        facts = export_facts.read(folder)
         forward = export_reader.forward_of(folder, facts)
         tokenizer = export_reader.tokenizer_of(folder, facts)
-        loss, found = (
-            export_reader.loss_of(folder, facts, forward),
-            declared_metrics(facts.spec, export_reader.metrics_of(folder, facts)),
-        )
+        loss = export_reader.loss_of(folder, facts, forward)
+        metrics = declared_metrics(facts.spec, export_reader.metrics_of(folder, facts))
     device = torch.device("cpu")
     if isinstance(forward, nn.Module):
         device = job.device
@@ -88,12 +84,12 @@ def of_export(job: WatchedTask, task: EvaluationRequest) -> Opened:
         subject=EvaluationTarget(
             forward=lambda batch: outputs(forward, batch),
             loss=loss,
-            metrics={name: each for name, each in found.items() if is_requested(name, asked)},
-            requested=asked,
+            metrics={name: metric for name, metric in metrics.items() if is_requested(name, requested)},
+            requested=requested,
             device=device,
         ),
         spec=facts.spec,
-        source=EvaluatedSamples(task=task, spec=facts.spec, tokenizer=tokenizer, job=job).everywhere(),
+        source=EvaluatedSamples(task=task, spec=facts.spec, tokenizer=tokenizer, job=job).open_on_all_ranks(),
         pad_id=tokenizer.pad_id if tokenizer else 0,
         step=facts.step,
         digest=facts.digest,
@@ -103,21 +99,21 @@ def of_export(job: WatchedTask, task: EvaluationRequest) -> Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedSamples:
-    """Those of a file, or of a split, as the model takes them."""
+    """The samples of a file or a split, tokenized if the model takes tokens."""
 
     task: EvaluationRequest
     spec: DataSpec
     tokenizer: Tokenizer | None
     job: WatchedTask
 
-    def everywhere(self) -> Source:
-        """Open them on every rank: what has to be made for it is made by one process of each machine."""
-        local_main_first(self.opened, is_local_main=self.job.world.local_rank == 0)
+    def open_on_all_ranks(self) -> Source:
+        """Caches are written by one process of each machine."""
+        local_main_first(self._open, is_local_main=self.job.world.local_rank == 0)
         with raise_on_all_ranks():
-            return self.opened()
+            return self._open()
 
-    def opened(self) -> Source:
-        """With tokens in the place of texts, where the model takes these. Raises DataError."""
+    def _open(self) -> Source:
+        """Raises DataError."""
         data, tokenizer = self.job.recipe.data, self.tokenizer
         source = open_source(data, self.task.split) if self.task.file is None else self._of_file(self.task.file)
         if source.spec.labels != self.spec.labels:

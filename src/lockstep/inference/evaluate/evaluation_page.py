@@ -1,43 +1,39 @@
-"""The page of an evaluation: one file without anything from outside, for a screen of any size, light or dark."""
+"""The HTML page of an evaluation: one file without external resources, for light and dark screens of any size."""
 
 import base64
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
 from lockstep.base.errors import printable
+from lockstep.base.templates import render
 from lockstep.inference.evaluate import evaluation_table, figures
 from lockstep.inference.evaluate.evaluation_report import Misclassified
 
-TEMPLATE = Path(__file__).with_name("page.html")
-MOST_PAIRS = 10
 
-
-def html(found: Mapping[str, Any], wrong: Sequence[Misclassified], *, matrix: str) -> str:
-    """The page as text; `matrix` is the picture of the confusion matrix, where there is one."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    bins = found.get("reliability")
-    calibration = found.get("calibration")
-    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        found=found,
-        figures=evaluation_table.rows(found),
-        classes=found.get("classes", []),
-        matrix=Markup(matrix),  # the drawing has escaped what is in it
-        diagram=Markup(figures.reliability(bins, "reliability")) if bins else "",
-        calibration=evaluation_table.words(calibration) if calibration else "",
-        wrong=[(one, picture(one.columns)) for one in wrong],
+def html(results: Mapping[str, Any], worst: Sequence[Misclassified], *, matrix: str) -> str:
+    """The page; `matrix` is the SVG of the confusion matrix, or empty."""
+    bins = results.get("reliability")
+    calibration = results.get("calibration")
+    page = render(
+        "inference/evaluate/page.html",
+        results=results,
+        metrics=evaluation_table.rows(results),
+        classes=results.get("classes", []),
+        matrix=Markup(matrix),  # escaped by the figure
+        diagram=Markup(figures.reliability(bins)) if bins else "",
+        calibration=evaluation_table.describe_calibration(calibration) if calibration else "",
+        worst=[(sample, _data_uri(sample.columns)) for sample in worst],
     )
     return printable(page)
 
 
-def picture(columns: Mapping[str, Any]) -> str:
-    """An image uint8 [C, H, W] as a data URI; empty where a sample is none, or none that a browser shows."""
+def _data_uri(columns: Mapping[str, Any]) -> str:
+    """The image uint8 [C, H, W] of a sample, for a browser; empty for other samples."""
     image = columns.get("image")
     if not isinstance(image, np.ndarray) or image.ndim != 3 or len(image) not in (1, 3) or image.dtype != np.uint8:
         return ""

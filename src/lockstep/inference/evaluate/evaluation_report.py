@@ -1,4 +1,4 @@
-"""What is told of an evaluation: figures, classes, confidences, and the samples that the model is most wrong about."""
+"""The contents of an evaluation's report: classes, confidences, and the samples with the highest loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from lockstep.base.contracts import Source
 from lockstep.base.errors import ModelError
 from lockstep.inference.evaluate.calibration import ece, reliability
-from lockstep.inference.evaluate.evaluation_samples import seen
+from lockstep.inference.evaluate.evaluation_samples import readable
 from lockstep.training.evaluation import Predictions
 
 LONGEST_TEXT = 2000
-"""Characters of a text that are shown."""
+"""Characters shown of a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,32 +28,32 @@ class Misclassified:
     confidence: float
     loss: float
     columns: dict[str, Any]
-    """Of the source: what a person can look at."""
+    """Of the source, in readable form."""
 
     @property
     def is_right(self) -> bool:
-        """Whether it got its label, if with little confidence."""
+        """A correct prediction may have a high loss, too."""
         return self.label == self.predicted
 
     @property
     def text(self) -> str:
-        """It in words: its text, or the numbers of a user's own column."""
+        """Its text, or the values of a user's own columns."""
         if "text" in self.columns:
-            words = str(self.columns["text"])
+            text = str(self.columns["text"])
         else:
             shown = {name: value for name, value in self.columns.items() if name not in ("image", "label")}
-            words = "; ".join(f"{name}: {value}" for name, value in shown.items())
-        words = words if len(words) <= LONGEST_TEXT else f"{words[:LONGEST_TEXT]}…"
-        return words.encode(errors="replace").decode()  # half of a surrogate pair could not be written
+            text = "; ".join(f"{name}: {value}" for name, value in shown.items())
+        text = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
+        return text.encode(errors="replace").decode()  # half of a surrogate pair could not be written
 
 
 def check(predictions: Predictions, source: Source) -> None:
-    """Raise ModelError where an output is not finite: nothing could be told of it."""
+    """Raise ModelError if an output is not finite."""
     rows = torch.nonzero(~torch.isfinite(predictions.logits).all(1)).flatten().tolist()
     if rows:
         raise ModelError(
             f"the model's outputs are not finite for {len(rows)} of {len(source)} samples, the first of them "
-            f"{seen(source, rows[0])[0]}: evaluate an earlier checkpoint"
+            f"{readable(source, rows[0])[0]}: evaluate an earlier checkpoint"
         )
 
 
@@ -74,7 +74,7 @@ def by_class(predictions: Predictions, names: Sequence[str]) -> list[dict[str, A
 
 
 def confidences(predictions: Predictions, temperature: float) -> dict[str, Any]:
-    """How far they can be believed."""
+    """Calibration error and reliability diagram at a temperature."""
     confidence, predicted = (predictions.logits / temperature).softmax(-1).max(1)
     return {
         "ece": ece(predictions.logits, predictions.labels, temperature),
@@ -86,22 +86,22 @@ def confidences(predictions: Predictions, temperature: float) -> dict[str, Any]:
 def worst(
     predictions: Predictions, source: Source, names: Sequence[str], *, count: int, temperature: float
 ) -> list[Misclassified]:
-    """The samples with the highest cross-entropy, the highest first; of equals, the first first."""
+    """The samples with the highest cross-entropy, in descending order; equal ones in the order of the samples."""
     logits = predictions.logits.double() / temperature
     losses = F.cross_entropy(logits, predictions.labels, reduction="none")
     confidence, predicted = logits.softmax(-1).max(1)
-    found = []
+    samples = []
     for row in losses.sort(descending=True, stable=True).indices[:count].tolist():
-        origin, columns = seen(source, row)
-        found.append(
+        origin, columns = readable(source, row)
+        samples.append(
             Misclassified(
                 index=row,
                 origin=origin,
                 label=names[int(predictions.labels[row])],
                 predicted=names[int(predicted[row])],
                 confidence=float(confidence[row]),
-                loss=float(losses[row]) + 0.0,  # the best loss there is would be -0
+                loss=float(losses[row]) + 0.0,  # a perfect loss is -0.0
                 columns=columns,
             )
         )
-    return found
+    return samples

@@ -1,4 +1,4 @@
-"""What the processes of an evaluation are asked to do, as a file that their launcher hands on."""
+"""The request that the processes of an evaluation read from a file."""
 
 from pathlib import Path
 
@@ -8,8 +8,6 @@ SPLITS = ["test", "train"]
 
 
 class EvaluationRequest(BaseModel):
-    """One evaluation."""
-
     model_config = ConfigDict(frozen=True)
 
     target: Path
@@ -17,16 +15,16 @@ class EvaluationRequest(BaseModel):
     is_export: bool
     split: str
     file: Path | None
-    """A table, or a folder of images, in the place of the split."""
+    """A table, or a folder of images, instead of the split."""
     text_column: str
     label_column: str
     worst: int
-    """How many of the samples with the highest loss are shown."""
+    """Number of samples with the highest loss to show."""
     calibrates: bool
     to: Path
-    """The folder for what comes out."""
+    """The output folder."""
 
     @property
     def data(self) -> str:
-        """What the model is measured on, for people."""
+        """A description of the samples for the user."""
         return str(self.file) if self.file else f"the {'training' if self.split == 'train' else 'test'} split"

@@ -1,4 +1,4 @@
-"""What a model is measured on besides its own splits: a file of the user's; and a sample as a person sees it."""
+"""Samples of a file, to evaluate a model on; and any sample in readable form."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +10,7 @@ from lockstep.base.contracts import Columns, DataSpec, Source, samples_of
 from lockstep.base.errors import DataError
 from lockstep.data.augment import Augmented
 from lockstep.data.columns import positions
+from lockstep.data.data_config import TABLE_SUFFIXES
 from lockstep.data.dataset import Subset
 from lockstep.data.images import pixels_of
 from lockstep.data.in_memory import Texts
@@ -24,7 +25,7 @@ class FileTexts(Texts):
 
 
 class FileImages:
-    """Image files, opened when they are asked for, and scaled to what a model takes."""
+    """Image files, opened on access and scaled to the model's input size."""
 
     lengths: np.ndarray | None = None
 
@@ -35,39 +36,39 @@ class FileImages:
         return len(self.paths)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"image": uint8 [m, C, H, W], "label": int64 [m]}; raises DataError for a file that is no image."""
+        """{"image": uint8 [m, C, H, W], "label": int64 [m]}; raises DataError for a damaged image."""
         assert self.spec.image_shape is not None
         images = [pixels_of(self.paths[i], self.place(i), self.spec.image_shape) for i in indices]
         return {"image": np.stack(images), "label": self.labels[np.asarray(indices, dtype=np.int64)]}
 
 
 def check_file(file: Path) -> None:
-    """Raise DataError where nothing can be read, before any process is started."""
+    """Raise DataError for a missing file or an unknown format, before any process is started."""
     if not file.exists():
         raise DataError(f"there is no file or folder {file}: correct --file")
-    if file.is_file() and file.suffix.lower() not in files.READERS:
+    if file.is_file() and file.suffix.lower() not in TABLE_SUFFIXES:
         raise DataError(
-            f"{file} is of no known form: --file takes a table ({', '.join(files.READERS)}) or a folder with a folder "
-            "of images for each class"
+            f"{file} is of no known form: --file takes a table ({', '.join(TABLE_SUFFIXES)}) or a folder with a "
+            "folder of images for each class"
         )
 
 
 def of_file(file: Path, spec: DataSpec, *, text_column: str, label_column: str, takes_tokens: bool) -> Source:
-    """The samples of a table or of a folder of images, whose labels are the model's.
+    """The samples of a table or of a folder of images.
 
-    Raises DataError for a form that the model does not take, for missing columns and for labels that it does not know.
+    Raises DataError for a modality that the model does not take, for missing columns and unknown labels.
     """
     is_table = files.is_table(file)
     if is_table and not takes_tokens:
-        raise DataError(f"{file} is a table of texts, but the model takes {_taken(spec)}")
+        raise DataError(f"{file} is a table of texts, but the model takes {_expected(spec)}")
     if not is_table and spec.image_shape is None:
-        raise DataError(f"{file} is a folder of images, but the model takes {_taken(spec)}")
+        raise DataError(f"{file} is a folder of images, but the model takes {_expected(spec)}")
     found = files.read(file, text_column, label_column)
     labels = positions(found.labels, spec.labels, found.place, known_to="the model")
     return FileTexts(found, labels, spec.labels) if is_table else FileImages(found, labels, spec)
 
 
-def _taken(spec: DataSpec) -> str:
+def _expected(spec: DataSpec) -> str:
     if spec.image_shape is not None:
         return "images: give a folder with a folder of them for each class"
     if spec.modality == "text":
@@ -75,13 +76,13 @@ def _taken(spec: DataSpec) -> str:
     return f"{samples_of(spec.modality)}, which no file can hold: leave --file out"
 
 
-def unchanged(source: Source) -> Source:
-    """A training split without its augmentation."""
+def without_augmentation(source: Source) -> Source:
+    """A training split without augmentation."""
     return source.source if isinstance(source, Augmented) else source
 
 
-def seen(source: Source, index: int) -> tuple[str, dict[str, Any]]:
-    """Where a sample comes from, and its columns as a person can look at them: texts instead of tokens."""
+def readable(source: Source, index: int) -> tuple[str, dict[str, Any]]:
+    """The origin of a sample, and its columns with texts instead of tokens."""
     while isinstance(source, Tokens | Subset):
         index = int(source.rows[index]) if isinstance(source, Subset) else index
         source = source.source

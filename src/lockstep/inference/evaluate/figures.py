@@ -1,128 +1,104 @@
-"""The pictures of an evaluation as SVG: for light and dark, and without anything from outside."""
+"""The figures of an evaluation as SVG: for light and dark pages, and without external resources."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
-from xml.sax.saxutils import escape
+import logging
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
 
 from lockstep.base.escaping import escape_name
 
-CELL_SIZES = ((12, 56), (30, 30), (100, 14))
-"""(classes at most, pixels of a cell): the more there are, the smaller."""
-NUMBERED = 30
-"""In smaller cells there is no room for a number."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CELL_INCHES = ((12, 0.58), (30, 0.31), (100, 0.15))
+"""(classes at most, side of a cell)."""
+MAX_NUMBERED = 30
+"""Classes up to which cells contain their counts; with more, the counts are tooltips only."""
 LONGEST_NAME = 18
-UPRIGHT = 3
-"""Names of at most so many letters stand above their columns as they are."""
-LETTER = 6.6
-"""Pixels, of 12-pixel letters on average."""
-STYLE = """<style>
-.pic-paper{fill:#ffffff}.pic-ink{fill:#1c2026}.pic-soft{fill:#5c6570}.pic-line{stroke:#c9ced6;fill:none}.pic-guide{stroke:#5c6570}
-.pic-right{fill:#1a7f4e}.pic-wrong{fill:#c8401f}.pic-bar{fill:#2f6fb3}
-@media (prefers-color-scheme:dark){.pic-paper{fill:#14171c}.pic-ink{fill:#e8eaee}.pic-soft{fill:#9aa3af}
-.pic-line{stroke:#3a414b}.pic-guide{stroke:#e8eaee}.pic-right{fill:#35b37a}.pic-wrong{fill:#ee6a45}.pic-bar{fill:#5b9be0}}
-</style>"""
-SIDE, LEFT, TOP, COUNTS = 300, 52, 14, 60
-"""Of a reliability diagram: its square, the margins, and the height of the counts below."""
+CORRECT, WRONG, BAR, GREY, INK = "#1a7f4e", "#c8401f", "#2f6fb3", "#7b8592", "#1c2026"
+TOOLTIP = "title:"
+"""Begins the ids of groups that become tooltips."""
+SETTINGS: Any = {
+    "svg.fonttype": "none",  # texts stay texts
+    "svg.hashsalt": "lockstep",  # the same bytes each time
+    "text.parse_math": False,  # names may contain dollar signs
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+}
+STYLE = """<style>svg{color:#1c2026;background:#ffffff}
+@media (prefers-color-scheme:dark){svg{color:#e8eaee;background:#14171c}}</style>"""
 
 
 def confusion(matrix: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    """A confusion matrix [true][predicted]: each row's colours are shares of its class; what is wrong is red."""
-    cell = next(size for most, size in CELL_SIZES if len(names) <= most)
+    """A confusion matrix [true][predicted]; opacity is the share of the true class, mistakes are red."""
     names = [escape_name(name) for name in names]  # control characters are not XML
+    return _svg("confusion matrix", partial(_draw_confusion, matrix=matrix, names=names))
+
+
+def reliability(bins: Sequence[dict[str, Any]]) -> str:
+    """Accuracy (bars) over confidence, with the diagonal of perfect calibration; below, the samples of each bin."""
+    return _svg("reliability", partial(_draw_reliability, bins=bins))
+
+
+def _draw_confusion(figure: "Figure", matrix: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    from matplotlib.patches import Rectangle
+
+    count = len(names)
+    cell_inches = next(size for most, size in CELL_INCHES if count <= most)
+    figure.set_size_inches(count * cell_inches, count * cell_inches)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, count), ylim=(count, 0), xlabel="predicted", ylabel="true")
+    axes.xaxis.set_label_position("top")
+    axes.tick_params(length=0, labelsize=9, labeltop=True, labelbottom=False)
     short = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
-    margin = max(40.0, 20 + max(map(len, short)) * LETTER)
-    left, top, side = margin + 22, margin + 22, cell * len(names)
-    parts = [
-        _text(left + side / 2, 16, "predicted", kind="pic-soft"),
-        _text(14, top + side / 2, "true", kind="pic-soft", turned=-90),
-    ]
-    for place, (name, whole) in enumerate(zip(short, names, strict=True)):
-        middle = cell * (place + 0.5)
-        beside = _text(left - 8, top + middle + 4, name, anchor="end")
-        above = _text(left + middle + 4, top - 8, name, anchor="start", turned=-90)
-        if max(map(len, short)) <= UPRIGHT:
-            above = _text(left + middle, top - 8, name)
-        parts.append(f"<g><title>{escape(whole)}</title>{beside}{above}</g>")
-    for i, row in enumerate(matrix):
-        for j, count in enumerate(row):
-            corner, title = (left + cell * j, top + cell * i), f"{names[i]} → {names[j]}: {count:,}"
-            parts.append(_cell(corner, cell, count=count, total=sum(row), title=title, is_right=i == j))
-    parts.append(_rect("pic-line", (left, top, side, side)))
-    return _picture(parts, left + side + 12, top + side + 12, title="confusion matrix")
+    middles = [index + 0.5 for index in range(count)]
+    axes.set_xticks(middles, short, rotation=0 if max(map(len, short)) <= 3 else 90)
+    axes.set_yticks(middles, short)
+    cells = [(i, j, number, sum(row)) for i, row in enumerate(matrix) for j, number in enumerate(row) if number]
+    for i, j, number, total in cells:
+        share, colour = number / total, CORRECT if i == j else WRONG
+        cell = Rectangle((j, i), 1, 1, color=colour, alpha=0.12 + 0.88 * share, linewidth=0)
+        cell.set_gid(f"{TOOLTIP}{names[i]} → {names[j]}: {number:,}")
+        cell.set_in_layout(False)  # noqa: FBT003 (a property)
+        axes.add_artist(cell)  # with add_patch, and in the layout, 100 classes would take ten times as long
+        if count <= MAX_NUMBERED:
+            size, ink = min(10.0, 100 * cell_inches / len(str(number))), "white" if share > 0.65 else INK
+            axes.text(j + 0.5, i + 0.5, str(number), color=ink, size=size, ha="center", va="center")
 
 
-def _cell(corner: tuple[float, float], side: float, *, count: int, total: int, title: str, is_right: bool) -> str:
-    if count == 0:
-        return ""
-    share, (x, y) = count / total, corner
-    drawn = _rect("pic-right" if is_right else "pic-wrong", (x, y, side, side), opacity=0.12 + 0.88 * share)
-    if side >= NUMBERED:
-        size = min(14.0, 1.5 * side / len(f"{count}"))
-        ink = "pic-paper" if share > 0.5 else "pic-ink"
-        drawn += _text(x + side / 2, y + side / 2 + size / 3, f"{count}", kind=ink, size=size)
-    return f"<g><title>{escape(title)}</title>{drawn}</g>"
-
-
-def reliability(bins: Sequence[dict[str, Any]], title: str) -> str:
-    """How often right (bars) over how confident, against what it should be (the diagonal); how many, below."""
-    bottom = TOP + SIDE
-    parts = list(_axes())
-    most = max(one["samples"] for one in bins)
-    for one in bins:
-        x, width = LEFT + SIDE * one["from"] + 1, SIDE * (one["to"] - one["from"]) - 2
-        told = (
-            f"{one['samples']:,} samples between {one['from']:.2f} and {one['to']:.2f}: confidence "
-            f"{one['confidence']:.3f}, accuracy {one['accuracy']:.3f}"
+def _draw_reliability(figure: "Figure", bins: Sequence[dict[str, Any]]) -> None:
+    figure.set_size_inches(4, 5)
+    upper, lower = figure.subplots(2, sharex=True, height_ratios=(5, 1))
+    upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
+    lower.set(xlabel="confidence", ylabel="samples")
+    for each in bins:
+        tooltip = (
+            f"{TOOLTIP}{each['samples']:,} samples between {each['from']:.2f} and {each['to']:.2f}: confidence "
+            f"{each['confidence']:.3f}, accuracy {each['accuracy']:.3f}"
         )
-        high, many = SIDE * one["accuracy"], (COUNTS - 10) * one["samples"] / most
-        bars = _rect("pic-bar", (x, bottom - high, width, high))
-        bars += _rect("pic-soft", (x, bottom + 34 + COUNTS - many, width, many))
-        parts.append(f"<g><title>{escape(told)}</title>{bars}</g>")
-    dashed = 'fill="none" stroke-dasharray="5 4" stroke-width="2"'
-    parts.append(f'<path class="pic-guide" {dashed} d="M{LEFT} {bottom}l{SIDE} -{SIDE}"/>')
-    below = f"samples (highest bar: {most:,})"
-    parts.append(_text(LEFT, bottom + 34 + COUNTS + 16, below, kind="pic-soft", anchor="start"))
-    return _picture(parts, LEFT + SIDE + 14, bottom + COUNTS + 58, title=title)
+        middle, width = (each["from"] + each["to"]) / 2, each["to"] - each["from"] - 0.006
+        for axes, height, colour in ((upper, each["accuracy"], BAR), (lower, each["samples"], GREY)):
+            (bar,) = axes.bar(middle, height, width, color=colour)
+            bar.set_gid(tooltip)
+    upper.plot((0, 1), (0, 1), "--", color=INK)
 
 
-def _axes() -> Iterable[str]:
-    bottom = TOP + SIDE
-    yield _rect("pic-line", (LEFT, TOP, SIDE, SIDE))
-    for tick in (0, 0.25, 0.5, 0.75, 1):
-        yield _text(LEFT + SIDE * tick, bottom + 16, f"{tick:g}", kind="pic-soft")
-        yield _text(LEFT - 6, bottom - SIDE * tick + 4, f"{tick:g}", kind="pic-soft", anchor="end")
-    yield _text(LEFT + SIDE / 2, bottom + 30, "confidence", kind="pic-soft")
-    yield _text(12, TOP + SIDE / 2, "accuracy", kind="pic-soft", turned=-90)
+def _svg(title: str, draw: Callable[["Figure"], None]) -> str:
+    """A drawn figure, with tooltips, and with text in the colour of the page."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its first import on a machine builds a font cache
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-
-def _rect(kind: str, box: tuple[float, float, float, float], *, opacity: float = 1.0) -> str:
-    """A box (x, y, width, height)."""
-    x, y, width, height = box
-    seen = f' fill-opacity="{opacity:.3f}"' if opacity < 1 else ""
-    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"{seen}/>'
-
-
-def _text(
-    x: float,
-    y: float,
-    words: str,
-    *,
-    kind: str = "pic-ink",
-    size: float = 12,
-    anchor: str = "middle",
-    turned: int = 0,
-) -> str:
-    """One line of text, turned around its place."""
-    turn = f' transform="rotate({turned} {x:.1f} {y:.1f})"' if turned else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size:.1f}"'
-    return f'<text class="{kind}" {place}{turn}>{escape(words)}</text>'
-
-
-def _picture(parts: Sequence[str], width: float, height: float, *, title: str) -> str:
-    body = "\n".join(part for part in parts if part)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
-        f'height="{height:.0f}" font-family="Helvetica, Arial, sans-serif" role="img">\n'
-        f"<title>{escape(title)}</title>\n{STYLE}\n"
-        f'<rect class="pic-paper" width="{width:.0f}" height="{height:.0f}"/>\n{body}\n</svg>\n'
-    )
+    buffer = BytesIO()
+    with rc_context(SETTINGS), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about glyphs that its font lacks: the browser has other fonts
+        figure = Figure()
+        draw(figure)
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=metadata, transparent=True, bbox_inches="tight")
+    text = buffer.getvalue().decode()
+    text = text[text.index("<svg") :].replace(f": {INK}", ": currentColor")
+    text = re.sub(rf"<g id=(['\"]){TOOLTIP}(.*?)\1>", r"<g><title>\2</title>", text)
+    head, _, body = text.partition(">")
+    return f"{head}>\n<title>{title}</title>\n{STYLE}{body}"

@@ -1,4 +1,4 @@
-"""What an export tells about itself: lockstep.json, beside the weights."""
+"""The metadata of an export: lockstep.json, beside the weights."""
 
 import json
 from collections.abc import Mapping
@@ -17,113 +17,111 @@ from lockstep.inference.export.export_config import DType
 
 FILE = "lockstep.json"
 CALIBRATION = "calibration.json"
-"""In a run's folder: the temperature that was fitted for some weights of it."""
-UNTOLD = ("launch", "observe", "export")
-"""Sections of a recipe that say nothing of the weights, but may hold accounts and variables of whoever trained them."""
-
-
-MOST_LABELS = 10**6
+"""In a run's folder: the temperature that was fitted, and the digest of the weights that it is for."""
+PRIVATE_SECTIONS = ("launch", "observe", "export")
+"""Sections of a recipe that do not affect the weights, but may hold account names and environment variables."""
+MAX_LABELS = 10**6
 Count = Annotated[int, Field(ge=0, le=2**53)]
-Side = Annotated[int, Field(ge=1, le=2**16)]
-"""Of an image, or how many channels."""
+Dimension = Annotated[int, Field(ge=1, le=2**16)]
+"""Of an image: channels, height or width."""
 Text = Annotated[str, Field(max_length=2**16)]
 
 
-def _plain(name: str) -> str:
-    """A file of the export's own folder, or below."""
+def _inside(name: str) -> str:
+    """Raise ValueError for a path that leads out of the export's folder."""
     parts = PurePosixPath(name.replace("\\", "/")).parts
     if "\0" in name or ".." in parts or parts[:1] == ("/",) or PureWindowsPath(name).drive:
         raise ValueError("names a file outside of the export's folder")
     return name
 
 
-FileName = Annotated[str, Field(max_length=4096), AfterValidator(_plain)]
+FileName = Annotated[str, Field(max_length=4096), AfterValidator(_inside)]
 
 
 class RoundTrip(BaseModel):
-    """How what was read back compares with the model that was trained, on samples of the test split."""
+    """How the export, read back, compares with the trained model on samples of the test split."""
 
     model_config = ConfigDict(frozen=True)
 
     samples: Count
     largest_difference: float
-    """Of any logit, or whatever the model puts out."""
+    """Of any logit or other output."""
     largest_output: float
-    """What that difference is to be seen beside."""
+    """The scale of that difference."""
     labels_changed: Count
-    """Samples that get another label."""
+    """Samples with another predicted label."""
     accuracy_before: float | None
-    """None where there are no labels to be right about."""
+    """None without labels."""
     accuracy_after: float | None
     same_weights: bool = False
-    """Bit for bit those that were to be written; False where none can be read back, as from a graph."""
+    """Equal bit for bit; False where weights cannot be read back, as from a graph."""
 
-    def words(self, dtype: str) -> str:
+    def summary(self, dtype: str) -> str:
         if dtype == "fp32":
             weights = "the same weights bit for bit; " if self.same_weights else ""
             rest = f" but for {self.largest_difference:.2g}" if self.largest_difference else " bit for bit"
             return f"read back: {weights}outputs on {self.samples:,} real samples are equal{rest}"
-        lost = f"read back: on {self.samples:,} test samples {dtype} changes an output by up to "
-        lost += f"{self.largest_difference:.2g}"
+        change = f"read back: on {self.samples:,} test samples {dtype} changes an output by up to "
+        change += f"{self.largest_difference:.2g}"
         if self.accuracy_before is None or self.accuracy_after is None:
-            return lost
+            return change
         return (
-            f"{lost}, gives {self.labels_changed:,} another label and takes accuracy from {self.accuracy_before:.4f} "
+            f"{change}, gives {self.labels_changed:,} another label and takes accuracy from {self.accuracy_before:.4f} "
             f"to {self.accuracy_after:.4f}"
         )
 
 
 class Calibration(BaseModel):
-    """A temperature that logits are divided by, so that confidences are as often right as they say."""
+    """A temperature that logits are divided by, so that confidences match accuracy."""
 
     model_config = ConfigDict(frozen=True)
 
     temperature: Annotated[float, Field(ge=1e-6, le=1e6, strict=True)]
     samples: Count
-    """That it was fitted on; measured on as many others."""
+    """That it was fitted on; the errors are measured on the other half."""
     ece_before: float
     """Expected calibration error at temperature 1."""
     ece_after: float
 
 
 class ExportFacts(BaseModel):
-    """A model outside of its run."""
+    """Everything known about a model outside of its run."""
 
     model_config = ConfigDict(frozen=True)
 
     name: Text
-    """The run's."""
+    """Of the run."""
     kind: Text
-    """The export's format; "checkpoint" for one that was not exported."""
+    """The export's format; "checkpoint" for a model that was not exported."""
     dtype: DType = "fp32"
     file: FileName = ""
     """Of the weights."""
     files: tuple[FileName, ...] = ()
-    """All that the export consists of; what else lies in its folder is somebody else's."""
+    """All files of the export; others in its folder belong to the user."""
     model: dict[str, Any]
-    """The section of the recipe."""
+    """The recipe's section `model`."""
     modality: Text
-    labels: Annotated[tuple[Text, ...], Field(max_length=MOST_LABELS)]
-    image_shape: tuple[Side, Side, Side] | None = None
+    labels: Annotated[tuple[Text, ...], Field(max_length=MAX_LABELS)]
+    image_shape: tuple[Dimension, Dimension, Dimension] | None = None
     inputs: tuple[str, ...] = ()
     """Columns of a batch, in the order in which a traced graph takes them."""
     outputs: tuple[str, ...] = ()
     """Names of the tensors that the model returns, where it returns a dict."""
     step: Count
     digest: Annotated[str, Field(max_length=128)]
-    """Of the weights in fp32, as they are evaluated: with train.ema their average; the one that the run printed."""
+    """Of the weights in fp32 as they are evaluated (with train.ema, the average), as printed by the run."""
     metrics: dict[str, float]
     torch_version: str = ""
-    """That it was trained with."""
+    """Used for training."""
     recipe: dict[str, dict[str, Any]]
-    """The sections that the weights depend on."""
+    """Its sections that the weights depend on."""
     origin: Origin | None = None
-    """Of the data that it was trained on."""
+    """Of the training data."""
     license: str | None = None
     language: tuple[str, ...] = ()
-    """ISO 639 codes of the texts that it was made for."""
+    """ISO 639 codes of the texts."""
     base_model: str | None = None
-    """The hub's name of the model that it was trained from."""
+    """The hub's name of the model that training started from."""
     agreement: RoundTrip | None = None
     calibration: Calibration | None = None
 
@@ -132,13 +130,13 @@ class ExportFacts(BaseModel):
     def _is_a_section(cls, model: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(model.get("kind"), str):
             raise ValueError("has no kind")
-        if "file" in model and not (isinstance(model["file"], str) and _plain(model["file"])):
+        if "file" in model and not (isinstance(model["file"], str) and _inside(model["file"])):
             raise ValueError("names no file")
         return model
 
     @property
     def spec(self) -> DataSpec:
-        """What the model knows of the data."""
+        """The part of the facts that describes the data."""
         return DataSpec(modality=self.modality, labels=self.labels, image_shape=self.image_shape)
 
     @property
@@ -151,38 +149,38 @@ class ExportFacts(BaseModel):
 
 
 def facts_of(section: PluginSection, spec: DataSpec, *, recipe: Mapping[str, Any], **more: Any) -> ExportFacts:
-    """The facts of a model by its section and data. An export is given to others: what only concerns the machine that
-    it was made on is left out, and that machine's home folder is written as ~."""
+    """The facts of a model, without what only concerns this machine: an export is given to others. The home folder is
+    written as ~."""
     model = section.model_dump(mode="json")
     for key in ("file", "name"):  # a user's own code, and a pretrained model's files, are copied beside it
         if Path(model.get(key, "")).is_absolute():
             model[key] = Path(model[key]).name
-    told = {name: _homeless(part) for name, part in recipe.items() if name not in UNTOLD}
-    told.get("run", {}).pop("dir", None)
-    return ExportFacts(model=_homeless(model), **asdict(spec), recipe=told, **more)
+    public = {name: _without_home(section) for name, section in recipe.items() if name not in PRIVATE_SECTIONS}
+    public.get("run", {}).pop("dir", None)
+    return ExportFacts(model=_without_home(model), **asdict(spec), recipe=public, **more)
 
 
-def _homeless(value: Any) -> Any:
-    """Texts that begin with the home folder, at any depth, with ~ instead."""
+def _without_home(value: Any) -> Any:
+    """Replace the home folder at the beginning of any nested string by ~."""
     if isinstance(value, dict):
-        return {key: _homeless(each) for key, each in value.items()}
+        return {key: _without_home(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_homeless(each) for each in value]
+        return [_without_home(each) for each in value]
     if isinstance(value, str) and Path(value).is_relative_to(Path.home()):
         return f"~/{Path(value).relative_to(Path.home()).as_posix()}"
     return value
 
 
 def keep_calibration(found: Calibration, folder: Path, *, digest: str) -> None:
-    """Keep it in a run's folder, for the weights of this digest; what was kept for others is replaced."""
+    """Save it in a run's folder, for the weights with this digest; replaces any other."""
     storage.write(folder / CALIBRATION, json.dumps({"digest": digest, **found.model_dump(mode="json")}, indent=1))
 
 
 def kept_calibration(folder: Path, *, digest: str) -> Calibration | None:
-    """That of a run's folder, where it belongs to the weights of this digest."""
+    """The calibration saved in a run's folder, if it is for the weights with this digest."""
     try:
-        kept = storage.read_json(folder / CALIBRATION)
-        return Calibration.model_validate(kept) if kept["digest"] == digest else None
+        saved = storage.read_json(folder / CALIBRATION)
+        return Calibration.model_validate(saved) if saved["digest"] == digest else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -190,12 +188,12 @@ def kept_calibration(folder: Path, *, digest: str) -> Calibration | None:
 
 
 def write(facts: ExportFacts, folder: Path) -> None:
-    """Put them into an export's folder."""
+    """Write them into an export's folder."""
     storage.write(folder / FILE, json.dumps(facts.model_dump(mode="json"), indent=1, ensure_ascii=False))
 
 
 def read(folder: Path) -> ExportFacts:
-    """Those of an export's folder; raises ModelError."""
+    """Read them from an export's folder; raises ModelError."""
     try:
         return ExportFacts.model_validate_json(storage.read(folder / FILE, storage.MOST_JSON_BYTES))
     except FileNotFoundError:
@@ -204,7 +202,7 @@ def read(folder: Path) -> ExportFacts:
         raise ModelError(f"{folder / FILE} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        reason = ": ".join([*(str(part) for part in first["loc"]), first["msg"]])
+        reason = ": ".join([*map(str, first["loc"]), first["msg"]])
         raise ModelError(
             f"{folder / FILE} cannot be used ({reason}): it is damaged, or written by a newer version of Lockstep; "
             "export the run again, into another folder, or update"

@@ -1,4 +1,4 @@
-"""An export, as others find it: its facts and the function that it holds."""
+"""Reads an export: its forward function, tokenizer, loss and metrics."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from lockstep.base.contracts import Tokenizer
 from lockstep.base.errors import LockstepError, ModelError, UntrustedCode
 from lockstep.base.model_contracts import Batch, Forward, LossSum, Model, Outputs
 from lockstep.core.numerics.loss import classification_loss
-from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_config import FORMATS
 from lockstep.inference.export.export_facts import FILE, ExportFacts
 from lockstep.inference.export.formats import _weights
@@ -21,10 +21,9 @@ def is_export(folder: Path) -> bool:
 
 
 def code_of(folder: Path, facts: ExportFacts) -> list[trust.Code]:
-    """What reading an export would execute: the user's file beside the weights, and a program that is no mere graph.
-    Raises ModelError."""
+    """The code that reading an export would execute: the user's file, and a torch.export program. Raises ModelError."""
     codes = trust.code_with_imports(folder / facts.model["file"]) if "file" in facts.model else []
-    with _told(folder):
+    with _read_errors(folder):
         program = plugins.find(FORMATS, facts.kind).PROGRAM
         return [*codes, *([_program(folder / program)] if program else [])]
 
@@ -34,51 +33,50 @@ def _program(file: Path) -> trust.Code:
 
 
 def forward_of(folder: Path, facts: ExportFacts | None = None) -> Forward:
-    """What an export computes, on the processor: a module in evaluation mode where it holds one.
+    """The forward function of an export, on the CPU: a module in evaluation mode if the format holds one.
 
-    Raises ModelError where the folder is no export, or a damaged one.
+    Raises ModelError if the folder is no export, or a damaged one.
     """
     folder = Path(folder).absolute()
-    facts = facts or telling.read(folder)
-    with _told(folder):
+    facts = facts or export_facts.read(folder)
+    with _read_errors(folder):
         forward: Forward = plugins.find(FORMATS, facts.kind).read(folder, facts)
     return forward
 
 
 def tokenizer_of(folder: Path, facts: ExportFacts) -> Tokenizer | None:
-    """The tokenizer that lies beside the weights, for models that take tokens."""
+    """The tokenizer stored beside the weights; None for models that take no tokens."""
     if facts.modality != "text" or not plugins.find("models", facts.model["kind"]).Config.TAKES_TOKENS:
         return None
-    with _told(folder):
+    with _read_errors(folder):
         plugin, section = _weights.section_of(facts, folder)
-        found: Tokenizer = plugin.tokenizer(section)
-    return found
+        tokenizer: Tokenizer = plugin.tokenizer(section)
+    return tokenizer
 
 
 def loss_of(folder: Path, facts: ExportFacts, forward: Forward) -> Callable[[Outputs, Batch], LossSum]:
-    """The model's own loss. A graph has left its model behind: the user's file beside it tells, else cross-entropy."""
+    """The model's own loss; for a graph, that of the user's file beside it, else cross-entropy."""
     if isinstance(forward, Model):
         return forward.loss
     if "file" not in facts.model:
         return classification_loss
-    with _told(folder):
+    with _read_errors(folder):
         plugin, section = _weights.section_of(facts, folder)
         model: Model = plugin.build(section, facts.spec)
     return model.loss
 
 
 def metrics_of(folder: Path, facts: ExportFacts) -> dict[str, Any]:
-    """The user's own torchmetrics by name."""
-    with _told(folder):
+    """The user's torchmetrics by name."""
+    with _read_errors(folder):
         plugin, section = _weights.section_of(facts, folder)
         make = plugins.hook("models", facts.model["kind"], "metrics")
         return make(section, facts.spec) if make else {}
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """Whatever goes wrong while an export is read is told as its own fault, and not as one of the library that reads
-    it: there are as many exceptions as libraries. A user's own code is among them, and may want what is not there."""
+def _read_errors(folder: Path) -> Iterator[None]:
+    """Turn any error into a ModelError that names the export: every library, and the user's code, raises its own."""
     try:
         yield
     except UntrustedCode:

@@ -1,4 +1,4 @@
-"""How a model leaves: written, read back by a fresh reader, compared on real samples, and only then put in place."""
+"""Writes an export: into a temporary folder, read back, compared on real samples, and only then moved into place."""
 
 import copy
 import os
@@ -14,32 +14,29 @@ from safetensors import SafetensorError
 from lockstep.base import plugins, storage
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
-from lockstep.inference.export import export_facts as telling
-from lockstep.inference.export import model_card
+from lockstep.inference.export import export_facts, model_card
 from lockstep.inference.export.export_config import FORMATS, DType, ExportSection, check, file_of
 from lockstep.inference.export.export_facts import FILE, ExportFacts
 from lockstep.inference.export.export_reader import forward_of
 from lockstep.inference.export.formats import _graph, _weights
 from lockstep.inference.export.round_trip import compare, judge, same_weights
 
-HINT = (
+DTYPE_HINT = (
     "As {dtype}, forward() has to turn its inputs into its weights' dtype, as x.to(self.layer.weight.dtype) does, and\n"
     "  its numbers have to fit; export.dtype=fp32 takes any model."
 )
-
-
-EVALUATION = ("evaluation.json", "evaluation.html", "confusion.svg")
-"""What `lockstep evaluate` leaves in an export's folder, and is no longer true of another."""
+EVALUATION_FILES = ("evaluation.json", "evaluation.html", "confusion.svg")
+"""Of `lockstep evaluate`, in the export's folder: outdated once another export is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSamples:
-    """Real ones, of the test split."""
+    """Of the test split."""
 
-    few: Sequence[Batch]
-    """The first ones: a batch that a graph may be traced with, and others of other sizes."""
+    first: Sequence[Batch]
+    """A batch that a graph may be traced with, and batches of other sizes."""
     all: Callable[[], Iterable[Batch]]
-    """The whole split, in batches."""
+    """The whole split."""
 
 
 def export(
@@ -49,14 +46,14 @@ def export(
     section: ExportSection,
     facts: ExportFacts,
     samples: ExportSamples,
-    beside: Callable[[Path], None] = lambda _: None,
+    write_more: Callable[[Path], None] = lambda _: None,
 ) -> ExportFacts:
-    """Write a model into the folder `target`, which appears, or changes, only when what was read back gives the same
-    outputs -> its facts. `beside` writes more files, such as a tokenizer's.
+    """Write a model into the folder `target` -> its facts. `write_more` adds files, such as a tokenizer's.
 
-    The same means: to rounding, with the same weights bit for bit where the model itself is read back; for reduced
-    weights, what is lost on the whole test split is in the facts. Raises ConfigError for a dtype that the format cannot
-    hold, ModelError when the outputs differ or the target cannot be written.
+    The folder appears, or changes, only if the export, read back, gives the same outputs up to rounding, and the same
+    weights bit for bit unless it is a graph. For reduced weights, the facts hold the differences on the whole test
+    split. Raises ConfigError for a dtype that the format cannot hold, ModelError when the outputs differ or the target
+    cannot be written.
     """
     check(section)
     target = Path(os.path.realpath(target))  # a link to a folder elsewhere stays one
@@ -65,22 +62,22 @@ def export(
             "kind": section.kind,
             "dtype": section.dtype,
             "file": file_of(section),
-            "inputs": tuple(_graph.inputs_of(samples.few[0])),
-            "outputs": _graph.names_of(model, samples.few[0]),
+            "inputs": tuple(_graph.inputs_of(samples.first[0])),
+            "outputs": _graph.names_of(model, samples.first[0]),
         }
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(target), _replacing(target) as (temporary, old):
-            beside(temporary)
-            return _written(model, temporary, facts=_calibrated(facts, old), samples=samples)
+        with _locked(target), _replacing(target) as (temporary, previous):
+            write_more(temporary)
+            return _write(model, temporary, facts=_with_calibration(facts, previous), samples=samples)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write the export to {target}: {error}; name another folder with --to") from error
 
 
 @contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Two that write the same export at once could mix their files."""
+def _locked(target: Path) -> Iterator[None]:
+    """Raise ModelError if another process writes this export."""
     lock = target.with_name(f".{target.name}.lock")
     try:
         with FileLock(lock, timeout=0):
@@ -95,22 +92,22 @@ def _alone(target: Path) -> Iterator[None]:
 
 @contextmanager
 def _replacing(target: Path) -> Iterator[tuple[Path, ExportFacts | None]]:
-    """A new folder that takes the target's place at the end, and the facts of the export that is there; on any error
-    the target stays what it was."""
+    """A temporary folder that replaces the target at the end, and the facts of the previous export; after an error the
+    target is unchanged."""
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
     _restore(target, old)  # an export may have been killed between the two renames below
-    _check_place(target)
-    facts = _facts(target)
-    for left in (temporary, old):
-        shutil.rmtree(left, ignore_errors=True)
+    _check_replaceable(target)
+    facts = _previous_facts(target)
+    for leftover in (temporary, old):
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary, facts
         for file in (path for path in temporary.rglob("*") if path.is_file()):
-            shutil.copymode(temporary / FILE, file)  # safetensors lets nobody else read its files
+            shutil.copymode(temporary / FILE, file)  # safetensors makes its files readable for the owner only
             storage.sync(file)
         if facts is not None:
-            _carry_over(target, temporary, {*facts.files, *EVALUATION})
+            _copy_foreign_files(target, temporary, {*facts.files, *EVALUATION_FILES})
         storage.sync(temporary)
         if target.exists():
             target.rename(old)
@@ -118,8 +115,8 @@ def _replacing(target: Path) -> Iterator[tuple[Path, ExportFacts | None]]:
         storage.sync(target.parent)
     finally:
         _restore(target, old)
-        for left in (temporary, old):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in (temporary, old):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _restore(target: Path, old: Path) -> None:
@@ -127,34 +124,38 @@ def _restore(target: Path, old: Path) -> None:
         old.rename(target)
 
 
-def _check_place(target: Path) -> None:
-    """Raise ModelError for a folder that is not to be replaced."""
+def _check_replaceable(target: Path) -> None:
+    """Raise ModelError for a folder that must not be replaced."""
     if target.exists() and any(target.iterdir()) and not (target / FILE).is_file():
         raise ModelError(f"{target} holds other files and will not be replaced; name another folder with --to")
     if Path.cwd().is_relative_to(target):
         raise ModelError(f"{target} is the folder that you are in, and would be replaced; name another with --to")
 
 
-def _facts(target: Path) -> ExportFacts | None:
-    """Those of the export that is there already; raises ModelError where nobody knows what belongs to it."""
+def _previous_facts(target: Path) -> ExportFacts | None:
+    """The facts of an existing export; raises ModelError if they are unreadable, as then its files are unknown."""
     try:
-        return telling.read(target) if (target / FILE).is_file() else None
+        return export_facts.read(target) if (target / FILE).is_file() else None
     except ModelError as error:
         raise ModelError(
             f"{error}\n  Until then nothing tells what in {target} belongs to the export: name another folder with --to"
         ) from None
 
 
-def _calibrated(facts: ExportFacts, old: ExportFacts | None) -> ExportFacts:
-    """The temperature that was fitted for the very same export stays."""
-    if old is None or facts.calibration or (old.digest, old.kind, old.dtype) != (facts.digest, facts.kind, facts.dtype):
+def _with_calibration(facts: ExportFacts, previous: ExportFacts | None) -> ExportFacts:
+    """Keep the temperature that was fitted for the same export."""
+    if (
+        previous is None
+        or facts.calibration
+        or any(getattr(previous, name) != getattr(facts, name) for name in ("digest", "kind", "dtype"))
+    ):
         return facts
-    return facts.model_copy(update={"calibration": old.calibration})
+    return facts.model_copy(update={"calibration": previous.calibration})
 
 
-def _carry_over(target: Path, folder: Path, ours: Collection[str]) -> None:
-    """Copy what others have put into the export's folder, such as .git."""
-    known = {Path(name).parts[0] for name in ours} | {path.name for path in folder.iterdir()}
+def _copy_foreign_files(target: Path, folder: Path, own: Collection[str]) -> None:
+    """Copy what users have put into the export's folder, such as .git."""
+    known = {Path(name).parts[0] for name in own} | {path.name for path in folder.iterdir()}
     for path in target.iterdir():
         if path.name in known:
             continue
@@ -165,41 +166,41 @@ def _carry_over(target: Path, folder: Path, ours: Collection[str]) -> None:
 
 
 def _copy(source: Path | str, to: Path | str, *, follow_symlinks: bool = True) -> None:
-    """With its permissions, and to stay: the original is about to be removed."""
+    """Copy with permissions, and sync: the original is about to be removed."""
     shutil.copy2(source, to, follow_symlinks=follow_symlinks)
     if not Path(to).is_symlink():
         storage.sync(Path(to))
 
 
-def _written(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSamples) -> ExportFacts:
-    """Write all files but those that came before, and compare -> the facts, complete."""
+def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSamples) -> ExportFacts:
+    """Write weights, facts and card, and compare -> the complete facts."""
     is_reduced = facts.dtype != "fp32"
-    style = plugins.find(FORMATS, facts.kind)
     written = _reduced(model, facts.dtype)
-    style.write(written, folder, batch=samples.few[0], facts=facts)
+    plugins.find(FORMATS, facts.kind).write(written, folder, batch=samples.first[0], facts=facts)
     try:
         again = forward_of(folder, facts)
-        found = compare(model, again, samples.all() if is_reduced else samples.few)
+        agreement = compare(model, again, samples.all() if is_reduced else samples.first)
     except ModelError as error:
         if is_reduced:
-            raise ModelError(f"{error}\n  {HINT.format(dtype=facts.dtype)}") from error
+            raise ModelError(f"{error}\n  {DTYPE_HINT.format(dtype=facts.dtype)}") from error
         raise
-    if not is_reduced:  # else what is lost is measured, written down and said
-        judge(found)
+    if not is_reduced:  # else the differences are only recorded and reported
+        judge(agreement)
     if facts.dtype in _weights.TORCH_DTYPES:
-        found = found.model_copy(update={"same_weights": same_weights(written, again, is_reduced=is_reduced)})
-    there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    facts = facts.model_copy(update={"agreement": found, "files": (*there, FILE, model_card.FILE)})
-    telling.write(facts, folder)
+        is_same = same_weights(written, again, is_reduced=is_reduced)
+        agreement = agreement.model_copy(update={"same_weights": is_same})
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    facts = facts.model_copy(update={"agreement": agreement, "files": (*files, FILE, model_card.FILE)})
+    export_facts.write(facts, folder)
     storage.write(folder / model_card.FILE, model_card.text(facts))
     return facts
 
 
 def _reduced(model: Model, dtype: DType) -> Model:
-    """The model with the weights that are to be written."""
-    if dtype == "fp32" or dtype not in _weights.TORCH_DTYPES:  # a format quantises by itself
+    """A copy in another dtype; int8 is quantised by the format."""
+    if dtype == "fp32" or dtype not in _weights.TORCH_DTYPES:
         return model.eval()
     try:
         return copy.deepcopy(model).to(_weights.TORCH_DTYPES[dtype]).eval()
-    except (RuntimeError, TypeError) as error:  # something in a user's model that cannot be copied
+    except (RuntimeError, TypeError) as error:  # of a user's model
         raise ModelError(f"the model cannot be copied ({error}): export it with export.dtype=fp32") from error

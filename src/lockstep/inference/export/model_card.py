@@ -8,63 +8,69 @@ from typing import Any
 import yaml
 
 from lockstep.base.contracts import samples_of
+from lockstep.base.templates import render
 from lockstep.data.data_config import Origin
 from lockstep.inference.export.export_facts import ExportFacts
 
 FILE = "README.md"
+HUB = "https://huggingface.co"
 TASKS = {"text": "text-classification", "image": "image-classification"}
-MOST_LABELS = 50
-OF_THE_HUB = ("accuracy", "f1")
-"""Names of metrics that are the hub's own."""
+MAX_LABELS = 50
+HUB_METRICS = ("accuracy", "f1")
+"""Names that the hub defines."""
 NEXT_LINE = "\x85"
-"""A line break of YAML that PyYAML writes as it is, and reads back as a space."""
+"""A line break of YAML that PyYAML writes unescaped and reads back as a space."""
 
 
 def text(facts: ExportFacts) -> str:
-    """Front matter, what it is, how to use it, how good it is, how it was made."""
-    recipe = yaml.safe_dump(_placeless(facts.recipe), sort_keys=False, allow_unicode=True)
+    """The whole card; names that come from users cannot act as Markdown, HTML or front matter."""
+    recipe = yaml.safe_dump(_without_folders(facts.recipe), sort_keys=False, allow_unicode=True)
     if NEXT_LINE in recipe:
-        recipe = yaml.safe_dump(_placeless(facts.recipe), sort_keys=False)
-    fence = "`" * (1 + max((len(run) for run in re.findall("`{3,}", recipe)), default=2))
-    parts = [
-        f"---\n{_front(facts)}\n---\n",
-        f"# {facts.name}\n",
-        f"A model of kind `{facts.model['kind']}`{_labels(facts)}.\n",
-        f"## Use\n\n{_use(facts)}\n",
-        f"## How good it is\n\n{_measured(facts)}\n",
-        _loss(facts),
-        f"## How it was made\n\nTrained {_made_from(facts)} for {facts.step:,} steps with "
-        f"torch {facts.torch_version}.\nDigest of the weights in fp32: `{facts.digest}`.\n"
-        "This recipe, the same data and the same version of torch give the same weights again on the same kind of\n"
-        "machine:\n",
-        f"{fence}yaml\n{recipe}{fence}\n",
-    ]
-    return "\n".join(part for part in parts if part)
+        recipe = yaml.safe_dump(_without_folders(facts.recipe), sort_keys=False)
+    is_text = facts.modality == "text" and facts.model["kind"] == "transformer"
+    request = '{"image": "<base64 of a PNG or JPEG>"}' if facts.image_shape else ""
+    labels = [f'"{_plain(label)}"' for label in facts.labels[:MAX_LABELS]]
+    labels += ["..."] * (len(facts.labels) > MAX_LABELS)
+    return render(
+        "inference/export/model_card.md.j2",
+        facts=facts,
+        front=_front_matter(facts),
+        labels=", ".join(labels),
+        samples=samples_of(facts.modality),
+        is_text=is_text,
+        request='{"text": "..."}' if is_text else request,
+        batch="{" + ", ".join(f'"{name}": ...' for name in facts.inputs) + "}",
+        data=_training_data(facts),
+        recipe=recipe,
+        fence="`" * (1 + max((len(run) for run in re.findall("`{3,}", recipe)), default=2)),
+        plain=_plain,
+        link=_link,
+    )
 
 
-def _front(facts: ExportFacts) -> str:
-    """YAML, with the metrics where the hub looks for them; what is not known is left out."""
+def _front_matter(facts: ExportFacts) -> str:
+    """YAML that the hub reads, metrics included; without what is unknown."""
     from huggingface_hub import ModelCardData
 
-    task, hub = TASKS.get(facts.modality), facts.origin.hub if facts.origin else None
+    hub_name = facts.origin.hub if facts.origin else None
     library = "transformers" if facts.model["kind"] == "transformer" else "pytorch"
-    found = ModelCardData(
+    card = ModelCardData(
         library_name="onnx" if facts.kind == "onnx" else library,
         tags=["lockstep"],
-        pipeline_tag=task,
+        pipeline_tag=TASKS.get(facts.modality),
         model_name=facts.name,
         license=facts.license,
         language=list(facts.language) or None,
         base_model=facts.base_model,
-        datasets=[hub] if hub else None,
-        metrics=[name for name in OF_THE_HUB if name in facts.metrics] or None,
+        datasets=[hub_name] if hub_name else None,
+        metrics=[name for name in HUB_METRICS if name in facts.metrics] or None,
         eval_results=_results(facts) or None,
     )
-    return found.to_yaml()
+    return card.to_yaml()
 
 
 def _results(facts: ExportFacts) -> list[Any]:
-    """The metrics that are numbers, each with the data that it was measured on."""
+    """The finite metrics, each with the data set that it was measured on."""
     from huggingface_hub import EvalResult
 
     kind = str(facts.recipe["data"]["kind"])
@@ -85,70 +91,28 @@ def _results(facts: ExportFacts) -> list[Any]:
     ]
 
 
-def _made_from(facts: ExportFacts) -> str:
-    """On which data, from which model."""
-    start = f"from [{facts.base_model}](https://huggingface.co/{facts.base_model}) " if facts.base_model else ""
+def _training_data(facts: ExportFacts) -> str:
     if facts.origin is None:
-        return f"{start}on `data.kind={facts.recipe['data']['kind']}`"
+        return f"`data.kind={facts.recipe['data']['kind']}`"
     name = _plain(facts.origin.name)
-    place = f"[{name}](https://huggingface.co/datasets/{facts.origin.hub})" if facts.origin.hub else name
-    return f"{start}on {place}"
+    return _link(name, f"datasets/{facts.origin.hub}") if facts.origin.hub else name
+
+
+def _link(title: str, path: str) -> str:
+    return f"[{title}]({HUB}/{path})"
 
 
 def _plain(text: str) -> str:
-    """In one line, and nothing in it is Markdown or HTML."""
+    """On one line, with Markdown and HTML escaped."""
     return re.sub(r"([\\`*_\[\]<>|&#])", r"\\\1", " ".join(text.split()))
 
 
-def _labels(facts: ExportFacts) -> str:
-    if not facts.labels:
-        return ""
-    shown = ", ".join(f'"{_plain(label)}"' for label in facts.labels[:MOST_LABELS])
-    rest = ", ..." if len(facts.labels) > MOST_LABELS else ""
-    return f" that tells {len(facts.labels)} classes of {samples_of(facts.modality)} apart: {shown}{rest}"
-
-
-def _use(facts: ExportFacts) -> str:
-    if facts.modality == "text" and facts.model["kind"] == "transformer":
-        served = _served('{"text": "..."}')
-        if facts.kind != "pretrained":
-            return served
-        pipeline = 'pipeline("text-classification", "FOLDER_OF_THIS_FILE")("...")'
-        return f"{served}\n```python\nfrom transformers import pipeline\n\n{pipeline}\n```\n"
-    if facts.image_shape is not None:
-        return _served('{"image": "<base64 of a PNG or JPEG>"}')
-    names = ", ".join(f'"{name}": ...' for name in facts.inputs)
-    call = f'forward_of("FOLDER_OF_THIS_FILE")({{{names}}})'
-    imported = "from lockstep.inference.export.export_reader import forward_of"
-    return f"```python\n{imported}\n\n{call}  # tensors [m, ...]\n```\n"
-
-
-def _served(body: str) -> str:
-    ask = f"curl -d '{body}' -H 'Content-Type: application/json' localhost:8000/predict"
-    return f"```bash\nlockstep serve FOLDER_OF_THIS_FILE\n{ask}\n```\n"
-
-
-def _measured(facts: ExportFacts) -> str:
-    if not facts.metrics:
-        return "It has not been evaluated."
-    rows = "\n".join(f"| {_plain(name)} | {value:.4f} |" for name, value in facts.metrics.items())
-    return f"On the test split, each sample once:\n\n| metric | value |\n|---|---|\n{rows}\n"
-
-
-def _loss(facts: ExportFacts) -> str:
-    found = facts.agreement
-    if found is None:
-        return ""
-    reduced = f"The weights were reduced to {facts.dtype}, after these were measured. " if facts.dtype != "fp32" else ""
-    return f"{reduced}The export (`{facts.kind}`) was {found.words(facts.dtype)}.\n"
-
-
-def _placeless(value: Any) -> Any:
-    """With the last part of every path alone: whoever reads a card has other folders."""
+def _without_folders(value: Any) -> Any:
+    """With every path reduced to its last component: readers of the card have other folders."""
     if isinstance(value, dict):
-        return {key: _placeless(each) for key, each in value.items()}
+        return {key: _without_folders(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_placeless(each) for each in value]
+        return [_without_folders(each) for each in value]
     if isinstance(value, str) and (PurePath(value).is_absolute() or value.startswith("~")):
         return PurePath(value).name
     return value

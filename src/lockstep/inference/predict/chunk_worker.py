@@ -1,5 +1,6 @@
-"""What a process that predicts does: opens the model, then takes a chunk after the other until there is none left."""
+"""A worker process: opens the model, then predicts one chunk after another until there are none left."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,142 +16,149 @@ from pyarrow import parquet
 from lockstep.base import storage, trust, user_code
 from lockstep.base.errors import DataError, LockstepError, ModelError, SampleError
 from lockstep.core.host.lifetime import end_with_parent
+from lockstep.core.numerics.precision import fix_numerics
 from lockstep.data.images import pixels_of
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.predict.deterministic import be_lone
-from lockstep.inference.predict.input_rows import unpacked
+from lockstep.inference.predict.input_rows import deserialize
 from lockstep.inference.predictor import DTypeName, Predictor, Sample
 from lockstep.inference.trained_model import open_predictor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
-    """What is predicted from which column, and how what is added is called."""
+class PredictedColumns:
+    """The column that is predicted, and the columns that are added."""
 
     source: str
-    """The column of texts or files."""
+    """The column of texts or image paths."""
     prefix: str = ""
     """Of the new columns' names."""
     has_probabilities: bool = False
-    """Whether there is a column for each class."""
+    """Whether to add a column for each class."""
 
-    def added(self, labels: tuple[str, ...]) -> list[pa.Field]:
+    def fields(self, labels: tuple[str, ...]) -> list[pa.Field]:
+        """The new columns."""
         each = [f"probability_{label}" for label in labels] if self.has_probabilities else []
         names = {"label": pa.string(), **dict.fromkeys(["confidence", *each], pa.float32())}
         return [pa.field(f"{self.prefix}{name}", kind) for name, kind in names.items()]
 
-    def filled(self, labels: tuple[str, ...], probabilities: np.ndarray) -> Iterator[tuple[pa.Field, pa.Array]]:
-        """The new ones with their values; probabilities are float32 [m, classes]."""
-        values = [
-            pa.array([labels[best] for best in probabilities.argmax(axis=1)]),
-            pa.array(probabilities.max(axis=1)),
-        ]
-        each = [pa.array(column) for column in probabilities.T] if self.has_probabilities else []
-        yield from zip(self.added(labels), [*values, *each], strict=True)
+    def append_to(self, table: pa.Table, labels: tuple[str, ...], probabilities: np.ndarray) -> pa.Table:
+        """The table with the new columns; probabilities are float32 [rows, classes]."""
+        values = [[labels[best] for best in probabilities.argmax(axis=1)], probabilities.max(axis=1)]
+        values += [*probabilities.T] if self.has_probabilities else []
+        for field, column in zip(self.fields(labels), values, strict=True):
+            table = table.append_column(field, pa.array(column))
+        return table
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTask:
-    """What a process is told at its start."""
+    """What a worker is given at its start."""
 
     model: Path
     device: torch.device
     dtype: DTypeName | None
     batch: int
-    columns: Columns
+    columns: PredictedColumns
     images: Path | None
-    """The folder that paths of images begin in; None for texts."""
-    parts: Path
+    """The folder that image paths are relative to; None for texts."""
+    output: Path
     """The folder that predictions are written to."""
     trusts: bool = False
-    """Whether the model's own code may be executed, whatever it is."""
+    """Whether to execute the model's own code even if it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    part: str
-    """Name of the file to write."""
+class ChunkRequest:
+    """A chunk to predict."""
+
+    file_name: str
+    """Of its predictions."""
     first_row: int
     """Number of its first row in the input, from 1."""
     rows: bytes
-    """Packed."""
+    """The serialized table."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
-    """The predictions of a chunk are written."""
-
-    part: str
+class ChunkDone:
+    """The predictions of the current chunk are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
-    """An error that another process would meet as well."""
+class WorkerError:
+    """An error that would occur in any other process, too."""
 
     kind: type[LockstepError]
-    text: str
+    message: str
 
 
-Message = ExportFacts | int | Done | Failed
-"""What a process sends: the facts of the model once it is open, then, for each chunk, how many more rows are predicted,
-and that it is done."""
+Message = ExportFacts | int | ChunkDone | WorkerError
+"""What a worker sends: the model's facts once it is open; then for each chunk the number of rows predicted since the
+last message, and that it is done."""
 
 
-def work(task: ChunkTask, pipe: Connection) -> None:
-    """Be such a process, to the end."""
+def run_worker(task: ChunkTask, pipe: Connection) -> None:
+    """Main function of a worker process."""
     end_with_parent("SIGKILL")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent answers it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent handles it
     try:
-        be_lone()
+        _use_one_core()
         if task.trusts:
             trust.allow_all()
         predictor = open_predictor(task.model, device=task.device, dtype=task.dtype)
         pipe.send(predictor.facts)
-        desk = ChunkPredictor(predictor=predictor, task=task, tell=pipe.send)
-        while (order := pipe.recv()) is not None:
-            desk.do(order)
+        chunk_predictor = ChunkPredictor(predictor=predictor, task=task, send=pipe.send)
+        while (request := pipe.recv()) is not None:
+            chunk_predictor.predict(request)
     except (EOFError, ConnectionError):  # the parent has gone
         sys.exit(1)
     except torch.OutOfMemoryError:
-        pipe.send(Failed(kind=ModelError, text=f"the GPU has no room for {task.batch} rows at a time: lower --batch"))
+        message = f"the GPU has no memory for {task.batch} rows at a time: lower --batch"
+        pipe.send(WorkerError(kind=ModelError, message=message))
     except LockstepError as error:
-        pipe.send(Failed(kind=type(error), text=str(error)))
+        pipe.send(WorkerError(kind=type(error), message=str(error)))
     except Exception as error:
-        pipe.send(Failed(kind=SampleError, text=f"the model cannot be used:\n{user_code.format_traceback(error)}"))
+        message = f"the model cannot be used:\n{user_code.format_traceback(error)}"
+        pipe.send(WorkerError(kind=SampleError, message=message))
+
+
+def _use_one_core() -> None:
+    """One thread for kernels and for tokenizers, deterministic kernels on a GPU; before anything is computed."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else each process starts as many threads as there are cores
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may not be deterministic
+    fix_numerics(threads=1, exact=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkPredictor:
     predictor: Predictor
     task: ChunkTask
-    tell: Callable[[Message], None]
+    send: Callable[[Message], None]
 
-    def do(self, order: Work) -> None:
-        """Predict a chunk and write it. Raises ModelError where an outcome is no number, DataError for a bad image
-        and a full disk."""
-        table, labels = unpacked(order.rows), self.predictor.labels
+    def predict(self, request: ChunkRequest) -> None:
+        """Predict a chunk and write it. Raises ModelError for probabilities that are not finite, DataError for a
+        damaged image and a full disk."""
+        table, labels = deserialize(request.rows), self.predictor.labels
         probabilities = np.empty((table.num_rows, len(labels)), dtype=np.float32)
         for rows, samples in self._batches(table.column(self.task.columns.source).to_pylist()):
             probabilities[rows] = self.predictor.probabilities(samples)
-            self.tell(len(rows))
+            self.send(len(rows))
         finite = np.isfinite(probabilities).all(axis=1)
         if not finite.all():
             raise ModelError(
-                f"row {order.first_row + int(finite.argmin())} gives probabilities that are not finite in "
+                f"row {request.first_row + int(finite.argmin())} gives probabilities that are not finite in "
                 f"{self.task.dtype or self.predictor.facts.dtype}: use another --dtype"
             )
-        for field, column in self.task.columns.filled(labels, probabilities):
-            table = table.append_column(field, column)
         buffer = pa.BufferOutputStream()
-        parquet.write_table(table, buffer, compression="zstd")
+        parquet.write_table(self.task.columns.append_to(table, labels, probabilities), buffer, compression="zstd")
         try:
-            storage.write(self.task.parts / order.part, buffer.getvalue().to_pybytes())
+            storage.write(self.task.output / request.file_name, buffer.getvalue().to_pybytes())
         except OSError as error:
-            raise DataError(f"cannot write to {self.task.parts}: {error.strerror}") from None
-        self.tell(Done(part=order.part))
+            raise DataError(f"cannot write to {self.task.output}: {error.strerror}") from None
+        self.send(ChunkDone())
 
     def _batches(self, values: list[str]) -> Iterator[tuple[np.ndarray, list[Sample]]]:
-        """Numbers of rows, and what the model takes of them: texts of like length together, which are little padded."""
+        """Row numbers and encoded samples, texts of similar length together to save padding."""
         numbers, images = np.arange(len(values)), self.task.images
         if images is None:
             encoded = self.predictor.encode(values)

@@ -1,109 +1,105 @@
-"""The rows of an input, some at a time: a table, a file of texts, or a folder of images."""
+"""The rows of an input, a chunk at a time: a table, a file of texts, or a folder of images."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from pyarrow import csv, parquet
 
 from lockstep.base.errors import DataError
+from lockstep.data import tables
 from lockstep.data.sources._files import IMAGE_SUFFIXES
 
-ROWS = 512
-"""Of a chunk: the rows that one process predicts at a time, and the most that a killed one loses. The same for any
-number of processes, because texts share a batch, and so a padding, with texts of their own chunk."""
-CSV_BLOCK = 1 << 22
-"""Bytes of CSV read at a time, so the longest row. The reader is up to 32 of them ahead: 0.3 GB in all, where blocks of
-16 MB take 1.2 GB."""
-FILE = "file"
-"""The column of an image's path, from the folder that was given."""
-Reader = Callable[[Path, str], Iterator[pa.Table]]
+CHUNK_ROWS = 512
+"""Rows that one process predicts at a time, and the most that a killed one loses. The same for any number of processes,
+because texts share a batch, and so its padding, with texts of their own chunk."""
+CSV_BLOCK_BYTES = 1 << 22
+"""Limits the length of a row. The reader holds up to 0.3 GB; with blocks of 16 MB it is 1.2 GB."""
+FILE_COLUMN = "file"
+"""The column of image paths, relative to the input folder."""
+Reader = Callable[[Path, str], Iterable[pa.Table]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Input:
-    """What is to be predicted, not yet read."""
+class PredictionInput:
+    """A file or folder to predict, not yet read."""
 
     path: Path
     column: str
-    """Of the texts, or of the images' paths."""
+    """Of the texts, or of the image paths."""
     reader: Reader
 
     @property
     def modality(self) -> str:
-        """Of its rows, as of a model."""
         return "image" if self.path.is_dir() else "text"
 
     def chunks(self) -> Iterator[pa.Table]:
-        """All rows, ROWS in each chunk but the last; columns are of the types they have in that chunk.
+        """All rows, CHUNK_ROWS in each table but the last; column types are inferred for each chunk separately.
 
         Raises DataError for an input that cannot be read, or lacks the column.
         """
-        try:
-            yield from rechunked(self.reader(self.path, self.column))
-        except (OSError, ValueError, pa.ArrowException) as error:
-            form = self.path.suffix.lower()[1:] if self.path.is_file() else "a folder"
-            raise DataError(f"{self.path} cannot be read as {form}: {error}") from error
+        with tables.read_errors(self.path):
+            yield from _rechunked(self.reader(self.path, self.column))
 
 
-def opened(path: Path, text_column: str) -> Input:
-    """The input at a path; raises DataError where there is none, or of no known form."""
+def open_input(path: Path, text_column: str) -> PredictionInput:
+    """The input at a path; raises DataError where there is none, or one of an unknown format."""
     if not path.exists():
         raise DataError(f"there is no file or folder {path}: correct the path of what is to be predicted")
     if path.is_dir():
-        return Input(path=path, column=FILE, reader=_folder)
+        return PredictionInput(path=path, column=FILE_COLUMN, reader=_read_folder)
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise DataError(
             f"{path} is of no known form: name it after its form ({', '.join(READERS)}), or give a folder of images"
         )
-    return Input(path=path, column=text_column, reader=reader)
+    return PredictionInput(path=path, column=text_column, reader=reader)
 
 
-def rechunked(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows, ROWS in each table but the last."""
-    held: list[pa.Table] = []
-    for table in tables:
-        rest = table
-        while rest.num_rows:
-            part = rest.slice(0, ROWS - sum(each.num_rows for each in held))
-            held.append(part)
-            rest = rest.slice(part.num_rows)
-            if sum(each.num_rows for each in held) == ROWS:
-                yield joined(held)
-                held = []
-    if held:
-        yield joined(held)
+def _rechunked(blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows, CHUNK_ROWS in each table but the last."""
+    pending: list[pa.Table] = []
+    missing = CHUNK_ROWS
+    for block in blocks:
+        while block.num_rows:
+            pending.append(block.slice(0, missing))
+            block = block.slice(missing)  # noqa: PLW2901
+            missing -= pending[-1].num_rows
+            if not missing:
+                yield concatenated(pending)
+                pending, missing = [], CHUNK_ROWS
+    if pending:
+        yield concatenated(pending)
 
 
-def joined(tables: list[pa.Table], schema: pa.Schema | None = None) -> pa.Table:
-    """One after the other, as one piece; a column that one lacks is empty there. Raises ArrowInvalid for types of a
-    column that have none in common."""
-    first = [schema.empty_table()] if schema is not None else []
-    return pa.concat_tables([*first, *tables], promote_options="permissive").combine_chunks()
+def concatenated(blocks: list[pa.Table]) -> pa.Table:
+    """One contiguous table; a column that a block lacks is null there. Raises ArrowInvalid for columns without a common
+    type."""
+    return pa.concat_tables(blocks, promote_options="permissive").combine_chunks()
 
 
-def packed(table: pa.Table) -> bytes:
-    """As bytes, to be sent to a process or to be hashed."""
+def serialize(table: pa.Table) -> bytes:
+    """A table as bytes, to be sent to a process or to be hashed."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    found: bytes = sink.getvalue().to_pybytes()
-    return found
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
 
 
-def unpacked(data: bytes) -> pa.Table:
+def deserialize(data: bytes) -> pa.Table:
     with pa.ipc.open_stream(data) as reader:
         return reader.read_all()
 
 
-def _require(column: str, names: list[str], where: object) -> None:
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(f"{where} has {names.count(twice)} columns named {twice!r}: rename all but one")
+def _check_columns(column: str, names: Sequence[str], where: object) -> None:
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise DataError(f"{where} has {names.count(duplicate)} columns named {duplicate!r}: rename all but one")
     if column not in names:
         raise DataError(
             f"{where} has no column {column!r}: name the one that holds the texts with --text-column "
@@ -111,41 +107,24 @@ def _require(column: str, names: list[str], where: object) -> None:
         )
 
 
-def _csv(path: Path, column: str) -> Iterator[pa.Table]:
-    """Every value as the text it is: "NA" and "007" are not interpreted, so that they leave as they came."""
-    parsing = csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
-    reading = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK)
-    with csv.open_csv(path, reading, parsing) as reader:
-        names = reader.schema.names
-    _require(column, names, path)
-    with csv.open_csv(
-        path, reading, parsing, csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
-    ) as rows:
-        for batch in rows:
-            yield pa.Table.from_batches([batch])
+def _read_csv(path: Path, column: str) -> Iterator[pa.Table]:
+    for batch in tables.csv_batches(path, partial(_check_columns, column), block_bytes=CSV_BLOCK_BYTES):
+        yield pa.Table.from_batches([batch])
 
 
-def _json_lines(path: Path, column: str) -> Iterator[pa.Table]:
-    rows: list[dict[str, Any]] = []
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                rows.append(_row(line, f"line {number}"))
-                _require(column, list(rows[-1]), f"line {number} of {path}")
-            if len(rows) == ROWS:
-                yield _table(rows)
-                rows = []
-    yield _table(rows)
+def _read_json_lines(path: Path, column: str) -> Iterator[pa.Table]:
+    rows = map(_encodable, tables.json_rows(path, partial(_check_columns, column)))
+    while chunk := list(islice(rows, CHUNK_ROWS)):
+        yield _table(chunk)
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
+def _encodable(numbered: tuple[int, dict[str, Any]]) -> dict[str, Any]:
+    """Raise ValueError for half of a surrogate pair, which no output can hold."""
+    number, row = numbered
     try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        json.dumps(row, ensure_ascii=False).encode()
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f'{where} is not an object such as {{"text": "..."}}')
+        raise ValueError(f"line {number}: {error}") from None
     return row
 
 
@@ -159,31 +138,20 @@ def _table(rows: list[dict[str, Any]]) -> pa.Table:
     return pa.table(columns)
 
 
-def _parquet(path: Path, column: str) -> Iterator[pa.Table]:
-    with parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # else the whole file would be held
-        _require(column, file.schema_arrow.names, path)
-        for batch in file.iter_batches(batch_size=ROWS, use_threads=False):
-            yield _without_views(pa.Table.from_batches([batch]))
+def _read_parquet(path: Path, column: str) -> Iterator[pa.Table]:
+    for batch in tables.parquet_batches(path, partial(_check_columns, column), rows=CHUNK_ROWS):
+        types = [pa.large_string() if pa.types.is_string_view(field.type) else field.type for field in batch.schema]
+        fields = [field.with_type(kind) for field, kind in zip(batch.schema, types, strict=True)]
+        yield pa.Table.from_batches([batch]).cast(pa.schema(fields))  # string views are unknown to some writers
 
 
-def _without_views(table: pa.Table) -> pa.Table:
-    """Texts in the form that every writer knows."""
-    kinds = [pa.large_string() if pa.types.is_string_view(field.type) else field.type for field in table.schema]
-    return table.cast(pa.schema([field.with_type(kind) for field, kind in zip(table.schema, kinds, strict=True)]))
-
-
-def _lines(path: Path, column: str) -> Iterator[pa.Table]:
-    texts: list[str] = []
+def _read_lines(path: Path, column: str) -> Iterator[pa.Table]:
     with path.open(encoding="utf-8-sig") as file:
-        for line in file:
-            texts.append(line.removesuffix("\n"))
-            if len(texts) == ROWS:
-                yield pa.table({column: pa.array(texts, pa.string())})
-                texts = []
-    yield pa.table({column: pa.array(texts, pa.string())})
+        while texts := [line.removesuffix("\n") for line in islice(file, CHUNK_ROWS)]:
+            yield pa.table({column: pa.array(texts, pa.string())})
 
 
-def _folder(path: Path, column: str) -> Iterator[pa.Table]:
+def _read_folder(path: Path, column: str) -> Iterator[pa.Table]:
     """Images in the order of their paths, which does not depend on the file system."""
     files = sorted(
         file.relative_to(path).parts
@@ -196,9 +164,9 @@ def _folder(path: Path, column: str) -> Iterator[pa.Table]:
 
 
 READERS: dict[str, Reader] = {
-    ".csv": _csv,
-    ".tsv": _csv,
-    ".jsonl": _json_lines,
-    ".parquet": _parquet,
-    ".txt": _lines,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".jsonl": _read_json_lines,
+    ".parquet": _read_parquet,
+    ".txt": _read_lines,
 }

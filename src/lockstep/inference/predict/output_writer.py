@@ -1,4 +1,7 @@
-"""The output: a file of one of three forms, which appears when it is complete."""
+"""The output: one Parquet, CSV or JSON lines file, which appears when it is complete.
+
+Not through `pyarrow.dataset.write_dataset`: it writes folders, cannot write JSON lines, and does not sync.
+"""
 
 import json
 import math
@@ -15,12 +18,12 @@ from lockstep.base import storage
 from lockstep.base.errors import DataError
 
 GROUP_BYTES = 1 << 26
-"""Rows are gathered up to this before they are written: a row group of Parquet."""
+"""Of rows that are written at once: a row group of Parquet."""
 Writer = Callable[[IO[bytes], pa.Schema, Iterable[pa.Table]], None]
 
 
 def writer_of(out: Path) -> Writer:
-    """By the file's name; raises DataError for another one, or a place where nothing can be written."""
+    """The writer for the file's suffix; raises DataError for an unknown suffix, or where no file can be."""
     if out.suffix.lower() not in WRITERS:
         raise DataError(f"{out} is of no form that can be written: end --out in {', '.join(WRITERS)}")
     if out.is_dir():
@@ -31,24 +34,24 @@ def writer_of(out: Path) -> Writer:
 
 
 def check(schema: pa.Schema, out: Path) -> None:
-    """Raise DataError for columns that the form cannot hold."""
+    """Raise DataError for columns that the format cannot hold."""
     if out.suffix.lower() == ".parquet":
         return
     for field in schema:
-        nested = out.suffix.lower() == ".csv" and pa.types.is_nested(field.type)
-        if nested or any(is_bytes(field.type) for is_bytes in BYTES):
+        is_nested = out.suffix.lower() == ".csv" and pa.types.is_nested(field.type)
+        if is_nested or any(is_binary(field.type) for is_binary in BINARY_TYPES):
             raise DataError(
                 f"column {field.name!r} of the input is {field.type}, which {out.suffix} cannot hold: write to .parquet"
-                f"{' or .jsonl' if nested else ''}, or leave the column out of the input"
+                f"{' or .jsonl' if is_nested else ''}, or leave the column out of the input"
             )
 
 
 def write(out: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
-    """Put the rows into the file, which is replaced at the end. Raises OSError."""
+    """Write the rows, and replace the file at the end. Raises OSError."""
     temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         with temporary.open("wb") as file:
-            writer_of(out)(file, schema, _gathered(tables))
+            writer_of(out)(file, schema, _grouped(tables))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(out)
@@ -57,41 +60,42 @@ def write(out: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     storage.sync(out.parent)
 
 
-def _gathered(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    held: list[pa.Table] = []
+def _grouped(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Larger tables of the same rows, GROUP_BYTES or more each but the last."""
+    group: list[pa.Table] = []
     for table in tables:
-        held.append(table)
-        if sum(each.nbytes for each in held) >= GROUP_BYTES:
-            yield pa.concat_tables(held)
-            held = []
-    if held:
-        yield pa.concat_tables(held)
+        group.append(table)
+        if sum(each.nbytes for each in group) >= GROUP_BYTES:
+            yield pa.concat_tables(group)
+            group = []
+    if group:
+        yield pa.concat_tables(group)
 
 
-def _parquet(file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+def _write_parquet(file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         for table in tables:
             writer.write_table(table)
 
 
-def _csv(file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+def _write_csv(file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     with csv.CSVWriter(file, schema) as writer:
         for table in tables:
             writer.write_table(table)
 
 
-def _json_lines(file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+def _write_json_lines(file: IO[bytes], _: pa.Schema, tables: Iterable[pa.Table]) -> None:
     for table in tables:
         for batch in table.to_batches(max_chunksize=1024):
             for row in batch.to_pylist():
-                values = {name: _plain(value) for name, value in row.items()}
+                values = {name: _finite(value) for name, value in row.items()}
                 file.write(f"{json.dumps(values, ensure_ascii=False, default=str)}\n".encode())
 
 
-def _plain(value: Any) -> Any:
-    """JSON knows no number that is none."""
+def _finite(value: Any) -> Any:
+    """JSON has neither NaN nor infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-WRITERS: dict[str, Writer] = {".parquet": _parquet, ".csv": _csv, ".jsonl": _json_lines}
-BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
+WRITERS: dict[str, Writer] = {".parquet": _write_parquet, ".csv": _write_csv, ".jsonl": _write_json_lines}
+BINARY_TYPES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)

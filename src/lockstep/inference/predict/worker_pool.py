@@ -1,4 +1,4 @@
-"""The processes that predict: each gets a chunk when it has done its last, or the chunk of one that has died."""
+"""The pool of worker processes: each gets its next chunk when it has finished one, or the chunk of one that died."""
 
 import multiprocessing
 import signal
@@ -14,17 +14,23 @@ import torch
 from lockstep.base import ctrl_c
 from lockstep.base.errors import LaunchError, ModelError, PeerLost
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.predict.chunk_worker import ChunkTask, Done, Failed, Message, Work, work
+from lockstep.inference.predict.chunk_worker import (
+    ChunkDone,
+    ChunkRequest,
+    ChunkTask,
+    Message,
+    WorkerError,
+    run_worker,
+)
 from lockstep.launch.launchers._spawn import script_unread
 
 PRELOADED = ["lockstep.inference.predict.chunk_worker"]
 PRELOADED_FOR_TEXTS = ["transformers.modeling_utils", "transformers.models.auto.tokenization_auto"]
-"""What every process needs: imported once, by the process from which the system copies them (where it can), instead of
-for 10 s in each of them."""
-TRIES = 3
-"""So many processes may die over one chunk, or before their first, until it is no accident."""
-GRACE_SECONDS = 5.0
-"""For a process to end by itself when all is done."""
+"""Imported once, by the fork server where there is one, instead of for 10 s in each process."""
+MAX_DEATHS = 3
+"""Processes that may die over one chunk, or before their first."""
+EXIT_SECONDS = 5.0
+"""How long a process may take to exit when all chunks are done."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -32,53 +38,53 @@ class Worker:
     process: Any
     pipe: Connection
     is_open: bool = False
-    """Whether it has its model."""
-    work: Work | None = None
+    """Whether it has loaded the model."""
+    request: ChunkRequest | None = None
     rows: int = 0
-    """Rows of its chunk that it has predicted."""
+    """Rows predicted of its current chunk."""
 
 
 @dataclass(kw_only=True)
 class WorkerPool:
-    """As many of them as there are chunks for, up to `size`."""
+    """At most `size` processes."""
 
     task: ChunkTask
     size: int
-    tell: Callable[[str], None]
-    """Takes what a person should know."""
+    report: Callable[[str], None]
+    """Called with messages for the user."""
 
     def __post_init__(self) -> None:
-        self.hands: list[Worker] = []
+        self.workers: list[Worker] = []
         self.facts: ExportFacts | None = None
-        self.left_over: deque[Work] = deque()
+        self.orphaned: deque[ChunkRequest] = deque()
+        """Chunks of workers that died."""
         self.deaths: Counter[str] = Counter()
-        can_copy = "forkserver" in multiprocessing.get_all_start_methods() and self.task.device.type == "cpu"
-        self.context: Any = multiprocessing.get_context("forkserver" if can_copy else "spawn")
-        more = PRELOADED_FOR_TEXTS if self.task.images is None else []
-        self.context.set_forkserver_preload([*PRELOADED, *more])
+        can_fork = "forkserver" in multiprocessing.get_all_start_methods() and self.task.device.type == "cpu"
+        self.context: Any = multiprocessing.get_context("forkserver" if can_fork else "spawn")
+        self.context.set_forkserver_preload([*PRELOADED, *(PRELOADED_FOR_TEXTS if self.task.images is None else [])])
 
     def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """End all of them: by themselves where all is done, else at once."""
-        for hand in self.hands:
+        """Let all workers exit; kill them after an error."""
+        for worker in self.workers:
             if kind is None:
                 with suppress(ConnectionError):
-                    hand.pipe.send(None)
-                hand.process.join(GRACE_SECONDS)
-            hand.process.kill()
-        for hand in self.hands:
-            hand.process.join()
-            hand.pipe.close()
+                    worker.pipe.send(None)
+                worker.process.join(EXIT_SECONDS)
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.join()
+            worker.pipe.close()
 
-    def hire(self) -> None:
-        """Start one more. Raises LaunchError."""
+    def start_worker(self) -> None:
+        """Raises LaunchError."""
         ours, theirs = self.context.Pipe()
         task = self.task
         if task.device.type == "cuda":
-            task = replace(task, device=torch.device("cuda", len(self.hands) % torch.cuda.device_count()))
-        process = self.context.Process(target=work, args=(task, theirs), daemon=True)
+            task = replace(task, device=torch.device("cuda", len(self.workers) % torch.cuda.device_count()))
+        process = self.context.Process(target=run_worker, args=(task, theirs), daemon=True)
         try:
             with script_unread():
                 ctrl_c.start(process, self.context)
@@ -86,77 +92,78 @@ class WorkerPool:
             raise LaunchError(f"cannot start a process that predicts: {error.strerror}") from None
         finally:
             theirs.close()
-        self.hands.append(Worker(process=process, pipe=ours))
+        self.workers.append(Worker(process=process, pipe=ours))
 
-    def opened(self) -> ExportFacts:
-        """Wait for the first to have its model -> the facts of it."""
+    def model_facts(self) -> ExportFacts:
+        """Wait until the first worker has loaded the model -> its facts."""
         while self.facts is None:
-            for _ in self._heard():
+            for _ in self._receive():
                 pass
         return self.facts
 
-    def predict(self, todo: Iterator[Work], count: int) -> Iterator[int]:
-        """Have `count` chunks done; yields how many rows are predicted, negative where it was for nothing."""
-        for _ in range(len(self.hands), min(self.size, count)):
-            self.hire()
+    def predict(self, requests: Iterator[ChunkRequest], count: int) -> Iterator[int]:
+        """Predict `count` chunks; yields numbers of predicted rows, negative for those lost with a worker."""
+        for _ in range(len(self.workers), min(self.size, count)):
+            self.start_worker()
         done = 0
         while done < count:
-            for hand in [hand for hand in self.hands if hand.is_open and hand.work is None]:
-                self._give(hand, todo)
-            for message in self._heard():
+            for worker in self.workers:
+                if worker.is_open and worker.request is None:
+                    self._send_next(worker, requests)
+            for message in self._receive():
                 if isinstance(message, int):
                     yield message
-                done += isinstance(message, Done)
+                done += isinstance(message, ChunkDone)
 
-    def _give(self, hand: Worker, todo: Iterator[Work]) -> None:
-        order = self.left_over.popleft() if self.left_over else next(todo, None)
-        if order is not None:
-            hand.work, hand.rows = order, 0
-            with suppress(ConnectionError):  # it has died: to be heard of
-                hand.pipe.send(order)
+    def _send_next(self, worker: Worker, requests: Iterator[ChunkRequest]) -> None:
+        request = self.orphaned.popleft() if self.orphaned else next(requests, None)
+        if request is not None:
+            worker.request, worker.rows = request, 0
+            with suppress(ConnectionError):  # it has died, which _receive notices
+                worker.pipe.send(request)
 
-    def _heard(self) -> Iterator[Message]:
-        """What has been said since, at least by one of them."""
-        by_pipe = {hand.pipe: hand for hand in self.hands}
+    def _receive(self) -> Iterator[Message]:
+        """Wait for at least one message, or the end of a worker."""
+        by_pipe = {worker.pipe: worker for worker in self.workers}
         for pipe in wait(list(by_pipe)):
-            hand = by_pipe[pipe]  # type: ignore[index]
+            worker = by_pipe[pipe]  # type: ignore[index]
             try:
-                message: Message = hand.pipe.recv()
+                message: Message = worker.pipe.recv()
             except (EOFError, OSError):
-                yield from self._lost(hand)
+                yield from self._replace(worker)
             else:
-                self._noticed(hand, message)
+                self._handle(worker, message)
                 yield message
 
-    def _noticed(self, hand: Worker, message: Message) -> None:
-        if isinstance(message, Failed):
-            raise message.kind(message.text)
+    def _handle(self, worker: Worker, message: Message) -> None:
+        if isinstance(message, WorkerError):
+            raise message.kind(message.message)
         if isinstance(message, ExportFacts):
             if self.facts not in (None, message):
                 raise ModelError("the model was changed while it was opened: give the same command again")
-            self.facts, hand.is_open = message, True
-        elif isinstance(message, Done):
-            hand.work = None
+            self.facts, worker.is_open = message, True
+        elif isinstance(message, ChunkDone):
+            worker.request = None
         else:
-            hand.rows += message
+            worker.rows += message
 
-    def _lost(self, hand: Worker) -> Iterator[int]:
-        """Another takes the place and the chunk of one that has died. Raises PeerLost if it happens again and again."""
-        hand.process.join()
-        hand.pipe.close()
-        self.hands.remove(hand)
-        code = hand.process.exitcode
+    def _replace(self, worker: Worker) -> Iterator[int]:
+        """Start another worker for one that died, and requeue its chunk. Raises PeerLost after MAX_DEATHS."""
+        worker.process.join()
+        worker.pipe.close()
+        self.workers.remove(worker)
+        code, request = worker.process.exitcode, worker.request
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        key = hand.work.part if hand.work else ""
+        key = request.file_name if request else ""
         self.deaths[key] += 1
-        if self.deaths[key] == TRIES:
-            where = f"in the rows from {hand.work.first_row} on" if hand.work else "before it had any"
+        if self.deaths[key] == MAX_DEATHS:
+            where = f"in the rows from {request.first_row} on" if request else "before it had any"
             raise PeerLost(
-                f"a process {end} {where}, the {TRIES}rd in that place: if it is for want of memory, give fewer "
+                f"a process {end} {where}, the {MAX_DEATHS}rd in that place: if it ran out of memory, give fewer "
                 "--processes or a smaller --batch"
             )
-        self.tell(f"a process {end}: another one takes its place")
-        if hand.work:
-            self.left_over.append(hand.work)
-            yield -hand.rows
-        self.hire()
+        self.report(f"a process {end}: another one takes its place")
+        if request:
+            self.orphaned.append(request)
+            yield -worker.rows
+        self.start_worker()

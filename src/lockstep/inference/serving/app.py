@@ -1,4 +1,4 @@
-"""The routes: predict, and what tells how the server is."""
+"""The HTTP application and its routes."""
 
 import asyncio
 import html
@@ -23,21 +23,21 @@ from lockstep.inference.serving.service import LARGE, Service, answer
 from lockstep.inference.serving.serving_config import Settings
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
-"""Headers of proxies, and of a page in a browser, which may be anybody's."""
+"""Headers of proxies, and of pages in a browser, which may come from anywhere."""
 PAGE = Path(__file__).with_name("page.html")
 
 
 def build(service: Service) -> Middleware:
-    """The application, behind its gate; a newer model gets one that tells of it."""
+    """The application behind its middleware; rebuilt for a reloaded model, which OpenAPI describes."""
     app = _application(service)
     paths = frozenset(route.path for route in app.routes)
-    gate = Middleware(app, service.settings, service.meters, paths=paths)
+    middleware = Middleware(app, service.settings, service.metrics, paths=paths)
 
-    def renew() -> None:
-        gate.app = _application(service)
+    def rebuild() -> None:
+        middleware.app = _application(service)
 
-    service.model.changed = renew
-    return gate
+    service.model.changed = rebuild
+    return middleware
 
 
 def _application(service: Service) -> Any:
@@ -48,37 +48,37 @@ def _application(service: Service) -> Any:
         yield
         await asyncio.to_thread(service.batcher.close)
 
-    title = f"Lockstep: {html.escape(service.model.current.facts.name)}"  # FastAPI puts it into a page as it is
+    title = f"Lockstep: {html.escape(service.model.current.facts.name)}"  # FastAPI does not escape it
     app = FastAPIOffline(title=title, lifespan=lifespan, **openapi.about(service.settings))
-    _predicting(app, service)
-    _telling(app, service)
-    _reloading(app, service)
-    _explaining(app)
+    _add_prediction(app, service)
+    _add_status(app, service)
+    _add_reload(app, service)
+    _add_error_handlers(app)
     return app
 
 
-def _predicting(app: Any, service: Service) -> None:
+def _add_prediction(app: Any, service: Service) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
     takes = service.takes
-    asked, answered = service.model.example
+    request_example, response_example = service.model.example
 
-    @app.post("/predict", **openapi.predict(takes, asked, answered))  # type: ignore[untyped-decorator]
+    @app.post("/predict", **openapi.predict(takes, request_example, response_example))  # type: ignore[untyped-decorator]
     async def predict(request: Request) -> JSONResponse:
         """The label of one input, how sure the model is of it, and the probability of every label."""
-        predictor, found = await service.predict(*await inputs_of(request, takes, several=False))
-        return JSONResponse({**answer(predictor, found[0]), "model": predictor.facts.title})
+        predictor, probabilities = await service.predict(*await inputs_of(request, takes, several=False))
+        return JSONResponse({**answer(predictor, probabilities[0]), "model": predictor.facts.title})
 
-    @app.post("/predict/batch", **openapi.predict_batch(takes, asked, answered))  # type: ignore[untyped-decorator]
+    @app.post("/predict/batch", **openapi.predict_batch(takes, request_example, response_example))  # type: ignore[untyped-decorator]
     async def predict_batch(request: Request) -> JSONResponse:
         """The same for several inputs, in their order."""
-        predictor, found = await service.predict(*await inputs_of(request, takes, several=True))
-        predictions = [answer(predictor, row) for row in found]
+        predictor, probabilities = await service.predict(*await inputs_of(request, takes, several=True))
+        predictions = [answer(predictor, row) for row in probabilities]
         return JSONResponse({"predictions": predictions, "model": predictor.facts.title})
 
 
-def _telling(app: Any, service: Service) -> None:
+def _add_status(app: Any, service: Service) -> None:
     from fastapi import Response
     from fastapi.responses import HTMLResponse, JSONResponse
 
@@ -97,8 +97,8 @@ def _telling(app: Any, service: Service) -> None:
     @app.get("/metrics", **openapi.METRICS)  # type: ignore[untyped-decorator]
     async def metrics() -> Response:
         """Requests, latency, batch sizes and the queue, for Prometheus."""
-        text, form = service.meters.text()
-        return Response(text, media_type=form)
+        text, media_type = service.metrics.text()
+        return Response(text, media_type=media_type)
 
     @app.get("/info", **openapi.INFO)  # type: ignore[untyped-decorator]
     async def about() -> dict[str, Any]:
@@ -110,65 +110,65 @@ def _telling(app: Any, service: Service) -> None:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=openapi.PAGE_HEADERS)
 
 
-def _reloading(app: Any, service: Service) -> None:
+def _add_reload(app: Any, service: Service) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
     @app.post("/-/reload", **openapi.RELOAD)  # type: ignore[untyped-decorator]
     async def reload(request: Request) -> JSONResponse:
         """Load the export or run anew, without dropping a request. Only for this machine itself."""
-        if not is_from_here(request):
+        if not is_local(request):
             return JSONResponse({"error": "this can only be asked from the machine itself"}, 403)
         try:
             before, after = await service.model.reload()
         except LockstepError as error:
             title = service.model.current.facts.title
-            return JSONResponse({"error": printable(f"{title} is still served: {error}")}, 409)
+            return JSONResponse({"error": _encodable(f"{title} is still served: {error}")}, 409)
         return JSONResponse({"before": before, "model": after})
 
 
-def _explaining(app: Any) -> None:
-    """Every error is one sentence, in JSON."""
+def _add_error_handlers(app: Any) -> None:
+    """Answer every error with one sentence, in JSON."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
 
-    async def wrong(_: Request, error: InvalidInput) -> JSONResponse:
-        faults = [{"field": field, "reason": printable(reason)} for field, reason in error.faults]
+    async def invalid(_: Request, error: InvalidInput) -> JSONResponse:
+        faults = [{"field": field, "reason": _encodable(reason)} for field, reason in error.faults]
         first = faults[0]
         return JSONResponse({"error": f"{first['field']}: {first['reason']}", "detail": faults}, error.status)
 
     async def full(_: Request, __: Full) -> JSONResponse:
         return JSONResponse({"error": "too many requests wait; try again"}, 503, BUSY)
 
-    async def late(_: Request, __: TimeoutError) -> JSONResponse:
+    async def timed_out(_: Request, __: TimeoutError) -> JSONResponse:
         return JSONResponse({"error": "the answer took too long; try again"}, 504)
 
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
 
-    async def failed(_: Request, __: Exception) -> JSONResponse:  # and the traceback goes to the log
+    async def failed(_: Request, __: Exception) -> JSONResponse:  # the traceback goes to the log
         return JSONResponse({"error": "the model failed on this; the server's log says how"}, 500)
 
-    handlers = {InvalidInput: wrong, Full: full, TimeoutError: late, HTTPException: refused, Exception: failed}
+    handlers = {InvalidInput: invalid, Full: full, TimeoutError: timed_out, HTTPException: refused, Exception: failed}
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
 
 
 async def inputs_of(request: Any, takes: str, *, several: bool) -> tuple[list[Any], str]:
-    """The texts or images of a request, and the field that they are in; raises Wrong."""
-    body, kind = await request.body(), request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
-    if kind == JSON:
+    """The texts or images of a request, and the field that they are in; raises InvalidInput."""
+    body, media_type = await request.body(), request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if media_type == JSON:
         read = partial(json_inputs, body, takes, several=several)
         return await asyncio.to_thread(read) if len(body) > LARGE else read(), takes + "s" * several
     files = (*IMAGE_TYPES, FORM) if takes == "image" and not several else ()
-    if kind not in files:
+    if media_type not in files:
         raise InvalidInput([("content-type", f"should be {' or '.join((JSON, *files))}")], status=415)
-    return ([await _uploaded(request)], "file") if kind == FORM else ([body], "body")
+    return ([await _uploaded(request)], "file") if media_type == FORM else ([body], "body")
 
 
 async def _uploaded(request: Any) -> bytes:
-    """The file of a form; raises Wrong."""
+    """The file of a form; raises InvalidInput."""
     from starlette.datastructures import UploadFile
 
     try:
@@ -176,14 +176,14 @@ async def _uploaded(request: Any) -> bytes:
             file = form.get("file")
             if isinstance(file, UploadFile):
                 return await file.read()
-    except Exception as error:  # whatever its parser meets in a damaged form
+    except Exception as error:  # whatever the parser raises for a damaged form
         reason = getattr(error, "detail", None) or type(error).__name__
         raise InvalidInput([("body", f"this form cannot be read ({reason})")]) from None
     raise InvalidInput([("file", "the form should have an image file in the field 'file'")])
 
 
 def info(predictor: Predictor, settings: Settings) -> dict[str, Any]:
-    """What there is to know of the model and the server; nothing secret."""
+    """Public facts about the model and the server."""
     limits = asdict(settings)
     for name in ("api_key", "host", "port"):
         del limits[name]
@@ -196,13 +196,13 @@ def info(predictor: Predictor, settings: Settings) -> dict[str, Any]:
     }
 
 
-def printable(reason: str) -> str:
-    """Without halves of characters, which JSON could not be sent with."""
+def _encodable(reason: str) -> str:
+    """With halves of surrogate pairs escaped, which UTF-8 cannot hold."""
     return reason.encode(errors="backslashreplace").decode()
 
 
-def is_from_here(request: Any) -> bool:
-    """Whether a request comes from this machine, and not through a proxy on it, or from a page in its browser."""
+def is_local(request: Any) -> bool:
+    """Whether a request comes from this machine, but neither through a proxy nor from a page in a browser."""
     if request.client is None or any(name in request.headers for name in FORWARDED):
         return False
     try:

@@ -1,4 +1,4 @@
-"""What OpenAPI tells of the routes, with examples that are true."""
+"""OpenAPI descriptions of the routes, with real examples."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ PAGE_HEADERS = {
     "frame-ancestors 'self' https://huggingface.co https://*.hf.space",
     "cache-control": "no-cache",
 }
-"""The page may load nothing from elsewhere; Spaces show it in a frame."""
+"""The page loads nothing from other hosts; Spaces show it in a frame."""
 
 
 class Prediction(BaseModel):
-    """What the model says of one input."""
+    """The prediction for one input."""
 
     label: str
     confidence: float = Field(ge=0, le=1, description="The probability of that label.")
@@ -25,27 +25,27 @@ class Prediction(BaseModel):
 
 
 class Answer(Prediction):
-    """The same, and who says it."""
+    """A prediction, and the model that made it."""
 
     model: str = Field(description="Name and digest.")
 
 
 class Answers(BaseModel):
-    """What the model says of several inputs."""
+    """The predictions for several inputs."""
 
     predictions: list[Prediction]
     model: str
 
 
 class Fault(BaseModel):
-    """A part of a request that is wrong."""
+    """An invalid field of a request."""
 
     field: str
     reason: str
 
 
 class Problem(BaseModel):
-    """Why there is no answer."""
+    """Why there is no prediction."""
 
     error: str
     detail: list[Fault] | None = None
@@ -56,24 +56,24 @@ def _problem(description: str) -> dict[str, Any]:
 
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    401: _problem("The key is missing or wrong, where the server wants one."),
-    408: _problem("The request did not come whole in time."),
+    401: _problem("The API key is missing or wrong."),
+    408: _problem("The request did not arrive in time."),
     413: _problem("The request is too large."),
 }
 FAILURES: dict[int | str, dict[str, Any]] = {
     **REFUSALS,
-    415: _problem("The body is of a type that cannot be read."),
-    422: _problem("The input is wrong: which field, and why."),
+    415: _problem("The body has an unsupported media type."),
+    422: _problem("The input is invalid: which field, and why."),
     503: {
-        **_problem("Too many requests wait."),
+        **_problem("Too many requests are waiting."),
         "headers": {"Retry-After": {"schema": {"type": "string"}, "description": "Seconds."}},
     },
-    504: _problem("The answer took too long."),
+    504: _problem("The prediction took too long."),
 }
 PREDICTING, MODEL, SERVER = "predict", "model", "server"
 """Tags: how /docs groups the routes."""
 HEALTH: dict[str, Any] = {"tags": [SERVER], "responses": REFUSALS}
-READY: dict[str, Any] = {"tags": [SERVER], "responses": {**REFUSALS, 503: _problem("The server is about to end.")}}
+READY: dict[str, Any] = {"tags": [SERVER], "responses": {**REFUSALS, 503: _problem("The server is shutting down.")}}
 METRICS: dict[str, Any] = {
     "tags": [SERVER],
     "responses": {**REFUSALS, 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
@@ -83,14 +83,14 @@ RELOAD: dict[str, Any] = {
     "tags": [MODEL],
     "responses": {
         **REFUSALS,
-        403: _problem("Asked from elsewhere."),
-        409: _problem("It cannot be loaded; the old one is still served."),
+        403: _problem("The request comes from another machine."),
+        409: _problem("The model cannot be loaded; the previous one is still served."),
     },
 }
 
 
 def about(settings: Settings) -> dict[str, Any]:
-    """Of the whole, where a key is wanted, so that the documentation's page asks for it."""
+    """Arguments of the application; with an API key, the documentation's page asks for it."""
     from fastapi import Depends
     from fastapi.security import HTTPBearer
 
@@ -99,40 +99,40 @@ def about(settings: Settings) -> dict[str, Any]:
         "version": "1",
         "openapi_tags": [
             {"name": PREDICTING, "description": "Labels of one input, or of several."},
-            {"name": MODEL, "description": "What answers, and how to load a newer one."},
-            {"name": SERVER, "description": "How the server is."},
+            {"name": MODEL, "description": "The model that is served, and how to reload it."},
+            {"name": SERVER, "description": "Status of the server."},
         ],
         "redoc_url": None,
         "dependencies": [Depends(HTTPBearer(auto_error=False))] if settings.api_key else [],
     }
 
 
-def predict(takes: str, asked: dict[str, Any], answered: dict[str, Any]) -> dict[str, Any]:
-    """Of the route for one input."""
-    content = {JSON: _json(takes, several=False, example=asked)}
+def predict(takes: str, request: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the route for one input, by an example."""
+    content = {JSON: _json(takes, several=False, example=request)}
     if takes == "image":
         file = {"type": "string", "format": "binary"}
         content |= {kind: {"schema": file} for kind in IMAGE_TYPES}
         form = {"type": "object", "properties": {"file": file}, "required": ["file"]}
         content[FORM] = {"schema": form}
-    return _route(Answer, content, answered)
+    return _route(Answer, content, response)
 
 
-def predict_batch(takes: str, asked: dict[str, Any], answered: dict[str, Any]) -> dict[str, Any]:
-    """Of the route for several."""
-    (given,), prediction = asked.values(), {name: value for name, value in answered.items() if name != "model"}
-    content = {JSON: _json(takes, several=True, example={f"{takes}s": [given]})}
-    return _route(Answers, content, {"predictions": [prediction], "model": answered["model"]})
+def predict_batch(takes: str, request: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the route for several inputs, by the example for one."""
+    prediction = {name: value for name, value in response.items() if name != "model"}
+    content = {JSON: _json(takes, several=True, example={f"{takes}s": [*request.values()]})}
+    return _route(Answers, content, {"predictions": [prediction], "model": response["model"]})
 
 
 def _json(takes: str, *, several: bool, example: dict[str, Any]) -> dict[str, Any]:
     return {"schema": BODIES[takes, several].model_json_schema(), "example": example}
 
 
-def _route(model: type[BaseModel], content: dict[str, Any], answered: dict[str, Any]) -> dict[str, Any]:
+def _route(model: type[BaseModel], content: dict[str, Any], example: dict[str, Any]) -> dict[str, Any]:
     return {
         "tags": [PREDICTING],
         "response_model": model,
-        "responses": {200: {"content": {JSON: {"example": answered}}}, **FAILURES},
+        "responses": {200: {"content": {JSON: {"example": example}}}, **FAILURES},
         "openapi_extra": {"requestBody": {"required": True, "content": content}},
     }

@@ -1,4 +1,4 @@
-"""What a request asks: its body, in whatever form it comes, as texts or images."""
+"""The inputs of a request: texts or images from its body."""
 
 import base64
 import binascii
@@ -10,17 +10,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lockstep.base.errors import DataError
 from lockstep.data.images import TooLarge, pixels_of
 from lockstep.inference.predictor import Predictor, Sample
-from lockstep.inference.serving.serving_config import MOST_INPUTS
+from lockstep.inference.serving.serving_config import MAX_INPUTS
 
-IMAGE_FORMS = ("PNG", "JPEG")
+IMAGE_FORMATS = ("PNG", "JPEG")
 IMAGE_TYPES = ("image/png", "image/jpeg")
 JSON, FORM = "application/json", "multipart/form-data"
-MOST_FAULTS = 100
+MAX_FAULTS = 100
 Filled = Annotated[str, Field(min_length=1)]
 
 
 class InvalidInput(Exception):
-    """Input that cannot be predicted: which field, and why."""
+    """Input that cannot be predicted: (field, reason) of each fault."""
 
     def __init__(self, faults: Sequence[tuple[str, str]], status: int = 422) -> None:
         super().__init__(faults)
@@ -28,7 +28,7 @@ class InvalidInput(Exception):
 
 
 class Body(BaseModel):
-    """A JSON body: no unknown fields, no numbers for texts."""
+    """A JSON body without unknown fields or type conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -42,7 +42,7 @@ class TextRequest(Body):
 class TextsRequest(Body):
     """Several texts."""
 
-    texts: list[Filled] = Field(min_length=1, max_length=MOST_INPUTS)
+    texts: list[Filled] = Field(min_length=1, max_length=MAX_INPUTS)
 
 
 class ImageRequest(Body):
@@ -58,7 +58,7 @@ class ImagesRequest(Body):
     """Several images."""
 
     images: list[Filled] = Field(
-        min_length=1, max_length=MOST_INPUTS, description="PNG or JPEG files in base64 (data: URLs are fine)."
+        min_length=1, max_length=MAX_INPUTS, description="PNG or JPEG files in base64 (data: URLs are fine)."
     )
 
 
@@ -68,23 +68,23 @@ BODIES: dict[tuple[str, bool], type[Body]] = {
     ("image", False): ImageRequest,
     ("image", True): ImagesRequest,
 }
-"""(What a model takes, whether several are asked) -> the JSON that asks it."""
+"""(Input of the model, whether a batch) -> JSON body."""
 
 
 def json_inputs(body: bytes, takes: str, *, several: bool) -> list[str]:
-    """The texts, or base64 images, of a JSON body; raises Wrong, which names the fields."""
+    """The texts, or base64 images, of a JSON body; raises InvalidInput, which names the fields."""
     try:
         request = BODIES[takes, several].model_validate_json(body)
     except ValidationError as error:
-        if error.error_count() > MOST_FAULTS:  # to describe each would take longer than to find them
+        if error.error_count() > MAX_FAULTS:  # describing each takes longer than finding them
             raise InvalidInput([("body", f"there are {error.error_count():,} faults in this")]) from None
         raise InvalidInput([(_path(fault["loc"]), _reason(fault)) for fault in error.errors()[:10]]) from None
-    (found,) = dict(request).values()
-    return list(found) if several else [found]
+    (inputs,) = dict(request).values()
+    return list(inputs) if several else [inputs]
 
 
 def encoded_texts(predictor: Predictor, texts: Sequence[str], field: str) -> list[Sample]:
-    """What the model takes of them; raises Wrong."""
+    """The model's inputs for texts; raises InvalidInput."""
     try:
         return predictor.encode(texts)
     except DataError as error:
@@ -92,17 +92,17 @@ def encoded_texts(predictor: Predictor, texts: Sequence[str], field: str) -> lis
 
 
 def encoded_image(predictor: Predictor, image: str | bytes, field: str) -> Sample:
-    """What the model takes of a base64 image, or of an image file; raises Wrong."""
+    """The model's input for a base64 image, or the bytes of an image file; raises InvalidInput."""
     shape = predictor.facts.image_shape
     assert shape is not None
     try:
         file = _decoded(image) if isinstance(image, str) else image
-        return pixels_of(file, "this", shape, formats=IMAGE_FORMS)
+        return pixels_of(file, "this", shape, formats=IMAGE_FORMATS)
     except TooLarge as error:
         raise InvalidInput([(field, str(error))], status=413) from None
     except (DataError, binascii.Error) as error:
         raise InvalidInput([(field, str(error))]) from None
-    except Exception as error:  # Pillow raises whatever its parsers meet in damaged files
+    except Exception as error:  # Pillow's parsers raise anything for damaged files
         raise InvalidInput([(field, f"this cannot be read as an image ({type(error).__name__})")]) from None
 
 
@@ -116,8 +116,8 @@ def _decoded(text: str) -> bytes:
         raise DataError("should be a PNG or JPEG file in base64") from None
 
 
-def _path(place: Sequence[Any]) -> str:
-    return ".".join(map(str, place)) or "body"
+def _path(location: Sequence[Any]) -> str:
+    return ".".join(map(str, location)) or "body"
 
 
 def _reason(fault: Any) -> str:

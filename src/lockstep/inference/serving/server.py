@@ -1,4 +1,4 @@
-"""Runs the application: takes its port, answers signals, drains."""
+"""Runs the application: opens the port, handles signals, drains."""
 
 import asyncio
 import math
@@ -21,11 +21,11 @@ PACKAGES = ("fastapi", "fastapi_offline", "python_multipart", "prometheus_client
 """Of the extra `serve`."""
 
 
-def serve(load: Callable[[], Predictor], settings: Settings, say: Callable[[str], None]) -> None:
-    """Serve what `load` gives until SIGTERM or SIGINT, then answer what has been accepted.
+def serve(load: Callable[[], Predictor], settings: Settings, report: Callable[[str], None]) -> None:
+    """Serve the model that `load` returns until SIGTERM or SIGINT, then answer what has been accepted.
 
-    SIGHUP loads it anew. Raises LaunchError where the port cannot be had, MissingExtra without the packages for it, and
-    what `load` raises.
+    SIGHUP reloads it. Raises LaunchError if the port is unavailable, MissingExtra without the packages, and the errors
+    of `load`.
     """
     plugins.require("serve", *PACKAGES, what="lockstep serve")
     if settings.api_key is not None and settings.api_key.strip() != (settings.api_key or None):
@@ -34,29 +34,29 @@ def serve(load: Callable[[], Predictor], settings: Settings, say: Callable[[str]
             "--api-key out to let everybody ask"
         )
     with listening(settings) as opened:
-        model = _loaded(load, say)
+        model = _loaded(load, report)
         service = Service(model, settings)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                runner.run(_serve(service, opened, say=say))
+                runner.run(_serve(service, opened, report=report))
         finally:
-            service.batcher.close()  # where the application had no time for it
+            service.batcher.close()  # if the application could not
 
 
-def _loaded(load: Callable[[], Predictor], say: Callable[[str], None]) -> ServedModel:
+def _loaded(load: Callable[[], Predictor], report: Callable[[str], None]) -> ServedModel:
     try:
         return ServedModel(load)
     except KeyboardInterrupt:
-        say("interrupted")
+        report("interrupted")
         os._exit(130)  # else the interpreter would wait for the thread that loads
 
 
 @contextmanager
 def listening(settings: Settings) -> Iterator[socket.socket]:
-    """The socket: taken before the model is loaded, which takes longer. Raises LaunchError."""
+    """The socket, opened before the model is loaded, which takes longer. Raises LaunchError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as opened:
-        if os.name == "posix":  # elsewhere it would let two listen on one port
+        if os.name == "posix":  # on Windows it would let two servers share a port
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             opened.bind((settings.host, settings.port))
@@ -72,13 +72,13 @@ def listening(settings: Settings) -> Iterator[socket.socket]:
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:  # Windows, where it does not exist
+    except ImportError:  # on Windows
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
 
 
-async def _serve(service: Service, opened: socket.socket, *, say: Callable[[str], None]) -> None:
+async def _serve(service: Service, opened: socket.socket, *, report: Callable[[str], None]) -> None:
     import uvicorn
 
     config = uvicorn.Config(
@@ -90,39 +90,39 @@ async def _serve(service: Service, opened: socket.socket, *, say: Callable[[str]
         ws="none",
     )
     server = uvicorn.Server(config)
-    server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]  # or it ends this process by them
-    Signals(server, service, say).listen()
+    server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]  # else it re-raises signals at its end
+    Signals(server, service, report).listen()
     host, port = opened.getsockname()[:2]
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    say(f"serving {service.model.current.facts.title} on http://{place} (Ctrl-C ends it)")
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    report(f"serving {service.model.current.facts.title} on http://{address} (Ctrl-C ends it)")
     await server.serve([opened])
 
 
 class Signals:
-    """What they make a running server do."""
+    """Handles signals of a running server."""
 
-    def __init__(self, server: Any, service: Service, say: Callable[[str], None]) -> None:
-        self.server, self.service, self.say = server, service, say
+    def __init__(self, server: Any, service: Service, report: Callable[[str], None]) -> None:
+        self.server, self.service, self.report = server, service, report
         self.loop = asyncio.get_running_loop()
         self._reloads: set[asyncio.Task[None]] = set()
 
     def listen(self) -> None:
-        """Answer them from now on, in the event loop; Windows has no SIGHUP, and its loops take no signals."""
-        answers = {"SIGINT": self.end, "SIGTERM": self.end, "SIGHUP": self.reload}
-        for name, answer in answers.items():
+        """Install the handlers, not by `loop.add_signal_handler`: Windows lacks it, and SIGHUP."""
+        handlers = {"SIGINT": self.end, "SIGTERM": self.end, "SIGHUP": self.reload}
+        for name, handler in handlers.items():
             if hasattr(signal, name):
-                signal.signal(getattr(signal, name), lambda *_, answer=answer: self.loop.call_soon_threadsafe(answer))
+                signal.signal(getattr(signal, name), lambda *_, each=handler: self.loop.call_soon_threadsafe(each))
 
     def end(self) -> None:
-        """Take nothing more, answer what has come; the second time, end at once."""
+        """Accept nothing more and drain; the second time, end at once."""
         if self.service.is_draining:
             self.server.force_exit = True
             return
         self.service.is_draining = self.server.should_exit = True
-        self.say(f"ending: answering what has come, for at most {self.service.settings.drain_seconds:g} s")
+        self.report(f"ending: answering what has come, for at most {self.service.settings.drain_seconds:g} s")
 
     def reload(self) -> None:
-        """Load the model anew, beside the one that is served."""
+        """Load the model again while the current one is served."""
         task = self.loop.create_task(self._reload())
         self._reloads.add(task)
         task.add_done_callback(self._reloads.discard)
@@ -130,6 +130,6 @@ class Signals:
     async def _reload(self) -> None:
         try:
             before, after = await self.service.model.reload()
-            self.say(f"loaded {after} in place of {before}")
+            self.report(f"loaded {after} in place of {before}")
         except LockstepError as error:
-            self.say(f"{self.service.model.current.facts.title} is still served: {error}")
+            self.report(f"{self.service.model.current.facts.title} is still served: {error}")

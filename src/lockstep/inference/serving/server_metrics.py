@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""A server's Prometheus metrics."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-class Meters:
-    """Requests, their latency, batches and the queue; its own registry, so that a process may hold several."""
+class ServerMetrics:
+    """Requests, latency, batches and the queue; in a registry of its own, as a process may hold several servers."""
 
     def __init__(self) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -29,21 +29,20 @@ class Meters:
         )
         self._queue = Gauge("lockstep_queue_inputs", "Inputs that wait", registry=self.registry)
 
-    def answered(self, path: str, status: int, seconds: float) -> None:
-        """A request to one of the server's paths has been answered."""
+    def record_response(self, path: str, status: int, seconds: float) -> None:
         self._requests.labels(path, status).inc()
         self._latency.labels(path).observe(seconds)
 
-    def ran(self, size: int, seconds: float) -> None:
+    def record_batch(self, size: int, seconds: float) -> None:
         self._size.observe(size)
         self._batch.observe(seconds)
 
     def watch_queue(self, depth: Callable[[], float]) -> None:
-        """Read the queue's depth whenever somebody asks."""
+        """Read the queue's depth whenever metrics are requested."""
         self._queue.set_function(depth)
 
     def text(self) -> tuple[bytes, str]:
-        """All of it in Prometheus' own form, and the name of that form."""
+        """All metrics in Prometheus' text format, and its media type."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         return generate_latest(self.registry), CONTENT_TYPE_LATEST

@@ -1,29 +1,29 @@
-"""How a model is served."""
+"""Settings of a server."""
 
 from dataclasses import dataclass
 
-MOST_INPUTS = 256
+MAX_INPUTS = 256
 """In one request to /predict/batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Limits of a server; every one of them is told in the answer that it causes."""
+    """Address and limits; a response that is caused by a limit names it."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes any that is free."""
+    """0 takes any free port."""
     max_batch: int = 32
-    """Inputs that are predicted together at most."""
+    """Largest number of inputs in a forward pass."""
     max_wait_seconds: float = 0.0
-    """How long the first of a batch waits for others. 0: a batch is what has come while the last one was computed."""
+    """How long the first input of a batch waits for others. 0: a batch is what arrived during the previous one."""
     queue: int = 1024
-    """Inputs that may wait; a request that finds no room is answered with 503."""
+    """Most inputs that may wait; beyond that, a request is answered with 503."""
     timeout_seconds: float = 30.0
-    """From a request's arrival to its answer; then it is 504. As long may its body take to come; then it is 408."""
+    """From a request's arrival to its response, else 504. Also for its body to arrive, else 408."""
     body_bytes: int = 8 << 20
     """Of a request; a larger one is answered with 413."""
     drain_seconds: float = 20.0
-    """After SIGTERM, what has been accepted is answered for so long."""
+    """How long accepted requests are answered after SIGTERM."""
     api_key: str | None = None
-    """What `Authorization: Bearer KEY` has to hold for all but the page, /docs, /health and /ready."""
+    """Required as `Authorization: Bearer KEY`, except for the page, /docs, /health and /ready."""

@@ -1,4 +1,4 @@
-"""A model as a function of plain tensors, which is what can be traced."""
+"""A model as a function of tensors that can be traced."""
 
 import io
 import logging
@@ -16,11 +16,11 @@ from lockstep.base.model_contracts import Batch, Model
 
 TOKENS = ("input_ids", "attention_mask")
 LONGEST_REASON = 400
-"""Characters of what a tracer says."""
+"""Characters of a tracer's message."""
 
 
 class Traceable(nn.Module):
-    """Calls a model with tensors in the order of their names, instead of a batch."""
+    """Takes tensors in the order of `names` instead of a batch."""
 
     def __init__(self, model: Model, names: list[str]) -> None:
         super().__init__()
@@ -31,44 +31,44 @@ class Traceable(nn.Module):
 
 
 def outputs_of(model: nn.Module, batch: Batch) -> Tensor | dict[str, Tensor]:
-    """What a graph can give: a tensor, or tensors by name. Raises ModelError for a model that gives something else."""
-    found = model(batch)
-    if isinstance(found, Tensor):
-        return found
-    if isinstance(found, Mapping) and all(isinstance(name, str) for name in found):
-        named = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
-        if named and len(named) == len(found):
+    """Outputs that a graph can return: a tensor, or tensors by name. Raises ModelError for others."""
+    outputs = model(batch)
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and all(isinstance(name, str) for name in outputs):
+        named = {name: tensor for name, tensor in outputs.items() if isinstance(tensor, Tensor)}
+        if named and len(named) == len(outputs):
             return named
     raise ModelError(
-        f"forward() returns a {type(found).__name__}: a tensor, or a dict of tensors, can be written as a graph; "
+        f"forward() returns a {type(outputs).__name__}: a tensor, or a dict of tensors, can be written as a graph; "
         "export.kind=pretrained takes any model"
     )
 
 
 def names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
-    """The keys of the dict that a model returns; () where it returns something else."""
+    """The keys of the dict that a model returns; () if it returns no dict."""
     model.eval()
     with torch.inference_mode():
-        found = model(batch)
-    return tuple(map(str, found)) if isinstance(found, Mapping) else ()
+        outputs = model(batch)
+    return tuple(map(str, outputs)) if isinstance(outputs, Mapping) else ()
 
 
 def inputs_of(batch: Batch) -> Batch:
-    """What of a batch the model may look at; twice over, as one sample alone would be taken for what is always one."""
+    """The batch without labels, repeated twice: a tracer would take a batch size of 1 for a constant."""
     columns = {name: column for name, column in batch.items() if name != "label"}
     return {name: column.repeat(2, *[1] * (column.ndim - 1)) for name, column in columns.items()}
 
 
 def cannot_be_traced(error: BaseException, kind: str) -> ModelError:
-    """What to tell of whatever a tracer has raised about somebody's code."""
+    """The error for a model that a tracer has refused."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, ModelError):
         return error
     first, *_ = str(error).strip().split("\n\n")
     reason = textwrap.shorten(first, LONGEST_REASON) or type(error).__name__
-    places = re.findall(r'File "(.*)", line (\d+)', str(error))
-    where = "{}:{}: ".format(*places[-1]) if places else ""
+    lines = re.findall(r'File "(.*)", line (\d+)', str(error))
+    where = "{}:{}: ".format(*lines[-1]) if lines else ""
     return ModelError(
         f"the model cannot be written as {kind}: {where}{reason}\n"
         "  Its forward() has to be made of tensor operations that do not depend on numbers in them, in one dtype;\n"
@@ -76,14 +76,14 @@ def cannot_be_traced(error: BaseException, kind: str) -> ModelError:
     )
 
 
-def moving_dimensions(name: str) -> dict[int, str]:
-    """The dimensions of an input that may be of any size: the batch's, and the length of texts."""
+def dynamic_dimensions(name: str) -> dict[int, str]:
+    """The dimensions of an input that may have any size: the batch, and the length of texts."""
     return {0: "batch", 1: "length"} if name in TOKENS else {0: "batch"}
 
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Tracers and quantisers tell of much that nobody has asked for: warnings, and whole graphs on stderr."""
+    """Suppress warnings, logs and prints: tracers and quantisers write whole graphs to stderr."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""Weights in a file, and a model of the right shape to be filled with them."""
+"""Reads and writes weights, and rebuilds the model that they belong to."""
 
 import os
 from collections.abc import Iterable
@@ -20,12 +20,12 @@ TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bflo
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The network that the model wraps, where it wraps one: its names are what others expect in a state dict."""
+    """The wrapped network, if there is one: its parameter names are those that others expect in a state dict."""
     return getattr(model, "network", model)
 
 
 def section_of(facts: ExportFacts, folder: Path) -> tuple[Any, ModelSection]:
-    """The model's plugin and section, as it lies in an export; from now on its code runs only where it is known."""
+    """The model's plugin and its section, with paths in the export's folder; blocks unknown code from now on."""
     trust.require_known(folder)
     plugin = plugins.implementation("models", facts.model["kind"])
     section = dict(facts.model)
@@ -37,7 +37,7 @@ def section_of(facts: ExportFacts, folder: Path) -> tuple[Any, ModelSection]:
 
 
 def rebuilt(facts: ExportFacts, folder: Path) -> Model:
-    """Untrained, of the export's dtype, in evaluation mode; fp32 is also what was built in double precision."""
+    """The untrained model in the export's dtype, in evaluation mode; a float64 model counts as fp32."""
     plugin, section = section_of(facts, folder)
     if section.code is None:  # a user's own build() may do anything
         _check_size(facts, folder)
@@ -48,33 +48,33 @@ def rebuilt(facts: ExportFacts, folder: Path) -> Model:
 
 
 def _check_size(facts: ExportFacts, folder: Path) -> None:
-    """Raise ModelError for a model that is larger than the file of its weights: settings in a file may say anything,
-    and memory for it would be taken before the weights are looked at."""
+    """Raise ModelError for a model that is larger than the file of its weights, before memory is allocated for it:
+    settings may come from anybody."""
     plugin, section = section_of(facts, folder)
     from_config = plugins.hook("models", facts.model["kind"], "from_config")
     with torch.device("meta"):
         model: Model = from_config(folder) if from_config else plugin.build(section, facts.spec)
-    check_numbers(model, [folder / facts.file])
+    check_parameter_count(model, [folder / facts.file])
 
 
-def check_numbers(model: nn.Module, weights: Iterable[Path]) -> None:
-    """Raise ModelError for a model with more numbers than these files have bytes."""
-    numbers, size = sum(p.numel() for p in model.parameters()), 0
-    for file in weights:
-        with storage.regular(file) as there:  # and no FIFO
-            size += os.fstat(there.fileno()).st_size
-    if numbers > size:
-        raise ModelError(f"its settings are of a model with {numbers:,} numbers, but its weights have {size:,} bytes")
+def check_parameter_count(model: nn.Module, weights: Iterable[Path]) -> None:
+    """Raise ModelError for a model with more parameters than these files have bytes."""
+    count, size = sum(p.numel() for p in model.parameters()), 0
+    for path in weights:
+        with storage.regular(path) as file:  # not a FIFO
+            size += os.fstat(file.fileno()).st_size
+    if count > size:
+        raise ModelError(f"its settings are of a model with {count:,} numbers, but its weights have {size:,} bytes")
 
 
 def save_config(model: Model, facts: ExportFacts, folder: Path) -> None:
-    """What `rebuilt` needs beside the facts, for models whose shape is not all in their section."""
+    """Write what `rebuilt` needs besides the facts, for models that are not fully described by their section."""
     if save := plugins.hook("models", facts.model["kind"], "save_config"):
         save(model, folder)
 
 
 def write(model: Model, facts: ExportFacts, folder: Path) -> None:
-    """As safetensors: copies, because it refuses tensors that share memory, as tied weights do."""
+    """Write safetensors, of copies: it refuses tensors that share memory, such as tied weights."""
     state = {
         name: tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, tensor in unwrapped(model).state_dict().items()
@@ -84,7 +84,7 @@ def write(model: Model, facts: ExportFacts, folder: Path) -> None:
 
 
 def read(folder: Path, facts: ExportFacts) -> Model:
-    storage.regular(folder / FILE).close()  # a FIFO would never end
+    storage.regular(folder / FILE).close()  # not a FIFO
     model = rebuilt(facts, folder)
     unwrapped(model).load_state_dict(load_file(folder / FILE))
     return model

@@ -1,4 +1,4 @@
-"""An ONNX graph, for onnxruntime and whatever else reads it."""
+"""An ONNX graph, for onnxruntime and others."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from lockstep.base import plugins, storage
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.export.formats._graph import Traceable, cannot_be_traced, inputs_of, moving_dimensions, silence
+from lockstep.inference.export.formats._graph import Traceable, cannot_be_traced, dynamic_dimensions, inputs_of, silence
 
 DTYPES = ("fp32", "fp16", "int8")
 PROGRAM = None
@@ -18,18 +18,18 @@ FILE = "model.onnx"
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
-    """Batch and length may be of any size; beyond 2 GB the weights lie in model.onnx.data beside the graph.
+    """Write the graph, with dynamic batch size and length; weights beyond 2 GB go to model.onnx.data beside it.
 
-    Raises ModelError for a model that cannot be traced, MissingExtra without the packages for it.
+    Raises ModelError for a model that cannot be traced, MissingExtra without onnx.
     """
     plugins.require("onnx", "onnx", "onnxscript", "onnxruntime", what="export.kind=onnx")
     inputs = inputs_of(batch)
-    if twice := sorted({*inputs} & {*facts.outputs}):
+    if ambiguous := sorted({*inputs} & {*facts.outputs}):
         raise ModelError(
-            f"the outputs {twice} have the names of columns of the data, which an ONNX graph cannot tell apart: call "
-            "them something else in forward(), or use export.kind=pretrained"
+            f"the outputs {ambiguous} have the names of columns of the data, which an ONNX graph cannot tell apart: "
+            "rename them in forward(), or use export.kind=pretrained"
         )
-    traceable, shapes = Traceable(model, list(inputs)).eval(), tuple(moving_dimensions(name) for name in inputs)
+    traceable, shapes = Traceable(model, list(inputs)).eval(), tuple(dynamic_dimensions(name) for name in inputs)
     try:
         with silence():
             program: Any = torch.onnx.export(
@@ -41,41 +41,42 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
                 dynamo=True,
                 verbose=False,
             )
-    except Exception as error:  # whatever the tracer raises about somebody's code
+    except Exception as error:  # whatever the tracer raises
         raise cannot_be_traced(error, facts.kind) from error
     for graph in (program.model.graph, *program.model.functions.values()):
         for node in graph.all_nodes():
-            node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # the author's code, with his files' paths
+            node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)  # source lines with paths of this machine
     program.save(folder / FILE)
     if facts.dtype == "int8":
         _quantise(folder / FILE)
 
 
 def _quantise(file: Path) -> None:
-    """Weights of matrix products as int8, activations quantised as they come."""
+    """Dynamic quantisation of matrix products to int8."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     graph = onnx.load(file)
-    del graph.graph.value_info[:]  # shapes of the traced sample, which quantisation would take for contradictions
+    del graph.graph.value_info[:]  # shapes of the traced sample, which quantisation would reject
     file.with_name(f"{FILE}.data").unlink(missing_ok=True)
     with silence():
         quantize_dynamic(graph, file, weight_type=QuantType.QInt8)
 
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
-    """A session of onnxruntime on the processor; raises MissingExtra without it."""
+    """An onnxruntime session on the CPU; raises MissingExtra without onnxruntime."""
     plugins.require("onnx", "onnxruntime", what="an ONNX export")
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    storage.regular(folder / FILE).close()  # a FIFO would never end
+    storage.regular(folder / FILE).close()  # not a FIFO
     session = onnxruntime.InferenceSession(folder / FILE, options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
 
     def forward(batch: Batch) -> Tensor | dict[str, Tensor]:
-        found = [torch.from_numpy(one) for one in session.run(None, {name: batch[name].numpy() for name in names})]
-        return dict(zip(facts.outputs, found, strict=True)) if facts.outputs else found[0]
+        arrays = session.run(None, {name: batch[name].numpy() for name in names})
+        outputs = [torch.from_numpy(array) for array in arrays]
+        return dict(zip(facts.outputs, outputs, strict=True)) if facts.outputs else outputs[0]
 
     return forward

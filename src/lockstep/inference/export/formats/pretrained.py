@@ -1,4 +1,4 @@
-"""The layout that others load by themselves: transformers' own, else safetensors with a loader."""
+"""The layout that others load directly: transformers' own, else safetensors with a loader."""
 
 from pathlib import Path
 
@@ -31,22 +31,22 @@ if __name__ == "__main__":
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
-    """With save_pretrained() where the model has it, else as safetensors with a loader."""
+    """With save_pretrained() if the model has it, else safetensors with a loader."""
     if save := plugins.hook("models", facts.model["kind"], "save"):
         save(model, folder)
         return
     _weights.write(model, facts, folder)
-    if not (folder / "loader.py").exists():  # a user's own code may be called so
+    if not (folder / "loader.py").exists():  # else it is the user's own code
         storage.write(folder / "loader.py", LOADER)
 
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
-    """With from_pretrained() where the model has it."""
+    """With from_pretrained() if the model has it."""
     read_back = plugins.hook("models", facts.model["kind"], "read_back")
     if read_back is None:
         return _weights.read(folder, facts)
     with torch.device("meta"):
-        shape = plugins.hook("models", facts.model["kind"], "from_config")(folder)
-    _weights.check_numbers(shape, sorted(folder.glob("*.safetensors")))
-    found: Model = read_back(folder)
-    return found.eval()
+        empty = plugins.hook("models", facts.model["kind"], "from_config")(folder)
+    _weights.check_parameter_count(empty, sorted(folder.glob("*.safetensors")))
+    model: Model = read_back(folder)
+    return model.eval()

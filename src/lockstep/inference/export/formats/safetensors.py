@@ -12,7 +12,7 @@ PROGRAM = None
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
-    """One file, model.safetensors."""
+    """Write model.safetensors."""
     _weights.write(model, facts, folder)
 
 

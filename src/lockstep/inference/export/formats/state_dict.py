@@ -1,4 +1,4 @@
-"""The unwrapped weights as one file of torch.save."""
+"""The unwrapped weights in one file, written by torch.save."""
 
 from pathlib import Path
 

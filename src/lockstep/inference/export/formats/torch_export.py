@@ -1,4 +1,4 @@
-"""A torch.export program: the graph with its weights, which torch runs without the model's code."""
+"""A torch.export program: graph and weights, without the model's code."""
 
 import io
 from pathlib import Path
@@ -8,29 +8,29 @@ import torch
 from lockstep.base import storage, trust
 from lockstep.base.model_contracts import Batch, Forward, Model, Outputs
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.export.formats._graph import Traceable, cannot_be_traced, inputs_of, moving_dimensions, silence
+from lockstep.inference.export.formats._graph import Traceable, cannot_be_traced, dynamic_dimensions, inputs_of, silence
 
 DTYPES = ("fp32", "fp16", "bf16")
 FILE = "model.pt2"
 PROGRAM = FILE
-"""Reading it is executing it: torch unpickles what it likes to, evaluates its shapes as expressions, and calls whatever
-function of torch a node names."""
+"""Loading it can execute arbitrary code: torch unpickles, evaluates shape expressions, and calls any torch function
+that a node names."""
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
-    """Batch and length may be of any size. Raises ModelError for a model that cannot be traced."""
+    """Write the program, with dynamic batch size and length. Raises ModelError for a model that cannot be traced."""
     inputs = inputs_of(batch)
-    shapes = tuple(dict.fromkeys(moving_dimensions(name), torch.export.Dim.DYNAMIC) for name in inputs)
+    shapes = tuple(dict.fromkeys(dynamic_dimensions(name), torch.export.Dim.DYNAMIC) for name in inputs)
     traceable, samples = Traceable(model, list(inputs)).eval(), tuple(inputs.values())
     try:
         with silence():
             program = torch.export.export(traceable, samples, dynamic_shapes=(shapes,), strict=False)
-    except Exception as error:  # whatever the tracer raises about somebody's code
+    except Exception as error:  # whatever the tracer raises
         raise cannot_be_traced(error, facts.kind) from error
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            node.meta.pop("stack_trace", None)  # lines of the author's code, with the paths of his files
-    buffer = io.BytesIO()  # on a full disk torch ends the whole process
+            node.meta.pop("stack_trace", None)  # source lines with paths of this machine
+    buffer = io.BytesIO()  # on a full disk torch.export.save aborts the process
     with silence():
         torch.export.save(program, buffer)
     storage.write(folder / FILE, buffer.getvalue())
@@ -38,7 +38,7 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
 
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
-    """The program. Raises UntrustedCode for one that somebody else has written."""
+    """Load the program. Raises UntrustedCode for one from another machine."""
     trust.require_known(folder)
     with storage.regular(folder / FILE) as file:
         content = file.read()

@@ -1,4 +1,4 @@
-"""What is done so far: a folder beside the output, with a file of predictions for each chunk that is."""
+"""The predictions so far: a folder beside the output, with a file for each chunk that is done."""
 
 import json
 import re
@@ -18,24 +18,24 @@ from lockstep.base.errors import DataError, LaunchError
 from lockstep.inference.predict.input_scan import Chunk
 
 FACTS, LOCK = "predicting.json", ".lock"
-OURS = re.compile(r"(\d{8}-[0-9a-f]{16}\.parquet|predicting\.json)(\.tmp-[0-9a-f]+)?|\.lock")
+OWN_FILES = re.compile(r"(\d{8}-[0-9a-f]{16}\.parquet|predicting\.json)(\.tmp-[0-9a-f]+)?|\.lock")
 
 
 @dataclass(frozen=True)
-class OutputParts:
+class ChunkFiles:
     folder: Path
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Have it for this command alone; one that holds no part is not left behind.
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this command alone; remove it afterwards if no chunk is in it.
 
-        Raises LaunchError where another command has it, DataError where it holds something else.
+        Raises LaunchError where another command holds it, DataError where it contains other files.
         """
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
             raise DataError(f"cannot write to {self.folder.parent}: {error.strerror}; name another --out") from None
-        other = next((path for path in self.folder.iterdir() if not OURS.fullmatch(path.name)), None)
+        other = next((path for path in self.folder.iterdir() if not OWN_FILES.fullmatch(path.name)), None)
         if other is not None:
             raise DataError(f"{self.folder} is needed for what is done so far, but holds {other.name}: move it away")
         lock = FileLock(self.folder / LOCK, timeout=0)
@@ -46,34 +46,34 @@ class OutputParts:
         try:
             yield
         finally:
-            is_needed = self.count() > 0
+            is_empty = not self.count()
             lock.release()
-            if not is_needed:
+            if is_empty:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def count(self) -> int:
         return len(list(self.folder.glob("*.parquet")))
 
-    def settle(self, facts: Mapping[str, Any], chunks: Sequence[Chunk]) -> tuple[set[str], str]:
-        """Keep what can be gone on with -> the files of chunks that are done, and what there is to say about it.
+    def resume(self, facts: Mapping[str, Any], chunks: Sequence[Chunk]) -> tuple[set[str], str]:
+        """Keep the files that are still valid, remove the others -> the names of those kept, a message for the user.
 
-        `facts` is all that the predictions depend on, beside the rows.
+        `facts` is everything besides the rows that the predictions depend on.
         """
-        before = self._facts()
-        there = {path.name for path in self.folder.iterdir() if path.suffix == ".parquet"}
-        done = there & {chunk.part for chunk in chunks} if before == facts else set()
+        previous = self._facts()
+        existing = {path.name for path in self.folder.iterdir() if path.suffix == ".parquet"}
+        done = existing & {chunk.file_name for chunk in chunks} if previous == facts else set()
         for path in self.folder.iterdir():
             if path.name not in done and path.name not in (FACTS, LOCK):
                 path.unlink()
-        if before != facts:  # only now: no old part may ever lie beside new facts
+        if previous != facts:  # only now: new facts must never lie beside old predictions
             storage.write(self.folder / FACTS, json.dumps(facts, indent=1))
         if done:
-            stale = f"; the rows of {len(there - done):,} more have changed" if there - done else ""
+            stale = f"; the rows of {len(existing - done):,} more have changed" if existing - done else ""
             return done, f"resuming: {len(done):,} of {len(chunks):,} chunks are done{stale}"
-        if before != facts and before is not None and there:
-            names = [name for name in facts if before.get(name) != facts[name]]
+        if previous != facts and previous is not None and existing:
+            names = [name for name in facts if previous.get(name) != facts[name]]
             return done, f"starting anew: what {self.folder} holds was made with another {', '.join(names)}"
-        if there:
+        if existing:
             return done, f"starting anew: what {self.folder} holds was made of another input"
         return done, ""
 
@@ -88,7 +88,7 @@ class OutputParts:
     def tables(self, chunks: Sequence[Chunk]) -> Iterator[pa.Table]:
         """The predictions, in the order of the input."""
         for chunk in chunks:
-            yield parquet.read_table(self.folder / chunk.part, partitioning=None)
+            yield parquet.read_table(self.folder / chunk.file_name, partitioning=None)
 
     def clear(self) -> None:
         for path in self.folder.glob("*.parquet"):

@@ -1,0 +1,100 @@
+"""Tables in files, read a batch at a time: CSV and TSV, JSON lines, Parquet.
+
+Not through `pyarrow.dataset`: it holds a whole row group of Parquet (99 MB where `parquet_batches` holds 2) and more
+blocks of CSV (702 MB instead of 144); its JSON reader turns texts that look like dates into timestamps, and does not
+report line numbers.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import csv, parquet
+
+from lockstep.base.errors import DataError
+
+MAX_LINE_CHARACTERS = 1 << 25
+"""Of JSON lines: a file of zeros is one endless line."""
+LARGE_BLOCK_BYTES = 1 << 26
+"""Of CSV, for tables that are held in memory as a whole; the reader's default of 1 MiB is less than a book."""
+Check = Callable[[Sequence[str], object], None]
+"""Takes the names of the columns and where they are; raises DataError if a required one is missing or ambiguous."""
+
+
+@contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the readers into a DataError that names the file."""
+    try:
+        yield
+    except (OSError, ValueError, pa.ArrowException) as error:
+        form = path.suffix.lower()[1:] if path.is_file() else "a folder"
+        is_encoding = isinstance(error, UnicodeDecodeError) or "invalid UTF8" in str(error)
+        repair = ". Save it as UTF-8, for example with `iconv -f latin1 -t utf-8`" if is_encoding else ""
+        raise DataError(f"{path} cannot be read as {form}: {error}{repair}") from error
+
+
+def read_columns(path: Path, columns: Sequence[str], check: Check) -> list[list[Any]]:
+    """All values of some columns of a file with one of the SUFFIXES. Raises DataError."""
+    values: list[list[Any]] = [[] for _ in columns]
+    with read_errors(path):
+        if path.suffix.lower() == ".jsonl":
+            for _, row in json_rows(path, check):
+                for column, name in zip(values, columns, strict=True):
+                    column.append(row[name])
+            return values
+        reader = parquet_batches if path.suffix.lower() == ".parquet" else csv_batches
+        for batch in reader(path, check, columns=columns):
+            for column, name in zip(values, columns, strict=True):
+                column += batch.column(name).to_pylist()
+    return values
+
+
+def csv_batches(
+    path: Path, check: Check, *, columns: Sequence[str] = (), block_bytes: int = LARGE_BLOCK_BYTES
+) -> Iterator[pa.RecordBatch]:
+    """Rows with every value as the text it is: "NA" and "007" are not interpreted. By default of all columns.
+
+    `block_bytes` are read at a time, which limits the length of a row; the reader is up to 32 blocks ahead.
+    """
+    parsing = csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
+    reading = csv.ReadOptions(use_threads=False, block_size=block_bytes)
+    with csv.open_csv(path, reading, parsing) as reader:
+        names = reader.schema.names
+    check(names, path)
+    converting = csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.string()), include_columns=list(dict.fromkeys(columns))
+    )
+    with csv.open_csv(path, reading, parsing, converting) as reader:
+        yield from reader
+
+
+def parquet_batches(
+    path: Path, check: Check, *, columns: Sequence[str] = (), rows: int = 1 << 16
+) -> Iterator[pa.RecordBatch]:
+    """At most `rows` at a time. By default of all columns."""
+    with parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # else the whole file would be held
+        check(file.schema_arrow.names, path)
+        yield from file.iter_batches(batch_size=rows, columns=list(columns) or None, use_threads=False)
+
+
+def json_rows(path: Path, check: Check) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each row with its line number, from 1; empty lines are skipped. Raises ValueError, which names the line."""
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_CHARACTERS), ""), 1):
+            if len(line) == MAX_LINE_CHARACTERS:
+                raise ValueError(f"line {number} has more than {MAX_LINE_CHARACTERS:,} characters: one line is one row")
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+                raise ValueError(f"line {number}: {reason}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f'line {number} is not an object such as {{"text": "..."}}')
+            check(list(row), f"line {number} of {path}")
+            yield number, row
