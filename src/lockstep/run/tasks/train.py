@@ -28,7 +28,7 @@ from lockstep.run.tasks._task import WatchedTask
 from lockstep.run.user_code_checks import UserCodeChecks
 from lockstep.training.deadline import Deadline
 from lockstep.training.evaluation import Evaluation
-from lockstep.training.finding_messages import LOSS_IS
+from lockstep.training.findings import LOSS_IS
 from lockstep.training.loop import Training, train
 from lockstep.training.resume import resumed, set_aside
 from lockstep.training.saving import Saving
