@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -238,7 +239,7 @@ class Holder(nn.Module):
         range(3),
         list[int],
     ],
-    ids=repr,
+    ids=lambda held: re.sub(r" at 0x\w+", "", repr(held)),  # the same in every process
 )
 def test_anything_may_be_held(held):
     """And what nobody changed is not said to have changed."""

@@ -15,14 +15,14 @@ from lockstep.base.contracts import HOOKS
 ROOT = pathlib.Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = [
     ["base.errors", "base.contracts"],
-    ["base.yaml_text", "base.escaping", "base.ctrl_c", "base.closed_output"],
+    ["base.yaml_text", "base.escaping_console", "base.ctrl_c", "base.closed_output"],
     ["base.user_code"],
     ["base.trust"],
     ["base"],
     ["base.model_contracts"],
     ["launch.launch_config"],
     ["launch.elastic"],
-    ["core", "launch.launchers", "training.fused_tails", "training.optim_config"],
+    ["core", "launch.launchers", "training.fused_optimizer_tails", "training.optim_config"],
     ["data", "models", "checkpoint", "observe", "training.metrics", "training.optim"],
     ["parallel"],
     ["training", "inference.export", "tools.compare"],

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.base.errors import DataError, printable
-from lockstep.base.escaping import EscapingConsole, escape_name
+from lockstep.base.escaping_console import EscapingConsole, escape_name
 from lockstep.data.data_config import ImageSection
 from lockstep.data.images import decode
 from lockstep.data.sources import _files as files

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.base.errors import UntrustedCode
-from lockstep.base.escaping import escape_name
+from lockstep.base.escaping_console import escape_name
 
 OPTION = "--trust-code"
 KNOWN = "--known-code"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.base import errors
-from lockstep.base.escaping import escape_name
+from lockstep.base.escaping_console import escape_name
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = tuple(

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.escaping import wide_console
+from lockstep.base.escaping_console import wide_console
 from lockstep.checkpoint.inventory import Entry, Inventory, folder_bytes
 from lockstep.checkpoint.layout import CheckpointSection
 

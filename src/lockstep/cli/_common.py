@@ -11,7 +11,7 @@ import typer
 
 from lockstep.base import ctrl_c, user_code
 from lockstep.base.errors import LockstepError, printable
-from lockstep.base.escaping import EscapingConsole
+from lockstep.base.escaping_console import EscapingConsole
 
 if TYPE_CHECKING:
     from lockstep.run.recipe import Recipe

@@ -32,7 +32,7 @@ from lockstep.checkpoint.writer import THREAD
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import broadcast_object, reported_once
 from lockstep.core.host.signals import SignalWatch
-from lockstep.run import leftovers, recipe_trust
+from lockstep.run import leftover_processes, recipe_trust
 from lockstep.run import recipe as recipes
 
 if os.name != "nt":
@@ -135,9 +135,9 @@ def leave(code: int) -> NoReturn:
     if code:  # the agent's SIGTERM would replace the exit code
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     is_saving = any(thread.name == THREAD for thread in threading.enumerate())
-    if left := leftovers.end_leftovers(0.0 if code or is_saving else leftovers.PATIENCE_SECONDS):
+    if left := leftover_processes.end_leftovers(0.0 if code or is_saving else leftover_processes.PATIENCE_SECONDS):
         sys.stderr.write(f"ended, since your code has started and not ended it: {few(left, 5)}\n")
-    if is_saving or leftovers.has_threads():
+    if is_saving or leftover_processes.has_threads():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.training.fused_tails import FusedTails
+from lockstep.training.fused_optimizer_tails import FusedTails
 from lockstep.training.optim_config import OptimSection, ScheduleSection
 
 

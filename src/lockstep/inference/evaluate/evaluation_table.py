@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.escaping import escape_name
+from lockstep.base.escaping_console import escape_name
 
 MAX_CLASSES = 40
 """With more classes than this, the terminal shows none; the page does."""

@@ -8,7 +8,7 @@ from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from lockstep.base.escaping import escape_name
+from lockstep.base.escaping_console import escape_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,7 +10,7 @@ from rich.progress import TaskID
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
-from lockstep.base.escaping import EscapingConsole, escape_name
+from lockstep.base.escaping_console import EscapingConsole, escape_name
 from lockstep.base.events import CheckpointSaved, Evaluated, Preparing, RunEnded, RunStarted, StepDone, Warned
 from lockstep.observe.progress_bar import QUIET_SECONDS, Pace, progress_bar
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.escaping import wide_console
+from lockstep.base.escaping_console import wide_console
 from lockstep.parallel.forecast import Forecast
 from lockstep.tools.trials import processes_text
 

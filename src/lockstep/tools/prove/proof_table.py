@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.base.escaping import wide_console
+from lockstep.base.escaping_console import wide_console
 
 LOG_WIDTH = 140
 """Characters of a line where there is no terminal."""

@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from lockstep.base.escaping import escape_name
+from lockstep.base.escaping_console import escape_name
 
 PATIENCE_SECONDS = 5.0
 """An upload started at the end of a run may take a while."""
