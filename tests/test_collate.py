@@ -1,5 +1,6 @@
 """Columns to tensors: whatever comes is kept as it is, padded as it says, or refused by the names of column and sample."""
 
+import pickle
 import re
 
 import numpy as np
@@ -146,3 +147,5 @@ def test_the_odd_one_of_several_is_named():
     with pytest.raises(UnusableSample, match="of sample 40 is float64") as caught:
         collate({"x": rows}, samples=[40, 41, 42, 43])
     assert caught.value.sample == 40
+    copy = pickle.loads(pickle.dumps(caught.value))  # as a loader's worker process sends it
+    assert (str(copy), copy.sample) == (str(caught.value), 40)

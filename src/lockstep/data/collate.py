@@ -28,7 +28,7 @@ class Collated(dict[str, Any]):
 class UnusableSample(DataError):
     """A sample that cannot become a tensor, or does not match the others of its micro-batch."""
 
-    def __init__(self, message: str, sample: int | None) -> None:
+    def __init__(self, message: str, sample: int | None = None) -> None:  # None while it is unpickled
         super().__init__(message)
         self.sample = sample
 

@@ -38,7 +38,7 @@ def read_errors(path: Path) -> Iterator[None]:
 
 
 def read_columns(path: Path, columns: Sequence[str], check: Check) -> list[list[Any]]:
-    """All values of some columns of a file with one of the SUFFIXES. Raises DataError."""
+    """All values of some columns of a file with one of the TABLE_SUFFIXES. Raises DataError."""
     values: list[list[Any]] = [[] for _ in columns]
     with read_errors(path):
         if path.suffix.lower() == ".jsonl":
@@ -46,20 +46,29 @@ def read_columns(path: Path, columns: Sequence[str], check: Check) -> list[list[
                 for column, name in zip(values, columns, strict=True):
                     column.append(row[name])
             return values
-        reader = parquet_batches if path.suffix.lower() == ".parquet" else csv_batches
-        for batch in reader(path, check, columns=columns):
+        if path.suffix.lower() == ".parquet":
+            batches: Iterator[Any] = parquet_batches(path, check, columns=columns)
+        else:  # at once: the streaming reader would hold up to 32 large blocks of all columns
+            batches = iter(
+                [csv.read_csv(path, *_csv_options(path, check, columns=columns, block_bytes=LARGE_BLOCK_BYTES))]
+            )
+        for batch in batches:
             for column, name in zip(values, columns, strict=True):
                 column += batch.column(name).to_pylist()
     return values
 
 
-def csv_batches(
-    path: Path, check: Check, *, columns: Sequence[str] = (), block_bytes: int = LARGE_BLOCK_BYTES
-) -> Iterator[pa.RecordBatch]:
-    """Rows with every value as the text it is: "NA" and "007" are not interpreted. By default of all columns.
+def csv_batches(path: Path, check: Check, *, block_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Rows of all columns, every value as the text it is.
 
     `block_bytes` are read at a time, which limits the length of a row; the reader is up to 32 blocks ahead.
     """
+    with csv.open_csv(path, *_csv_options(path, check, columns=(), block_bytes=block_bytes)) as reader:
+        yield from reader
+
+
+def _csv_options(path: Path, check: Check, *, columns: Sequence[str], block_bytes: int) -> tuple[Any, Any, Any]:
+    """How to read, parse and convert: "NA" and "007" stay texts. By default of all columns."""
     parsing = csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
     reading = csv.ReadOptions(use_threads=False, block_size=block_bytes)
     with csv.open_csv(path, reading, parsing) as reader:
@@ -68,8 +77,7 @@ def csv_batches(
     converting = csv.ConvertOptions(
         column_types=dict.fromkeys(names, pa.string()), include_columns=list(dict.fromkeys(columns))
     )
-    with csv.open_csv(path, reading, parsing, converting) as reader:
-        yield from reader
+    return reading, parsing, converting
 
 
 def parquet_batches(

@@ -75,12 +75,12 @@ class SharedMemoryTransport(NetworkTransport):
 
     def sum(self, bucket: int, slots: Sequence[Tensor], all_reduce: AllReduce) -> Tensor:
         """As `NetworkTransport.sum`; the result is in the first slot of every rank."""
-        rows, place = self.rows[bucket], self.neighbours.column
+        rows, column = self.rows[bucket], self.neighbours.column
         if not rows:
             return super().sum(bucket, slots, all_reduce)
         dist.barrier(self.neighbours.row_group)
         count = slots[0].numel()
-        low, high = (count * edge // len(rows) for edge in (place, place + 1))
+        low, high = (count * edge // len(rows) for edge in (column, column + 1))
         size = BLOCK if len(self.neighbours.machines) == 1 else max(high - low, 1)
         for start in range(low, high, size):
             self._sum_block(slice(start, min(start + size, high)), rows, all_reduce)

@@ -86,6 +86,7 @@ class Watch:
             thread.join(LOOK_SECONDS + ANSWER_SECONDS)
 
     def notice(self, event: object) -> None:
+        activity.progress()  # before is_training is set: the preparation may have taken long
         if isinstance(event, RunStarted):
             self.is_training, self.steps_done = True, event.resumed_step
         elif isinstance(event, RunEnded):
@@ -95,7 +96,6 @@ class Watch:
             if self._step_ended is not None:
                 self.durations.append(now - self._step_ended)
             self._step_ended, self.steps_done = now, event.step
-        activity.progress()
 
     def close(self) -> None:
         """Nothing is kept open."""
