@@ -2,6 +2,8 @@
 .PHONY: setup demo test test-all test-matrix test-browser test-slurm soak check format
 
 BIN := .venv/bin
+# Hundreds of processes import Lockstep: without its bytecode cache each of them would compile it.
+export PYTHONDONTWRITEBYTECODE :=
 # Files of tests are shared out to as many processes as there are cores, at most four: each starts several of its own.
 SHARED_OUT := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 

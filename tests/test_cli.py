@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from lockstep.base import config, plugins
 from lockstep.checkpoint.layout import Manifest, folder_of
 from lockstep.cli import _app
+from lockstep.cli._common import console
 from lockstep.launch.run_folder import run_of
 from lockstep.run.recipe import load, starter
 
@@ -24,6 +25,7 @@ def lockstep(tmp_path, monkeypatch):
     """Runs a command in an empty folder -> (exit code, stdout, stderr); an error of ours is no exit."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(console, "width", 200)  # made, with another width, by whichever test came first
 
     def run(*arguments):
         result = CliRunner().invoke(_app.app, [str(argument) for argument in arguments])

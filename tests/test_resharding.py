@@ -70,7 +70,7 @@ def undisturbed(task):
     return found
 
 
-@pytest.mark.parametrize("task", ["images", "texts"])
+@pytest.mark.parametrize("task", ["images", pytest.param("texts", marks=pytest.mark.matrix)])
 def test_a_run_goes_through_every_strategy(ranks, tmp_path, task):
     (expected,) = ranks(1, undisturbed, task)
     for number, ((kind, world, config), (everything, weights)) in enumerate(zip(LEGS, expected, strict=True)):

@@ -183,7 +183,7 @@ import traceback
 from lockstep.base.user_code import noting_step
 checkpoint(start)
 try:
-    with noted(STEP):
+    with noting_step(STEP):
         raise OSError(f"disk {start}")
 except OSError as error:
     facts = {"message": f"OSError: {error}", "extraInfo": {"timestamp": "1", "py_callstack": traceback.format_exc()}}

@@ -106,12 +106,14 @@ def test_the_example_is_the_generated_script():
 
 
 def test_no_setting_breaks_out_of_its_line(tmp_path):
-    """Quotes and expansions reach the commands as they are; line breaks are refused."""
+    """Quotes and commands reach the container as they are, only variables are expanded; line breaks are refused."""
     text = script(
         """{kind: slurm, container: "a'; echo \\"$x\\" `b`", container_kind: apptainer, partition: "p; q'r"}"""
     )
     (line,) = [line for line in text.splitlines() if "apptainer" in line]
-    assert 'a\'; echo "$x" `b`' in shlex.split(line.removesuffix("\\"))
+    shell = ["bash", "-c", f"printf '%s\\n' {line.removesuffix(chr(92))}"]  # $NAME is expanded, and nothing else
+    words = subprocess.run(shell, env={"x": "$(id)"}, capture_output=True, text=True, check=True).stdout
+    assert 'a\'; echo "$(id)" `b`' in words.splitlines()
     (partition,) = [line for line in text.splitlines() if "--partition" in line]
     assert shlex.split(partition.removeprefix("#SBATCH ")) == ["--partition=p; q'r"]
     with pytest.raises(ConfigError, match="launch.partition"):

@@ -75,7 +75,7 @@ class Task:
         return iter((lambda: Heads(self.skips), lambda count: Samples(self.pattern, count)))
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.booleans())
 def test_any_pattern_of_use_gives_the_same_bits(ranks, pattern, skips):
     task = Task(pattern, skips=skips)

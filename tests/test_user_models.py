@@ -151,14 +151,14 @@ def manifest(folder):
 def test_a_metric_stops_every_world_at_the_same_step(ranks, file):
     sections = {"train": {"epochs": 40, "stop_metric": "mse", "stop_patience": 1}, "optim": {"lr": 0.1}}
     sections |= {"evaluate": {"every_steps": 1}, "checkpoint": {"best": "pearson", "every_steps": None}}
-    found = {world: ranks(world, run_on_rank, own(file, f"w{world}", **sections))[0] for world in (1, 2, 3, 5)}
+    found = {world: ranks(world, run_on_rank, own(file, f"w{world}", **sections))[0] for world in (1, 2, 3)}
     for summary in found.values():
         assert summary["status"] == "stopped early" and 2 < summary["steps"] < 160, summary
         assert {k: summary[k] for k in ("steps", "digest", "evaluation", "chain")} == {
             k: found[1][k] for k in ("steps", "digest", "evaluation", "chain")
         }
     folder = file.parent
-    assert lines(folder, "w3") == lines(folder, "w1") == lines(folder, "w5")
+    assert lines(folder, "w3") == lines(folder, "w1")
     assert [p.name for p in layout.listed(folder / "w2" / "checkpoints")] == [
         p.name for p in layout.listed(folder / "w1" / "checkpoints")
     ]

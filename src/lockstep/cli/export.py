@@ -23,7 +23,7 @@ def command(
     """Write a run's model for others to load, read it back and compare: export.kind says in which form."""
     from lockstep.inference import trained_model
 
-    trained_model.settle_trust(run, overrides, trusts=trust_code)
+    trained_model.authorize(run, overrides, trusts=trust_code)
     with console.status("exporting"):
         facts, target = (trained_model.export_space if space else trained_model.export)(run, overrides, to)
     assert facts.agreement is not None

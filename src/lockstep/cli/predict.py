@@ -46,6 +46,6 @@ def command(
         text_column=text_column,
         has_probabilities=probabilities,
         prefix=prefix,
-        trusts=trained_model.settle_trust(model, (), trusts=trust_code),
+        trusts=trained_model.authorize(model, (), trusts=trust_code),
     )
     bulk.predict(options, console)

@@ -44,6 +44,6 @@ def command(
         drain_seconds=drain,
         api_key=api_key,
     )
-    trained_model.settle_trust(target, (), trusts=trust_code)
+    trained_model.authorize(target, (), trusts=trust_code)
     load = trained_model.loader(target, device=device, dtype=dtype)
     server.serve(load, settings, lambda line: console.print(line, soft_wrap=True))

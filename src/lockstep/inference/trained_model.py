@@ -31,7 +31,7 @@ BATCH = 64
 """Batch size where the whole test split is compared."""
 
 
-def settle_trust(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> bool:
+def authorize(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> bool:
     """Check the code of an export, a run or a checkpoint -> whether the user allows unknown code in it.
 
     Raises UserError, in particular UntrustedCode.

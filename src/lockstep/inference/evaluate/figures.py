@@ -1,14 +1,12 @@
 """The figures of an evaluation as SVG: for light and dark pages, and without external resources."""
 
-import logging
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from lockstep.base.escaping_console import escape_name
+from lockstep.observe.svg_figure import draw_svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,12 +19,7 @@ LONGEST_NAME = 18
 CORRECT, WRONG, BAR, GREY, INK = "#1a7f4e", "#c8401f", "#2f6fb3", "#7b8592", "#1c2026"
 TOOLTIP = "title:"
 """Begins the ids of groups that become tooltips."""
-SETTINGS: Any = {
-    "svg.fonttype": "none",  # texts stay texts
-    "svg.hashsalt": "lockstep",  # the same bytes each time
-    "text.parse_math": False,  # names may contain dollar signs
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
-}
+SETTINGS = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
 STYLE = """<style>svg{color:#1c2026;background:#ffffff}
 @media (prefers-color-scheme:dark){svg{color:#e8eaee;background:#14171c}}</style>"""
 
@@ -86,18 +79,7 @@ def _draw_reliability(figure: "Figure", bins: Sequence[dict[str, Any]]) -> None:
 
 def _svg(title: str, draw: Callable[["Figure"], None]) -> str:
     """A drawn figure, with tooltips, and with text in the colour of the page."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its first import on a machine builds a font cache
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    buffer = BytesIO()
-    with rc_context(SETTINGS), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about glyphs that its font lacks: the browser has other fonts
-        figure = Figure()
-        draw(figure)
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", metadata=metadata, transparent=True, bbox_inches="tight")
-    text = buffer.getvalue().decode()
+    text = draw_svg(draw, settings=SETTINGS, transparent=True, bbox_inches="tight")
     text = text[text.index("<svg") :].replace(f": {INK}", ": currentColor")
     text = re.sub(rf"<g id=(['\"]){TOOLTIP}(.*?)\1>", r"<g><title>\2</title>", text)
     head, _, body = text.partition(">")

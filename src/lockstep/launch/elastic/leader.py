@@ -38,14 +38,13 @@ class Leader:
         """Wait for the nodes and start the next round. Raises LaunchError, PeerLost."""
         members = self._rendezvous()
         number = self.membership.round.number + 1
-        size = _count(self._world_size(members), "process") + self._on_machines(members)
         if self.is_restart:
             sys.stderr.write(
-                f"Starting again on {size} from {newest_checkpoint(self.logs) or 'the beginning'} "
+                f"Starting again on {self._size(members)} from {newest_checkpoint(self.logs) or 'the beginning'} "
                 f"(restart {self.restarts} of {self.section.max_restarts}).\n"
             )
         elif number > 1:
-            sys.stderr.write(f"Going on with {size}.\n")
+            sys.stderr.write(f"Going on with {self._size(members)}.\n")
         rotate_logs(self.logs)
         self.store = serve_store(replace(self.membership.endpoint, port=0))  # the last one has addresses of the dead
         plan = {
@@ -195,8 +194,9 @@ class Leader:
         total = sum(self.membership.entries[i]["processes"] for i in members)
         return min(total, self.max_processes) if self.max_processes else total
 
-    def _on_machines(self, members: list[int]) -> str:
-        return "" if self.membership.is_alone else f" of {_count(len(members), 'machine')}"
+    def _size(self, members: list[int]) -> str:
+        machines = "" if self.membership.is_alone else f" of {_count(len(members), 'machine')}"
+        return _count(self._world_size(members), "process") + machines
 
 
 def rotate_logs(logs: Path) -> None:

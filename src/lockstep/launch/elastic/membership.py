@@ -252,7 +252,11 @@ class Membership:
 
     def present(self) -> list[int]:
         """The nodes that could take part in a round, in the order of ranks."""
-        present = [i for i, entry in self.entries.items() if not self.is_lost(i) and not entry.get("left")]
+        present = [
+            i
+            for i, entry in self.entries.items()
+            if "processes" in entry and not self.is_lost(i) and not entry.get("left")  # a node publishes it last
+        ]
         rank = {i: self.entries[i]["node_rank"] for i in present}
         return sorted(present, key=lambda i: (i != 0, i if rank[i] is None else rank[i], i))
 

@@ -18,6 +18,7 @@ from lockstep.launch.elastic.environment import environment
 from lockstep.launch.launch_config import LaunchSection
 
 TIME = re.compile(r"[0-9]+|[0-9]+:[0-9]{2}(:[0-9]{2})?|[0-9]+-[0-9]+(:[0-9]{2}){0,2}")
+VARIABLE = re.compile(r"\$([A-Za-z_]|\{)")
 COMMAND_TIMEOUT_SECONDS = 60
 """How long the Slurm controller may take to answer."""
 Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n]*$")]
@@ -166,7 +167,8 @@ class Slurm:
             options = [f"--container-image={config.container}", f"--container-mounts={mounts}"]
             return [shlex.quote(option) for option in options], "lockstep"
         gpus = ["--nv"] if config.gpus else []
-        return [], shlex.join(["apptainer", "exec", *gpus, "--bind", mounts, config.container, "lockstep"])
+        words = (_expanding_word(word) for word in (mounts, config.container))
+        return [], " ".join(["apptainer exec", *gpus, "--bind", *words, "lockstep"])
 
 
 TEMPLATE_SETTINGS = {
@@ -186,6 +188,14 @@ TEMPLATE_SETTINGS = {
 def quote(value: object) -> str:
     """A value as one shell word; sbatch parses #SBATCH lines by the same quoting rules."""
     return shlex.quote(str(value))
+
+
+def _expanding_word(value: str) -> str:
+    """A value as one shell word in which $NAME and ${NAME} are expanded by the job's shell."""
+    if not VARIABLE.search(value):
+        return shlex.quote(value)
+    escaped = re.sub(r'["`\\]|\$(?![A-Za-z_{])', r"\\\g<0>", value)
+    return f'"{escaped}"'
 
 
 def _queued_job(note: Mapping[str, Any]) -> list[str] | None:

@@ -22,7 +22,7 @@ from lockstep.inference.evaluate import evaluation_page, evaluation_report, figu
 from lockstep.inference.evaluate.calibration import fitted
 from lockstep.inference.evaluate.evaluated_model import Opened, of_export, of_run
 from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
-from lockstep.inference.export import export_facts as telling
+from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_facts import Calibration
 from lockstep.run.components import evaluate_source
 from lockstep.run.recipe import Recipe
@@ -153,12 +153,12 @@ class EvaluateTask(WatchedTask):
         folder = self.request.target if self.request.is_export else self.recipe.folder
         try:
             if self.request.is_export:
-                facts = telling.read(folder)
+                facts = export_facts.read(folder)
                 if facts.digest != opened.digest:
                     raise ModelError(f"{folder} has been replaced meanwhile: evaluate it again")
-                telling.write(facts.model_copy(update={"calibration": calibration}), folder)
+                export_facts.write(facts.model_copy(update={"calibration": calibration}), folder)
             else:
-                telling.keep_calibration(calibration, folder, digest=opened.digest)
+                export_facts.keep_calibration(calibration, folder, digest=opened.digest)
         except OSError as error:
             raise ModelError(f"cannot keep the calibration in {folder}: {error.strerror}") from None
 

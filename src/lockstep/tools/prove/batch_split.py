@@ -6,7 +6,7 @@ switched off, and BatchNorm uses its running statistics: its own are a micro-bat
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils import _pytree as pytree
 
 from lockstep.base import plugins
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
@@ -268,8 +267,11 @@ def traced_calls(model: Model, batch: Batch) -> tuple[list[Call], Tensor]:
 
 
 def copies(nest: Any) -> list[Tensor]:
-    """Copies of the tensors in a nest of lists, tuples and dicts."""
-    return [leaf.detach().clone() for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+    """Copies of the tensors in a nest of sequences and mappings; pytree would skip subclasses such as ModelOutput."""
+    if isinstance(nest, Tensor):
+        return [nest.detach().clone()]
+    values = nest.values() if isinstance(nest, Mapping) else nest if isinstance(nest, list | tuple) else ()
+    return [tensor for value in values for tensor in copies(value)]
 
 
 def agree(whole: Sequence[Tensor], part: Sequence[Tensor], *, sizes: tuple[int, int], tolerance: float) -> bool:

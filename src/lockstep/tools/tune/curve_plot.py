@@ -1,17 +1,19 @@
 """Draws a learning-rate range test as SVG."""
 
-import io
-import logging
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lockstep.observe.svg_figure import draw_svg
 from lockstep.tools.tune.loss_curve import Curve
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RAW, SMOOTH, SUGGESTED, LOWEST = "#9db4c8", "#1f5f99", "#c0392b", "#2e7d32"
 LEAST_SPAN = 0.05
 """The y axis covers at least this fraction of the loss: less is rounding."""
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "lockstep", "axes.spines.top": False, "axes.spines.right": False}
-"""Text stays text, and the same curve gives the same bytes."""
+STYLE = {"axes.spines.top": False, "axes.spines.right": False}
 
 
 def svg(curve: Curve, title: str, *, rate: str = "learning rate") -> str:
@@ -19,14 +21,12 @@ def svg(curve: Curve, title: str, *, rate: str = "learning rate") -> str:
 
     `rate` labels the x axis.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
 
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first time it announces that it looks for fonts
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = Figure(figsize=(9, 5.4), layout="constrained")
+    def draw(figure: "Figure") -> None:
+        figure.set_size_inches(9, 5.4)
+        figure.set_layout_engine("constrained")
         axes = figure.add_subplot(xscale="log", xlabel=f"{rate}, log scale", ylabel="training loss", ylim=limits(curve))
-        axes.set_title(title, weight="bold", parse_math=False)
+        axes.set_title(title, weight="bold")
         axes.grid(color="#e4e4e4")
         axes.plot(curve.rates, curve.losses, color=RAW, linewidth=1.2, label="loss of each step")
         axes.plot(curve.rates, curve.smoothed, color=SMOOTH, linewidth=2.4, label="smoothed")
@@ -41,9 +41,8 @@ def svg(curve: Curve, title: str, *, rate: str = "learning rate") -> str:
                     curve.rates[step], curve.smoothed[step], "o", color=color, markeredgecolor="white", label=label
                 )
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Title": title, "Date": None})
-    return file.getvalue()
+
+    return draw_svg(draw, settings=STYLE, metadata={"Title": title})
 
 
 def limits(curve: Curve) -> tuple[float, float]:

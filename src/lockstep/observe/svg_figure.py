@@ -1,0 +1,44 @@
+"""Figures as SVG by matplotlib: the same bytes for the same data, whatever the user's matplotlib settings are."""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SETTINGS = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "lockstep",  # the same ids each time
+    "text.parse_math": False,  # names may contain dollar signs
+}
+METADATA = ("Creator", "Date", "Format", "Type")
+
+
+def draw_svg(
+    draw: Callable[["Figure"], None],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    **options: Any,
+) -> str:
+    """Draw on a new figure and return its SVG. `settings` are rcParams; `options` go to `Figure.savefig`.
+
+    A matplotlibrc of the user, or in the current folder, is not used: it could change the picture, or run LaTeX.
+    """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its first import on a machine builds a font cache
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    file = StringIO()
+    parameters: Any = {**SETTINGS, **(settings or {})}
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about glyphs that its font lacks: the browser has other fonts
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(parameters)
+        figure = Figure()
+        draw(figure)
+        figure.savefig(file, format="svg", metadata={**dict.fromkeys(METADATA), **(metadata or {})}, **options)
+    return file.getvalue()
