@@ -93,7 +93,7 @@ def test_terms_give_the_same_bits_and_figures_everywhere(ranks, tmp_path, config
 def test_terms_have_to_be_counted_before(ranks, config):
     (message,) = ranks(1, run_on_rank, config("a", named='"inc"'))
     assert re.search(
-        r"ModelError: the loss has the terms \['inc'\], but term_counts\(batch\) tells .*\['ink'\]", message
+        r"ModelError: the loss has the terms \['inc'\], but term_counts\(batch\) gives .*\['ink'\]", message
     )
     (message,) = ranks(1, run_on_rank, config("c", named='"ink"', told=" * 2"))
     assert re.search(r"ModelError: the term 'ink' of the loss counts (\d+) in shard 0 of step 1, .* let both", message)

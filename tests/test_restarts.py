@@ -26,6 +26,9 @@ rank, folder = int(os.environ["RANK"]), Path(os.environ["LOCKSTEP_TEST_FOLDER"])
 with (folder / f"starts-{rank}").open("a") as file:
     file.write(f"{os.environ['WORLD_SIZE']}\\n")
 start = len((folder / f"starts-{rank}").read_text().splitlines())
+files = [folder / f"starts-{each}" for each in range(int(os.environ["WORLD_SIZE"]))]
+while any(not file.exists() or len(file.read_text().splitlines()) < start for file in files):
+    time.sleep(0.01)  # nobody dies before all have started
 
 
 def checkpoint(step):
@@ -146,7 +149,7 @@ def test_the_cause_is_named_before_those_who_suffer_from_it(run):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_the_watching_thread_found_is_repeated_where_the_terminal_has_not_seen_it(run, rank):
     verdict = json.dumps({"rank": rank, "text": "rank 0 waits for Godot"})
-    script = f"(folder / 'logs' / 'verdict.json').write_text({verdict!r})\nsys.exit(6 if rank == {rank} else 5)"
+    script = f"(folder / 'logs' / 'verdict.json').write_text({verdict!r})\nrank != {rank} and time.sleep(1)\nsys.exit(6 if rank == {rank} else 5)"
     code, said, _ = run(script, max_restarts=0)
     assert code == 6
     assert ("rank 0 waits for Godot\n" in said) == (rank == 1)
