@@ -1,6 +1,9 @@
 """Micro-batches as they are fetched: equal for any number of workers, each sample once over any number of ranks."""
 
+import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -74,6 +77,22 @@ def test_workers_change_nothing():
     plain = list(loader(requests_of(order_of())))
     assert_same(plain, loader(requests_of(order_of()), workers=2))
     assert len({tuple(m.batch["python"].tolist()) for m in plain}) == len(plain)
+
+
+@pytest.mark.parametrize("command", [["train", "c.yaml"], ["tune", "c.yaml", "--lr", "--steps", "10"]])
+def test_a_temporary_folder_with_a_long_path_is_no_obstacle(tmp_path, command):
+    """Unix sockets have paths of at most 107 bytes: workers that cannot open theirs send no batch and no error."""
+    (tmp_path / "c.yaml").write_text(
+        "data: {kind: digits, limit: 96, workers: 2}\nmodel: {kind: cnn}\ntrain: {steps: 2, global_batch: 16}\n"
+    )
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-m", "lockstep", *command]
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.returncode in (0, 1), done.stderr  # ten steps of a sweep may find no rate
+    assert "step 2/2" in done.stdout or "rate" in done.stdout, done.stdout
 
 
 def test_randomness_belongs_to_the_samples():

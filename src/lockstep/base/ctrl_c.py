@@ -77,6 +77,9 @@ def blocked() -> Iterator[None]:
 
 def start(process: "BaseProcess", context: "BaseContext") -> None:
     """Start a process with SIGINT blocked; it stays unblocked here while a fork server imports modules for seconds."""
+    from lockstep.base import socket_folder  # noqa: PLC0415 (slow)
+
+    socket_folder.ensure_short()
     if context.get_start_method() == "forkserver":
         from multiprocessing import forkserver  # noqa: PLC0415 (slow)
 

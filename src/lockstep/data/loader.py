@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lockstep.base import socket_folder
 from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError, LockstepError
 from lockstep.base.model_contracts import MicroBatch
@@ -41,6 +42,8 @@ class Loader:
         self.device, self.faults = device, faults or Faults()
         self.dtypes: dict[str, torch.dtype] = {}
         options: dict[str, Any] = {"prefetch_factor": PREFETCH, "worker_init_fn": _start_worker} if workers else {}
+        if workers:
+            socket_folder.ensure_short()
         if workers and sys.platform == "linux":
             options["multiprocessing_context"] = "fork"  # a user's source from a file could not be pickled
             options["worker_init_fn"] = partial(_start_worker, stacks=StackFiles(workers))
