@@ -143,7 +143,7 @@ def test_the_peak_is_that_of_a_real_training(whole, tmp_path, world):
     launcher, peak = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE), 0
     while launcher.poll() is None:
         with suppress(psutil.Error, OSError):
-            for worker in psutil.Process(launcher.pid).children():
+            for worker in psutil.Process(launcher.pid).children(recursive=True):
                 status = Path(f"/proc/{worker.pid}/status").read_text()
                 peak = max([peak, *(1024 * int(each) for each in re.findall(r"VmHWM:\s+(\d+)", status))])
         time.sleep(0.02)

@@ -290,10 +290,10 @@ def test_an_ended_command_goes_on(predict, images_model, photos):
     process, workers = begun(images_model, photos, "--out", out, "--processes", 2)
     assert len(workers) == 2
     workers[0].kill()
-    time.sleep(0.5)
+    while "a process was killed by SIGKILL: another one takes its place" not in process.stdout.readline():
+        assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     said = process.communicate(timeout=60)[0]
-    assert "a process was killed by SIGKILL: another one takes its place" in said
     assert process.returncode == 75 and say in said, said
     assert "Traceback" not in said and "Warning" not in said
     assert not psutil.wait_procs(workers, timeout=10)[1]

@@ -108,6 +108,8 @@ class Plan:
     """How many times the command is run on this machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that the launcher sets."""
+    modules: tuple[str, ...] = ()
+    """What each process imports, as far as it is known."""
     files: dict[Path, str] = field(default_factory=dict)
     """Scripts and manifests that it would write and submit: file -> text."""
 

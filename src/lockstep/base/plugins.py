@@ -46,10 +46,18 @@ def implementation(family: str, name: str, part: str = "") -> Any:
     Raises ConfigError where there is no `_NAME_PART.py`.
     """
     settings, companion = find(family, name), f"_{name}_{part}" if part else f"_{name}"
-    has_companion = ROOT.joinpath(*family.split("."), f"{companion}.py").is_file()
-    if part and not has_companion:
+    if part and not _has(family, companion):
         raise ConfigError(f"nothing is known of its {part}: there is no {companion}.py beside {name}.py")
-    return importlib.import_module(f"lockstep.{family}.{companion}") if has_companion else settings
+    return importlib.import_module(f"lockstep.{family}.{companion}") if _has(family, companion) else settings
+
+
+def implementation_name(family: str, name: str) -> str:
+    """The name of the module that implements a plugin, without importing it."""
+    return f"lockstep.{family}._{name}" if _has(family, f"_{name}") else f"lockstep.{family}.{name}"
+
+
+def _has(family: str, module: str) -> bool:
+    return ROOT.joinpath(*family.split("."), f"{module}.py").is_file()
 
 
 def hook(family: str, name: str, function: str) -> Any:

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from lockstep.base import socket_folder
 from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError, LockstepError
+from lockstep.base.lifetime import end_with_parent
 from lockstep.base.model_contracts import MicroBatch
-from lockstep.core.host.lifetime import end_with_parent
 from lockstep.core.host.loader_stacks import StackFiles
 from lockstep.data.bad_samples import Faults
 from lockstep.data.fetching import MicroBatchDataset

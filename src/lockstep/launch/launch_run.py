@@ -2,8 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -13,6 +13,7 @@ from lockstep.base import config, plugins, storage
 from lockstep.base.contracts import Launcher, Plan, Request
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError, PeerLost
 from lockstep.launch import run_folder
+from lockstep.launch.elastic import fork_server
 from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.node import Node, worker_plan
 from lockstep.launch.elastic.rendezvous import Endpoint
@@ -90,9 +91,17 @@ def launch(recipe: Recipe, arguments: tuple[str, ...], *, name: str = "launch") 
 
 def write_plan(recipe: Recipe, request: Request, launcher: Launcher, *, is_training: bool = True) -> Plan:
     """Write recipe, plan files and the launcher's note into the run's folder -> the plan. Raises UserError."""
-    plan = launcher.plan(request)
+    plan = replace(launcher.plan(request), modules=worker_modules(recipe, request.arguments))
     _write(recipe, request, plan, training=launcher if is_training else None)
     return plan
+
+
+def worker_modules(recipe: Recipe, arguments: Sequence[str]) -> tuple[str, ...]:
+    """What every worker with these arguments imports."""
+    task = arguments[arguments.index("--task") + 1] if "--task" in arguments else "train"
+    kinds = {"data.sources": recipe.data, "models": recipe.model, "parallel.strategies": recipe.parallel}
+    plugin = (plugins.implementation_name(family, section.kind) for family, section in kinds.items())
+    return ("lockstep.run.worker", f"lockstep.run.tasks.{task}", *plugin, *recipe.model.LIBRARIES)
 
 
 def launch_node(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, node: NodeAddress) -> int:
@@ -100,7 +109,10 @@ def launch_node(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, node:
 
     Raises UserError, PeerLost.
     """
-    with Membership(node.endpoint, node.node_rank, recipe.launch) as membership:
+    with (
+        fork_server.serving(worker_modules(recipe, arguments), recipe.launch, threads=recipe.run.threads) as server,
+        Membership(node.endpoint, node.node_rank, recipe.launch) as membership,
+    ):
         named = recipes.with_run_name(recipe, path)
         assert named.run.name is not None
         run = named.run.model_copy(update={"name": membership.agree_on_name(named.run.name)})
@@ -111,7 +123,7 @@ def launch_node(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, node:
             _write(recipe, request, plan, training=build_launcher(recipe))
         membership.join(recipe.folder)
         try:
-            return _with_resume_hint(recipe, Node(membership, plan, recipe.folder / "logs").run)
+            return _with_resume_hint(recipe, Node(membership, plan, recipe.folder / "logs", fork_server=server).run)
         except PeerLost as error:
             if membership.is_leader or recipe.launch.REJOINS:
                 raise

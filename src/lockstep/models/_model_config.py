@@ -16,6 +16,8 @@ class ModelSection(PluginSection):
     """Whether it has a tokenizer and takes token ids."""
     MEASURES_ITSELF: ClassVar[bool] = False
     """Whether it may define its own metrics, whose names the config cannot be checked against."""
+    LIBRARIES: ClassVar[tuple[str, ...]] = ()
+    """Modules that it takes seconds to import: done once for all workers, before they start."""
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Settings that `lockstep init` writes for it, by section."""
 

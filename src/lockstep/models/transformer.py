@@ -22,6 +22,7 @@ class Config(ModelSection):
 
     PRETRAINED: ClassVar[bool] = True
     TAKES_TOKENS: ClassVar[bool] = True
+    LIBRARIES: ClassVar[tuple[str, ...]] = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "train": {"epochs": 2, "global_batch": 32, "micro_batch": 16},
         "optim": {"lr": 1e-4},

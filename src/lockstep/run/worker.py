@@ -8,7 +8,7 @@ One process by itself, or one of many under torchrun or any launcher that sets t
 # ruff: noqa: E402 (the imports take seconds, during which the launcher has to be watched already)
 import sys
 
-from lockstep.core.host.lifetime import LAUNCHER, begin
+from lockstep.base.lifetime import LAUNCHER, begin
 
 if __name__ == "__main__":
     begin(sys.argv)
@@ -31,6 +31,7 @@ from lockstep.base.world import World
 from lockstep.checkpoint.writer import THREAD
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import broadcast_object, reported_once
+from lockstep.core.host import deferred_dynamo
 from lockstep.core.host.signals import SignalWatch
 from lockstep.run import leftover_processes, recipe_trust
 from lockstep.run import recipe as recipes
@@ -62,6 +63,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Run one process to its end; returns its exit code."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    deferred_dynamo.install()
     options, world, signals = arguments(argv), World.from_environment(), SignalWatch()
     closed_output.tolerate_lost_reader()
     append_to_logs()
@@ -144,5 +146,10 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def run(argv: list[str]) -> NoReturn:
+    """Run one process to its end, and exit."""
+    leave(main(argv))
+
+
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    run(sys.argv[1:])

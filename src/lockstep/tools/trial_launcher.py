@@ -10,8 +10,8 @@ from pathlib import Path
 from lockstep.base import trust
 from lockstep.base.contracts import Request
 from lockstep.base.errors import Interrupted
-from lockstep.core.host.lifetime import end_with_parent
-from lockstep.launch import launch_run
+from lockstep.base.lifetime import end_with_parent
+from lockstep.launch.elastic import environment
 from lockstep.run import recipe as recipes
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
@@ -22,13 +22,19 @@ def main(argv: list[str]) -> int:
     end_with_parent("SIGTERM")
     config, processes, device, task, request = argv
     recipe = recipes.load(Path(config))
+    environment.set_threads(recipe.run.threads)
+    from lockstep.launch import launch_run  # noqa: PLC0415 (imports torch)
+
     alone = recipe.launch.model_copy(update={"processes": 1})
     launcher = launch_run.build_launcher(recipe.model_copy(update={"launch": alone}))
     arguments = ("--task", task, "--request", request, trust.OPTION)  # the calling command has checked that
     plan = launcher.plan(Request(recipe=Path(config), arguments=arguments))
-    environment = {**plan.environment, **(NO_GPUS if device == "cpu" else {})}
+    variables = {**plan.environment, **(NO_GPUS if device == "cpu" else {})}
+    plan = replace(
+        plan, processes=int(processes), environment=variables, modules=launch_run.worker_modules(recipe, arguments)
+    )
     try:
-        return launcher.run(replace(plan, processes=int(processes), environment=environment), recipe.folder / "logs")
+        return launcher.run(plan, recipe.folder / "logs")
     except Interrupted as error:
         return error.exit_code
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from lockstep.base import config, plugins, storage
 from lockstep.base.errors import LockstepError
 from lockstep.base.events import Bus
-from lockstep.core.host.lifetime import end_family
+from lockstep.base.lifetime import end_family
 from lockstep.core.host.memory_meter import descendants_bytes
 from lockstep.parallel.strategy_config import StrategySection
 from lockstep.run.recipe import Recipe

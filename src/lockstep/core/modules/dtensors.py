@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 def is_dtensor(tensor: object) -> TypeGuard["DTensor"]:
     """Whether it is a DTensor. Importing DTensor takes half a second; where it is not imported, there is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    known = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # a thread may be importing it
+    return known is not None and isinstance(tensor, known)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from lockstep.base import storage, trust, user_code
 from lockstep.base.errors import DataError, LockstepError, ModelError, SampleError
-from lockstep.core.host.lifetime import end_with_parent
+from lockstep.base.lifetime import end_with_parent
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.data.images import pixels_of
 from lockstep.inference.export.export_facts import ExportFacts

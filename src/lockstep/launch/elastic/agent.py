@@ -4,7 +4,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from lockstep.base import ctrl_c
 from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
+from lockstep.launch.elastic.fork_server import ForkServer
 from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.rendezvous import STORE_TIMEOUT
 
@@ -43,6 +44,8 @@ class WorkerGroupStart:
     processes: int
     logs: Path
     grace_seconds: int
+    fork_server: ForkServer | None
+    """None: each worker is started as a new process."""
 
 
 class Rendezvous(RendezvousHandler):
@@ -50,7 +53,7 @@ class Rendezvous(RendezvousHandler):
 
     def __init__(self, membership: Membership, round_end: Callable[[], RoundEnded | None]) -> None:
         self.membership, self.round_end = membership, round_end
-        self._other_children = set(psutil.Process().children())
+        self._other_children = set(psutil.Process().children(recursive=True))
 
     def get_backend(self) -> str:
         return "lockstep"
@@ -109,7 +112,7 @@ def run_round(
         max_restarts=0,  # the agent would restart after any error, and never on fewer processes
     )
     grace: dict[str, Any] = {"shutdown_timeout": start.grace_seconds} if HAS_GRACE else {}
-    agent = Agent(spec, RankLogs(start.logs), exit_barrier_timeout=EXIT_BARRIER_SECONDS, **grace)
+    agent = Agent(start.fork_server, spec, RankLogs(start.logs), exit_barrier_timeout=EXIT_BARRIER_SECONDS, **grace)
     kills_before = oom_kills()
     result = agent.run()
     if not result.is_failed():
@@ -118,10 +121,14 @@ def run_round(
 
 
 class Agent(LocalElasticAgent):
-    """PyTorch's agent; workers start with SIGINT blocked, until they have a handler for it."""
+    """PyTorch's agent; workers are forked where they can be, and start with SIGINT blocked until they handle it."""
+
+    def __init__(self, fork_server: ForkServer | None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fork_server = fork_server
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with ctrl_c.blocked():
+        with self.fork_server.starts_workers() if self.fork_server else nullcontext(), ctrl_c.blocked():
             return super()._start_workers(worker_group)
 
 
@@ -163,7 +170,7 @@ def signals_raised() -> Iterator[None]:
 
 
 def kill_children(keep: set[psutil.Process]) -> None:
-    """Kill the children of this process, except for `keep`."""
-    for child in set(psutil.Process().children()) - keep:
+    """Kill the descendants of this process, except for `keep`."""
+    for child in set(psutil.Process().children(recursive=True)) - keep:
         with suppress(psutil.Error):
             child.kill()

@@ -1,11 +1,19 @@
 """The environment variables of every worker: all are set here and shown by --dry-run."""
 
+import os
+import sys
 from pathlib import Path
 
 from lockstep.launch.launch_config import LaunchSection
 
 FLIGHT_RECORDER_EVENTS = 2000
 """Per process: a few steps of a deep model."""
+
+
+def set_threads(threads: int) -> None:
+    """Set what OpenMP reads when torch is imported, so that workers can be forked from this process."""
+    if "torch" not in sys.modules:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def environment(section: LaunchSection, *, threads: int, logs: Path, interface: str | None = None) -> dict[str, str]:

@@ -17,6 +17,7 @@ from lockstep.base.errors import Interrupted, LockstepError, PeerLost
 from lockstep.launch.elastic.agent import RoundEnded, WorkerGroupStart, kill_children, run_round, signals_raised
 from lockstep.launch.elastic.environment import environment
 from lockstep.launch.elastic.failure import Failure, node_failure
+from lockstep.launch.elastic.fork_server import ForkServer
 from lockstep.launch.elastic.leader import Leader
 from lockstep.launch.elastic.membership import Membership, RoundState
 from lockstep.launch.elastic.rendezvous import Endpoint, interface_to
@@ -27,8 +28,9 @@ LEAVE_SECONDS = 10.0
 
 
 class Node:
-    def __init__(self, membership: Membership, plan: Plan, logs: Path) -> None:
+    def __init__(self, membership: Membership, plan: Plan, logs: Path, *, fork_server: ForkServer | None) -> None:
         self.membership, self.section, self.logs = membership, membership.section, logs
+        self.fork_server = fork_server
         own = ("--began", f"{time.time():.3f}", "--launcher", str(os.getpid()))
         self.plan = replace(plan, argv=(*plan.argv, *own))
 
@@ -44,7 +46,7 @@ class Node:
         os.environ.update(self.plan.environment)
         self.logs.mkdir(parents=True, exist_ok=True)
         self.membership.publish(processes=self.plan.processes)
-        other_children, leave_seconds = set(psutil.Process().children()), LEAVE_SECONDS
+        other_children, leave_seconds = set(psutil.Process().children(recursive=True)), LEAVE_SECONDS
         with signals_raised():
             try:
                 return self._lead() if self.membership.is_leader else self._follow()
@@ -90,6 +92,7 @@ class Node:
             processes=min(self.plan.processes, plan["max_processes"] or self.plan.processes),
             logs=self.logs,
             grace_seconds=self.section.grace_seconds,
+            fork_server=self.fork_server,
         )
         try:
             return run_round(start, self.membership, lambda: self._round_end(state.number))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import LaunchError
+from lockstep.launch.elastic import fork_server
 from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.node import Node, worker_plan
 from lockstep.launch.launchers._own_process import OwnProcess
@@ -30,9 +31,12 @@ class Local(OwnProcess):
         Rank 0 writes to the terminal, the others to logs/rank-N.log. Raises Interrupted after SIGINT or SIGTERM,
         once every process has ended.
         """
-        with Membership(None, 0, self.config) as membership:
+        with (
+            fork_server.serving(plan.modules, self.config, threads=self.threads) as server,
+            Membership(None, 0, self.config) as membership,
+        ):
             membership.join(logs.parent)
-            return Node(membership, plan, logs).run()
+            return Node(membership, plan, logs, fork_server=server).run()
 
 
 def build(config: Config, *, threads: int, shards: int) -> Local:

@@ -6,11 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from filelock import FileLock, Timeout
 
-from lockstep.base import config, plugins, storage
+from lockstep.base import config, lifetime, plugins, storage
 from lockstep.base.errors import Desync, Interrupted, LaunchError
 from lockstep.base.events import RunEnded, RunStarted, StepDone
 from lockstep.base.world import World
@@ -46,7 +45,7 @@ class FirstStepTimer:
 
     def notice(self, event: object) -> None:
         if self.seconds is None and isinstance(event, StepDone):
-            self.seconds = round(time.time() - psutil.Process().create_time(), 3)
+            self.seconds = round(lifetime.age_seconds(), 3)
 
     def close(self) -> None:
         pass

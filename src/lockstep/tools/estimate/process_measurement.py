@@ -53,6 +53,8 @@ class Measurement:
         self.order = self.data.order()
 
     def facts(self) -> Measurements:
+        import torch.distributed.checkpoint  # noqa: F401, PLC0415 (held by every process that saves)
+
         before = self.meter.reset()
         model = build.build_model(self.recipe, self.data.train.spec).to(self.device)
         build_peak = self.meter.peak()

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import Interrupted, LockstepError
+from lockstep.base.lifetime import end_with_parent
 from lockstep.base.world import World
 from lockstep.core.distributed import process_group
-from lockstep.core.host.lifetime import end_with_parent
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.data.dataset import select

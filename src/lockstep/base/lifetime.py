@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -18,6 +19,10 @@ LAUNCHER = "--launcher"
 LOST = PeerLost.exit_code
 PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>: set the signal that this process gets when its parent ends."""
+PR_SET_NAME = 15
+"""From <sys/prctl.h>: set the name that `top` and `ps -o comm` show, of at most 15 bytes."""
+began: float | None = None
+"""When this process's start began (seconds since 1970), if another process has done a part of it."""
 
 
 def end_with_parent(name: str, parent: int | None = None) -> None:
@@ -29,9 +34,21 @@ def end_with_parent(name: str, parent: int | None = None) -> None:
             os._exit(LOST)
 
 
+def name_process(name: str) -> None:
+    """Set the name of this process in `top` (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+
+
+def age_seconds() -> float:
+    """Since the start of this process, imports included."""
+    return time.time() - (began or psutil.Process().create_time())
+
+
 def begin(argv: Sequence[str]) -> None:
     """The first thing that a worker does, before slow imports: tie its life to the launcher's, and leave messages about
     Ctrl-C to the launcher."""
+    name_process(f"lockstep-rank-{os.environ.get('RANK', 0)}")
     os.environ.pop("PYTHONSAFEPATH", None)  # set for this process, not for those that the user's code starts
     if LAUNCHER in argv:
         ctrl_c.exit_silently(Interrupted.exit_code)

@@ -1,0 +1,89 @@
+"""Defers the import of torch's compiler, which training without `torch.compile` never uses.
+
+DDP, FSDP and every optimizer import `torch._dynamo` only to exclude themselves from it (torch 2.13: torch/_compile.py,
+torch/optim/optimizer.py, torch/nn/parallel/distributed.py), which takes a second, a fourth of the time to the first
+step. `install` puts a module in its place that answers these calls, and becomes the real one as soon as anything else
+is asked of it.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+NAME = "torch._dynamo"
+FSDP_HOOKS = "skipping FSDP hooks"
+"""FSDP's reason for what it excludes, anew for every call."""
+
+
+def install() -> None:
+    """Defer `torch._dynamo`, unless it is imported already."""
+    if NAME not in sys.modules and (spec := importlib.util.find_spec(NAME)):
+        sys.modules[NAME] = vars(torch)["_dynamo"] = DeferredDynamo(spec)
+        sys.meta_path.insert(0, SubmoduleFinder())
+
+
+class DeferredDynamo(ModuleType):
+    """Stands for `torch._dynamo`: nothing is compiled, so nothing has to be excluded from it."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        super().__init__(NAME)
+        self.__spec__, self.__file__, self.__path__ = spec, spec.origin, spec.submodule_search_locations or []
+        self.excluded: list[Any] = []
+        """Functions that torch excluded; each keeps the answer."""
+        self.utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # its default
+        self.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
+
+    def graph_break(self, msg: str = "") -> None:
+        """Do nothing: there is no graph."""
+
+    def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
+        """Return a function of torch's own as it is; a user's may be called while something is compiled."""
+        is_lazy = not options.get("wrapping", True)
+        if not is_lazy and options.get("reason") != FSDP_HOOKS:
+            return imported().disable(fn, *args, **options)
+        if is_lazy:
+            self.excluded.append(fn)
+        return fn
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as `inspect` asks every module
+            raise AttributeError(name)
+        return getattr(imported(), name)
+
+
+def imported() -> ModuleType:
+    """The real `torch._dynamo`; what was excluded before is excluded again at its next call."""
+    deferred = sys.modules[NAME]
+    if isinstance(deferred, DeferredDynamo):
+        del sys.modules[NAME], vars(torch)["_dynamo"]
+        for function in deferred.excluded:
+            vars(function).pop("__dynamo_disable", None)
+    return importlib.import_module(NAME)
+
+
+class SubmoduleFinder(MetaPathFinder):
+    """Imports the real package before any of its submodules."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name.startswith(f"{NAME}.") and isinstance(sys.modules.get(NAME), DeferredDynamo):
+            package = imported()
+            if name not in sys.modules:
+                return importlib.machinery.PathFinder.find_spec(name, package.__path__)
+            return ModuleSpec(name, Existing())
+        return None
+
+
+class Existing(Loader):
+    """Loads a module that has just been imported."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to do."""

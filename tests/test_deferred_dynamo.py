@@ -1,0 +1,78 @@
+"""Training never imports torch's compiler by itself; whoever compiles gets the real one, with what torch excludes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+CONFIG = "data: {kind: digits, limit: 64}\ntrain: {steps: 2, global_batch: 16}\n"
+RUN = """
+import json, sys
+sys.argv = ["worker", "c.yaml", *sys.argv[1:]]
+from lockstep.run import worker
+code = worker.main(sys.argv[1:])
+print(json.dumps([code, type(sys.modules["torch._dynamo"]).__name__]))
+"""
+COMPILED = """
+import sys
+import torch
+from torch import nn
+from lockstep.core.host import deferred_dynamo
+
+deferred_dynamo.install()
+layer = nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(layer.parameters())
+layer(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+assert type(torch._dynamo).__name__ == "DeferredDynamo"
+assert "sympy" not in sys.modules
+
+SUBMODULE
+traced = []
+
+def backend(graph, inputs):
+    traced.extend(node.op for node in graph.graph.nodes)
+    return graph.forward
+
+@torch.compiler.disable
+def excluded(x):
+    return x.sin()
+
+def function(x):
+    optimizer.zero_grad()
+    return excluded(x * 2) + 1
+
+assert torch.compile(function, backend=backend)(torch.zeros(3)).tolist() == [1, 1, 1]
+assert traced
+assert sys.modules["torch._dynamo"] is torch._dynamo
+assert type(torch._dynamo).__name__ == "module"
+assert torch._dynamo.config is sys.modules["torch._dynamo.config"]
+assert type(torch.optim.Optimizer.zero_grad.__wrapped__).__name__ == "function"
+assert torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable is not torch.optim.Optimizer.zero_grad.__wrapped__
+"""
+
+
+@pytest.mark.parametrize("kind", ["ddp", "single"])
+def test_training_does_not_import_it(tmp_path, kind):
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    words = [sys.executable, "-c", RUN, f"parallel.kind={kind}"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, "DeferredDynamo"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "submodule",
+    [
+        "",
+        "import torch._dynamo.config",
+        "from torch._dynamo import utils",
+        "from torch._dynamo.eval_frame import innermost_fn",
+    ],
+)
+def test_who_compiles_gets_the_real_one(submodule):
+    """However it is imported: once, and with what torch had excluded before."""
+    code = COMPILED.replace("SUBMODULE", submodule)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

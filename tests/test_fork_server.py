@@ -1,0 +1,110 @@
+"""Workers that are forked: as isolated as new processes, with the same weights; and the end of their server."""
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from test_launch import LONG, SHORT, lockstep, started, summary, wait_for_steps, workers
+
+USER_CODE = """
+import json, os, signal, sys
+from pathlib import Path
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+    def forward(self, batch):
+        return self.head(batch["image"].flatten(1) / 255)
+
+def build(options, spec):
+    names = [name for name in dir(signal) if name.startswith("SIG") and "_" not in name]
+    facts = {
+        "environment": {k: v for k, v in os.environ.items() if "PORT" not in k},
+        "path": sys.path,
+        "threads": __import__("torch").get_num_threads(),
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "cwd": os.getcwd(),
+        "ignored": [name for name in names if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN],
+        "files": [os.path.basename(os.readlink(f"/proc/self/fd/{n}")).partition(":")[0] for n in (0, 1, 2)],
+        "leads": os.getpgrp() == os.getpid(),
+        "argv": sys.argv[1:2],
+    }
+    Path(f"facts-{os.environ['LOCKSTEP_TEST_KIND']}-{os.environ['RANK']}.json").write_text(json.dumps(facts))
+    return Net()
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "c.yaml").write_text("data: {kind: digits}\n")
+    return tmp_path
+
+
+def server_of(process):
+    found = [p for p in psutil.Process(process.pid).children() if p.name() == "lockstep-fork"]
+    return found[0] if found else None
+
+
+def test_a_forked_worker_begins_like_a_new_process(config):
+    """The same environment, signals, threads and import path, and the same weights."""
+    (config / "net.py").write_text(USER_CODE)
+    settings = [*SHORT, "train.epochs=1", "model={kind: user, file: net.py}", "launch.processes=2"]
+    facts = {}
+    for kind, more in {"forked": [], "new": ["launch.environment={LOCKSTEP_TEST_KIND: new}"]}.items():
+        environment = {**os.environ, "LOCKSTEP_TEST_KIND": kind}
+        done = lockstep(config, "train", "c.yaml", *settings, f"run.name={kind}", *more, env=environment)
+        assert done.returncode == 0, done.stderr
+        for rank in (0, 1):
+            facts[kind, rank] = json.loads((config / f"facts-{kind}-{rank}.json").read_text())
+            for name in ("LOCKSTEP_TEST_KIND", "TORCHELASTIC_ERROR_FILE"):
+                del facts[kind, rank]["environment"][name]
+            facts[kind, rank]["argv"] = [word.replace(f"/{kind}/", "/RUN/") for word in facts[kind, rank]["argv"]]
+    assert facts["forked", 0] == facts["new", 0]
+    assert facts["forked", 1] == facts["new", 1]
+    assert summary(config, "forked")["digest"] == summary(config, "new")["digest"]
+    assert summary(config, "forked")["first_step_seconds"] > 1, "imports count, whoever did them"
+
+
+def test_a_killed_server_takes_its_workers_along_and_the_run_goes_on(config):
+    arguments = ["train", "c.yaml", *SHORT, "launch.processes=2", "checkpoint.every_steps=3"]
+    whole = lockstep(config, *arguments, "run.name=whole")
+    assert whole.returncode == 0, whole.stderr
+    process = started(config, *arguments, "run.name=killed")
+    wait_for_steps(config / "runs" / "killed", 10)
+    ranks = workers(process)
+    assert [rank.ppid() for rank in ranks] == [server_of(process).pid] * 2
+    server_of(process).kill()
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    assert "was killed (SIGKILL" in output and "Starting again" in output, output
+    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    assert summary(config, "killed")["digest"] == summary(config, "whole")["digest"]
+
+
+def test_a_killed_launcher_leaves_nothing(config):
+    process = started(config, "train", "c.yaml", *LONG, "run.name=long", "launch.processes=2")
+    wait_for_steps(config / "runs" / "long", 3)
+    family = [server_of(process), *workers(process)]
+    process.kill()
+    process.communicate(timeout=30)
+    assert not psutil.wait_procs(family, timeout=20)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_all_processes_is_left_to_the_workers(config, number):
+    """As from a scheduler: the server neither ends nor ends them before they have saved."""
+    process = started(config, "train", "c.yaml", *LONG, "run.name=long", "launch.processes=2")
+    wait_for_steps(config / "runs" / "long", 3)
+    family = [server_of(process), *workers(process)]
+    family[0].send_signal(number)
+    time.sleep(0.5)
+    assert all(each.is_running() for each in family)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and "go on with" in output, output
+    assert not psutil.wait_procs(family, timeout=10)[1]
