@@ -25,7 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from networks import loopback, measured
-from reproducibility import MODELS, RESULTS, SHARDS, WideMLP, placed
+from reproducibility import MODELS, SHARDS, WideMLP, placed
 
 from lockstep.base.events import Bus
 from lockstep.base.model_contracts import Batch, MicroBatch, Model
@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="a file for the table, such as benchmarks/results/checkpoint_stall.md")
     options = parser.parse_args()
     if options.work:
         work(options.work, int(float(os.environ["PAIRS"])), Path(os.environ["FOLDER"]))
@@ -181,8 +182,8 @@ def main() -> None:
             lines.append(row(name, world, found))
             sys.stdout.write(lines[-1] + "\n")
             sys.stdout.flush()
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "checkpoint_stall.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from lockstep.tools.estimate.estimation import estimate
 from lockstep.tools.estimate.forecast_table import ForecastRow
 from lockstep.tools.estimate.machine_measurement import EstimateOptions
 
-RESULTS = Path(__file__).parent / "results"
 LOOK_SECONDS = 0.02
 FIRST_LINES = 1
 """Of the log, not counted: connections, fresh pages, DDP's buckets are made anew."""
@@ -164,6 +163,7 @@ def main() -> None:
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3, help="each predicts anew and trains anew")
     parser.add_argument("--root", type=Path, help="folder in which mnist and ag_news lie")
+    parser.add_argument("--out", type=Path, help="a file for the table, such as benchmarks/results/estimate.md")
     options = parser.parse_args()
     found: dict[Key, list[tuple[ForecastRow, Real]]] = {}
     for _ in range(options.rounds):
@@ -185,8 +185,8 @@ def write(options: argparse.Namespace, found: dict[Key, list[tuple[ForecastRow, 
         "|---|---|---|---|---|---|---|---|---|---|",
         *(line(key, pairs) for key, pairs in found.items()),
     ]
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "estimate.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

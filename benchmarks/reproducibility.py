@@ -36,7 +36,6 @@ from lockstep.training.step import step
 sys.path.insert(0, str(Path(__file__).parent))
 from networks import Place, can_make_namespaces, loopback, measured, namespaces
 
-RESULTS = Path(__file__).parent / "results"
 SHARDS = 4
 """Micro-batches of a step: two per process on two, one on four."""
 
@@ -193,6 +192,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--seconds", type=float, default=20.0, help="how long each pair of settings is timed")
     parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="a file for the table, such as benchmarks/results/reproducibility.md")
     options = parser.parse_args()
     if options.work:
         work(options.work, options.seconds)
@@ -218,8 +218,8 @@ def main() -> None:
                 lines.append(row(name, f"{world}, {where}", times))
                 sys.stdout.write(lines[-1] + "\n")
                 sys.stdout.flush()
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "reproducibility.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

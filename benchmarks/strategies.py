@@ -34,7 +34,7 @@ from lockstep.training.step import step
 
 sys.path.insert(0, str(Path(__file__).parent))
 from networks import loopback, measured
-from reproducibility import RESULTS, SHARDS, encoder
+from reproducibility import SHARDS, encoder
 
 SAMPLES = 16 * SHARDS
 ROWS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="of steps, per row and round")
     parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="a file for the table, such as benchmarks/results/strategies.md")
     options = parser.parse_args()
     if options.work:
         work(options.work, options.seconds)
@@ -133,8 +134,8 @@ def main() -> None:
         *(row(name, rounds) for name in ROWS),
     ]
     sys.stdout.write("\n".join(lines) + "\n")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "strategies.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,13 +18,6 @@ from lockstep.core.modules.blocks import blocks_of
 from lockstep.core.numerics.loss import classification_loss
 from lockstep.models.transformer import Config
 
-PRELOADED = (
-    "transformers.modeling_utils",
-    "transformers.models.auto.modeling_auto",
-    "transformers.tokenization_utils_fast",
-)
-"""Imported ahead of the workers, which would take two seconds each."""
-
 WITHOUT_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Without it, transformers asks on the terminal whether to import the code that config.json names."""
 MAX_CONFIG_BYTES = 64 << 20
