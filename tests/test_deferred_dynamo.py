@@ -67,7 +67,7 @@ def test_training_does_not_import_it(tmp_path, kind):
     [
         "",
         "import torch._dynamo.config",
-        "from torch._dynamo import utils",
+        "from torch._dynamo import utils; utils.counters.clear()",
         "from torch._dynamo.eval_frame import innermost_fn",
     ],
 )

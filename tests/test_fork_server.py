@@ -10,7 +10,7 @@ import pytest
 from test_launch import LONG, SHORT, lockstep, started, summary, wait_for_steps, workers
 
 USER_CODE = """
-import json, os, signal, sys
+import atexit, json, multiprocessing, os, signal, sys
 from pathlib import Path
 from torch import nn
 
@@ -33,7 +33,13 @@ def build(options, spec):
         "files": [os.path.basename(os.readlink(f"/proc/self/fd/{n}")).partition(":")[0] for n in (0, 1, 2)],
         "leads": os.getpgrp() == os.getpid(),
         "argv": sys.argv[1:2],
+        "stdin": sys.stdin.fileno(),
+        "process": multiprocessing.current_process().name,
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "descriptors": len(os.listdir("/proc/self/fd")),
     }
+    mark = Path(f"atexit-{os.environ['LOCKSTEP_TEST_KIND']}-{os.environ['RANK']}")
+    atexit.register(mark.touch)
     Path(f"facts-{os.environ['LOCKSTEP_TEST_KIND']}-{os.environ['RANK']}.json").write_text(json.dumps(facts))
     return Net()
 """
@@ -60,6 +66,7 @@ def test_a_forked_worker_begins_like_a_new_process(config):
         done = lockstep(config, "train", "c.yaml", *settings, f"run.name={kind}", *more, env=environment)
         assert done.returncode == 0, done.stderr
         for rank in (0, 1):
+            assert (config / f"atexit-{kind}-{rank}").exists()
             facts[kind, rank] = json.loads((config / f"facts-{kind}-{rank}.json").read_text())
             for name in ("LOCKSTEP_TEST_KIND", "TORCHELASTIC_ERROR_FILE"):
                 del facts[kind, rank]["environment"][name]

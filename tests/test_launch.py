@@ -64,8 +64,8 @@ def family(process):
 
 def workers(process):
     """The ranks, in order."""
-    found = [p for p in family(process) if p.name().startswith("lockstep-rank-")]
-    return sorted(found, key=lambda p: int(p.name().rpartition("-")[2]))
+    found = [p for p in family(process) if p.name().startswith("lockstep-r")]
+    return sorted(found, key=lambda p: int(p.name().removeprefix("lockstep-r")))
 
 
 def test_pulse(config):

@@ -164,7 +164,7 @@ def test_a_machine_that_is_cut_off(slurm, tmp_path, plain):
     run.is_held()
     slurm.cut("node2")
     run.says("Starting again on 1 process of 1 machine from step-")
-    alone = lambda: not slurm.run("node2", "pgrep", "lockstep-rank").stdout  # noqa: E731
+    alone = lambda: not slurm.run("node2", "pgrep", "lockstep-r").stdout  # noqa: E731
     run.until(alone, "the end of the processes that were cut off")
     slurm.heal("node2")
     run.goes_on()

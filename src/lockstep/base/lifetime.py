@@ -17,6 +17,8 @@ from lockstep.base.errors import Interrupted, PeerLost
 LAUNCHER = "--launcher"
 """Worker option, followed by the launcher's process id."""
 LOST = PeerLost.exit_code
+FORK_SERVER = "lockstep-fork"
+"""The name of the process that workers are forked from."""
 PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>: set the signal that this process gets when its parent ends."""
 PR_SET_NAME = 15
@@ -40,6 +42,11 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
+def rank_name(rank: str) -> str:
+    """The name of a worker's process, short enough for four digits."""
+    return f"lockstep-r{rank}"
+
+
 def age_seconds() -> float:
     """Since the start of this process, imports included."""
     return time.time() - (began or psutil.Process().create_time())
@@ -48,7 +55,7 @@ def age_seconds() -> float:
 def begin(argv: Sequence[str]) -> None:
     """The first thing that a worker does, before slow imports: tie its life to the launcher's, and leave messages about
     Ctrl-C to the launcher."""
-    name_process(f"lockstep-rank-{os.environ.get('RANK', 0)}")
+    name_process(rank_name(os.environ.get("RANK", "0")))
     os.environ.pop("PYTHONSAFEPATH", None)  # set for this process, not for those that the user's code starts
     if LAUNCHER in argv:
         ctrl_c.exit_silently(Interrupted.exit_code)

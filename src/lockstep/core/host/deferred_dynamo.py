@@ -8,10 +8,10 @@ is asked of it.
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,16 +36,18 @@ class DeferredDynamo(ModuleType):
         self.__spec__, self.__file__, self.__path__ = spec, spec.origin, spec.submodule_search_locations or []
         self.excluded: list[Any] = []
         """Functions that torch excluded; each keeps the answer."""
-        self.utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # its default
-        self.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
+        self.utils = DeferredSubmodule("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # its default
+        self.trace_rules = DeferredSubmodule("trace_rules", clear_lru_cache=lambda: None)
 
-    def graph_break(self, msg: str = "") -> None:
-        """Do nothing: there is no graph."""
+    def graph_break(self, *args: Any, **options: Any) -> None:
+        """Do nothing: there is no graph, unless the real module was imported since."""
+        if is_imported():
+            imported().graph_break(*args, **options)
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
         """Return a function of torch's own as it is; a user's may be called while something is compiled."""
         is_lazy = not options.get("wrapping", True)
-        if not is_lazy and options.get("reason") != FSDP_HOOKS:
+        if is_imported() or (not is_lazy and options.get("reason") != FSDP_HOOKS):
             return imported().disable(fn, *args, **options)
         if is_lazy:
             self.excluded.append(fn)
@@ -57,9 +59,25 @@ class DeferredDynamo(ModuleType):
         return getattr(imported(), name)
 
 
+class DeferredSubmodule:
+    """Stands for a module of `torch._dynamo`: answers what DDP and process groups ask."""
+
+    def __init__(self, name: str, **known: Callable[[], Any]) -> None:
+        self._name, self._known = name, known
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known and not is_imported():
+            return self._known[name]
+        return getattr(getattr(imported(), self._name), name)
+
+
+def is_imported() -> bool:
+    return not isinstance(sys.modules.get(NAME), DeferredDynamo)
+
+
 def imported() -> ModuleType:
     """The real `torch._dynamo`; what was excluded before is excluded again at its next call."""
-    deferred = sys.modules[NAME]
+    deferred = sys.modules.get(NAME)
     if isinstance(deferred, DeferredDynamo):
         del sys.modules[NAME], vars(torch)["_dynamo"]
         for function in deferred.excluded:

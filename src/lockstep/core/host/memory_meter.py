@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from lockstep.base.lifetime import FORK_SERVER
+
 if sys.platform == "darwin":
     import resource
 
@@ -35,10 +37,18 @@ def resident_bytes(pid: int) -> int:
 
 
 def descendants_bytes(pid: int) -> int:
-    """Resident memory of all processes below one, without that one."""
+    """Resident memory of all workers below a launcher, and of what they started; each counts the libraries that it
+    shares with the process that it was forked from."""
     with suppress(psutil.Error):
-        return sum(resident_bytes(child.pid) for child in psutil.Process(pid).children(recursive=True))
+        found = psutil.Process(pid).children(recursive=True)
+        return sum(resident_bytes(child.pid) for child in found if _name(child) != FORK_SERVER)
     return 0
+
+
+def _name(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return str(process.name())
+    return ""
 
 
 def peak_bytes() -> int:

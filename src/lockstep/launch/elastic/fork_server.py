@@ -4,20 +4,22 @@ The elastic agent would start each worker as a new interpreter, which imports to
 begin with their first own work, and share the memory of all imported code.
 """
 
+import atexit
 import gc
 import importlib
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 import psutil
@@ -29,11 +31,13 @@ from lockstep.base import ctrl_c, lifetime
 from lockstep.base.errors import Interrupted
 from lockstep.launch.launch_config import LaunchSection
 
-POLL_SECONDS = 0.02
+POLL_SECONDS, IMPORT_POLL_SECONDS = 0.02, 0.1
 KILLED = -9
 """The exit code of workers whose server was killed: they are killed with it."""
-IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
-"""Signals that the server leaves to the workers and to the launcher."""
+SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)
+]
+"""What the server leaves to the workers and to the launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +57,8 @@ def refusal(modules: Sequence[str], section: LaunchSection, *, threads: int) -> 
         return "this system lacks what it needs"
     if torch.backends.cuda.is_built() or torch.xpu._is_compiled():
         return "a driver may have been initialized"
-    if section.environment:
-        return "a new process may read variables of the user's before it runs any code of ours"
+    if section.environment or section.debug:
+        return "a new process may read these variables before it runs any code of ours"
     if not modules:
         return "it is not known what they import"
     if threads != torch.get_num_threads():
@@ -88,15 +92,21 @@ def serving(modules: Sequence[str], section: LaunchSection, *, threads: int) -> 
         server.close()
 
 
+class ServerKilled(ChildProcessError):
+    """The fork server was killed, and its workers with it."""
+
+
 class ForkServer:
     """The launcher's side."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        self.began = psutil.Process().create_time()
-        """When the start of the next workers began: of the first with this process."""
+        self.began: float | None = psutil.Process().create_time()
+        """When the start of the first workers began; None after it."""
         self.codes: dict[int, int] = {}
         """Exit codes of workers by process id."""
-        self.is_alive = True
+        self.is_alive, self.is_importing = True, True
+        self.answer: int | None = None
+        """Of the newest request: a process id, or a negative errno."""
         self.pipe, theirs = Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -110,7 +120,7 @@ class ForkServer:
     @contextmanager
     def starts_workers(self) -> Iterator[None]:
         """Have PyTorch's agent start its workers here, by the function that makes its handlers of processes."""
-        if not self.is_alive:
+        if not self._is_ready():
             yield
             return
         original = api.get_subprocess_handler
@@ -119,33 +129,56 @@ class ForkServer:
             yield
         finally:
             api.get_subprocess_handler = original
-            self.began = time.time()
+            self.began = None
+
+    def _is_ready(self) -> bool:
+        """Wait until it has imported everything; meanwhile signals are handled as always. False if it was killed."""
+        while self.is_importing and self.is_alive:
+            self._receive(IMPORT_POLL_SECONDS)
+        return self.is_alive
 
     def fork(self, start: WorkerStart) -> "ForkedProcess":
-        """Start a worker. Raises OSError if it cannot be started."""
+        """Start a worker. Raises ServerKilled, or OSError if it cannot be started."""
         try:
             self.pipe.send(start)
-            while not isinstance(answer := self.pipe.recv(), int):
-                self._note(answer)
-        except (EOFError, OSError):
+        except OSError:
             self.is_alive = False
-            raise ChildProcessError("the server that starts the workers was killed") from None
-        if answer < 0:
-            raise OSError(-answer, os.strerror(-answer))
-        return ForkedProcess(self, answer)
+        self.answer = None
+        while self.is_alive and self.answer is None:
+            self._receive(POLL_SECONDS)
+        if self.answer is None:
+            raise ServerKilled("the process that starts the workers was killed")
+        if self.answer < 0:
+            raise OSError(-self.answer, os.strerror(-self.answer))
+        self.codes.pop(self.answer, None)  # of an earlier process with this id
+        return ForkedProcess(self, self.answer)
 
     def exit_code(self, pid: int) -> int | None:
         """The exit code of a worker, negative for a signal; None while it runs."""
+        is_gone = not psutil.pid_exists(pid)
+        while self._receive(0.0):
+            pass
+        if is_gone or not self.is_alive:
+            return self.codes.setdefault(pid, KILLED)
+        return self.codes.get(pid)
+
+    def _receive(self, seconds: float) -> bool:
+        """Take a message, if one comes in this time: an exit code, the process id of a new worker, or that all is
+        imported."""
         try:
-            while self.is_alive and self.pipe.poll():
-                self._note(self.pipe.recv())
+            if not self.is_alive or not self.pipe.poll(seconds):
+                return False
+            message = self.pipe.recv()
         except (EOFError, OSError):
             self.is_alive = False
-        return self.codes.get(pid) if self.is_alive else self.codes.setdefault(pid, KILLED)
-
-    def _note(self, exited: tuple[int, int]) -> None:
-        pid, code = exited
-        self.codes[pid] = code
+            return False
+        if message is None:
+            self.is_importing = False
+        elif isinstance(message, int):
+            self.answer = message
+        else:
+            self.codes[message[0]] = message[1]
+        return True
 
     def close(self) -> None:
         """Kill the server, which may be importing, and with it what still runs."""
@@ -164,12 +197,12 @@ class ForkedProcess:
     def poll(self) -> int | None:
         return self.server.exit_code(self.pid)
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
-        end = time.monotonic() + timeout
+        end = math.inf if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("worker", timeout)
+                raise subprocess.TimeoutExpired("worker", timeout or 0.0)
             time.sleep(POLL_SECONDS)
         return code
 
@@ -189,9 +222,14 @@ class ForkedHandler(SubprocessHandler):
             arguments=args[module + 1 :],
             environment=env,
             outputs={descriptor: file.name for descriptor, file in files.items() if file},
-            began=self.server.began,
+            began=self.server.began or time.time(),
         )
         return self.server.fork(start)
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Signal the worker, which may just have exited: the agent learns of it later than the server."""
+        with suppress(ProcessLookupError):
+            super().close(death_sig)
 
 
 # ---- in the server
@@ -202,17 +240,19 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
     code = 1
     try:
         lifetime.end_with_parent("SIGKILL", launcher_pid)
-        lifetime.name_process("lockstep-fork")
+        lifetime.name_process(lifetime.FORK_SERVER)
         os.setsid()
         is_background = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        for name in IGNORED:
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-        if not sys.flags.safe_path:
-            del sys.path[0]  # the script's folder, or the working folder
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            finalizer.atexit = False  # what the launcher made is not a worker's to remove
+        _forget_script_folder()
         for name in modules:
-            with suppress(Exception):  # it belongs to the worker, which will meet it again
+            with suppress(BaseException):  # it belongs to the worker, which will meet it again
                 importlib.import_module(name)
         gc.freeze()  # else the first collection in each worker would copy all of this memory
+        launcher.send(None)
         _loop(launcher, is_background=is_background)
     except (EOFError, ConnectionError):
         code = 0
@@ -222,34 +262,72 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
         os._exit(code)
 
 
+def _forget_script_folder() -> None:
+    """Import nothing from where Python puts a script's folder, as in a process that is started with -P."""
+    script = {os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
+    if not sys.flags.safe_path and sys.path[0] in script:
+        del sys.path[0]
+
+
 def _loop(launcher: Connection, *, is_background: bool) -> NoReturn:
     """Raises EOFError or ConnectionError when the launcher has ended."""
-    running: dict[int, BaseProcess] = {}
-    """By a file descriptor that is readable once the process has exited."""
+    running: dict[int, int] = {}
+    """Process ids by file descriptors that are readable once the process has exited."""
     while True:
         for ready in wait([launcher, *running]):
             if isinstance(ready, int):
-                process = running.pop(ready)
-                process.join()
+                pid = running.pop(ready)
+                status = os.waitid(os.P_PIDFD, ready, os.WEXITED | os.WNOWAIT)
+                assert status is not None
+                code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+                launcher.send((pid, code))
+                os.waitpid(pid, 0)  # afterwards: a process that is gone has been reported
                 os.close(ready)
-                launcher.send((process.pid, process.exitcode))
                 continue
-            options = {
-                "server": os.getpid(),
-                "inherited": [launcher.fileno(), *running],
-                "is_background": is_background,
-            }
-            process = get_context("fork").Process(target=_work, args=(launcher.recv(),), kwargs=options)
+            start = launcher.recv()
             try:
-                process.start()
+                pid = _fork(start, inherited=[launcher.fileno(), *running], is_background=is_background)
             except OSError as error:
                 launcher.send(-(error.errno or 1))
                 continue
-            assert process.pid is not None
-            with suppress(OSError):  # it may have done so itself
-                os.setpgid(process.pid, process.pid)
-            running[os.pidfd_open(process.pid)] = process
-            launcher.send(process.pid)
+            running[os.pidfd_open(pid)] = pid
+            launcher.send(pid)
+
+
+def _fork(start: WorkerStart, *, inherited: Sequence[int], is_background: bool) -> int:
+    """Start a worker -> its process id. Signals that come before it can handle them wait. Raises OSError."""
+    server, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _end(lambda: _work(start, server=server, inherited=inherited, is_background=is_background))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with suppress(OSError):  # it may have done so itself
+        os.setpgid(pid, pid)
+    return pid
+
+
+def _end(main: Callable[[], NoReturn]) -> NoReturn:
+    """Run `main` and end the process as an interpreter does at the end of a script."""
+    code: Any = 1
+    try:
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+            if code is not None and not isinstance(code, int):
+                sys.stderr.write(f"{code}\n")
+                code = 1
+        except BaseException:
+            traceback.print_exc()
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+    finally:
+        os._exit((code or 0) & 0xFF)
 
 
 def _work(start: WorkerStart, *, server: int, inherited: Sequence[int], is_background: bool) -> NoReturn:
@@ -259,10 +337,11 @@ def _work(start: WorkerStart, *, server: int, inherited: Sequence[int], is_backg
     lifetime.end_with_parent("SIGKILL", server)
     for descriptor in inherited:
         os.close(descriptor)
-    for name in IGNORED:
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN if is_background else signal.default_int_handler)
     ctrl_c.exit_silently(Interrupted.exit_code)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     for descriptor, name in start.outputs.items():
         file = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
@@ -270,7 +349,7 @@ def _work(start: WorkerStart, *, server: int, inherited: Sequence[int], is_backg
     os.environ.clear()
     os.environ.update(start.environment)
     os.environ.pop("PYTHONSAFEPATH", None)  # as a new worker does
-    lifetime.name_process(f"lockstep-rank-{start.environment['RANK']}")
+    lifetime.name_process(lifetime.rank_name(start.environment["RANK"]))
     lifetime.began = start.began
     sys.argv = [start.module, *start.arguments]
     importlib.import_module(start.module).run(sys.argv[1:])

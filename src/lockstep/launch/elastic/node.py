@@ -17,7 +17,7 @@ from lockstep.base.errors import Interrupted, LockstepError, PeerLost
 from lockstep.launch.elastic.agent import RoundEnded, WorkerGroupStart, kill_children, run_round, signals_raised
 from lockstep.launch.elastic.environment import environment
 from lockstep.launch.elastic.failure import Failure, node_failure
-from lockstep.launch.elastic.fork_server import ForkServer
+from lockstep.launch.elastic.fork_server import ForkServer, ServerKilled
 from lockstep.launch.elastic.leader import Leader
 from lockstep.launch.elastic.membership import Membership, RoundState
 from lockstep.launch.elastic.rendezvous import Endpoint, interface_to
@@ -100,7 +100,7 @@ class Node:
             if self.membership.disconnected():
                 raise PeerLost(str(end)) from None
             return None
-        except DistError as error:  # before any worker was started
+        except (DistError, ServerKilled) as error:  # before all workers were started
             return node_failure(f"{self.membership.name}: {str(error).splitlines()[0]}")
 
     def _round_end(self, number: int) -> RoundEnded | None:
