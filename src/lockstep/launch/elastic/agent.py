@@ -19,11 +19,10 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from lockstep.base import ctrl_c
 from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
-from lockstep.launch.elastic.fork_server import ForkServer
+from lockstep.launch.elastic.fork_server import SIGNALS, ForkServer
 from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.rendezvous import STORE_TIMEOUT
 
-SIGNALS = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)]
 EXIT_BARRIER_SECONDS = 1
 """The agents need not wait for each other's exit: the leader waits for all outcomes."""
 HAS_GRACE = "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters

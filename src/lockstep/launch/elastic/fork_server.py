@@ -34,10 +34,9 @@ from lockstep.launch.launch_config import LaunchSection
 POLL_SECONDS, IMPORT_POLL_SECONDS = 0.02, 0.1
 KILLED = -9
 """The exit code of workers whose server was killed: they are killed with it."""
-SIGNALS = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)
-]
-"""What the server leaves to the workers and to the launcher."""
+SIGNALS = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1") if hasattr(signal, name)]
+"""What a launcher handles; the server leaves them to it and to the workers."""
+NUMBERS = [getattr(signal, name) for name in SIGNALS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +242,7 @@ def _serve(launcher: Connection, launcher_pid: int, modules: Sequence[str]) -> N
         lifetime.name_process(lifetime.FORK_SERVER)
         os.setsid()
         is_background = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        for number in SIGNALS:
+        for number in NUMBERS:
             signal.signal(number, signal.SIG_IGN)
         for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
             finalizer.atexit = False  # what the launcher made is not a worker's to remove
@@ -296,7 +295,7 @@ def _loop(launcher: Connection, *, is_background: bool) -> NoReturn:
 
 def _fork(start: WorkerStart, *, inherited: Sequence[int], is_background: bool) -> int:
     """Start a worker -> its process id. Signals that come before it can handle them wait. Raises OSError."""
-    server, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    server, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         pid = os.fork()
         if pid == 0:
@@ -337,11 +336,11 @@ def _work(start: WorkerStart, *, server: int, inherited: Sequence[int], is_backg
     lifetime.end_with_parent("SIGKILL", server)
     for descriptor in inherited:
         os.close(descriptor)
-    for number in SIGNALS:
+    for number in NUMBERS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN if is_background else signal.default_int_handler)
     ctrl_c.exit_silently(Interrupted.exit_code)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
     for descriptor, name in start.outputs.items():
         file = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)

@@ -19,8 +19,8 @@ from torch.multiprocessing.spawn import start_processes
 from lockstep.base import ctrl_c
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LaunchError
-from lockstep.launch.elastic.agent import SIGNALS
 from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
+from lockstep.launch.elastic.fork_server import SIGNALS
 from lockstep.launch.elastic.leader import FAILED_SECONDS, resume_hint, rotate_logs
 from lockstep.launch.elastic.node import worker_plan
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, serve_store
