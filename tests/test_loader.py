@@ -1,5 +1,6 @@
 """Micro-batches as they are fetched: equal for any number of workers, each sample once over any number of ranks."""
 
+import gc
 import os
 import random
 import subprocess
@@ -255,3 +256,32 @@ def test_the_world_can_change_at_any_step(case):
     steps = [sorted(i for rows in order.shards(step) for i in rows.tolist()) for step in range(stop)]
     assert sorted(seen) == [(step, i) for step, rows in enumerate(steps) for i in rows]
     assert sorted(i for _, i in seen) == sorted(3 * list(range(order.samples)))
+
+
+class Collecting(Augmented):
+    """Its process collects garbage whenever it reads a sample."""
+
+    def __getitems__(self, indices):
+        gc.collect()
+        return super().__getitems__(indices)
+
+
+def test_workers_do_not_destroy_what_the_training_process_has_left(tmp_path):
+    """Such as a process group in a reference cycle, whose threads a forked process does not have."""
+
+    class Left:
+        def __init__(self):
+            self.own = self
+
+        def __del__(self):
+            (tmp_path / str(os.getpid())).touch()
+
+    gc.disable()
+    try:
+        Left()
+        assert len(list(loader(requests_of(order_of()), workers=1, source=Collecting()))) == 24
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        gc.enable()
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]

@@ -1,5 +1,6 @@
 """Load micro-batches with a DataLoader, in the training process or ahead of it in worker processes."""
 
+import gc
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -99,6 +100,7 @@ def _identity(micro_batch: MicroBatch | LockstepError) -> MicroBatch | LockstepE
 
 def _start_worker(number: int, stacks: StackFiles | None = None) -> None:
     """Set a worker's signals: Ctrl-C reaches it too, but the training process decides when to stop."""
+    gc.freeze()  # garbage of the training process is not a worker's to destroy: a lost process group would end it
     signal.set_wakeup_fd(-1)  # inherited: the parent would receive the worker's signals
     end_with_parent("SIGKILL")  # a worker stuck in the user's code would ignore SIGTERM
     if stacks is not None:
