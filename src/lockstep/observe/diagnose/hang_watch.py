@@ -21,6 +21,7 @@ from lockstep.base.errors import HangDetected, PeerLost
 from lockstep.base.events import RunEnded, RunStarted, StepDone
 from lockstep.base.world import World
 from lockstep.core.host import activity
+from lockstep.launch.elastic.failure import VERDICT
 from lockstep.observe.diagnose.hang_verdict import Report, ranks_text, verdict
 from lockstep.observe.diagnose.heartbeats import Heartbeats
 from lockstep.observe.diagnose.store_notes import StoreNotes
@@ -33,7 +34,6 @@ ANSWER_SECONDS = 5.0
 FIRST_STEPS_SECONDS = 120.0
 """Limit of a step while no two have been measured."""
 TIMES_MEDIAN, LEAST_SECONDS = 10, 30.0
-VERDICT = "verdict.json"
 """Written to the folder of logs when the thread ends the run: {"rank", "text"}."""
 
 
