@@ -37,6 +37,7 @@ def orders(draw, has_lengths=(True, False), full=False):
         global_batch=global_batch,
         micro_batch=micro_batch,
         lengths=draw(drawn) if draw(st.sampled_from(has_lengths)) else None,
+        window=draw(st.integers(1, 9)),
     )
 
 
@@ -82,9 +83,38 @@ def test_a_step_depends_on_its_arguments_alone(order, visited_before):
 
 
 @holds_for(orders(), st.integers(0, 30))
-def test_lengths_only_rearrange_within_a_step(order, step):
+def test_lengths_only_rearrange_within_a_window(order, step):
     plain = replace(order, lengths=None)
-    assert sorted(flat(order.shards(step))) == sorted(flat(plain.shards(step)))
+    place = step % order.steps_per_epoch
+    first = step - place % order.window
+    steps = range(first, min(first + order.window, step - place + order.steps_per_epoch))
+    some, others = (sorted(s for at in steps for s in flat(o.shards(at))) for o in (order, plain))
+    assert some == others
+    assert len(flat(order.shards(step))) == len(flat(plain.shards(step)))
+
+
+@holds_for(orders(has_lengths=(True,)), st.integers(0, 5))
+def test_steps_of_a_window_do_not_overlap_in_length(order, epoch):
+    """But for a smaller last step, whose samples come from a random place between two others."""
+    lengths = [order.lengths[flat(shards)] for shards in epoch_of(order, epoch)]
+    for first in range(0, len(lengths), order.window):
+        ranges = sorted((some.min(), some.max()) for some in lengths[first : first + order.window])
+        assert all(before[1] <= after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+
+
+def test_steps_of_a_window_come_in_any_order():
+    """Long texts are as likely to come first as last, in every epoch anew, and so is the smaller last step."""
+    lengths = np.arange(1000)
+    order = Order(seed=3, samples=995, global_batch=10, micro_batch=5, lengths=lengths, window=10)
+    places, rest = np.zeros((10, 10)), []
+    for epoch in range(400):
+        means = np.array([lengths[flat(shards)].mean() for shards in epoch_of(order, epoch)])
+        for first in range(0, 90, 10):
+            places[np.arange(10), np.argsort(np.argsort(means[first : first + 10]))] += 1
+        rest.append(int((means[90:99] < means[99]).sum()))
+    expected = places.sum() / 100
+    assert ((places - expected) ** 2 / expected).sum() < 81 + 5 * np.sqrt(2 * 81)
+    assert min(np.bincount(rest, minlength=10)) > 15
 
 
 @holds_for(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 10**6), st.integers(0, 10**6))
@@ -219,11 +249,13 @@ def cells(shards, lengths):
     return sum(len(shard) * int(lengths[shard].max()) for shard in shards if len(shard))
 
 
-@holds_for(orders(has_lengths=(True,), full=True), st.integers(0, 100))
-def test_sorting_by_length_never_pads_more(order, step):
+@holds_for(orders(has_lengths=(True,), full=True), st.integers(0, 3))
+def test_sorting_by_length_never_pads_more(order, epoch):
     """Full micro-batches only: where the last one is short, which samples share it can be luckier unsorted."""
     plain = replace(order, lengths=None)
-    assert cells(order.shards(step), order.lengths) <= cells(plain.shards(step), order.lengths)
+    steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+    own, unsorted = (sum(cells(each.shards(step), order.lengths) for step in steps) for each in (order, plain))
+    assert own <= unsorted
 
 
 @holds_for(orders(has_lengths=(True,)), st.integers(0, 100))

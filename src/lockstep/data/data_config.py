@@ -37,12 +37,15 @@ class DataSection(PluginSection):
     """Settings that `lockstep init` writes for it, by section."""
     TEMPLATE: ClassVar[Path | None] = None
     """Template of the Python file, for a source that is the user's own."""
-    incidental: ClassVar[frozenset[str]] = frozenset({"root", "workers", "cache", "augment"})
+    incidental: ClassVar[frozenset[str]] = frozenset({"root", "workers", "cache", "augment", "group_by_length"})
 
     limit: int | None = Field(None, ge=1, le=1000 * MANY)
     """Use only this many training samples, spread evenly over the file, for a quick try; the test split stays whole."""
     workers: int = Field(0, ge=0, le=1024)
     """Processes per rank that fetch data; 0 fetches in the training process. Any number gives the same weights."""
+    group_by_length: int = Field(50, ge=1, le=MANY)
+    """Training samples of different lengths, such as texts: those of this many steps are sorted by length and cut into
+    steps, which are then visited in random order. Less padding, so more samples/s; 1 sorts within each step only."""
     augment: LocalPath | None = None
     """A Python file with `augment(sample)`: every training sample passes through it each time it is drawn, with random
     numbers that belong to the sample and the epoch."""

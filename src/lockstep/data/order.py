@@ -5,7 +5,7 @@ Steps count from 0 over the whole run: step s is step s % S of epoch s // S.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -104,7 +104,11 @@ class Order:
     global_batch: int
     micro_batch: int
     lengths: np.ndarray | None = None
-    """Length of each sample [N]; if given, a micro-batch holds the samples of similar length in its step."""
+    """Length of each sample [N]; if given, a step holds samples of similar length, and so does each of its shards."""
+    window: int = 1
+    """K: the samples of this many steps are sorted by length together, then cut into steps, in random order."""
+    _kept: tuple[int, int, np.ndarray] | None = field(default=None, init=False, repr=False)
+    """The newest window: its epoch, its number and its samples, sorted by length."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -121,15 +125,44 @@ class Order:
 
     def shards(self, step: int) -> list[np.ndarray]:
         """Sample indices of each of the V shards of a step, V arrays of int64 [0..m]."""
-        first = step % self.steps_per_epoch * self.global_batch
-        last = min(first + self.global_batch, self.samples)
-        if self.samples <= MAX_CACHED:
-            rows = permutation(self.seed, self.epoch(step), self.samples)[first:last]
-        else:
-            rows = permuted(np.arange(first, last), seed=self.seed, epoch=self.epoch(step), samples=self.samples)
-        if self.lengths is not None:
-            rows = rows[np.argsort(self.lengths[rows], kind="stable")]
+        epoch, place = self.epoch(step), step % self.steps_per_epoch
+        rows = self._drawn(epoch, place, 1) if self.lengths is None else self._of_window(epoch, place)
         out = [rows[:0]] * self.shards_per_step
         for number, shard in enumerate(bit_reversed(self.shards_per_step)):
             out[shard] = rows[number * self.micro_batch : (number + 1) * self.micro_batch]
         return out
+
+    def _drawn(self, epoch: int, place: int, steps: int) -> np.ndarray:
+        """The samples of `steps` steps from step `place` of an epoch on, without regard to their lengths."""
+        first = place * self.global_batch
+        last = min(first + steps * self.global_batch, self.samples)
+        if self.samples <= MAX_CACHED:
+            return permutation(self.seed, epoch, self.samples)[first:last]
+        return permuted(np.arange(first, last), seed=self.seed, epoch=epoch, samples=self.samples)
+
+    def _of_window(self, epoch: int, place: int) -> np.ndarray:
+        """The samples of step `place` of an epoch, sorted by length.
+
+        The sorted samples of its window are cut into batches of G, and the batches are visited in random order. Where
+        the last step of an epoch is a smaller one, its samples are neighbours too, from a random place.
+        """
+        number, place = divmod(place, self.window)
+        rows = self._sorted_window(epoch, number)
+        full, rest = divmod(len(rows), self.global_batch)
+        seed = int(mix(np.array([self.seed], dtype=np.uint64) ^ np.uint64(number + 1))[0])
+        gap = int(permuted(np.array([0]), seed=seed, epoch=epoch, samples=full + 1)[0]) if rest else full
+        if place == full:
+            return rows[gap * self.global_batch :][:rest]
+        batch = int(permuted(np.array([place]), seed=seed, epoch=epoch, samples=full)[0])
+        return rows[batch * self.global_batch + (rest if batch >= gap else 0) :][: self.global_batch]
+
+    def _sorted_window(self, epoch: int, number: int) -> np.ndarray:
+        """The samples of a window, sorted by length: kept, since all its steps need them."""
+        assert self.lengths is not None
+        kept = self._kept
+        if kept is None or kept[:2] != (epoch, number):
+            rows = self._drawn(epoch, number * self.window, self.window)
+            kept = epoch, number, rows[np.argsort(self.lengths[rows], kind="stable")]
+            kept[2].flags.writeable = False  # shared by all steps
+            object.__setattr__(self, "_kept", kept)  # it follows from the other fields
+        return kept[2]

@@ -36,6 +36,12 @@ class Splits:
         """The token id that short rows are padded with."""
         return self.tokenizer.pad_id if self.tokenizer else 0
 
+    def numeric(self) -> dict[str, Any]:
+        """What of the samples themselves changes the weights, for the numeric recipe."""
+        window = self.recipe.data.group_by_length
+        is_grouped = self.train.lengths is not None and window > 1
+        return {"data.samples": len(self.train)} | ({"data.group_by_length": window} if is_grouped else {})
+
     def order(self) -> Order:
         """The order in which training visits the samples."""
         return Order(
@@ -44,6 +50,7 @@ class Splits:
             global_batch=self.recipe.train.global_batch,
             micro_batch=self.recipe.train.micro_batch,
             lengths=self.train.lengths,
+            window=self.recipe.data.group_by_length,
         )
 
     def training_loader(self, requests: Any, device: torch.device, *, workers: int | None = None) -> Loader:

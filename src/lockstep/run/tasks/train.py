@@ -91,7 +91,7 @@ class TrainTask(WatchedTask):
         parts = self.parts = self.hooks.assembled(self.assemble())
         self.checks = UserCodeChecks(parts, self.warn)
         parts.check_training()
-        self.numeric["data.samples"] = len(parts.data.train)
+        self.numeric |= parts.data.numeric()
         checkpoint = resumed(
             parts.state, self.checkpoints, resume, numeric=self.numeric, allow_drift=allow_drift, warn=self.warn
         )
