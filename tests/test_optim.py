@@ -8,6 +8,7 @@ import torch._dynamo  # the first optimizer imports it, which sets a variable: b
 from pydantic import ValidationError
 from torch import nn
 
+from lockstep.core.reduction.gradient_norm import average_, row_squares
 from lockstep.training.optim import build, learning_rate, set_learning_rate
 from lockstep.training.optim_config import OptimSection, ScheduleSection
 
@@ -191,3 +192,31 @@ def test_impossible_settings_are_refused(section, field, value):
     with pytest.raises(ValidationError) as caught:
         section(**{field: value})
     assert [error["loc"] for error in caught.value.errors()] == [(field,)]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 100.0])
+def test_averaging_and_clipping_are_those_of_pytorch(max_norm):
+    """In one pass over gradients of any layout and size, also such as are larger than a core's cache."""
+    torch.manual_seed(0)
+    shapes = [(700, 400), (5, 3), (4, 2, 3, 3), (), (0, 7), (11,)]
+    sums = [torch.randn(shape) for shape in shapes]
+    sums[2] = sums[2].to(memory_format=torch.channels_last)
+    expected = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter, total in zip(expected, sums, strict=True):
+        parameter.grad = total / 37
+    norm = torch.cat([parameter.grad.flatten() for parameter in expected]).double().norm().float()
+    torch.nn.utils.clip_grad_norm_(expected, max_norm or math.inf)
+    count = torch.tensor(37, dtype=torch.float64)
+    found = average_(sums, row_squares(sums).sum().sqrt(), count=count, max_norm=max_norm)
+    torch.testing.assert_close(found, norm)
+    torch.testing.assert_close(sums, [parameter.grad for parameter in expected], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 16, 31, 384, 4099, 70_000])
+def test_a_rows_square_does_not_depend_on_the_other_rows(columns):
+    rows = torch.randn(7, columns)
+    whole = row_squares([rows])
+    torch.testing.assert_close(whole.double(), rows.double().square().sum(1), rtol=2e-6, atol=0.0)
+    for start in range(7):
+        for end in range(start + 1, 8):
+            assert torch.equal(row_squares([rows[start:end].clone()]), whole[start:end])

@@ -199,3 +199,54 @@ def test_recomputation_draws_the_same():
     assert len(block.drawn) == 2
     assert block.drawn[0] == block.drawn[1]
     assert x.grad.item() == pytest.approx(2 * block.drawn[0][2])
+
+
+# ---- dropout's numbers
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.int32]
+)
+@pytest.mark.parametrize("p", [0.0, 0.001, 0.1, 0.5, 0.9, 1.0])
+def test_dropout_draws_ones_as_often_as_asked(dtype, p):
+    """Also in each of the four places of a draw, and independently of its neighbours."""
+    torch.manual_seed(1)
+    drawn = torch.empty(400_003, dtype=dtype).bernoulli_(p)
+    assert set(drawn.unique().tolist()) <= {0, 1}
+    ones = drawn.double()
+    spread = 5 * (p * (1 - p)) ** 0.5
+    for place in range(4):
+        assert abs(ones[place::4].mean() - p) <= spread / 100_000**0.5 + 2**-16
+    for distance in (1, 2, 3, 4):
+        both = (ones[distance:] * ones[:-distance]).mean()
+        assert abs(both - p * p) <= spread / 400_000**0.5 + 2**-15
+
+
+def test_dropouts_numbers_follow_from_the_seed_and_the_shape():
+    def drawn(*shape, seed=3, generator=None):
+        torch.manual_seed(seed)
+        return torch.empty(*shape).bernoulli_(0.5, generator=generator)
+
+    assert torch.equal(drawn(5, 7), drawn(5, 7)) and not torch.equal(drawn(50), drawn(50, seed=4))
+    assert torch.equal(drawn(5, 7).flatten(), drawn(35))
+    given = torch.Generator().manual_seed(3)
+    assert torch.equal(drawn(35, seed=9, generator=given), drawn(35))
+    across = torch.empty(7, 5).t()
+    torch.manual_seed(3)
+    assert torch.equal(across.bernoulli_(0.5), drawn(5, 7))
+    assert drawn(0).shape == (0,) and drawn(()).ndim == 0
+    with pytest.raises(RuntimeError, match="expects p to be in"):
+        torch.empty(3).bernoulli_(1.5)
+
+
+def test_every_kind_of_dropout_draws_them_and_has_its_gradient():
+    """Modules, functions and PyTorch's attention, in C++; kept values are scaled up."""
+    ones = torch.ones(64, 64, requires_grad=True)
+    dropped = nn.Dropout(0.25)(ones)
+    dropped.sum().backward()
+    assert torch.equal(ones.grad, dropped) and torch.equal(dropped.unique(), torch.tensor([0, 1 / 0.75]))
+    planes = torch.nn.functional.dropout2d(torch.ones(8, 32, 3, 3), 0.5).sum((2, 3)).unique()
+    assert planes.tolist() == [0.0, 18.0]
+    value = torch.eye(16)[None]
+    mixed = torch.nn.functional.scaled_dot_product_attention(value * 0, value, value, dropout_p=0.5)
+    assert set(mixed.unique().tolist()) == {0.0, 0.125}

@@ -108,7 +108,7 @@ def trained_on_rank(folder, kind, steps, options):
     strategy.forward_backward(list(micro_batches(0, strategy.owned)))
     parts = {name: p.grad for name, p in state.module.named_parameters()}
     gradients = whole({name: strategy.sharded(name, grad) for name, grad in parts.items()})
-    norm = strategy.clip(None)
+    norm = strategy.norm()
     state.optimizer.zero_grad(set_to_none=True)
     losses = []
     for number in range(steps):

@@ -72,6 +72,24 @@ def built(name, labels=LABELS):
     return transformer.build(config, DataSpec(modality="text", labels=labels))
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"max_length": 256}, "eager"),
+        ({"max_length": 257}, "sdpa"),
+        ({"attention": "sdpa"}, "sdpa"),
+        ({"attention": "eager", "max_length": 512}, "eager"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto chooses for a CPU here")
+def test_attention_is_chosen_for_the_cpu_or_as_asked(minilm, settings, expected):
+    """An export does not keep it: whoever loads it chooses anew."""
+    spec = DataSpec(modality="text", labels=LABELS)
+    network = transformer.build(transformer.Config(kind="transformer", name=str(minilm), **settings), spec).network
+    assert network.config._attn_implementation == expected
+    assert "attn" not in network.config.to_json_string(use_diff=False)
+
+
 def test_blocks_cover_every_parameter_once(minilm):
     model = built(minilm)
     blocks = model.blocks()

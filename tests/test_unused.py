@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import LockstepError
 from lockstep.base.model_contracts import LossSum, Model
-from lockstep.core.reduction.gradient_norm import normalise_
+from lockstep.core.reduction.gradient_norm import average_
 from lockstep.data.order import Order
 
 
@@ -109,5 +109,5 @@ def test_fsdp_refuses_blocks_that_some_micro_batches_leave_out(ranks):
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_minus_zero_is_a_zero(count):
     gradients = [torch.tensor([-0.0, 0.0, 3.0]), torch.tensor(-0.0)]
-    normalise_(gradients, torch.tensor(count, dtype=torch.float64))
+    average_(gradients, torch.tensor(3.0), count=torch.tensor(count, dtype=torch.float64), max_norm=None)
     assert not any(torch.signbit(gradient).any() for gradient in gradients)

@@ -146,8 +146,8 @@ class Strategy(Protocol):
     def forward(self, batch: Batch) -> Outputs:
         """Run a batch of this rank in evaluation; every rank calls it equally often."""
 
-    def clip(self, max_norm: float | None) -> Tensor:
-        """Return the global gradient norm, 0-dim, and scale gradients down to max_norm; None only measures."""
+    def norm(self) -> Tensor:
+        """Return the global norm of the step's gradients, 0-dim; every rank calls it."""
 
     def state(self) -> dict[str, Tensor]:
         """The live weights and buffers of this rank, by their names in the model before `place`; a shard of a tensor

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -37,6 +37,9 @@ class Config(ModelSection):
     """The hub's branch, tag or commit; a commit can never change."""
     max_length: int = Field(128, ge=2, le=2**20)
     """Maximum number of tokens per text; longer texts are truncated."""
+    attention: Literal["auto", "eager", "sdpa"] = "auto"
+    """Implementation of attention: eager, plain matrix products; sdpa, PyTorch's fused one; auto: eager on a CPU for
+    texts of up to 256 tokens, where it is faster, else what transformers chooses."""
 
     @property
     def modality(self) -> str:

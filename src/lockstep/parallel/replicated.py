@@ -12,13 +12,13 @@ from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
-from lockstep.core.reduction.gradient_norm import clip_, gradients, row_squares
+from lockstep.core.reduction.gradient_norm import gradients, row_squares
 from lockstep.parallel.accumulation import Accumulation
 from lockstep.parallel.micro_batches import MicroBatches
 
 
 class Replicated:
-    """Evaluation, clipping and state of a model that is replicated on every rank."""
+    """Evaluation, gradient norm and state of a model that is replicated on every rank."""
 
     def __init__(self, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         self.randomness, self.precision, self.exact = randomness, precision, exact
@@ -58,13 +58,8 @@ class Replicated:
         with torch.no_grad(), self.precision.autocast(), self.passes.buffers.unchanged():
             return widened(self.model(batch))
 
-    def clip(self, max_norm: float | None) -> Tensor:
-        """The global norm, 0-dim; gradients above max_norm are scaled down in place."""
-        grads = gradients(self.parameters)
-        norm = row_squares(grads).sum().sqrt()
-        if max_norm is not None:
-            clip_(grads, norm, max_norm)
-        return norm
+    def norm(self) -> Tensor:
+        return row_squares(gradients(self.parameters)).sum().sqrt()
 
     def state(self) -> dict[str, Tensor]:
         return self.model.state_dict()

@@ -22,7 +22,7 @@ class Sharded:
     """This rank's parameters by their first name, DTensors where they are sharded."""
     local: dict[str, torch.nn.Parameter]
     """The local tensors of `parameters`: what this rank optimises."""
-    norm: ShardedNorm
+    sharded_norm: ShardedNorm
 
     def __init__(self, randomness: Randomness, precision: Precision) -> None:
         self.randomness, self.precision, self.device = randomness, precision, precision.device
@@ -41,9 +41,8 @@ class Sharded:
         with torch.no_grad(), self.precision.autocast():
             return widened(self.outputs(batch))
 
-    def clip(self, max_norm: float | None) -> Tensor:
-        """The global norm, 0-dim; gradients above max_norm are scaled down in place."""
-        return self.norm.clip(self.local, max_norm)
+    def norm(self) -> Tensor:
+        return self.sharded_norm.global_norm(self.local)
 
     def state(self) -> dict[str, Tensor]:
         """This rank's parameters and buffers by name, DTensors where they are sharded."""

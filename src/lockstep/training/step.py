@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.core.numerics.loss import with_term_weights
-from lockstep.core.reduction.gradient_norm import gradients, normalise_
+from lockstep.core.reduction.gradient_norm import average_, gradients
 from lockstep.training.optim import set_learning_rate
 from lockstep.training.state import TrainState
 
@@ -53,11 +53,11 @@ def step(
     loss = state.strategy.forward_backward(micro_batches)
 
     state.precision.unscale(state.optimizer)
-    grads = gradients(list(state.module.parameters()))
+    norm = state.strategy.norm()
     is_empty = not loss.is_counted and bool(loss.count == 0)
     if not is_empty:
-        normalise_(grads, torch.as_tensor(loss.count).to(torch.float64))
-    norm = state.strategy.clip(clip)
+        grads, count = gradients(list(state.module.parameters())), torch.as_tensor(loss.count).to(torch.float64)
+        norm = average_(grads, norm, count=count, max_norm=clip)
     is_finite = torch.isfinite(loss.total)
     if not state.precision.is_scaled:
         is_finite = is_finite & torch.isfinite(norm)

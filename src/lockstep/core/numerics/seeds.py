@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.core.numerics.bernoulli import use_fast_bernoulli
+
+use_fast_bernoulli()  # on import, so that it does not matter what a process has drawn before
 Forward = Callable[..., Any]
 GeneratorStates = tuple[Tensor, Tensor | None, Any, Any]
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lockstep.core.distributed.collectives import add_disjoint
 
+CACHED = 1 << 17
+"""Elements that stay in a core's cache from one operation to the next."""
 EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
 
@@ -18,25 +20,31 @@ def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def normalise_(grads: Sequence[Tensor], count: Tensor) -> None:
-    """Divide gradients by a count, 0-dim, in place. Minus zero becomes zero, as in parameters that no sample used."""
+def average_(grads: Sequence[Tensor], norm: Tensor, *, count: Tensor, max_norm: float | None) -> Tensor:
+    """Divide summed gradients by a count, 0-dim, and scale them down to max_norm if the result is longer, in place.
+
+    `norm`: of the sums, 0-dim. Returns the norm of the averages before clipping. Minus zero becomes zero, as in
+    parameters that no sample used.
+    """
+    mean_norm = (norm / count).to(norm.dtype)
+    factor = 1 / count
+    if max_norm is not None:
+        factor = factor * (max_norm / (mean_norm + EPSILON)).clamp(max=1.0)
     if grads and grads[0].device.type == "cpu":
         for grad in grads:
-            grad.div_(count).add_(0.0)  # while it is in the cache
+            parts = grad.view(-1).split(CACHED) if grad.is_contiguous() else (grad,)
+            for part in parts:
+                part.mul_(factor).add_(0.0)  # while it is in the cache
     else:
-        torch._foreach_div_(list(grads), count)
+        torch._foreach_mul_(list(grads), factor)
         torch._foreach_add_(list(grads), 0.0)
+    return mean_norm
 
 
 def row_squares(grads: Sequence[Tensor]) -> Tensor:
     """Sum of squares of each row of each gradient, flat [total rows]; a 0-dim gradient is one row."""
-    rows = [g.square().contiguous().view(g.size(0) if g.ndim else 1, -1).sum(1) for g in grads if g.numel()]
-    return torch.cat(rows)
-
-
-def clip_(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place by max_norm / norm where the norm is larger."""
-    torch._foreach_mul_(list(grads), (max_norm / (norm + EPSILON)).clamp(max=1.0))
+    rows = (g.contiguous().view(g.size(0) if g.ndim else 1, -1) for g in grads if g.numel())
+    return torch.cat([torch.linalg.vector_norm(each, dim=1) for each in rows]).square()
 
 
 class ShardedNorm(ABC):
@@ -49,16 +57,13 @@ class ShardedNorm(ABC):
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
         """A table of sums of squares, of which each rank fills other elements and leaves the rest zero."""
 
-    def clip(self, parameters: Mapping[str, Tensor], max_norm: float | None) -> Tensor:
-        """The global norm, 0-dim; the gradients of this rank's parameters are scaled down to max_norm."""
+    def global_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """The global norm, 0-dim, from the gradients of each rank's parameters. A collective."""
         grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         table = self.squares(grads)
         if self.group.size() > 1:
             add_disjoint(table, self.group)
-        norm = table.sum().sqrt()
-        if max_norm is not None and grads:
-            clip_(list(grads.values()), norm, max_norm)
-        return norm
+        return table.sum().sqrt()
 
 
 class RowwiseNorm(ShardedNorm):

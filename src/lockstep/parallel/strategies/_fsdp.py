@@ -63,7 +63,7 @@ class FullyShardedDataParallel(Sharded):
             n: nn.Parameter(local_tensor(p), requires_grad=p.requires_grad) for n, p in self.parameters.items()
         }
         first_row = {name: global_offset(self.parameters[name])[0] for name in num_rows}
-        self.norm = RowwiseNorm(num_rows, first_row, group=self.within, device=self.device)
+        self.sharded_norm = RowwiseNorm(num_rows, first_row, group=self.within, device=self.device)
         self.passes = MicroBatches(model, self.randomness, self.precision, has_all_weights=False)
         model._lockstep_initial = None  # frees the recorded operations
         return LocalParameters(model, self.local)

@@ -88,7 +88,7 @@ class Pipeline(Sharded):
         self.parameters = dict(self.local)
         self.buffers = {name for name in self.buffers if profile.modules[name.rpartition(".")[0]] in units}
         first_row = dict.fromkeys(num_rows.keys() & self.local.keys(), 0)
-        self.norm = RowwiseNorm(num_rows, first_row, group=self.along, device=self.device)
+        self.sharded_norm = RowwiseNorm(num_rows, first_row, group=self.along, device=self.device)
         for name, parameter in named.items():
             if name not in self.local:
                 _free(parameter)

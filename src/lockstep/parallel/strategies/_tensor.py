@@ -92,7 +92,7 @@ class TensorParallel(Sharded):
         self.local_of = {parameter: self.local[name] for name, parameter in named.items()}
         self.summed = [self.local[name] for name in named if name in summed and named[name].requires_grad]
         split = [name for name, parameter in named.items() if is_split(parameter)]
-        self.norm = SplitNorm(split, group=self.within, device=self.device)
+        self.sharded_norm = SplitNorm(split, group=self.within, device=self.device)
         self.passes = MicroBatches(self.model, self.randomness, self.precision)
         self.accumulation = Accumulation(named.values(), self.passes, leaves_last=False)
 
