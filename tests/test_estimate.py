@@ -24,6 +24,7 @@ from lockstep.run import recipe as recipes
 from lockstep.tools.estimate import estimation
 from lockstep.tools.estimate.machine_measurement import EstimateOptions, measure
 from lockstep.tools.estimate.saved_tensors import kept_by_block
+from lockstep.tools.trials import world_sizes_of
 
 MIB = 2**20
 WIDE = """
@@ -281,6 +282,6 @@ def test_a_mistake_is_one_message(tmp_path, capsys, monkeypatch, arguments, word
 
 
 def test_worlds_are_numbers():
-    assert estimation.world_sizes_of("4,1,4") == (4, 1)
+    assert world_sizes_of("4,1,4") == (4, 1)
     with pytest.raises(ConfigError):
-        estimation.world_sizes_of("")
+        world_sizes_of("")

@@ -25,9 +25,10 @@ def command(
     recipe = load_trusted(path, overrides, trusts=trust_code)
     from lockstep.tools.estimate import estimation
     from lockstep.tools.estimate.machine_measurement import EstimateOptions
+    from lockstep.tools.trials import world_sizes_of
 
     options = EstimateOptions(
-        world_sizes=estimation.world_sizes_of(world),
+        world_sizes=world_sizes_of(world),
         per_machine=per_machine,
         memory_bytes=None if memory is None else round(memory * 1e9),
         bandwidth=None if bandwidth is None else bandwidth * 1e9,

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from lockstep.base import config, plugins, storage
-from lockstep.base.errors import LockstepError
+from lockstep.base.errors import ConfigError, LockstepError
 from lockstep.base.events import Bus
 from lockstep.base.lifetime import end_family
 from lockstep.core.host.memory_meter import descendants_bytes
@@ -57,6 +57,17 @@ class TrialEnd:
 
 def processes_text(number: int) -> str:
     return f"{number} process{'es' if number > 1 else ''}"
+
+
+def world_sizes_of(text: str) -> tuple[int, ...]:
+    """ "1,2,4" -> (1, 2, 4). Raises ConfigError."""
+    try:
+        sizes = tuple(int(each) for each in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(f"--world {text}: give numbers of processes, such as 1,2,4,8")
+    return tuple(dict.fromkeys(sizes))
 
 
 def strategy(kind: str, **settings: Any) -> StrategySection:

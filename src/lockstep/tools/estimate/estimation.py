@@ -25,17 +25,6 @@ from lockstep.tools.estimate.strategy_timing import section_of, shortened
 from lockstep.tools.trials import prepared
 
 
-def world_sizes_of(text: str) -> tuple[int, ...]:
-    """ "1,2,4" -> (1, 2, 4). Raises ConfigError."""
-    try:
-        sizes = tuple(int(each) for each in text.split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise ConfigError(f"--world {text}: give numbers of processes, such as 1,2,4,8")
-    return tuple(dict.fromkeys(sizes))
-
-
 def checked(options: EstimateOptions) -> EstimateOptions:
     """The same options. Raises ConfigError for values that make no sense."""
     for option, value in (

@@ -1,0 +1,163 @@
+"""Measures how throughput grows with the number of processes, by training some steps on each.
+
+W = processes, G = global batch.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from rich.console import Console
+
+from lockstep.base import storage
+from lockstep.base.errors import ConfigError
+from lockstep.base.world import cores
+from lockstep.core.host.signals import ended_by_sigterm
+from lockstep.run.recipe import Recipe
+from lockstep.tools import trials
+from lockstep.tools.scale.scale_report import ScaleRow, picture, print_scaling
+from lockstep.tools.trials import TrialFailed, prepared, processes_text
+
+WARM_UP = 4
+"""Steps that are not measured: buckets, caches and allocators are set up in them."""
+
+
+class NoRequest(BaseModel):
+    """The task needs nothing but its recipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleOptions:
+    world_sizes: tuple[int, ...]
+    steps: int
+    """Measured steps of each run."""
+    rounds: int
+    """How often each number of processes is measured, in turns."""
+    is_weak: bool
+    """Whether the global batch grows with the processes, so that each does the same work at any number."""
+    picture: Path | None
+    json: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleRun:
+    samples_per_second: float
+    peak_bytes: int
+
+
+def scale(recipe: Recipe, options: ScaleOptions, *, console: Console) -> list[ScaleRow]:
+    """Measure, print a table, write the picture and JSON. Raises ConfigError, TrialFailed."""
+    checked(recipe, options)
+    prepared(recipe)
+    began = time.monotonic()
+    seen: dict[int, list[ScaleRun]] = {size: [] for size in options.world_sizes}
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="lockstep-scale-", ignore_cleanup_errors=True) as made:
+        for number in range(options.rounds):
+            for size in options.world_sizes if number % 2 == 0 else reversed(options.world_sizes):
+                report = f"[{time.monotonic() - began:5.1f} s] round {number + 1}: {processes_text(size)} ..."
+                console.print(report, soft_wrap=True)
+                seen[size].append(_measured(recipe, options, size=size, folder=Path(made) / f"{number}-{size}"))
+    rows = rows_of(recipe, options, seen)
+    print_scaling(rows, console, notes=_notes(recipe, options))
+    if options.json is not None:
+        storage.write(options.json, json.dumps([asdict(row) for row in rows], indent=1))
+    if options.picture is not None:
+        storage.write(options.picture, picture(rows, is_weak=options.is_weak))
+    return rows
+
+
+def checked(recipe: Recipe, options: ScaleOptions) -> None:
+    """Raise ConfigError for options that cannot be met."""
+    for name, path in (("--json", options.json), ("--picture", options.picture)):
+        if path is not None and not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
+            raise ConfigError(f"{name} {path}: cannot write to {path.absolute().parent}; name another folder")
+    if options.picture is not None and options.picture.suffix != ".svg":
+        raise ConfigError(f"--picture {options.picture}: it is an SVG file, so let its name end in .svg")
+    most, shards = max(options.world_sizes), recipe.train.shards
+    if not options.is_weak and most > shards:
+        raise ConfigError(
+            f"--world {most}: a step has only {shards} micro-batches to share out; give at most {shards}, a smaller "
+            "train.micro_batch, or --weak, with which the global batch grows"
+        )
+    limit = recipe.parallel.MOST_PROCESSES
+    if limit is not None and most > limit:
+        raise ConfigError(
+            f"--world {most}: parallel.kind={recipe.parallel.kind} runs on {processes_text(limit)} at most; "
+            "set another, such as parallel.kind=ddp"
+        )
+
+
+def rows_of(recipe: Recipe, options: ScaleOptions, seen: dict[int, list[ScaleRun]]) -> list[ScaleRow]:
+    """A row for each number of processes, with speed-up and efficiency against the smallest one."""
+    smallest = min(seen)
+    return [
+        ScaleRow(
+            processes=size,
+            global_batch=_global_batch(recipe, options, size),
+            rates=tuple(run.samples_per_second for run in seen[size]),
+            base_rates=tuple(run.samples_per_second for run in seen[smallest]),
+            base_processes=smallest,
+            peak_bytes=max(run.peak_bytes for run in seen[size]),
+        )
+        for size in sorted(seen)
+    ]
+
+
+def _global_batch(recipe: Recipe, options: ScaleOptions, size: int) -> int:
+    """With `--weak`, the config's belongs to the smallest number of processes."""
+    return (
+        recipe.train.global_batch * size // min(options.world_sizes) if options.is_weak else recipe.train.global_batch
+    )
+
+
+def _measured(recipe: Recipe, options: ScaleOptions, *, size: int, folder: Path) -> ScaleRun:
+    """Train on some processes, without evaluations and saves before the end."""
+    folder.mkdir()
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"dir": folder, "name": "run"},
+        "train": {
+            "global_batch": _global_batch(recipe, options, size),
+            "steps": WARM_UP + options.steps,
+            "epochs": None,
+            "stop_metric": None,
+            "max_minutes": None,
+        },
+        "schedule": {"warmup": recipe.schedule.warmup if recipe.schedule.warmup < 1 else 0.5},
+        "evaluate": {"every_epochs": None, "every_steps": None},
+        "checkpoint": {"every_steps": None, "every_minutes": None, "keep": 1, "best": None},
+        "observe": {"sinks": (), "log_every": WARM_UP, "file": None},
+    }
+    varied = trials.varied(recipe, sections, parallel=recipe.parallel.fitted(size))
+    trial = trials.run(varied, folder, task="scale", request=NoRequest(), processes=size)
+    if trial.code:
+        raise TrialFailed(trial.output, trial.code)
+    summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
+    return ScaleRun(samples_per_second=summary["train_samples_per_second"], peak_bytes=trial.peak_bytes)
+
+
+def _notes(recipe: Recipe, options: ScaleOptions) -> Sequence[str]:
+    """What a reader has to know to judge the figures."""
+    kind = (
+        "Weak scaling: the global batch grows with the processes; each does the same work at any number."
+        if options.is_weak
+        else "Strong scaling: the global batch stays the same, as in a real run; each process does a part of it."
+    )
+    shared = [size for size in options.world_sizes if size * recipe.run.threads > cores()]
+    if not shared or not _is_on_cpu():
+        return [kind]
+    return [
+        kind,
+        f"{cores()} cores are shared by {processes_text(min(shared))} and more: expect no speed-up from there on.",
+    ]
+
+
+def _is_on_cpu() -> bool:
+    import torch  # noqa: PLC0415
+
+    return not torch.cuda.is_available()
