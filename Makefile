@@ -1,5 +1,5 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` runs every test.
-.PHONY: setup demo test test-all test-matrix test-browser test-slurm soak check format
+.PHONY: setup demo test test-all test-matrix test-browser test-slurm soak bench-check check format
 
 BIN := .venv/bin
 # Hundreds of processes import Lockstep: without its bytecode cache each of them would compile it.
@@ -28,7 +28,7 @@ test-all: setup
 	$(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak"
 
 test-matrix: setup
-	$(BIN)/python -m pytest -m matrix
+	$(BIN)/python -m pytest $(SHARED_OUT) -m matrix
 
 test-browser: setup
 	@tests/browser/packages.sh
@@ -40,6 +40,14 @@ test-slurm: setup
 
 soak: setup
 	$(BIN)/python -m pytest -m soak -s
+
+# Fails where Lockstep is slower than a tuned hand-written loop: make bench-check DATA=FOLDER MODEL=MINILM
+bench-check: setup
+	@[ -d "$(DATA)/mnist" ] && [ -d "$(DATA)/ag_news" ] && [ -d "$(MODEL)" ] || { echo "give DATA=FOLDER (with mnist/ \
+	and ag_news/) and MODEL=FOLDER (all-MiniLM-L6-v2)" >&2; exit 2; }
+	@benchmarks/peers/install.sh
+	$(BIN)/python benchmarks/compare.py --data $(DATA) --model $(MODEL) --works mnist-64 minilm-32 \
+	  --contenders "Lockstep exact" --rounds 3 --at-least 1.0
 
 format: setup
 	$(BIN)/ruff check --fix .

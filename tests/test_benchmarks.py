@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -12,3 +14,17 @@ def test_models_of_the_benchmarks_train(tmp_path):
     command = [sys.executable, BENCHMARKS / "reproducibility.py", *small]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0 and "| cnn | 2, loopback |" in done.stdout, done.stderr
+
+
+LONG = [pytest.param(work, marks=pytest.mark.matrix) for work in ("minilm-128", "gpt-16")]
+
+
+@pytest.mark.parametrize("work", ["mnist-512", *LONG])
+def test_lockstep_and_the_tuned_loop_train_side_by_side(work, shared_data, minilm, tmp_path):
+    where = ["--data", shared_data, "--model", minilm, "--peers", Path(sys.executable).parent]
+    small = ["--works", work, "--contenders", "Lockstep fast", "--rounds", "1", "--at-least", "1000"]
+    command = [sys.executable, BENCHMARKS / "compare.py", *where, *small, "--out", tmp_path / "table.md"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 1 and "of the tuned loop, not 1000.00" in done.stderr, done.stderr
+    table = (tmp_path / "table.md").read_text()
+    assert f"### {work}" in table and "| Lockstep fast |" in table and "| tuned loop |" in table
