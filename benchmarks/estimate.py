@@ -116,7 +116,7 @@ def highest(launcher: int) -> int:
     """The highest resident set so far of any process that a launcher has started, in bytes."""
     found = [0]
     with suppress(psutil.Error):
-        for worker in psutil.Process(launcher).children():
+        for worker in psutil.Process(launcher).children(recursive=True):
             with suppress(OSError):
                 status = Path(f"/proc/{worker.pid}/status").read_text()
                 found += [1024 * int(line) for line in re.findall(r"VmHWM:\s+(\d+)", status)]
@@ -181,7 +181,7 @@ def write(options: argparse.Namespace, found: dict[Key, list[tuple[ForecastRow, 
         "Predicted and measured: the peak resident set of the process that needs most, MiB, and a steady step, ms; "
         "medians over the rounds, in each of which the prediction is made anew just before the trainings.",
         "",
-        "| model | strategy | W | peak told | measured | ratio | step told | measured | ratio | single rounds |",
+        "| model | strategy | W | peak predicted | measured | ratio | step predicted | measured | ratio | each round |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *(line(key, pairs) for key, pairs in found.items()),
     ]

@@ -18,7 +18,9 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-from compare import LIMIT, PEERS, WORLD, machine, middle
+from compare import GRACE, LIMIT, PEERS, WORLD, machine, middle
+
+from lockstep.base.lifetime import end_family
 
 NAMES = ("tuned loop", "Lockstep exact")
 
@@ -28,15 +30,9 @@ def command(name: str, given: argparse.Namespace, folder: Path, *, seed: int) ->
     reached = folder / "reached.json"
     if name == NAMES[0]:
         arguments = ["--data", str(given.data.resolve()), "--out", str(reached), "--target", str(given.target)]
+        arguments += ["--every", str(given.every)]
         script = str(PEERS / "tuned_accuracy.py")
-        return [
-            str(given.peers / "torchrun"),
-            f"--nproc-per-node={WORLD}",
-            script,
-            *arguments,
-            "--every",
-            str(given.every),
-        ]
+        return [str(given.peers / "torchrun"), f"--nproc-per-node={WORLD}", script, *arguments]
     (folder / "c.yaml").write_text("model: {kind: cnn}\n", encoding="utf-8")
     settings = [
         f"run.dir={folder / 'runs'}",
@@ -74,9 +70,7 @@ def run(name: str, given: argparse.Namespace, *, seed: int) -> dict[str, float]:
             deadline = time.monotonic() + LIMIT
             while not reached.exists() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)
-            if process.poll() is None:
-                process.terminate()
-            process.wait()
+            end_family(process, grace_seconds=GRACE)
         if not reached.exists():
             raise RuntimeError(f"{name} does not reach {given.target}:\n{output.read_text()[-3000:]}")
         found: dict[str, float] = json.loads(reached.read_text(encoding="utf-8"))

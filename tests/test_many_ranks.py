@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from lockstep.core.reduction.shard_assignment import contiguous_by_rank
 from lockstep.core.reduction.tree import tree_sum
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
+from lockstep.launch.elastic.membership import Membership
+from lockstep.launch.elastic.rendezvous import Endpoint
+from lockstep.launch.launch_config import LaunchSection
 
 ELEMENTS = 4099
 
@@ -79,6 +83,39 @@ def test_every_rank_gets_the_sum_and_sends_no_more_than_a_ring_would(world, shar
     assert max(sent[rank, "messages"] for rank in range(world)) <= (nodes + 1) * (world - 1)
     assert max(sent[rank, "elements"] for rank in range(world)) <= (nodes + 1) * (world - 1) * width
     assert nodes <= (1 if shards == world else 2 * max(1, -(-shards // world)).bit_length())
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store):
+        self._store, self.calls = store, Counter()
+
+    def __getattr__(self, name):
+        self.calls[name] += 1
+        return getattr(self._store, name)
+
+
+def test_a_heartbeat_costs_the_same_with_any_number_of_nodes():
+    """On a real store. The nodes' heartbeats follow one another here; in a run each has a thread of its own."""
+    section = LaunchSection(kind="local", nodes=48)
+    with Membership(Endpoint(host="127.0.0.1", port=0), 0, section) as leader:
+        endpoint = Endpoint(host="127.0.0.1", port=leader.store.port)
+        with ThreadPoolExecutor() as pool:
+            others = pool.map(lambda rank: Membership(endpoint, rank, section).__enter__(), range(1, 48))
+            nodes = [leader, *others]
+        for each in nodes:
+            each.index = each._next_index()
+            each.publish(processes=8)
+        leader.publish_round(members=(0,))
+        for each in (*nodes[1:], leader):
+            each._heartbeat(each.store)
+        assert leader.present() == list(range(48)) and leader.entries[47]["node_rank"] == 47
+        for each in (nodes[-1], leader):
+            counted = Counting(each.store)
+            each._heartbeat(counted)
+            assert counted.calls.total() <= 3, counted.calls
+        assert list(nodes[-1].round.members) == [0]
 
 
 def test_512_ranks_have_a_plan():

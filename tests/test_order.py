@@ -215,7 +215,10 @@ def work(function):
 
 @pytest.mark.parametrize("has_lengths", [False, True])
 def test_a_far_step_costs_what_the_first_one_does(has_lengths):
-    """To the last function call and, but for a few bytes of larger numbers, in memory: nothing is skipped through."""
+    """To the last function call and, but for a few bytes of larger numbers, in memory: nothing is skipped through.
+
+    Memory is counted for all threads, and one that an earlier test left may take some meanwhile: least of three.
+    """
     samples = 142 * 141  # cells that a grid has: none is permuted twice
     lengths = np.random.default_rng(0).integers(1, 128, samples) if has_lengths else None
     order = Order(seed=5, samples=samples, global_batch=64, micro_batch=8, lengths=lengths)
@@ -225,7 +228,7 @@ def test_a_far_step_costs_what_the_first_one_does(has_lengths):
         lambda step: next(iter(TrainingRequests(order=order, owned=lambda *_: [1, 2], start=step, stop=2 * 10**9))),
     ):
         entered(0)  # what is imported or made once is not the step's
-        costs = [work(lambda step=step, entered=entered: entered(step)) for step in steps]
+        costs = [min(work(lambda step=step, entered=entered: entered(step)) for _ in range(3)) for step in steps]
         assert len({calls for calls, _ in costs}) == 1, costs
         assert max(peak for _, peak in costs) - min(peak for _, peak in costs) < 4096, costs
     assert order.epoch(1_000_000_000) == 1_000_000_000 // 313

@@ -222,6 +222,17 @@ def test_dropout_draws_ones_as_often_as_asked(dtype, p):
         assert abs(both - p * p) <= spread / 400_000**0.5 + 2**-15
 
 
+@pytest.mark.parametrize("p", [1e-5, 3e-6, 1 - 1e-5])
+def test_rare_draws_are_not_rounded_away(p):
+    torch.manual_seed(2)
+    rare = torch.zeros(())
+    for _ in range(8):
+        drawn = torch.empty(4_000_000, dtype=torch.bool).bernoulli_(p)
+        rare += drawn.sum() if p < 0.5 else (~drawn).sum()
+    expected = 32_000_000 * min(p, 1 - p)
+    assert abs(rare - expected) < 5 * expected**0.5
+
+
 def test_dropouts_numbers_follow_from_the_seed_and_the_shape():
     def drawn(*shape, seed=3, generator=None):
         torch.manual_seed(seed)

@@ -163,6 +163,31 @@ def test_every_strategy_gives_the_bits_of_one_process(ranks, task, train, layout
                     assert one == other, (kind, world, config, rank, number)
 
 
+COMPILED = {"precision": "bf16", "compile": True}
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("task", "layouts"),
+    [("images", {"ddp": [(2, {}), (3, {})], "fsdp": [(2, {})]}), ("texts", {"ddp": [(2, {})]})],
+)
+def test_compiled_blocks_give_the_same_bits_whatever_a_rank_meets_first(ranks, task, layouts, tmp_path, monkeypatch):
+    """Each run compiles anew. Texts have many shapes, and the last step is ragged: ranks meet others first."""
+
+    def compiled(world, kind, config):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"{kind}-{world}"))
+        return ranks(world, trained, task, kind, config, COMPILED)
+
+    (expected,) = compiled(1, "single", {})
+    for kind in layouts:
+        for world, config in layouts[kind]:
+            for rank, found in enumerate(compiled(world, kind, config)):
+                for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+                    assert one == other, (kind, world, config, rank, number)
+    assert ranks(1, trained, task, "single", {}, {"precision": "bf16"}) != [expected]
+
+
 class Sampling(Network):
     """Draws random numbers in evaluation, too, in blocks and between them."""
 

@@ -19,11 +19,11 @@ LABELS = ("World", "Sports", "Business", "Sci/Tech")
 TEXTS = ["stocks fell in late trading", "the striker scored twice in the final", "a probe reached the moon of a planet"]
 
 
-def lockstep(folder, *arguments):
+def lockstep(folder, *arguments, code=0):
     command = [sys.executable, "-m", "lockstep", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,8 @@ def test_the_whole_path_in_the_models_own_format(news, minilm, tmp_path):
     assert "tokenising" not in output
     summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
     assert summary["evaluation"]["accuracy"] > 0.8
+    refusal = lockstep(tmp_path, "train", "c.yaml", *settings, "data.group_by_length=1", code=2)
+    assert "data.group_by_length: 50 in the checkpoint, 1 now" in refusal
     lockstep(tmp_path, "export", "runs/a")
 
     from transformers import AutoModelForSequenceClassification, AutoTokenizer

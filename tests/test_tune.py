@@ -310,7 +310,7 @@ def test_any_curve_can_be_drawn(loss, steps):
         (["--lr", "--to", "inf"], "--to has to be the larger one"),
         (["--lr", "--steps", "9"], "--steps 9: that is too few to see a curve; take 10 or more"),
         (["--lr", "--out", "c.yaml"], "let its name end in .svg"),
-        (["--lr", "--out", "no/where.svg"], "name a file in another folder with --out"),
+        (["--lr", "--out", "no/where.svg"], "--out no/where.svg: there is no folder no; make it"),
         (["--lr", "model.file=no.py"], "there is no file"),
         (["--lr", "train.micro_batch=99"], "train.micro_batch: 99 is more than train.global_batch"),
     ],

@@ -49,14 +49,15 @@ def main() -> None:
     torch.set_flush_denormal(True)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
+    seed = int(os.environ["SEED"])
+    torch.manual_seed(seed)
     model = DistributedDataParallel(
         CNN().to(memory_format=torch.channels_last), gradient_as_bucket_view=True, static_graph=True
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     images, labels = (torch.from_numpy(each.copy()) for each in read_images(given.data, "train"))
     tests = tuple(torch.from_numpy(each.copy()) for each in read_images(given.data, "t10k"))
-    generator, step = np.random.default_rng(int(os.environ["SEED"])), 0
+    generator, step = np.random.default_rng(seed), 0
     for _ in range(EPOCHS):
         order = torch.from_numpy(generator.permutation(len(images)))
         for rows in order.split(GLOBAL_BATCH):

@@ -100,7 +100,7 @@ def _attention(config: Config) -> str | None:
     """The implementation of attention; None for transformers' own choice.
 
     With dropout, PyTorch's fused attention falls back on a CPU to plain operations and more of them: steps of MiniLM in
-    bf16 took 1.05 to 1.13 times as long for 24 to 256 tokens; without dropout 1.2 to 1.4 times, and 0.9 for 512.
+    bf16 took 1.04 to 1.13 times as long for 24 to 256 tokens; without dropout 1.2 to 1.4 times, and 0.9 for 512.
     """
     if config.attention != "auto":
         return config.attention

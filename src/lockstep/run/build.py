@@ -12,6 +12,7 @@ from lockstep.base.world import World
 from lockstep.core.distributed.collectives import raise_on_all_ranks
 from lockstep.core.modules.deferred_init import deferred
 from lockstep.core.numerics.batchnorm import synchronise
+from lockstep.core.numerics.compiled import prepare_compiler
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
 from lockstep.run.components import Components, requested_metrics
@@ -69,9 +70,11 @@ def distribute(
     `sample` loads a batch like those of training.
     """
     randomness = Randomness(seed_of(recipe.run.seed, "training"))
-    randomness.watch(model.blocks(), recompute=recipe.train.recompute)
-    precision = Precision(recipe.train.precision, device)
-    exact = recipe.run.reproducibility == "exact"
+    precision, exact = Precision(recipe.train.precision, device), recipe.run.reproducibility == "exact"
+    if recipe.train.compile:
+        with raise_on_all_ranks():
+            prepare_compiler(device, exact=exact)
+    randomness.watch(model.blocks(), recompute=recipe.train.recompute, compiles=recipe.train.compile)
     strategy = plugins.implementation("parallel.strategies", recipe.parallel.kind).build(
         recipe.parallel, randomness=randomness, precision=precision, exact=exact
     )

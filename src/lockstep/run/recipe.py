@@ -120,6 +120,9 @@ def _parallelism(recipe: Recipe) -> Iterator[Complaint]:
         yield ("launch", "processes"), f"{what}; set parallel.kind=ddp or launch.processes=1"
     for setting, why in parallel.contradictions(train.precision):
         yield ("parallel", setting), why
+    if train.compile and parallel.SHARES_SHARDS:
+        what = f"blocks are not compiled where processes share a model, as with parallel.kind={parallel.kind}"
+        yield ("train", "compile"), f"{what}; set train.compile=false or parallel.kind=fsdp"
     if train.batchnorm == "sync" and parallel.SHARES_SHARDS:
         what = f"processes that share a model run the same samples, but parallel.kind={parallel.kind}"
         yield ("train", "batchnorm"), f"sync counts what all processes hold; {what}; set it to shard"

@@ -38,9 +38,8 @@ class Splits:
 
     def numeric(self) -> dict[str, Any]:
         """What of the samples themselves changes the weights, for the numeric recipe."""
-        window = self.recipe.data.group_by_length
-        is_grouped = self.train.lengths is not None and window > 1
-        return {"data.samples": len(self.train)} | ({"data.group_by_length": window} if is_grouped else {})
+        window = {} if self.train.lengths is None else {"data.group_by_length": self.recipe.data.group_by_length}
+        return {"data.samples": len(self.train)} | window
 
     def order(self) -> Order:
         """The order in which training visits the samples."""

@@ -5,6 +5,7 @@ that has imported everything (tune/trial_process.py): it starts many that do a f
 memory.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -70,6 +71,15 @@ def world_sizes_of(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
+def check_writable(option: str, file: Path) -> None:
+    """Raise ConfigError, before anything is measured, for an output file whose folder cannot be written to."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{option} {file}: there is no folder {file.parent}; make it, or name another folder")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option} {file}: cannot write to {file.parent}; name another folder")
+
+
 def strategy(kind: str, **settings: Any) -> StrategySection:
     """The settings of a strategy that is not the recipe's own."""
     section: StrategySection = plugins.find("parallel.strategies", kind).Config(kind=kind, **settings)
@@ -82,6 +92,17 @@ def varied(recipe: Recipe, sections: Mapping[str, Mapping[str, Any]], *, paralle
         name: getattr(recipe, name).model_copy(update=dict(values)) for name, values in sections.items()
     }
     return recipe.model_copy(update={**updates, "parallel": parallel})
+
+
+def without_interruptions(recipe: Recipe, folder: Path, *, steps: int) -> dict[str, dict[str, Any]]:
+    """Settings by section of a run of some steps in a folder, without evaluations and saves before its end."""
+    return {
+        "run": {"dir": folder.parent, "name": folder.name},
+        "train": {"steps": steps, "epochs": None, "stop_metric": None, "max_minutes": None},
+        "schedule": {"warmup": recipe.schedule.warmup if recipe.schedule.warmup < 1 else 0.5},
+        "evaluate": {"every_epochs": None, "every_steps": None},
+        "checkpoint": {"every_steps": None, "every_minutes": None, "keep": 1, "best": None},
+    }
 
 
 def run(

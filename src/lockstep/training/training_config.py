@@ -31,6 +31,9 @@ class TrainSection(Section):
     recompute: bool = False
     """Activation checkpointing: recompute the activations inside the model's blocks in the backward pass. The same
     weights with less memory, for about a third more time."""
+    compile: bool = False
+    """torch.compile for the model's blocks in training, each shape of inputs by itself, when it is met first. Meant for
+    GPUs, where it has not been run yet; on a CPU training was slower."""
     batchnorm: Literal["shard", "sync"] = "shard"
     """shard: each micro-batch is normalised by itself; sync: SyncBatchNorm over all processes, on GPUs only; the
     weights then depend on the number of processes."""

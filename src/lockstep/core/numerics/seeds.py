@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.core.numerics.bernoulli import use_fast_bernoulli
+from lockstep.core.numerics.compiled import compiled
 
 use_fast_bernoulli()  # on import, so that it does not matter what a process has drawn before
 Forward = Callable[..., Any]
@@ -84,12 +85,12 @@ class Randomness:
         self.recomputes = False
         """Whether blocks are recomputed in the backward pass."""
 
-    def watch(self, blocks: Sequence[nn.Module], *, recompute: bool = False) -> None:
+    def watch(self, blocks: Sequence[nn.Module], *, recompute: bool = False, compiles: bool = False) -> None:
         """Reseed on entering and leaving each of these blocks; with `recompute`, checkpoint their activations
-        (T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016)."""
+        (T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016); with `compiles`, compile them."""
         self.recomputes = recompute
         for number, block in enumerate(blocks):
-            seeded = partial(self._seeded, number, block.forward)
+            seeded = partial(self._seeded, number, compiled(block.forward) if compiles else block.forward)
             block.forward = partial(_in_training, block, block.forward, _recomputed(seeded) if recompute else seeded)
             block.register_forward_hook(partial(self._left, number))
 

@@ -285,8 +285,8 @@ class Membership:
             self._changed.notify_all()
 
     def _read_entries(self, store: TCPStore) -> None:
-        keys = [f"node-{i}" for i in range(store.add("nodes", 0))]
-        keys = [key for key in keys if store.check([key])]
+        known = self._heartbeats  # an entry stays: a heartbeat costs the same with any number of nodes
+        keys = [f"node-{i}" for i in range(store.add("nodes", 0)) if i in known or store.check([f"node-{i}"])]
         entries = {int(k[5:]): json.loads(text) for k, text in zip(keys, store.multi_get(keys), strict=True)}
         now = time.monotonic()
         with self._changed:

@@ -22,7 +22,7 @@ from lockstep.tools.estimate.machine_measurement import (
     per_machine,
 )
 from lockstep.tools.estimate.strategy_timing import section_of, shortened
-from lockstep.tools.trials import prepared
+from lockstep.tools.trials import check_writable, prepared
 
 
 def checked(options: EstimateOptions) -> EstimateOptions:
@@ -40,8 +40,8 @@ def checked(options: EstimateOptions) -> EstimateOptions:
 def estimate(recipe: Recipe, options: EstimateOptions, *, console: Console, to: Path | None) -> list[ForecastRow]:
     """Measure, compute and print; write JSON to `to`. Raises ConfigError, TrialFailed."""
     options = checked(options)
-    if to is not None and not to.parent.is_dir():
-        raise ConfigError(f"--json {to}: there is no folder {to.parent}")
+    if to is not None:
+        check_writable("--json", to)
     prepared(recipe)
     measured = measure(recipe, options, report=lambda text: console.print(text, soft_wrap=True))
     return report(recipe, options, measured, console=console, to=to)

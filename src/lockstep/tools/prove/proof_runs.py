@@ -84,14 +84,8 @@ class RunVariant:
 
     def recipe(self, recipe: Recipe, folder: Path, *, steps: int) -> Recipe:
         """The user's recipe with few steps, and without evaluations, saves and reports while it runs."""
-        sections: dict[str, dict[str, Any]] = {
-            "run": {"dir": folder.parent, "name": folder.name},
-            "train": {"steps": steps, "epochs": None, "stop_metric": None},
-            "schedule": {"warmup": recipe.schedule.warmup if recipe.schedule.warmup < 1 else 0.5},
-            "evaluate": {"every_epochs": None, "every_steps": None},
-            "checkpoint": {"every_steps": None, "every_minutes": None, "keep": 1, "best": None},
-            "observe": {"sinks": ("jsonl",), "log_every": 1, "file": None},
-        }
+        sections = trials.without_interruptions(recipe, folder, steps=steps)
+        sections["observe"] = {"sinks": ("jsonl",), "log_every": 1, "file": None}
         for name, values in self.changes.items():
             sections.setdefault(name, {}).update(values)
         parallel = self.parallel or recipe.parallel

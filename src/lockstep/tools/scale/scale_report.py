@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -48,8 +49,8 @@ class ScaleRow:
 
 
 def print_scaling(rows: Sequence[ScaleRow], console: Console, *, notes: Sequence[str]) -> None:
-    made = Table()
-    for heading in ("processes", "global batch", "samples/s", "lowest", "highest", "speed-up", "efficiency", "memory"):
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("processes", "batch", "samples/s", "lowest", "highest", "speed-up", "efficiency", "memory"):
         made.add_column(heading, justify="right")
     for row in rows:
         made.add_row(

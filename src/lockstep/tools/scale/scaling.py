@@ -1,28 +1,24 @@
-"""Measures how throughput grows with the number of processes, by training some steps on each.
-
-W = processes, G = global batch.
-"""
+"""Measures how throughput grows with the number of processes, by training some steps on each."""
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
-from lockstep.base.world import cores
+from lockstep.base.world import World, cores
+from lockstep.core.distributed.process_group import device_of
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.run.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.scale.scale_report import ScaleRow, picture, print_scaling
-from lockstep.tools.trials import TrialFailed, prepared, processes_text
+from lockstep.tools.trials import TrialFailed, check_writable, prepared, processes_text
 
 WARM_UP = 4
 """Steps that are not measured: buckets, caches and allocators are set up in them."""
@@ -74,9 +70,9 @@ def scale(recipe: Recipe, options: ScaleOptions, *, console: Console) -> list[Sc
 
 def checked(recipe: Recipe, options: ScaleOptions) -> None:
     """Raise ConfigError for options that cannot be met."""
-    for name, path in (("--json", options.json), ("--picture", options.picture)):
-        if path is not None and not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
-            raise ConfigError(f"{name} {path}: cannot write to {path.absolute().parent}; name another folder")
+    for option, file in (("--json", options.json), ("--picture", options.picture)):
+        if file is not None:
+            check_writable(option, file)
     if options.picture is not None and options.picture.suffix != ".svg":
         raise ConfigError(f"--picture {options.picture}: it is an SVG file, so let its name end in .svg")
     most, shards = max(options.world_sizes), recipe.train.shards
@@ -111,28 +107,16 @@ def rows_of(recipe: Recipe, options: ScaleOptions, seen: dict[int, list[ScaleRun
 
 def _global_batch(recipe: Recipe, options: ScaleOptions, size: int) -> int:
     """With `--weak`, the config's belongs to the smallest number of processes."""
-    return (
-        recipe.train.global_batch * size // min(options.world_sizes) if options.is_weak else recipe.train.global_batch
-    )
+    of_smallest = recipe.train.global_batch
+    return of_smallest * size // min(options.world_sizes) if options.is_weak else of_smallest
 
 
 def _measured(recipe: Recipe, options: ScaleOptions, *, size: int, folder: Path) -> ScaleRun:
     """Train on some processes, without evaluations and saves before the end."""
     folder.mkdir()
-    sections: dict[str, dict[str, Any]] = {
-        "run": {"dir": folder, "name": "run"},
-        "train": {
-            "global_batch": _global_batch(recipe, options, size),
-            "steps": WARM_UP + options.steps,
-            "epochs": None,
-            "stop_metric": None,
-            "max_minutes": None,
-        },
-        "schedule": {"warmup": recipe.schedule.warmup if recipe.schedule.warmup < 1 else 0.5},
-        "evaluate": {"every_epochs": None, "every_steps": None},
-        "checkpoint": {"every_steps": None, "every_minutes": None, "keep": 1, "best": None},
-        "observe": {"sinks": (), "log_every": WARM_UP, "file": None},
-    }
+    sections = trials.without_interruptions(recipe, folder / "run", steps=WARM_UP + options.steps)
+    sections["train"]["global_batch"] = _global_batch(recipe, options, size)
+    sections["observe"] = {"sinks": (), "log_every": WARM_UP, "file": None}
     varied = trials.varied(recipe, sections, parallel=recipe.parallel.fitted(size))
     trial = trials.run(varied, folder, task="scale", request=NoRequest(), processes=size)
     if trial.code:
@@ -149,15 +133,9 @@ def _notes(recipe: Recipe, options: ScaleOptions) -> Sequence[str]:
         else "Strong scaling: the global batch stays the same, as in a real run; each process does a part of it."
     )
     shared = [size for size in options.world_sizes if size * recipe.run.threads > cores()]
-    if not shared or not _is_on_cpu():
+    if not shared or device_of(World()).type != "cpu":
         return [kind]
     return [
         kind,
         f"{cores()} cores are shared by {processes_text(min(shared))} and more: expect no speed-up from there on.",
     ]
-
-
-def _is_on_cpu() -> bool:
-    import torch  # noqa: PLC0415
-
-    return not torch.cuda.is_available()

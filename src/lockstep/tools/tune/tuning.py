@@ -1,7 +1,6 @@
 """Finds values for a config by trying them; a run itself never changes them."""
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from lockstep.base.world import World
 from lockstep.core.distributed.process_group import device_of
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.run.recipe import Recipe
-from lockstep.tools.trials import prepared
+from lockstep.tools.trials import check_writable, prepared
 from lockstep.tools.tune import learning_rate_finder, micro_batch_finder
 
 
@@ -79,7 +78,6 @@ def checked(options: TuneOptions) -> tuple[float, ...]:
         raise ConfigError("--memory belongs to --micro-batch, which is not asked for")
     if options.rate and options.picture.suffix != ".svg":
         raise ConfigError(f"--out {options.picture}: the curve is an SVG file, so let its name end in .svg")
-    folder = options.picture.absolute().parent
-    if options.rate and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ConfigError(f"cannot write to {folder}; name a file in another folder with --out")
+    if options.rate:
+        check_writable("--out", options.picture)
     return learning_rate_finder.rates_of(options.start, options.stop, options.steps)
