@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from cluster import Cluster, why_not
 from fuzzing import Commands
 
@@ -179,7 +180,8 @@ def no_leaks(ranks, commands):
     yield
     assert not dist.is_initialized()
     standing = {multiprocessing.resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
-    left = psutil.wait_procs(ours(ranks.pids() | commands.pids() | standing | {os.getpid()}), timeout=3)[1]
+    standing |= ranks.pids() | commands.pids() | warm.server.pids()
+    left = psutil.wait_procs(ours(standing | {os.getpid()}), timeout=3)[1]
     for process in left:
         process.kill()
     assert not left

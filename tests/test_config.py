@@ -344,3 +344,10 @@ def test_file_that_fails_is_not_found_half_loaded(tmp_path):
     assert plugins.load_file(file, "model.file").whole
     with pytest.raises(ConfigError, match="there is no file"):
         plugins.load_file(tmp_path, "model.file")
+
+
+def test_runs_lie_where_the_program_is_when_it_loads_a_config(tmp_path, monkeypatch):
+    """Not where it was when it imported Lockstep."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("data: {kind: digits}\n")
+    assert load(tmp_path / "c.yaml").run.dir == tmp_path / "runs"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import warm
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -17,8 +18,7 @@ def blocks(page, language):
 
 
 def lockstep(folder, *arguments):
-    command = [sys.executable, "-m", "lockstep", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
+    done = warm.run(["lockstep", *arguments], cwd=folder, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(next((folder / "runs").glob("*/summary.json")).read_text())
 

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
@@ -134,14 +135,10 @@ def test_traffic(whole):
     assert rows["pipeline", 1].forecast.sent_bytes == handed[0]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_peak_is_that_of_a_real_training(whole, tmp_path, world):
-    """Within the 15 % that are promised, on DDP, where the model is most of the memory."""
-    rows, _ = whole
-    (tmp_path / "my_model.py").write_text(WIDE)
-    (tmp_path / "c.yaml").write_text(CONFIG)
-    command = [sys.executable, "-m", "lockstep", "train", "c.yaml", f"launch.processes={world}", "run.name=r"]
-    launcher, peak = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE), 0
+def peak_of_training(folder, world):
+    """The largest peak of a process of a training."""
+    command = [sys.executable, "-m", "lockstep", "train", "c.yaml", f"launch.processes={world}"]
+    launcher, peak = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE), 0
     while launcher.poll() is None:
         with suppress(psutil.Error, OSError):
             for worker in psutil.Process(launcher.pid).children(recursive=True):
@@ -150,8 +147,23 @@ def test_the_peak_is_that_of_a_real_training(whole, tmp_path, world):
         time.sleep(0.02)
     assert launcher.returncode == 0, launcher.stderr.read()
     launcher.stderr.close()
-    assert rows["ddp", world].peak_bytes == pytest.approx(peak, rel=0.15), (rows["ddp", world].forecast, peak / MIB)
-    assert peak > 6 * WEIGHTS
+    return peak
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_peak_is_that_of_a_real_training(whole, tmp_path, world):
+    """Within the 15 % that are promised, on DDP, where the model is most of the memory.
+
+    The median of three: the peaks of one and the same training were 654 to 724 MiB, as threads free memory sooner or
+    later.
+    """
+    rows, _ = whole
+    (tmp_path / "my_model.py").write_text(WIDE)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    peaks = [peak_of_training(tmp_path, world) for _ in range(3)]
+    found = rows["ddp", world].peak_bytes / MIB, [peak / MIB for peak in peaks]
+    assert rows["ddp", world].peak_bytes == pytest.approx(median(peaks), rel=0.15), found
+    assert min(peaks) > 6 * WEIGHTS
 
 
 def test_a_device_that_is_too_small(measured, tmp_path):

@@ -7,7 +7,7 @@ import time
 
 import psutil
 import pytest
-from test_launch import family, lockstep, started, summary, wait_for_steps, workers
+from running import family, lockstep, started, summary, wait_for_steps, workers
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lockstep.base.errors import PeerLost

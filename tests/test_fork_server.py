@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from test_launch import LONG, SHORT, lockstep, started, summary, wait_for_steps, workers
+from running import LONG, SHORT, lockstep, started, summary, typed, wait_for_steps, workers
 
 USER_CODE = """
 import atexit, json, multiprocessing, os, signal, sys
@@ -65,7 +65,7 @@ def test_a_forked_worker_begins_like_a_new_process(config):
     facts = {}
     for kind, more in {"forked": [], "new": ["launch.environment={LOCKSTEP_TEST_KIND: new}"]}.items():
         environment = {**os.environ, "LOCKSTEP_TEST_KIND": kind}
-        done = lockstep(config, "train", "c.yaml", *settings, f"run.name={kind}", *more, env=environment)
+        done = typed(config, "train", "c.yaml", *settings, f"run.name={kind}", *more, env=environment)
         assert done.returncode == 0, done.stderr
         for rank in (0, 1):
             assert (config / f"atexit-{kind}-{rank}").exists()

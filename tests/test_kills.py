@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 from conftest import SHARED
-from test_launch import lockstep, started, summary, workers
+from running import lockstep, started, summary, workers
 
 LIMIT, GLOBAL_BATCH = 950, 16
 STEPS = 2 * 60

@@ -3,18 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 import torch
+from running import LONG, SHORT, family, lockstep, started, summary, typed, wait_for_steps, workers
 from safetensors.torch import load_file
-
-LOCKSTEP = [sys.executable, "-m", "lockstep"]
-SHORT = ["train.epochs=4", "data.limit=400", "train.global_batch=32", "train.micro_batch=8", "observe.log_every=1"]
-LONG = ["train.epochs=1000", *SHORT[1:]]
 
 
 @pytest.fixture
@@ -24,53 +19,9 @@ def config(tmp_path):
     return tmp_path
 
 
-def lockstep(folder, *arguments, **options):
-    """Run the command line to its end."""
-    command = [*LOCKSTEP, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, **options)
-
-
-def started(folder, *arguments):
-    """Start the command line in a session of its own, as a terminal does."""
-    return subprocess.Popen(
-        [*LOCKSTEP, *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for_steps(run, count, seconds=60):
-    """Wait until a run has logged so many steps."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        path = run / "metrics.jsonl"
-        if path.exists() and len(path.read_text().splitlines()) >= count:
-            return
-        time.sleep(0.05)
-    pytest.fail(f"{run} did not log {count} steps within {seconds} s")
-
-
-def summary(folder, name):
-    return json.loads((folder / "runs" / name / "summary.json").read_text())
-
-
-def family(process):
-    """A process and all below it."""
-    return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-
-
-def workers(process):
-    """The ranks, in order."""
-    found = [p for p in family(process) if p.name().startswith("lockstep-r")]
-    return sorted(found, key=lambda p: int(p.name().removeprefix("lockstep-r")))
-
-
 def test_pulse(config):
-    """Train, kill -9 in mid-epoch, resume, evaluate, export: the digest of the run that was not disturbed."""
-    whole = lockstep(config, "train", "c.yaml", *SHORT, "run.name=whole", "launch.processes=2")
+    """In interpreters of their own: train, kill -9 in mid-epoch, resume, evaluate, export: the digest of the run that was not disturbed."""
+    whole = typed(config, "train", "c.yaml", *SHORT, "run.name=whole", "launch.processes=2")
     assert whole.returncode == 0, whole.stdout + whole.stderr
     arguments = ["train", "c.yaml", *SHORT, "run.name=killed", "launch.processes=2", "checkpoint.every_steps=3"]
     arguments.append("launch.max_restarts=0")
@@ -81,24 +32,24 @@ def test_pulse(config):
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert f"rank 1 (process {victim.pid}) was killed (SIGKILL" in output
-    again = lockstep(config, *arguments)
+    again = typed(config, *arguments)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resumed after step" in again.stdout
     assert summary(config, "killed")["digest"] == summary(config, "whole")["digest"]
     assert summary(config, "killed")["evaluation"] == summary(config, "whole")["evaluation"]
 
-    measured = lockstep(config, "evaluate", "runs/killed")
+    measured = typed(config, "evaluate", "runs/killed")
     assert measured.returncode == 0, measured.stderr
     found = json.loads((config / "runs" / "killed" / "evaluation.json").read_text())
     assert found["samples"] == 355
     assert {k: found[k] for k in ("loss", "accuracy", "f1")} == summary(config, "whole")["evaluation"]
 
-    exported = lockstep(config, "export", "runs/killed")
+    exported = typed(config, "export", "runs/killed")
     assert exported.returncode == 0, exported.stderr
     assert exported.stderr == ""
     weights = load_file(config / "runs" / "killed" / "export" / "model.safetensors")
     assert weights["head.fc2.weight"].shape == (10, 128)
-    one = lockstep(config, "export", "runs/whole", "export.kind=state_dict", "export.file=digits.pt", "--to", "out")
+    one = typed(config, "export", "runs/whole", "export.kind=state_dict", "export.file=digits.pt", "--to", "out")
     assert one.returncode == 0, one.stderr
     loaded = torch.load(config / "out" / "digits.pt", weights_only=True)
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)

@@ -13,7 +13,7 @@ from contextlib import suppress
 import psutil
 import pytest
 import recording
-from test_launch import family
+from running import family
 from test_observe import points
 
 resource = pytest.importorskip("resource")  # sets limits; Windows has none

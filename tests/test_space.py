@@ -2,10 +2,10 @@
 
 import pathlib
 import subprocess
-import sys
 
 import numpy as np
 import pytest
+import warm
 from PIL import Image
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
@@ -60,8 +60,7 @@ def test_weights_go_to_lfs(tmp_path):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digits")
     settings = ["train.epochs=1", "data.limit=200", "run.name=a", f"run.dir={folder}", "launch.processes=1"]
-    command = [sys.executable, "-m", "lockstep", "train", str(ROOT / "examples" / "digits.yaml"), *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = warm.run(["lockstep", "train", str(ROOT / "examples" / "digits.yaml"), *settings], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "a"
 

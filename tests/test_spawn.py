@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_launch import LONG, SHORT, family, started, summary, wait_for_steps
-from test_launch import lockstep as command
+from running import LONG, SHORT, family, started, summary, wait_for_steps
+from running import lockstep as command
 
 import lockstep
 from lockstep.base.errors import ConfigError

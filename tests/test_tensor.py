@@ -147,8 +147,8 @@ def check(ranks, folder, options, *, worlds, limits):
 
 
 def test_weights_are_those_of_one_process_to_the_last_bits(ranks, llama):
-    """Measured: gradients 9e-7 of a tensor's largest, loss and norm 3e-7, weights after four steps of AdamW 2.1e-5."""
-    check(ranks, llama, {}, worlds=(2, 4), limits=(3e-6, 1e-6, 6e-5))
+    """With SGD: AdamW makes whole steps of gradients that are zero but for rounding."""
+    check(ranks, llama, {"optim": "sgd"}, worlds=(2, 4), limits=(3e-6, 1e-6, 3e-7))
 
 
 def test_what_is_not_split_drops_out_as_one_process_does(ranks, tmp_path):

@@ -2,12 +2,11 @@
 
 import csv
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,8 +19,7 @@ TEXTS = ["stocks fell in late trading", "the striker scored twice in the final",
 
 
 def lockstep(folder, *arguments, code=0):
-    command = [sys.executable, "-m", "lockstep", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170)
+    done = warm.run(["lockstep", *arguments], cwd=folder, timeout=170)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -63,7 +63,7 @@ class RunSection(Section):
 class Recipe(Section):
     """A whole run."""
 
-    run: RunSection = RunSection()
+    run: RunSection = Field(default_factory=RunSection)  # its folder is relative to that of the moment
     data: Annotated[Any, plugin("data.sources", "digits")] = None
     model: Annotated[Any, plugin("models", "cnn")] = None
     optim: OptimSection = OptimSection()
