@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo  # transformers and the exporters import it, which sets a variable: better here than inside a test
 import torch.distributed as dist
+import warm
 from filelock import FileLock
 from PIL import Image
 from rich.console import Console
@@ -369,9 +369,9 @@ def test_the_command_itself(exports, tmp_path):
     shutil.copytree(exports / "export-onnx", tmp_path / "alone")
     (tmp_path / "pets" / "cat").mkdir(parents=True)
     Image.new("L", (8, 8)).save(tmp_path / "pets" / "cat" / "1.png")
-    command = [sys.executable, "-m", "lockstep", "evaluate", "alone", "launch.processes=2"]
+    command = ["lockstep", "evaluate", "alone", "launch.processes=2"]
     files = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    good, wrong = (subprocess.Popen([*command, *more], **files) for more in ((), ("--file", "pets", "--to", "pets")))
+    good, wrong = (warm.Popen([*command, *more], **files) for more in ((), ("--file", "pets", "--to", "pets")))
     out, err = good.communicate(timeout=100)
     assert (good.returncode, err) == (0, ""), err
     assert "355 samples: the test split" in out and "F1 (macro)" in out

@@ -13,6 +13,7 @@ from ipaddress import ip_address
 
 import psutil
 import pytest
+import warm
 
 CONFIG = """
 run: {dir: runs, name: one}
@@ -42,17 +43,21 @@ def listening(words, folder, *, until=None, under=()):
     what it said."""
     log = folder / "said.log"
     with log.open("wb") as out:
-        process = psutil.Popen([*under, sys.executable, "-m", "lockstep", *words], cwd=folder, stdout=out, stderr=out)
-    found = set()
+        files = {"cwd": folder, "stdout": out, "stderr": out}
+        if under:
+            process = subprocess.Popen([*under, sys.executable, "-m", "lockstep", *words], **files)
+        else:
+            process = warm.Popen(["lockstep", *words], **files)
+    found, top = set(), psutil.Process(process.pid)
     while process.poll() is None:
         with suppress(psutil.Error):
-            for each in [process, *process.children(recursive=True)]:
+            for each in [top, *top.children(recursive=True)]:
                 with suppress(psutil.Error):
                     found |= {c.laddr.ip for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
         if until and until(log.read_text(errors="replace")):
             process.send_signal(signal.SIGTERM)
             until = None
-        time.sleep(0.01)
+        time.sleep(0.05)
     return found, log.read_text(errors="replace")
 
 

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import psutil
 import pyarrow as pa
 import pytest
 import torch
+import warm
 from filelock import FileLock
 from PIL import Image
 from pyarrow import csv, parquet
@@ -250,10 +250,8 @@ def test_rows_that_kill_are_told_of(predict, images_model, photos):
 
 def begun(*command):
     """`lockstep predict` in a terminal of its own, when it has done something -> it, and the processes that predict."""
-    argv = [sys.executable, "-m", "lockstep", "predict", *map(str, command)]
-    process = subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = warm.Popen(["lockstep", "predict", *command], start_new_session=True, **pipes)
     before = set(Path().glob("*.parts/*.parquet"))
     while set(Path().glob("*.parts/*.parquet")) <= before:
         assert process.poll() is None, process.communicate()[0]

@@ -126,6 +126,9 @@ class Strategy(Protocol):
     buffer_updates: Sequence[BufferNotes]
     """What the steps so far have shown of the buffers on this rank; set by `place`."""
 
+    touched_rows: Mapping[Tensor, Tensor]
+    """Of gradients that are zero outside of some rows: the numbers of these rows, in the present step."""
+
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Spread a model that has the same weights on every rank; return a module with the parameters that this rank
         optimises.

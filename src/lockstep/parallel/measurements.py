@@ -25,6 +25,8 @@ class Weight:
     """Whether it is outside of all blocks, or used by several."""
     is_split: bool = False
     """Whether parallel.kind=tensor splits it."""
+    is_added_by_row: bool = False
+    """Whether it is a large embedding, of which ddp exchanges only the rows that a step has read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,11 @@ class Measurements:
     def gradient_bytes(self) -> int:
         """Of the gradients of all trained weights."""
         return self.bytes_of(self.weights, is_trained=True)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of the gradients in ddp's buckets."""
+        return self.gradient_bytes - sum(w.bytes for w in self.weights if w.is_added_by_row)
 
     def kept_bytes(self, block: int) -> int:
         """Activations of a block that are kept until its backward pass."""

@@ -1,6 +1,6 @@
 """Base class of strategies that replicate the model: `single` and `ddp`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.gradient_norm import gradients, row_squares
 from lockstep.parallel.accumulation import Accumulation
+from lockstep.parallel.embedding_rows import EmbeddingRows, large_embeddings
 from lockstep.parallel.micro_batches import MicroBatches
 
 
@@ -23,19 +24,22 @@ class Replicated:
     def __init__(self, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         self.randomness, self.precision, self.exact = randomness, precision, exact
         self.copies: tuple[int, ...] = ()
-        self.placed: tuple[MicroBatches, Accumulation] | None = None
+        self.placed: tuple[MicroBatches, Accumulation, EmbeddingRows] | None = None
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Prepare the model; its own parameters are optimised. May be called again."""
         if self.placed is not None:
             self.accumulation.remove()
+            self.embedding_rows.remove()
         if self.precision.device.type == "cpu":
             keep_freed_memory()
         self.model = model
         self.copies = tuple(range(dist.get_world_size()))
         self.parameters = list(model.parameters())
         passes = MicroBatches(model, self.randomness, self.precision)
-        self.placed = passes, Accumulation(self.parameters if self.exact else [], passes)
+        rows = EmbeddingRows(() if self.randomness.compiles else large_embeddings(model), passes)
+        accumulated = [p for p in self.parameters if p not in rows.gradients] if self.exact else []
+        self.placed = passes, Accumulation(accumulated, passes), rows
         return model
 
     @property
@@ -53,13 +57,23 @@ class Replicated:
         assert self.placed is not None, "call place() first"
         return self.placed[1]
 
+    @property
+    def embedding_rows(self) -> EmbeddingRows:
+        """Of the placed model: parameters that are neither in `accumulation` nor in DDP's buckets."""
+        assert self.placed is not None, "call place() first"
+        return self.placed[2]
+
+    @property
+    def touched_rows(self) -> Mapping[Tensor, Tensor]:
+        return self.embedding_rows.touched
+
     def forward(self, batch: Batch) -> Outputs:
         """Outputs, without gradients; fp32 where autocast gave half precision. Buffers stay as they are."""
         with torch.no_grad(), self.precision.autocast(), self.passes.buffers.unchanged():
             return widened(self.model(batch))
 
     def norm(self) -> Tensor:
-        return row_squares(gradients(self.parameters)).sum().sqrt()
+        return row_squares(gradients(self.parameters), self.touched_rows).sum().sqrt()
 
     def state(self) -> dict[str, Tensor]:
         return self.model.state_dict()

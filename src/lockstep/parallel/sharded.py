@@ -1,6 +1,6 @@
 """Base class of strategies that shard the model: `fsdp`, `pipeline` and `tensor`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from lockstep.core.modules.dtensors import first_names, persistent_buffers, shar
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
-from lockstep.core.reduction.gradient_norm import ShardedNorm
+from lockstep.core.reduction.gradient_norm import NO_ROWS, ShardedNorm
 
 
 class Sharded:
@@ -23,6 +23,7 @@ class Sharded:
     local: dict[str, torch.nn.Parameter]
     """The local tensors of `parameters`: what this rank optimises."""
     sharded_norm: ShardedNorm
+    touched_rows: Mapping[Tensor, Tensor] = NO_ROWS
 
     def __init__(self, randomness: Randomness, precision: Precision) -> None:
         self.randomness, self.precision, self.device = randomness, precision, precision.device

@@ -57,7 +57,7 @@ def step(
     is_empty = not loss.is_counted and bool(loss.count == 0)
     if not is_empty:
         grads, count = gradients(list(state.module.parameters())), torch.as_tensor(loss.count).to(torch.float64)
-        norm = average_(grads, norm, count=count, max_norm=clip)
+        norm = average_(grads, norm, count=count, max_norm=clip, touched_rows=state.strategy.touched_rows)
     is_finite = torch.isfinite(loss.total)
     if not state.precision.is_scaled:
         is_finite = is_finite & torch.isfinite(norm)

@@ -84,11 +84,13 @@ class Randomness:
         self.seed, self.step, self.shard = seed, 0, 0
         self.recomputes = False
         """Whether blocks are recomputed in the backward pass."""
+        self.compiles = False
+        """Whether blocks are compiled."""
 
     def watch(self, blocks: Sequence[nn.Module], *, recompute: bool = False, compiles: bool = False) -> None:
         """Reseed on entering and leaving each of these blocks; with `recompute`, checkpoint their activations
         (T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016); with `compiles`, compile them."""
-        self.recomputes = recompute
+        self.recomputes, self.compiles = recompute, compiles
         for number, block in enumerate(blocks):
             seeded = partial(self._seeded, number, compiled(block.forward) if compiles else block.forward)
             block.forward = partial(_in_training, block, block.forward, _recomputed(seeded) if recompute else seeded)

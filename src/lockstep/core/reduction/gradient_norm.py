@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from lockstep.core.distributed.collectives import add_disjoint
 
 CACHED = 1 << 17
 """Elements that stay in a core's cache from one operation to the next."""
+NO_ROWS: Mapping[Tensor, Tensor] = MappingProxyType({})
 EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
 
@@ -20,31 +22,51 @@ def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def average_(grads: Sequence[Tensor], norm: Tensor, *, count: Tensor, max_norm: float | None) -> Tensor:
+def average_(
+    grads: Sequence[Tensor],
+    norm: Tensor,
+    *,
+    count: Tensor,
+    max_norm: float | None,
+    touched_rows: Mapping[Tensor, Tensor] = NO_ROWS,
+) -> Tensor:
     """Divide summed gradients by a count, 0-dim, and scale them down to max_norm if the result is longer, in place.
 
-    `norm`: of the sums, 0-dim. Returns the norm of the averages before clipping. Minus zero becomes zero, as in
-    parameters that no sample used.
+    `norm`: of the sums, 0-dim; `touched_rows`: see Strategy. Returns the norm of the averages before clipping. Minus
+    zero becomes zero, as in parameters that no sample used.
     """
     mean_norm = (norm / count).to(norm.dtype)
     factor = 1 / count
     if max_norm is not None:
         factor = factor * (max_norm / (mean_norm + EPSILON)).clamp(max=1.0)
-    if grads and grads[0].device.type == "cpu":
-        for grad in grads:
+    for grad, rows in touched_rows.items():
+        grad[rows] = grad[rows].mul_(factor).add_(0.0)
+    whole = [grad for grad in grads if grad not in touched_rows]
+    if whole and whole[0].device.type == "cpu":
+        for grad in whole:
             parts = grad.view(-1).split(CACHED) if grad.is_contiguous() else (grad,)
             for part in parts:
                 part.mul_(factor).add_(0.0)  # while it is in the cache
     else:
-        torch._foreach_mul_(list(grads), factor)
-        torch._foreach_add_(list(grads), 0.0)
+        torch._foreach_mul_(whole, factor)
+        torch._foreach_add_(whole, 0.0)
     return mean_norm
 
 
-def row_squares(grads: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of each row of each gradient, flat [total rows]; a 0-dim gradient is one row."""
-    rows = (g.contiguous().view(g.size(0) if g.ndim else 1, -1) for g in grads if g.numel())
-    return torch.cat([torch.linalg.vector_norm(each, dim=1) for each in rows]).square()
+def row_squares(grads: Sequence[Tensor], touched_rows: Mapping[Tensor, Tensor] = NO_ROWS) -> Tensor:
+    """Sum of squares of each row of each gradient, flat [total rows]; a 0-dim gradient is one row.
+
+    `touched_rows`: see Strategy.
+    """
+    return torch.cat([_row_norms(grad, touched_rows.get(grad)) for grad in grads if grad.numel()]).square()
+
+
+def _row_norms(grad: Tensor, touched: Tensor | None) -> Tensor:
+    if touched is None:
+        return torch.linalg.vector_norm(grad.contiguous().view(grad.size(0) if grad.ndim else 1, -1), dim=1)
+    norms = grad.new_zeros(len(grad))
+    norms[touched] = torch.linalg.vector_norm(grad[touched], dim=1)
+    return norms
 
 
 class ShardedNorm(ABC):

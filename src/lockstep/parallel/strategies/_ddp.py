@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -55,9 +56,11 @@ class DataParallel(Replicated):
         self._all_reduces.clear()
         if self.worker is not None:
             self.worker.close()
-        self.trainable = sum(parameter.requires_grad for parameter in self.parameters)
+        apart = [name for name, p in model.named_parameters() if p in self.embedding_rows.gradients]
+        self.trainable = sum(parameter.requires_grad for parameter in self.parameters) - len(apart)
         device = self.parameters[0].device
         self.worker, self.transport = comm_worker(device), transport(device)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, apart)
         self.wrapped = DistributedDataParallel(
             model,
             **UNSYNCED,
@@ -78,6 +81,7 @@ class DataParallel(Replicated):
         self.is_ghost = micro_batches[0].ghost
         self.all_reduce, self.summed, self.num_reduced = self._all_reduce_of(present, shards), [], 0
         self.accumulation.start_step(self.all_reduce)
+        self.embedding_rows.start_step(self.all_reduce)
         self.passes.buffers.start_step(self.all_reduce)
         try:
             losses = self.passes.run(micro_batches, self.wrapped, no_sync=self.wrapped.no_sync)
@@ -87,6 +91,8 @@ class DataParallel(Replicated):
             raise
         self._check_all_used()
         self.passes.buffers.end_step()
+        with waiting_in("the exchange of embedding rows"), torch.no_grad():
+            self.embedding_rows.reduce(self.all_reduce)
         for parameter, gradient in self.summed:
             if parameter.grad is None:  # DDP skips parameters that the last micro-batch did not use
                 parameter.grad = gradient

@@ -41,7 +41,7 @@ def forecast(setting: Setting) -> Forecast:
 
 def num_buckets(setting: Setting) -> int:
     """DDP fills buckets of about one size; in shared memory there are two barriers for each."""
-    return max(1, round(setting.facts.gradient_bytes / (setting.section.bucket_mb * 2**20)))
+    return max(1, round(setting.facts.bucket_bytes / (setting.section.bucket_mb * 2**20)))
 
 
 def sums_of(own: Shards, setting: Setting) -> PartialSums:
@@ -55,10 +55,10 @@ def sums_of(own: Shards, setting: Setting) -> PartialSums:
 def traffic(setting: Setting, slots: int) -> tuple[int, int, int]:
     """Bytes of buffers, bytes sent, and bytes added up in shared memory."""
     facts, cluster = setting.facts, setting.cluster
-    world, size = cluster.world, facts.gradient_bytes
+    world, size = cluster.world, facts.bucket_bytes
     if world == 1:
         return 0, 0, 0
-    largest = max((w.bytes for w in facts.weights if w.is_trained), default=0)
+    largest = max((w.bytes for w in facts.weights if w.is_trained and not w.is_added_by_row), default=0)
     bucket = min(size, max(round(setting.section.bucket_mb * 2**20), largest))
     if not setting.is_exact:
         return 0, round(2 * (world - 1) / world * size), 0

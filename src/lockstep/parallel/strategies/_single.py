@@ -38,6 +38,7 @@ class Single(Replicated):
         present = micro_batches[0].present
         all_reduce = AllReduce([present], present, world_group())
         self.accumulation.start_step(all_reduce)
+        self.embedding_rows.start_step(all_reduce)
         self.passes.buffers.start_step(all_reduce)
         losses = self.passes.run(micro_batches, self.model)
         self.passes.buffers.end_step()
@@ -45,6 +46,7 @@ class Single(Replicated):
         for parameter in unused:
             parameter.grad = torch.empty_like(parameter)
         self.accumulation.fill(unused, [gradients(unused)])
+        self.embedding_rows.reduce(all_reduce)
         return world_loss(micro_batches, losses)
 
 

@@ -19,6 +19,7 @@ from lockstep.base.model_contracts import LossSum, MicroBatch, Model
 from lockstep.core.host.memory_meter import Meter
 from lockstep.core.modules.blocks import with_weights
 from lockstep.data.sampler import TrainingRequests
+from lockstep.parallel.embedding_rows import large_embeddings
 from lockstep.parallel.measurements import Block, Measurements, Seconds, Weight
 from lockstep.parallel.module_profile import ModuleProfile, profile_modules
 from lockstep.parallel.partition import PartitionedModel
@@ -197,6 +198,7 @@ def weights_of(model: Model, profile: ModuleProfile | None, split: frozenset[str
     for number, block in enumerate(with_weights(model.blocks())):
         for parameter in set(block.parameters()):
             holders[first[parameter]].append(number)
+    by_row = {embedding.weight for embedding in large_embeddings(model)}
     return tuple(
         Weight(
             name=name,
@@ -206,6 +208,7 @@ def weights_of(model: Model, profile: ModuleProfile | None, split: frozenset[str
             block=profile.holders[name][0] if profile else min(holders[name], default=0),
             is_root=len(holders[name]) != 1,
             is_split=name in split,
+            is_added_by_row=parameter in by_row,
         )
         for name, parameter in model.named_parameters()
     )
