@@ -1,7 +1,7 @@
 """Gradients of large embeddings, of which a step reads few rows: only these are added, exchanged and scaled.
 
 PyTorch's backward pass fills a gradient of all rows with zeros, and DDP copies and exchanges it; of MiniLM's 30,522
-rows, a step of 32 texts reads about 900. The bits are those of whole gradients: a row's tokens are added in the same
+rows, a step of 32 texts reads about 800. The bits are those of whole gradients: a row's tokens are added in the same
 order, and adding zeros changes nothing.
 
 n = rows of an embedding, d = their width, k = rows that somebody has read.
