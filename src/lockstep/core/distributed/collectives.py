@@ -68,10 +68,10 @@ def add_disjoint(table: torch.Tensor, group: dist.ProcessGroup | None = None) ->
     return table
 
 
-def all_reduce_max(flag: torch.Tensor) -> None:
+def all_reduce_max(flags: torch.Tensor) -> None:
     """The maximum over all ranks, in place."""
-    with waiting_in("the all-reduce of the overflow flag"):
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    with waiting_in("the all-reduce of flags"):
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
 
 
 def all_reduce_each(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
