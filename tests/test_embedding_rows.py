@@ -1,5 +1,7 @@
 """Gradients of large embeddings by row: the bits of whole gradients, and no more than the rows that were read."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,15 +64,25 @@ def micro_batches(step, owned):
         )
 
 
+@contextmanager
+def large_from(elements):
+    """Embeddings of so many elements are large, until the end: the process serves other tests as well."""
+    before, embedding_rows.LARGE = embedding_rows.LARGE, elements
+    try:
+        yield
+    finally:
+        embedding_rows.LARGE = before
+
+
 def trained(kind, strategy, large, *, exact=True):
     """Three steps of SGD -> after each, the gradients' norm and the weights; and whether rows were used."""
-    embedding_rows.LARGE = large
     seed_all(5)
     model, precision = Texts(kind), Precision("fp32", CPU)
     module = plugins.implementation("parallel.strategies", strategy)
     config = module.Config(kind=strategy)
     spread = module.build(config, randomness=Randomness(0), precision=precision, exact=exact)
-    held = spread.place(model, lambda: next(micro_batches(0, lambda *_: [0])).batch)
+    with large_from(large):
+        held = spread.place(model, lambda: next(micro_batches(0, lambda *_: [0])).batch)
     found, by_row = [], False
     for step in range(3):
         loss = spread.forward_backward(list(micro_batches(step, spread.owned)))
