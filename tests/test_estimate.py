@@ -154,8 +154,7 @@ def peak_of_training(folder, world):
 def test_the_peak_is_that_of_a_real_training(whole, tmp_path, world):
     """Within the 15 % that are promised, on DDP, where the model is most of the memory.
 
-    The median of three: the peaks of one and the same training were 654 to 724 MiB, as threads free memory sooner or
-    later.
+    The median of three: the peaks of one and the same training were 654 to 724 MiB.
     """
     rows, _ = whole
     (tmp_path / "my_model.py").write_text(WIDE)

@@ -66,6 +66,29 @@ def test_ctrl_c_is_kept_back_until_it_can_be_answered(tmp_path):
     assert process.returncode == 75
 
 
+VANISHES = """
+import os, pickle
+from multiprocessing import forkserver
+from lockstep.{}.{} import PRELOADED
+forkserver.set_forkserver_preload([name for name in PRELOADED if name.startswith("lockstep.base.")])
+order = pickle.dumps({{"name": "a"}}) + pickle.dumps("what to run")
+for sent in (0, 20, len(order) - 1):
+    worker, ours = forkserver.connect_to_new_process([])
+    os.write(ours, order[:sent])
+    os.close(ours)
+    forkserver.read_signed(worker)
+    assert forkserver.read_signed(worker) == 1
+"""
+
+
+@pytest.mark.parametrize("pool", [("inference.predict", "worker_pool"), ("tools.tune", "trial_process")])
+def test_a_process_whose_parent_ended_before_it_said_what_to_run_is_silent(tmp_path, pool):
+    """As after Ctrl-C at that moment."""
+    (tmp_path / "vanishes.py").write_text(VANISHES.format(*pool))
+    done = subprocess.run([sys.executable, "vanishes.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_training_whose_output_nobody_reads_goes_on(tmp_path):
     process = started(tmp_path, "train", "c.yaml", *SETTINGS, stderr=subprocess.DEVNULL)
     assert process.stdout.readline().startswith("run a: ")

@@ -20,7 +20,7 @@ def config(tmp_path):
 
 
 def test_pulse(config):
-    """In interpreters of their own: train, kill -9 in mid-epoch, resume, evaluate, export: the digest of the run that was not disturbed."""
+    """Train, kill -9 in mid-epoch, resume, evaluate, export, as typed: the digest of the run that was not disturbed."""
     whole = typed(config, "train", "c.yaml", *SHORT, "run.name=whole", "launch.processes=2")
     assert whole.returncode == 0, whole.stdout + whole.stderr
     arguments = ["train", "c.yaml", *SHORT, "run.name=killed", "launch.processes=2", "checkpoint.every_steps=3"]

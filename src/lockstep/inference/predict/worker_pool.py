@@ -24,7 +24,7 @@ from lockstep.inference.predict.chunk_worker import (
 )
 from lockstep.launch.launchers._spawn import script_unread
 
-PRELOADED = ["lockstep.inference.predict.chunk_worker"]
+PRELOADED = ["lockstep.base.orphaned_start", "lockstep.inference.predict.chunk_worker"]
 PRELOADED_FOR_TEXTS = ["transformers.modeling_utils", "transformers.models.auto.tokenization_auto"]
 """Imported once, by the fork server where there is one, instead of for 10 s in each process."""
 MAX_DEATHS = 3

@@ -22,6 +22,7 @@ from lockstep.tools.trials import TrialFailed, strategy, varied
 from lockstep.tools.tune.trial_work import TrialRequest, TrialResult, work
 
 PRELOADED = [
+    "lockstep.base.orphaned_start",
     "lockstep.tools.tune.trial_work",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
