@@ -106,13 +106,13 @@ class Rank:
 
     def beside(self) -> tuple[float, float, list[float]]:
         """A save beside the steps: stall, seconds until it is written, and those of each step meanwhile."""
-        begin = time.perf_counter()
         stall = seconds(lambda: self.saving.start({}))
-        steps = []
+        save, steps = self.writer.pending, []
+        assert save is not None
         while not agreed(not self.writer.is_busy):
             steps.append(self.step())
         self.saving.finish()
-        return stall, time.perf_counter() - begin, steps
+        return stall, save.result().seconds, steps
 
 
 def work(name: str, pairs: int, folder: Path) -> None:
