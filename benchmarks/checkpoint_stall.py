@@ -178,7 +178,7 @@ def main() -> None:
         for world in options.worlds:
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
                 os.environ.update({"PAIRS": str(options.pairs), "FOLDER": folder, **KEPT})
-                found = measured(__file__, name, loopback(world), seconds=120.0)
+                found = measured(__file__, name, loopback(world), seconds=400.0)
             lines.append(row(name, world, found))
             sys.stdout.write(lines[-1] + "\n")
             sys.stdout.flush()
