@@ -10,7 +10,7 @@ import pytest
 from running import family, lockstep, started, summary, wait_for_steps, workers
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lockstep.base.errors import PeerLost
+from lockstep.base.errors import HangDetected, PeerLost
 from lockstep.launch.elastic.failure import failure_of, oom_kills
 
 FAULTY = """
@@ -182,6 +182,49 @@ def test_a_frozen_process_is_noticed_and_the_run_goes_on(folder, undisturbed):
     assert f"rank 0 (process {frozen.pid}) was killed (SIGKILL" in output
     assert "Starting again on 2 processes" in output
     assert "Traceback" not in output
+    assert summary(folder, "a")["digest"] == undisturbed
+
+
+STOP = """
+import atexit
+import signal
+
+
+def stop():
+    if os.environ.get("RANK") == "1" and not Path("stopped").exists():
+        Path("stopped").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+"""
+WHEN = {
+    "at the import": "stop()",
+    "before its first heartbeat": "build = source",
+    "at its end": "atexit.register(stop)",
+}
+STOPPING_SOURCE = """
+
+
+def source(options, split):
+    stop()
+    return build(options, split)
+"""
+
+
+@pytest.mark.parametrize("kind", ["local", "spawn"])
+@pytest.mark.parametrize("when", WHEN)
+def test_a_process_that_is_stopped_while_nobody_hears_its_heartbeats(folder, undisturbed, kind, when):
+    """Before there is a process group, before its first heartbeat, and after its last."""
+    text = FAULTY + STOP + WHEN[when] + "\n"
+    (folder / "mine.py").write_text(text + STOPPING_SOURCE if when == "before its first heartbeat" else text)
+    settings = [f"launch.kind={kind}", "launch.failure_timeout_seconds=2"]
+    done = train(folder, "none", *settings)
+    assert (folder / "stopped").exists()
+    assert "Traceback" not in done.stderr
+    if kind == "spawn":
+        assert done.returncode in (128 + signal.SIGKILL, HangDetected.exit_code), done.stderr
+        done = train(folder, "none", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert summary(folder, "a")["digest"] == undisturbed
 
 

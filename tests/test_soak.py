@@ -94,6 +94,7 @@ class Soak:
                 for left in [p for p in family(process) if p.pid != process.pid] if process.poll() is None else []:
                     left.kill()
                 process.kill()
+                process.wait()
             self.ends[code] += 1
             if code == 0:
                 return

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import psutil
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -22,6 +22,7 @@ from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
 from lockstep.launch.elastic.fork_server import SIGNALS, ForkServer
 from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.rendezvous import STORE_TIMEOUT
+from lockstep.launch.elastic.stopped_workers import StoppedWorkers
 
 EXIT_BARRIER_SECONDS = 1
 """The agents need not wait for each other's exit: the leader waits for all outcomes."""
@@ -111,7 +112,14 @@ def run_round(
         max_restarts=0,  # the agent would restart after any error, and never on fewer processes
     )
     grace: dict[str, Any] = {"shutdown_timeout": start.grace_seconds} if HAS_GRACE else {}
-    agent = Agent(start.fork_server, spec, RankLogs(start.logs), exit_barrier_timeout=EXIT_BARRIER_SECONDS, **grace)
+    agent = Agent(
+        start.fork_server,
+        StoppedWorkers(membership.section.failure_timeout_seconds),
+        spec,
+        RankLogs(start.logs),
+        exit_barrier_timeout=EXIT_BARRIER_SECONDS,
+        **grace,
+    )
     kills_before = oom_kills()
     result = agent.run()
     if not result.is_failed():
@@ -120,15 +128,23 @@ def run_round(
 
 
 class Agent(LocalElasticAgent):
-    """PyTorch's agent; workers are forked where they can be, and start with SIGINT blocked until they handle it."""
+    """PyTorch's agent; workers are forked where they can be, start with SIGINT blocked until they handle it, and are
+    killed if they are stopped while others wait for them."""
 
-    def __init__(self, fork_server: ForkServer | None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fork_server = fork_server
+    def __init__(
+        self, fork_server: ForkServer | None, stopped: StoppedWorkers, spec: WorkerSpec, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(spec, *args, **kwargs)
+        self.fork_server, self.stopped = fork_server, stopped
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with self.fork_server.starts_workers() if self.fork_server else nullcontext(), ctrl_c.blocked():
             return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if worker_group.workers[0].world_size > 1:
+            self.stopped.kill(worker.id for worker in worker_group.workers)
+        return super()._monitor_workers(worker_group)
 
 
 class RankLogs(LogsSpecs):

@@ -24,6 +24,7 @@ from lockstep.launch.elastic.fork_server import SIGNALS
 from lockstep.launch.elastic.leader import FAILED_SECONDS, resume_hint, rotate_logs
 from lockstep.launch.elastic.node import worker_plan
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, serve_store
+from lockstep.launch.elastic.stopped_workers import StoppedWorkers
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.launch.launchers._output_pipe import OutputPipe
 from lockstep.launch.launchers._own_process import OwnProcess
@@ -65,7 +66,7 @@ class Spawn(OwnProcess):
         logs.mkdir(parents=True, exist_ok=True)
         rotate_logs(logs)
         kills_before = oom_kills()
-        workers = SpawnedWorkers(pipes or {}, grace_seconds=self.config.grace_seconds)
+        workers = SpawnedWorkers(pipes or {}, self.config)
         with workers.forwarding_signals():
             store = serve_store(Endpoint(host=LOOPBACK, port=0))  # here, so that no other process can take its port
             workers.start(plan, logs, port=store.port)
@@ -80,8 +81,9 @@ class SpawnedWorkers:
     second signal, and it does not report which workers it had to kill, whose SIGKILL would pass for the cause.
     """
 
-    def __init__(self, pipes: Mapping[int, OutputPipe], *, grace_seconds: float) -> None:
-        self.pipes, self.grace_seconds = pipes, grace_seconds
+    def __init__(self, pipes: Mapping[int, OutputPipe], section: LaunchSection) -> None:
+        self.pipes, self.grace_seconds = pipes, section.grace_seconds
+        self.stopped = StoppedWorkers(section.failure_timeout_seconds)
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self.received: signal.Signals | None = None
         """The first signal."""
@@ -125,6 +127,8 @@ class SpawnedWorkers:
                     self.deadline = min(self.deadline, time.monotonic() + FAILED_SECONDS)
                 if time.monotonic() > self.deadline:
                     self._kill()
+                if len(self.processes) > 1:
+                    self.stopped.kill(process.pid for process in running if process.pid)
                 self._copy_output([process.sentinel for process in running], POLL_SECONDS)
             while self._copy_output([], 0.0):
                 pass

@@ -76,6 +76,7 @@ class Watch:
         self.logs.mkdir(parents=True, exist_ok=True)
         if self.world.size > 1:
             self.heartbeats = Heartbeats(StoreNotes(self.world.rank, self.world.size), self.limits.silent_seconds)
+            self.heartbeats.send()  # at once: one that freezes before its first would never count as silent
         activity.progress()
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
