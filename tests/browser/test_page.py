@@ -1,21 +1,13 @@
 """The page in a real browser: typed into, drawn on, without a mouse, on a phone; pictures of it are kept."""
 
 import re
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
+from browsing import DESK, IN_BROWSER, PHONE, keep
 from served import image_export, png, serving, text_export
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(
-        not shutil.which("chromium") or not shutil.which("chromedriver"), reason="no chromium: make test-browser"
-    ),
-]
-PICTURES = Path(__file__).parent / "pictures"
-PHONE, DESK = (390, 844), (1000, 1100)
+pytestmark = IN_BROWSER
 
 
 @pytest.fixture(scope="module")
@@ -24,26 +16,6 @@ def texts(tmp_path_factory, minilm):
         text_export(tmp_path_factory.mktemp("text") / "news", minilm), variables={"LOCKSTEP_API_KEY": ""}
     ) as server:
         yield server
-
-
-@pytest.fixture
-def browser(monkeypatch):
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.binary_location = shutil.which("chromium")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    driver.set_window_size(*DESK)
-    driver.implicitly_wait(15)
-    try:
-        yield driver
-        assert driver.get_log("browser") == []
-    finally:
-        driver.quit()
 
 
 def find(browser, name):
@@ -63,14 +35,6 @@ def opened(browser, server):
 
     browser.get(server.url + "/")
     WebDriverWait(browser, 15).until(lambda _: "labels" in find(browser, "about").text)
-
-
-def keep(browser, name, size):
-    """A picture for a person to look at; the page must fit its width."""
-    browser.set_window_size(*size)
-    assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
-    PICTURES.mkdir(exist_ok=True)
-    assert browser.save_screenshot(str(PICTURES / f"{name}.png"))
 
 
 def bars(browser):

@@ -48,6 +48,15 @@ class StepDone:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evaluating:
+    """An evaluation in training has measured `done` of `total` micro-batches."""
+
+    step: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated:
     """The model was measured on the test split."""
 

@@ -10,7 +10,20 @@ from lockstep.base import plugins
 from lockstep.cli._common import versions
 
 FAMILY = "cli"
-ORDER = ["init", "data", "train", "status", "logs", "cancel", "checkpoints", "evaluate", "export", "predict", "serve"]
+ORDER = [
+    "init",
+    "data",
+    "train",
+    "status",
+    "logs",
+    "cancel",
+    "checkpoints",
+    "report",
+    "evaluate",
+    "export",
+    "predict",
+    "serve",
+]
 """Of the commands in the help; others follow by name."""
 
 

@@ -10,7 +10,8 @@ from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 
 FOLDERS = ("checkpoints", "logs", "tensorboard")
-FILES = (".lock", "job.json", "launch.yaml", "metrics.jsonl", "recipe.yaml", "summary.json")
+LOGGED = ("history.jsonl", "metrics.jsonl", "report.html", "summary.json")
+FILES = (".lock", "job.json", "launch.yaml", "recipe.yaml", *LOGGED)
 """What a run writes to its folder."""
 
 

@@ -1,6 +1,6 @@
 """What one process of a run consists of: data, model, optimizer state, and the questions about all of them together."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from lockstep.core.modules.dtensors import is_dtensor
 from lockstep.core.numerics.batchnorm import check_synchronised, has_batchnorm
 from lockstep.core.numerics.digest import digest, digest_of, world_lines
 from lockstep.data.bad_samples import Faults
+from lockstep.data.dataset import spread_evenly
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
@@ -81,12 +82,19 @@ class Components:
             is_local=len(self.strategy.copies) == self.world.size,
         )
 
-    def evaluate(self) -> Evaluation:
-        """Measure the current model on the whole test split."""
-        data = self.data
-        faults = data.faults["test"]
+    def evaluate(self, notice: Callable[[int, int], None] = lambda _done, _total: None) -> Evaluation:
+        """Measure the current model on the test split, or the part of it that evaluate.limit names.
+
+        `notice` is called with the number of micro-batches that are measured, and of all.
+        """
+        data, limit = self.data, self.recipe.evaluate.limit
         return evaluate_source(
-            self.recipe, self.subject, data.test, world=self.world, pad_id=data.pad_id, faults=faults
+            self.recipe,
+            replace(self.subject, notice=notice),
+            data.test if limit is None else spread_evenly(data.test, limit),
+            world=self.world,
+            pad_id=data.pad_id,
+            faults=data.faults["test"],
         )
 
     def try_evaluation(self) -> None:

@@ -42,6 +42,8 @@ class EvaluationTarget:
     is_local: bool = True
     """Whether a forward pass involves no other rank, so that a rank may fail in it and still join the next
     collective."""
+    notice: Callable[[int, int], None] = lambda _done, _total: None
+    """Called with the number of micro-batches that are measured, and of all."""
 
 
 class Predictions:
@@ -173,8 +175,10 @@ def evaluate(
     """
     totals = SplitTotals(target, predictions)
     arriving = iter(batches)
-    for _ in range(-(-total // dist.get_world_size())):
+    ranks = dist.get_world_size()
+    for done in range(0, total, ranks):
         _evaluate_round(arriving, totals)
+        target.notice(min(done + ranks, total), total)
     result, error = _attempt(totals.result) if dist.get_rank() == 0 else (None, None)
     _raise_on_all_ranks(error)
     shared = broadcast_object(replace(result, predictions=None) if result else None)

@@ -73,6 +73,9 @@ class EvaluateSection(Section):
     """Evaluate every N epochs."""
     micro_batch: int | None = Field(None, ge=1, le=MANY)
     """Samples per forward pass; empty for train.micro_batch."""
+    limit: int | None = Field(None, ge=1, le=MANY)
+    """Measure so many test samples while training, also at its end: always the same, spread evenly over the split;
+    `lockstep evaluate` measures all. Empty: all."""
     metrics: Literal["auto"] | tuple[str, ...] = "auto"
     """What is reported besides the loss: names of metrics, and of sums returned with the loss; auto: all of them."""
 

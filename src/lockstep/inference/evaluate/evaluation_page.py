@@ -27,12 +27,12 @@ def html(results: Mapping[str, Any], worst: Sequence[Misclassified], *, matrix: 
         matrix=Markup(matrix),  # escaped by the figure
         diagram=Markup(figures.reliability(bins)) if bins else "",
         calibration=evaluation_table.describe_calibration(calibration) if calibration else "",
-        worst=[(sample, _data_uri(sample.columns)) for sample in worst],
+        worst=[(sample, data_uri(sample.columns)) for sample in worst],
     )
     return printable(page)
 
 
-def _data_uri(columns: Mapping[str, Any]) -> str:
+def data_uri(columns: Mapping[str, Any]) -> str:
     """The image uint8 [C, H, W] of a sample, for a browser; empty for other samples."""
     image = columns.get("image")
     if not isinstance(image, np.ndarray) or image.ndim != 3 or len(image) not in (1, 3) or image.dtype != np.uint8:

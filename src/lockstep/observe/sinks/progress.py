@@ -11,8 +11,19 @@ from rich.progress import TaskID
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.base.escaping_console import EscapingConsole, escape_name
-from lockstep.base.events import CheckpointSaved, Evaluated, Preparing, RunEnded, RunStarted, StepDone, Warned
+from lockstep.base.events import (
+    CheckpointSaved,
+    Evaluated,
+    Evaluating,
+    Preparing,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Warned,
+)
 from lockstep.observe.progress_bar import QUIET_SECONDS, Pace, progress_bar
+
+EVALUATION = "evaluating"
 
 
 class ProgressLines:
@@ -21,6 +32,8 @@ class ProgressLines:
     def __init__(self, console: Console, quiet_seconds: float = QUIET_SECONDS) -> None:
         self.console, self.quiet_seconds = console, quiet_seconds
         self.pace: Pace | None = None
+        self.evaluation: tuple[int, Pace] | None = None
+        """The step of the last evaluation, and its pace."""
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -52,6 +65,14 @@ class ProgressLines:
         if is_last or self.pace.is_due():
             line = f"step {event.step}/{self.pace.total} · epoch {event.epoch} · {readable(event.values)}"
             self.print(line if is_last else f"{line} · {self.pace.time_left(event.step)}")
+
+    @notice.register
+    def _(self, event: Evaluating) -> None:
+        if self.evaluation is None or self.evaluation[0] != event.step:
+            self.evaluation = event.step, Pace(event.total, 0)
+            self.evaluation[1].is_due()  # the first line comes after QUIET_SECONDS
+        elif event.done < event.total and self.evaluation[1].is_due():
+            self.print(f"evaluating after step {event.step}: {event.done:,} of {event.total:,} micro-batches")
 
     @notice.register
     def _(self, event: Evaluated) -> None:
@@ -95,6 +116,9 @@ class ProgressBar(ProgressLines):
                 figures = {"figures": readable(short)} if short else {}
                 description = f"epoch {event.epoch}"
                 self._move("training", self.pace.total, completed=event.step, description=description, **figures)
+            return
+        if isinstance(event, Evaluating):
+            self._move(EVALUATION, event.total, completed=event.done, visible=event.done < event.total)
             return
         if isinstance(event, RunEnded):
             self.progress.stop()

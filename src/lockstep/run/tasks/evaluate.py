@@ -30,6 +30,9 @@ from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions
 
 NEEDS_GROUP = True
+SHOWN = ("index", "origin", "label", "predicted", "confidence", "loss", "text")
+"""Of a sample in evaluation.json."""
+MOST_IMAGE_CHARACTERS = 1 << 16
 
 
 class EvaluateTask(WatchedTask):
@@ -133,11 +136,7 @@ class EvaluateTask(WatchedTask):
             **evaluation_report.confidences(predictions, temperature),
             "classes": evaluation_report.by_class(predictions, names),
             "worst": [
-                {
-                    name: getattr(sample, name)
-                    for name in ("index", "origin", "label", "predicted", "confidence", "loss")
-                }
-                for sample in wrong
+                {**{name: getattr(sample, name) for name in SHOWN}, "image": _small_image(sample)} for sample in wrong
             ],
         }
         if self.request.calibrates:
@@ -161,6 +160,12 @@ class EvaluateTask(WatchedTask):
                 export_facts.keep_calibration(calibration, folder, digest=opened.digest)
         except OSError as error:
             raise ModelError(f"cannot keep the calibration in {folder}: {error.strerror}") from None
+
+
+def _small_image(sample: evaluation_report.Misclassified) -> str:
+    """As a data URI; empty where it is larger than a JSON file should hold."""
+    image = evaluation_page.data_uri(sample.columns)
+    return image if len(image) <= MOST_IMAGE_CHARACTERS else ""
 
 
 def build(

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from lockstep.base import config, lifetime, plugins, storage
 from lockstep.base.errors import Desync, Interrupted, LaunchError
-from lockstep.base.events import RunEnded, RunStarted, StepDone
+from lockstep.base.events import Evaluating, RunEnded, RunStarted, StepDone
 from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.writer import Writer
@@ -20,6 +20,7 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.data import bad_samples
 from lockstep.launch import run_folder
 from lockstep.observe.diagnose.desync import RankComparison
+from lockstep.observe.run_history import RunHistory
 from lockstep.run import recipe as recipes
 from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
@@ -144,6 +145,7 @@ class TrainTask(WatchedTask):
         if not self.world.is_main:
             return
         self.recipe.folder.mkdir(parents=True, exist_ok=True)
+        self.bus.subscribe(RunHistory(self.recipe.folder))
         for sink in self.recipe.observe.sinks:
             self.bus.subscribe(plugins.find("observe.sinks", sink).build(self.recipe.folder))
         observe = self.recipe.observe
@@ -254,7 +256,11 @@ class TrainTask(WatchedTask):
 
     def evaluate(self) -> tuple[int, dict[str, float]]:
         """Evaluate the current model; keep the whole result for the summary."""
-        self.last_evaluation = evaluation = self.parts.evaluate()
+
+        def notice(done: int, total: int) -> None:
+            self.bus.publish(Evaluating(step=self.parts.state.step, done=done, total=total))
+
+        self.last_evaluation = evaluation = self.parts.evaluate(notice)
         return evaluation.samples, evaluation.values
 
     def train(self, training: Training) -> tuple[str, dict[str, float]]:
@@ -290,6 +296,7 @@ class TrainTask(WatchedTask):
             "train_samples_per_second": round(speed, 2) if speed else None,
             "first_step_seconds": self.first_step.seconds,
             "evaluation": metrics,
+            "labels": parts.data.train.spec.labels,
             "confusion_matrix": evaluation.confusion if evaluation and metrics else None,
             # after a failure other ranks may have exited: no collectives
             **parts.digests(is_collective=status != "failed" or self.world.size == 1),
@@ -307,6 +314,17 @@ class TrainTask(WatchedTask):
         if self.world.is_main:
             storage.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
         self.bus.publish(RunEnded(status=status, summary=summary))
+        if self.world.is_main:
+            self.write_report()
+
+    def write_report(self) -> None:
+        """Write report.html; that this fails is no reason to lose a run."""
+        from lockstep.observe.report import report_page  # noqa: PLC0415 (a run ends without it where it cannot load)
+
+        try:
+            report_page.write(self.recipe.folder)
+        except Exception as error:
+            self.warn(f"report.html could not be written ({type(error).__name__}: {error}): see `lockstep report`")
 
     def close(self) -> None:
         """Close the observers and release the run folder."""

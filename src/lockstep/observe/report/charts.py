@@ -1,0 +1,101 @@
+"""The curves of a report, prepared for the chart library in the page."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.observe.report.run_files import TEST, LoggedCurve, RunFiles
+
+MOST_POINTS = 8000
+"""Of a curve. Of a longer one each bucket of neighbouring points keeps its lowest and its highest."""
+LAST = ("learning_rate", "gradient_norm", "samples_per_second", "memory")
+TITLES = {
+    "learning_rate": "learning rate",
+    "gradient_norm": "gradient norm",
+    "samples_per_second": "samples/s",
+    "memory": "peak memory of rank 0, GB",
+}
+MEMORY = "memory"
+TABLE_ROWS = 12
+"""Of the values below a chart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A curve in a chart."""
+
+    run: int
+    """Number of its run in the report."""
+    is_test: bool
+    curve: LoggedCurve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    title: str
+    series: tuple[Series, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        series = [
+            {"run": each.run, "test": each.is_test, "x": short.steps, "y": short.values}
+            for each in self.series
+            for short in [shortened(each.curve, MOST_POINTS)]
+        ]
+        return {"title": self.title, "series": series}
+
+
+def charts(runs: Sequence[RunFiles]) -> list[Chart]:
+    """One for each quantity, with its values in training and on the test split, of all runs."""
+    curves = [{**run.curves, **memory(run)} for run in runs]
+    names = dict.fromkeys(name.removeprefix(f"{TEST} ") for each in curves for name in each)
+    ordered = sorted(names, key=lambda name: (name != "loss", LAST.index(name) if name in LAST else -1))
+    return [Chart(title=TITLES.get(name, name), series=tuple(_series(name, curves))) for name in ordered]
+
+
+def _series(name: str, runs: Sequence[dict[str, LoggedCurve]]) -> Iterable[Series]:
+    for number, curves in enumerate(runs):
+        for is_test in (False, True):
+            curve = curves.get(f"{TEST} {name}" if is_test else name)
+            if curve is not None:
+                yield Series(run=number, is_test=is_test, curve=curve)
+
+
+def memory(run: RunFiles) -> dict[str, LoggedCurve]:
+    """The peak memory in GB (10^9 bytes) by step; of repeated steps the last value."""
+    found = {line.step: line.memory_bytes / 1e9 for line in run.history if line.kind == "steps"}
+    steps = sorted(found)
+    return {MEMORY: LoggedCurve(steps=steps, values=[found[step] for step in steps])} if steps else {}
+
+
+def shortened(curve: LoggedCurve, most: int) -> LoggedCurve:
+    """The curve with at most about `most` points."""
+    count = len(curve.steps)
+    if count <= most:
+        return curve
+    kept: list[int] = []
+    buckets = most // 2
+    for number in range(buckets):
+        bucket = range(number * count // buckets, (number + 1) * count // buckets)
+        finite = [index for index in bucket if curve.values[index] is not None] or list(bucket)
+        ends = {min(finite, key=lambda i: curve.values[i] or 0), max(finite, key=lambda i: curve.values[i] or 0)}
+        kept += sorted(ends)
+    return LoggedCurve(steps=[curve.steps[i] for i in kept], values=[curve.values[i] for i in kept])
+
+
+def table(chart: Chart, names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of a chart's values at evenly spread steps, for readers without the picture."""
+    headings = ["step"]
+    for each in chart.series:
+        several = f"{names[each.run]}, " if len(names) > 1 else ""
+        headings.append(f"{several}{'test' if each.is_test else 'training'}")
+    steps = sorted({step for each in chart.series for step in each.curve.steps})
+    spread = {steps[round(i * (len(steps) - 1) / (TABLE_ROWS - 1))] for i in range(TABLE_ROWS)}
+    spread |= {step for each in chart.series if each.is_test for step in each.curve.steps[-TABLE_ROWS:]}
+    values = [dict(zip(each.curve.steps, each.curve.values, strict=True)) for each in chart.series]
+    rows = [[f"{step:,}", *(_number(value.get(step)) for value in values)] for step in sorted(spread)]
+    return headings, rows
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -1,0 +1,106 @@
+"""Where a run's time went, over all of its starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.observe.report.run_files import HistoryLine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What happened from one start of the processes to their end."""
+
+    lines: tuple[HistoryLine, ...]
+
+    @property
+    def began(self) -> float:
+        """Seconds since 1970."""
+        return self.lines[0].time
+
+    @property
+    def ended(self) -> float:
+        """The last sign of it, seconds since 1970."""
+        return self.lines[-1].time
+
+    @property
+    def status(self) -> str | None:
+        """How it ended; None where it wrote nothing about it: killed, or still running."""
+        return next((line.status for line in self.lines if line.kind == "ended"), None)
+
+    @property
+    def first_step(self) -> int:
+        return self.lines[0].step
+
+    @property
+    def world_size(self) -> int:
+        return self.lines[0].world_size
+
+    def seconds_in_steps(self, until: float) -> float:
+        """Time spent in steps up to a step, in proportion where it is between two logged ones."""
+        total, before = 0.0, self.first_step
+        for line in self.lines:
+            if line.kind == "steps":
+                share = 1.0 if line.step <= until else max(0.0, (until - before) / max(line.step - before, 1))
+                total, before = total + share * line.seconds, line.step
+        return max(total, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Seconds by what they were spent on; they add up to `wall`."""
+
+    wall: float
+    """From the first start to the last sign of the run."""
+    steps: float
+    """In steps whose result is part of the run."""
+    repeated: float
+    """In steps that a kill undid, and that were done again."""
+    evaluations: float
+    saves: float
+    """Training stood still for them."""
+    down: float
+    """Between the last sign of one start and the next start."""
+
+    @property
+    def rest(self) -> float:
+        """Building, importing, resuming."""
+        known = self.steps + self.repeated + self.evaluations + self.saves + self.down
+        return max(self.wall - known, 0.0)
+
+    @property
+    def share(self) -> float:
+        """Time in steps that count, as a fraction of all."""
+        return self.steps / self.wall if self.wall else 0.0
+
+
+def starts(history: Sequence[HistoryLine]) -> list[Start]:
+    """The starts of a run. One at step 0 after an orderly end is a new run in the same folder, and forgets the old."""
+    found: list[list[HistoryLine]] = []
+    for line in history:
+        if line.kind == "started":
+            if line.step == 0 and found and any(each.kind == "ended" for each in found[-1]):
+                found = []
+            found.append([line])
+        elif found:
+            found[-1].append(line)
+    return [Start(lines=tuple(each)) for each in found]
+
+
+def goodput(runs: Sequence[Start]) -> Goodput | None:
+    """None where the run has no history."""
+    if not runs:
+        return None
+    nexts: list[float] = [each.first_step for each in runs[1:]]
+    limits = [*nexts, float("inf")]
+    for number in reversed(range(len(limits) - 1)):  # a later start may go further back
+        limits[number] = min(limits[number], limits[number + 1])
+    steps = sum(each.seconds_in_steps(limit) for each, limit in zip(runs, limits, strict=True))
+    everything = sum(each.seconds_in_steps(float("inf")) for each in runs)
+    return Goodput(
+        wall=runs[-1].ended - runs[0].began,
+        steps=steps,
+        repeated=everything - steps,
+        evaluations=sum(line.seconds for each in runs for line in each.lines if line.kind == "evaluated"),
+        saves=sum(line.stall_seconds for each in runs for line in each.lines),
+        down=sum(max(after.began - before.ended, 0.0) for before, after in zip(runs, runs[1:], strict=False)),
+    )

@@ -1,0 +1,151 @@
+"""One or several runs as an HTML page without external resources: curves, timeline, time spent, settings, digests."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from lockstep.base import storage
+from lockstep.base.errors import printable
+from lockstep.base.templates import ROOT, render
+from lockstep.observe.report.charts import charts, table
+from lockstep.observe.report.goodput import Goodput, Start, goodput, starts
+from lockstep.observe.report.run_files import RunFiles, read
+from lockstep.observe.report.timeline import timeline
+
+FILE = "report.html"
+LIBRARY = "observe/report/uplot"
+COLOURS = ("#2f6fb3", "#c8401f", "#1a7f4e", "#8a4fbf", "#b07d12", "#0f8b8d", "#b3396d", "#5c6570")
+MOST_CLASSES = 30
+"""In the confusion matrix; with more, the most frequent confusions are listed."""
+MOST_CONFUSIONS = 20
+SAVED_SETTINGS = ("run.name", "run.dir")
+"""Differ between any two runs."""
+
+
+def write(folder: Path) -> Path:
+    """Write the page of a run into its folder. Raises OSError."""
+    target = folder / FILE
+    storage.write(target, html([read(folder)]))
+    return target
+
+
+def html(runs: Sequence[RunFiles]) -> str:
+    """The page of these runs, side by side."""
+    names, histories = names_of(runs), [starts(run.history) for run in runs]
+    drawn = charts(runs)
+    marks = [
+        {"run": number, "step": each.step, "text": each.text}
+        for number, (run, history) in enumerate(zip(runs, histories, strict=True))
+        for each in timeline(history, is_running=is_running(run))
+        if each.is_mark
+    ]
+    data = {"names": names, "colours": COLOURS, "marks": marks, "charts": [chart.plain() for chart in drawn]}
+    page = render(
+        "observe/report/page.html",
+        title=", ".join(names),
+        made=datetime.now().astimezone(),
+        script=Markup((ROOT / LIBRARY / "uPlot.min.js").read_text(encoding="utf-8")),
+        style=Markup((ROOT / LIBRARY / "uPlot.min.css").read_text(encoding="utf-8")),
+        data=Markup(json.dumps(data).replace("<", "\\u003c")),
+        charts=[(chart, *table(chart, names)) for chart in drawn],
+        runs=[
+            run_section(run, name, history) | {"colour": COLOURS[number % len(COLOURS)]}
+            for number, (run, name, history) in enumerate(zip(runs, names, histories, strict=True))
+        ],
+        differences=differences(runs),
+    )
+    return printable(page)
+
+
+def names_of(runs: Sequence[RunFiles]) -> list[str]:
+    """The runs' names; with their folders where two have the same."""
+    names = [run.name for run in runs]
+    return [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
+
+
+def is_running(run: RunFiles) -> bool:
+    """Whether it may still be running: summary.json is removed at the start and written at the end."""
+    return not run.summary.status
+
+
+def run_section(run: RunFiles, name: str, history: Sequence[Start]) -> dict[str, Any]:
+    """What the page says about one run."""
+    spent = goodput(history)
+    began = history[0].began if history else 0.0
+    return {
+        "name": name,
+        "facts": facts(run, spent),
+        "parts": parts(spent) if spent else [],
+        "goodput": spent,
+        "timeline": [
+            {"happening": each, "when": datetime.fromtimestamp(each.time).astimezone(), "after": each.time - began}
+            for each in timeline(history, is_running=is_running(run))
+        ],
+        "matrix": matrix(run),
+        "worst": run.evaluation.worst,
+        "settings": sorted(run.settings.items()),
+        "numeric": sorted(run.summary.numeric_recipe.items()),
+        "origin": run.summary.model_dump(include={"digest", "chain", "device", "torch_version"}, exclude_none=True),
+        "notes": run.notes,
+    }
+
+
+def facts(run: RunFiles, spent: Goodput | None) -> list[tuple[str, str]]:
+    """Labels and values at the top."""
+    summary = run.summary
+    last = run.curves["loss"].steps[-1] if "loss" in run.curves else 0
+    found = [("status", summary.status or "running, or killed"), ("steps", f"{summary.steps or last:,}")]
+    for label, value, form in (
+        ("epochs", summary.epochs, "{:g}"),
+        ("processes", summary.world_size, "{}"),
+        ("samples/s", summary.train_samples_per_second, "{:,.1f}"),
+        ("first step, s", summary.first_step_seconds, "{:.1f}"),
+        *((f"test {name}", value, "{:.4f}") for name, value in summary.evaluation.items()),
+    ):
+        if value is not None:
+            found.append((label, form.format(value)))
+    if spent:
+        found.append(("goodput", f"{spent.share:.1%}"))
+    return found
+
+
+def parts(spent: Goodput) -> list[dict[str, Any]]:
+    """What the time was spent on, the parts of a whole."""
+    wall = spent.wall or 1.0
+    named = [
+        ("steps that count", spent.steps, "good"),
+        ("steps done again", spent.repeated, "bad"),
+        ("evaluations", spent.evaluations, "test"),
+        ("saves", spent.saves, "save"),
+        ("between starts", spent.down, "down"),
+        ("rest", spent.rest, "rest"),
+    ]
+    return [{"name": n, "seconds": s, "share": s / wall, "kind": kind} for n, s, kind in named]
+
+
+def matrix(run: RunFiles) -> dict[str, Any] | None:
+    """The confusion matrix [true][predicted] with the share of each row, or the most frequent confusions."""
+    counts = run.summary.confusion_matrix
+    if not counts:
+        return None
+    labels = run.summary.labels
+    names = labels if len(labels) == len(counts) else [str(number) for number in range(len(counts))]
+    if len(counts) > MOST_CLASSES:
+        pairs = [(n, names[i], names[j]) for i, row in enumerate(counts) for j, n in enumerate(row) if n and i != j]
+        return {"confusions": sorted(pairs, reverse=True)[:MOST_CONFUSIONS]}
+    rows = [
+        (name, [(number, number / (sum(row) or 1), i == j) for j, number in enumerate(row)])
+        for i, (name, row) in enumerate(zip(names, counts, strict=True))
+    ]
+    return {"names": names, "rows": rows}
+
+
+def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[Any]]]:
+    """Settings in which the runs differ."""
+    keys = sorted({key for run in runs for key in run.settings} - set(SAVED_SETTINGS))
+    rows = [(key, [run.settings.get(key, "") for run in runs]) for key in keys]
+    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]

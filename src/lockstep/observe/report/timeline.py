@@ -1,0 +1,86 @@
+"""What happened to a run, in order: starts, kills, changes of size, saves, evaluations, warnings, hangs, ends."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lockstep.observe.report.goodput import Start
+from lockstep.observe.report.run_files import HistoryLine
+
+MOST_OF_A_KIND = 40
+"""Saves, and evaluations, that are listed: the first and the last ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Happening:
+    """One line of the timeline."""
+
+    time: float
+    """Seconds since 1970."""
+    step: int
+    text: str
+    is_mark: bool = False
+    """Drawn in the curves as well."""
+    is_bad: bool = False
+
+
+def timeline(starts: Sequence[Start], *, is_running: bool) -> list[Happening]:
+    """`is_running`: the last start may still go on, so that a missing end says nothing."""
+    found: list[Happening] = []
+    for number, start in enumerate(starts):
+        found.append(_beginning(start, starts[number - 1] if number else None))
+        found += filter(None, map(_happening, start.lines[1:]))
+        is_last = number + 1 == len(starts)
+        if start.status is None and not (is_last and is_running):
+            found.append(_killed(start, None if is_last else starts[number + 1]))
+    return _without_most(found)
+
+
+def _beginning(start: Start, before: Start | None) -> Happening:
+    processes = f"{start.world_size} process{'' if start.world_size == 1 else 'es'}"
+    device = start.lines[0].device
+    if before is None and not start.first_step:
+        text = f"started on {processes} ({device})"
+    else:
+        text = f"resumed at step {start.first_step:,} on {processes} ({device})"
+        if before is not None and before.world_size != start.world_size:
+            text += f"; before, there were {before.world_size}"
+    return Happening(time=start.began, step=start.first_step, text=text, is_mark=before is not None)
+
+
+def _killed(start: Start, after: Start | None) -> Happening:
+    step = start.lines[-1].step
+    text = f"ended without a word after step {step:,}: killed, or its machine was lost"
+    if after is not None and after.first_step < step:
+        text += f"; steps {after.first_step + 1:,} to {step:,} were done again"
+    return Happening(time=start.ended, step=step, text=text, is_mark=True, is_bad=True)
+
+
+def _happening(line: HistoryLine) -> Happening | None:
+    is_bad = line.kind == "warned" or line.status == "failed"
+    stall = f"training stood still for {1000 * line.stall_seconds:.0f} ms"
+    texts = {
+        "saved": f"checkpoint saved in {line.seconds:.2f} s; {stall}",
+        "evaluated": f"evaluated in {line.seconds:.1f} s",
+        "warned": f"warning: {line.message}",
+        "ended": line.status,
+    }
+    text = texts.get(line.kind)
+    return None if text is None else Happening(time=line.time, step=line.step, text=text, is_bad=is_bad)
+
+
+def _without_most(found: Sequence[Happening]) -> list[Happening]:
+    """Without those in the middle of a long row of saves or evaluations."""
+    return [each for each, keep in zip(found, _kept(found), strict=True) if keep]
+
+
+def _kept(found: Sequence[Happening]) -> Iterator[bool]:
+    words = ("checkpoint saved", "evaluated")
+    counts = {word: sum(each.text.startswith(word) for each in found) for word in words}
+    seen = dict.fromkeys(words, 0)
+    for each in found:
+        word = next((word for word in words if each.text.startswith(word)), None)
+        if word is None:
+            yield True
+            continue
+        seen[word] += 1
+        yield seen[word] <= MOST_OF_A_KIND // 2 or seen[word] > counts[word] - MOST_OF_A_KIND // 2

@@ -1,0 +1,90 @@
+"""history.jsonl: when things happened to a run, over all of its starts; unlike metrics.jsonl, lines are never dropped.
+
+Each line has `time` (seconds since 1970) and `kind`: started, steps, evaluated, saved, warned or ended.
+"""
+
+import json
+import os
+import time
+from contextlib import suppress
+from functools import singledispatchmethod
+from pathlib import Path
+from typing import Any
+
+from lockstep.base import storage
+from lockstep.base.events import CheckpointSaved, Evaluated, RunEnded, RunStarted, StepDone, Warned
+from lockstep.core.host.memory_meter import device_peak_bytes
+
+FILE = "history.jsonl"
+MOST_CHARACTERS = 2000
+"""Of a warning."""
+
+
+class RunHistory:
+    """Appends the lines of rank 0; a line that cannot be written, as on a full disk, is left out."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE
+        self.step = 0
+        self.step_seconds = 0.0
+        """Spent in steps since the last line about them."""
+        self.mark = time.monotonic()
+
+    @singledispatchmethod
+    def notice(self, event: object) -> None:
+        """Ignore other events."""
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    @notice.register
+    def _(self, event: RunStarted) -> None:
+        self.step, self.mark = event.resumed_step, time.monotonic()
+        self._end_line()
+        self._write("started", event.resumed_step, world_size=event.world_size, device=event.device)
+
+    @notice.register
+    def _(self, event: StepDone) -> None:
+        now = time.monotonic()
+        self.step, self.step_seconds, self.mark = event.step, self.step_seconds + now - self.mark, now
+        if event.values:
+            self._write_steps()
+
+    @notice.register
+    def _(self, event: Evaluated) -> None:
+        seconds, self.mark = time.monotonic() - self.mark, time.monotonic()
+        self._write("evaluated", event.step, seconds=round(seconds, 3))
+
+    @notice.register
+    def _(self, event: CheckpointSaved) -> None:
+        self.step_seconds -= event.stall_seconds  # steps are timed from the end of one to the end of the next
+        self._write("saved", event.step, seconds=round(event.seconds, 3), stall_seconds=round(event.stall_seconds, 4))
+
+    @notice.register
+    def _(self, event: Warned) -> None:
+        self._write("warned", self.step, message=event.message[:MOST_CHARACTERS])
+
+    @notice.register
+    def _(self, event: RunEnded) -> None:
+        self._write_steps()
+        self._write("ended", self.step, status=event.status)
+
+    def _end_line(self) -> None:
+        """End a line that a kill has cut short."""
+        with suppress(OSError):
+            with storage.regular(self.path) as file:
+                file.seek(-1, os.SEEK_END)
+                is_cut = file.read(1) != b"\n"
+            if is_cut:
+                with storage.append(self.path) as appended:
+                    appended.write("\n")
+
+    def _write_steps(self) -> None:
+        """What was spent in steps since the last such line."""
+        seconds, self.step_seconds = self.step_seconds, 0.0
+        self._write("steps", self.step, seconds=round(seconds, 4), memory_bytes=device_peak_bytes())
+
+    def _write(self, kind: str, step: int, **values: Any) -> None:
+        line = {"time": round(time.time(), 3), "kind": kind, "step": step, **values}
+        with suppress(OSError), storage.append(self.path) as file:
+            file.write(json.dumps(line) + "\n")

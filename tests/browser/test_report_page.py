@@ -1,0 +1,76 @@
+"""The report of runs in a real browser: curves, zoom by mouse and keyboard, on a phone, with nothing from outside."""
+
+import re
+
+import pytest
+from browsing import DESK, IN_BROWSER, PHONE, keep
+from running import SHORT, lockstep
+
+pytestmark = IN_BROWSER
+RANGE = "return [plots[0].scales.x.min, plots[0].scales.x.max]"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "c.yaml").write_text("data: {kind: digits}\nmodel: {kind: cnn}\n")
+    for name, rate in (("one", "1e-3"), ("two", "3e-3")):
+        ran = lockstep(folder, "train", "c.yaml", f"run.name={name}", f"optim.lr={rate}", *SHORT)
+        assert ran.returncode == 0, ran.stderr
+    return folder / "runs"
+
+
+def figure_of(browser, title):
+    return next(f for f in browser.find_elements("tag name", "figure") if title in f.text)
+
+
+def test_curves_are_drawn_and_moved_with_the_mouse(browser, runs):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    browser.get((runs / "one" / "report.html").as_uri())
+    titles = [each.text.splitlines()[0] for each in browser.find_elements("tag name", "figcaption")]
+    assert titles[0] == "loss" and {"accuracy", "learning rate", "gradient norm", "samples/s"} < set(titles)
+    assert len(browser.find_elements("css selector", "figure canvas")) == len(titles)
+    loss = figure_of(browser, "loss")
+    over = loss.find_element("css selector", ".u-over")
+    ActionChains(browser).move_to_element(over).perform()
+    readout = loss.find_element("css selector", ".readout").text
+    assert re.fullmatch(r"step \d+ · training \d\.\d+ · test \d\.\d+", readout), readout
+    whole = browser.execute_script(RANGE)
+    ActionChains(browser).move_to_element(over).click_and_hold().move_by_offset(60, 0).release().perform()
+    low, high = browser.execute_script(RANGE)
+    assert whole[0] < low < high < whole[1]
+    assert browser.execute_script("return plots.every(p => p.scales.x.min === plots[0].scales.x.min)")
+    loss.find_element("css selector", "button[data-do=all]").click()
+    assert browser.execute_script(RANGE) == whole
+    keep(browser, "report-desk", DESK)
+    keep(browser, "report-phone", PHONE)
+
+
+def test_curves_are_read_with_the_keyboard(browser, runs):
+    from selenium.webdriver.common.keys import Keys
+
+    browser.get((runs / "one" / "report.html").as_uri())
+    plot = figure_of(browser, "loss").find_element("css selector", ".plot")
+    whole = browser.execute_script(RANGE)
+    plot.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert figure_of(browser, "loss").find_element("css selector", ".readout").text.startswith("step 2 ")
+    plot.send_keys("+")
+    low, high = browser.execute_script(RANGE)
+    assert high - low == pytest.approx((whole[1] - whole[0]) / 2)
+    plot.send_keys("0")
+    assert browser.execute_script(RANGE) == whole
+    values = figure_of(browser, "loss").find_element("css selector", "details")
+    values.find_element("tag name", "summary").send_keys(Keys.ENTER)
+    assert "training" in values.text and "52" in values.text
+
+
+def test_runs_side_by_side(browser, runs, tmp_path):
+    page = tmp_path / "both.html"
+    ran = lockstep(tmp_path, "report", str(runs / "one"), str(runs / "two"), "--out", str(page))
+    assert ran.returncode == 0, ran.stderr
+    browser.get(page.as_uri())
+    differing = browser.find_element("xpath", "//h2[.='Settings that differ']/following::table").text
+    assert "optim.lr 0.001 0.003" in differing and "run.name" not in differing
+    assert browser.execute_script("return data.charts[0].series.length") == 4
+    keep(browser, "report-two-runs", DESK)
