@@ -157,6 +157,32 @@ def test_any_number_of_processes_writes_the_same_bytes(run, evaluate, tmp_path):
         assert len({(tmp_path / f"{processes}" / name).read_bytes() for processes in (1, 2, 3)}) == 1, name
 
 
+@pytest.mark.parametrize("processes", [1, 3])
+def test_evaluations_in_training_measure_the_part_that_a_limit_names(
+    ranks, run, evaluate, expected, tmp_path, processes
+):
+    """Samples spread evenly over the split, the same for any number of processes; the command measures all."""
+    recipe = Recipe.model_validate(
+        {
+            "run": {"dir": tmp_path, "name": "limited"},
+            "data": {"kind": "digits", "limit": 320},
+            "model": {"kind": "user", "file": run.parent / "sure.py"},
+            "train": {"steps": 12},
+            "optim": {"lr": 0.004},
+            "evaluate": {"limit": 50},
+            "observe": {"sinks": ["jsonl"]},
+        }
+    )
+    ranks(processes, train_there, recipe)
+    summary, whole = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path / "limited", run))
+    assert summary["digest"] == whole["digest"]
+    logits, labels = (column[[number * len(column) // 50 for number in range(50)]] for column in expected)
+    found = logits.argmax(1)
+    assert summary["evaluation"]["accuracy"] == pytest.approx((found == labels).sum().item() / 50)  # a float32
+    assert summary["confusion_matrix"] == confusion_matrix(labels, found, labels=range(10)).tolist()
+    assert evaluate(tmp_path / "limited")["samples"] == len(expected[1])
+
+
 def test_figures_are_scikit_learns(run, evaluate, expected):
     found = evaluate(run)
     logits, labels = expected

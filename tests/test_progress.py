@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from rich.console import Console
 from test_observe import ended, evaluated, run, started, step
 
-from lockstep.base.events import CheckpointSaved, EpochDone, Preparing, Warned
+from lockstep.base.events import CheckpointSaved, EpochDone, Evaluating, Preparing, Warned
 from lockstep.observe import progress_bar
 from lockstep.observe.sinks import progress
 
@@ -62,6 +62,23 @@ def test_time_left_counts_from_the_resumed_step(tmp_path, monkeypatch):
     monkeypatch.setattr(progress_bar, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     lines = shown(started(tmp_path, resumed_step=10, total_steps=20), step(12, loss=1.0))
     assert lines[-1].endswith("· 0:00:16 left")
+
+
+def test_an_evaluation_that_takes_long_shows_how_far_it_is(monkeypatch):
+    """A line every five seconds; none for one that takes less, or at its end."""
+    now = 100.0
+    monkeypatch.setattr(progress_bar, "time", SimpleNamespace(monotonic=lambda: now))
+    text = io.StringIO()
+    lines = progress.ProgressLines(Console(file=text, width=200))
+    for after, total, seconds in ((10, 5, 0.9), (20, 8, 2.0), (30, 3000, 0.003)):
+        for done in range(1, total + 1):
+            now += seconds
+            lines.notice(Evaluating(step=after, done=done, total=total))
+    assert text.getvalue().splitlines() == [
+        "evaluating after step 20: 4 of 8 micro-batches",
+        "evaluating after step 20: 7 of 8 micro-batches",
+        "evaluating after step 30: 1,668 of 3,000 micro-batches",
+    ]
 
 
 def test_the_log_file_has_every_logged_step_and_grows_over_resumes(tmp_path, capsys):
