@@ -158,6 +158,18 @@ def test_a_rank_that_dawdles_is_named_and_training_goes_on(folder):
     assert "in fault" in text
 
 
+def test_a_collective_that_takes_too_long_restarts_the_run(folder, undisturbed):
+    """After a report on what the ranks do; the message names the setting."""
+    settings = ["data.options.once=true", "data.options.seconds=20", "launch.collective_timeout_seconds=5"]
+    done = train(folder, "sleep", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reported = done.stderr.index("rank 1 is in mine.py:16 `fault`")
+    given_up = done.stderr.index("rank 0 waited for another process longer than launch.collective_timeout_seconds")
+    assert reported < given_up < done.stderr.index("Starting again on 2 processes")
+    assert "Traceback" not in done.stderr
+    assert summary(folder, "a")["digest"] == undisturbed
+
+
 def test_a_rank_that_never_comes_back_is_started_again(folder, undisturbed):
     settings = ["data.workers=1", "data.options.once=true", "observe.hang_seconds=3", "observe.on_hang=restart"]
     done = train(folder, "sleep", *settings)

@@ -69,6 +69,7 @@ SETTINGS = {
     'launch.environment={"a\\0b": c}': "launch.environment: 'a\\x00b' cannot be the name of a variable",
     'launch.environment={A: "b\\0c"}': "launch.environment: the value of A holds a zero byte",
     "launch.environment={A: 1}": "launch.environment.A: should be text: put it in quotes",
+    "launch.environment={NCCL_TIMEOUT: '60'}": "launch.environment: leave out NCCL_TIMEOUT, which neither NCCL nor",
     "launch.environment={RANK: '1'}": "launch.environment: leave out RANK: the launcher sets it",
     "run.name=\udc80": "run.name: holds '\\udc80', which is half a character",
     "run.\udc80=1": "a key holds '\\udc80', which is half a character",

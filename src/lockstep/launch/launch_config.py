@@ -37,6 +37,8 @@ class LaunchSection(PluginSection):
     """After SIGTERM, how long processes may take to finish their step and save before they are killed."""
     failure_timeout_seconds: float = Field(30.0, ge=0.5, le=MANY)
     """A process or machine that sends no heartbeat for this long (frozen, lost) ends or restarts the run."""
+    collective_timeout_seconds: float = Field(1800.0, ge=1, le=MANY)
+    """A process that waits for the others in a collective for this long gives up, and the run ends or restarts."""
     join_timeout_seconds: float = Field(300.0, gt=0, le=MANY)
     """How long the rendezvous waits for all machines."""
     max_restarts: int = Field(3, ge=0, le=MANY)
@@ -61,6 +63,11 @@ class LaunchSection(PluginSection):
                 raise ValueError(f"{name!r} cannot be the name of a variable: letters, digits and '_'")
             if name in OWN_VARIABLES:
                 raise ValueError(f"leave out {name}: the launcher sets it, for each process its own")
+            if name == "NCCL_TIMEOUT":
+                raise ValueError(
+                    "leave out NCCL_TIMEOUT, which neither NCCL nor PyTorch reads: the timeout of collectives is "
+                    "launch.collective_timeout_seconds"
+                )
             if "\0" in value:
                 raise ValueError(f"the value of {name} holds a zero byte, which no variable can hold")
         return environment

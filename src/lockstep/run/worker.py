@@ -74,7 +74,8 @@ def main(argv: list[str]) -> int:
             kind = plugins.find(TASKS, options.task)
             with ExitStack() as stack:
                 if kind.NEEDS_GROUP:
-                    stack.enter_context(process_group.opened(world, process_group.device_of(world)))
+                    timeout = recipe.launch.collective_timeout_seconds
+                    stack.enter_context(process_group.opened(world, process_group.device_of(world), timeout))
                     stack.enter_context(reported_once(sys.stderr))  # an error that all ranks share
                     recipe = broadcast_object(recipe)
                 task = kind.build(recipe, world, signals, request=options.request, began=options.began)
@@ -123,8 +124,13 @@ def append_to_logs() -> None:
 
 
 def report_lost_peer(world: World, error: BaseException) -> int:
-    """Report that another process has exited; it reports the reason itself."""
-    if not (world.is_main and world.has_agent):  # the agent, on the same terminal, reports which process
+    """Report that another process has exited, which reports the reason itself, or was waited for too long."""
+    if process_group.is_timeout(error):
+        sys.stderr.write(
+            f"rank {world.rank} waited for another process longer than launch.collective_timeout_seconds, and gave up; "
+            "if that was only slow, raise the setting\n"
+        )
+    elif not (world.is_main and world.has_agent):  # the agent, on the same terminal, reports which process
         sys.stderr.write(f"rank {world.rank} lost the connection to another process: {str(error).splitlines()[0]}\n")
     return PeerLost.exit_code
 

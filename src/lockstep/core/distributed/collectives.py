@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.base.errors import LockstepError
+from lockstep.core.distributed.process_group import timeout
 from lockstep.core.host.activity import waiting_in
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ class Agreement:
     while step s+1 runs, and read by all ranks before step s+2."""
 
     def __init__(self, flags: int) -> None:
-        self.group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo", timeout=timeout())
         self.flags = torch.zeros(flags, dtype=torch.int64)
         self.work: dist.Work | None = None
 

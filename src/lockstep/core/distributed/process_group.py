@@ -13,9 +13,13 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.world import World
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, interface_to
 
-TIMEOUT = timedelta(minutes=30)
-"""Of a collective; data is prepared before the first one."""
-
+TIMEOUT_SECONDS = 1800.0
+"""Of a collective, unless launch.collective_timeout_seconds says otherwise; data is prepared before the first one."""
+TIMED_OUT = (
+    "ms for recv operation to complete",
+    "ms for send operation to complete",
+    "Application timeout caused pair closure",
+)
 LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -40,10 +44,16 @@ def device_of(world: World) -> torch.device:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error means that another process is lost; Gloo raises a plain RuntimeError."""
+    """Whether an error means that another process is lost, or was waited for too long; Gloo raises a plain
+    RuntimeError."""
     if isinstance(error, dist.DistNetworkError):
         return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in LOST_PEER)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in (*LOST_PEER, *TIMED_OUT))
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether such an error means that another process was waited for too long."""
+    return any(message in str(error) for message in TIMED_OUT)
 
 
 def world_group() -> dist.ProcessGroup:
@@ -53,11 +63,20 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
+def timeout() -> timedelta:
+    """The timeout of the default process group, which groups of their own are to share."""
+    options = world_group()._get_backend(torch.device("cpu")).options
+    return options._timeout
+
+
 @contextmanager
-def opened(world: World, device: torch.device) -> Iterator[None]:
+def opened(world: World, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[None]:
     """Initialize the default process group (NCCL on GPUs, with Gloo for CPU tensors; Gloo elsewhere)."""
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")  # deprecated name in 2.13, same call
-    with on_loopback(is_single_node=world.local_size == world.size), _initialized(world, device):
+    with (
+        on_loopback(is_single_node=world.local_size == world.size),
+        _initialized(world, device, timedelta(seconds=timeout_seconds)),
+    ):
         yield
 
 
@@ -79,14 +98,14 @@ def on_loopback(*, is_single_node: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _initialized(world: World, device: torch.device) -> Iterator[None]:
+def _initialized(world: World, device: torch.device, timeout: timedelta) -> Iterator[None]:
     if world.size > 1:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(backend, timeout=TIMEOUT, rank=world.rank, world_size=world.size)
+        dist.init_process_group(backend, timeout=timeout, rank=world.rank, world_size=world.size)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), timeout=timeout, rank=0, world_size=1)
     try:
         yield
     finally:

@@ -42,7 +42,10 @@ class Limits:
     """When a rank counts as stuck or silent, and what follows."""
 
     hang_seconds: float | None
-    """A step that takes longer is diagnosed; None: ten times the median step, at least 30 s."""
+    """A step that takes longer is diagnosed; None: ten times the median step, at least 30 s, but before collectives
+    time out."""
+    timeout_seconds: float
+    """Of a collective."""
     restarts: bool
     """Whether a stuck run is ended, for its launcher to restart it; else it is only reported."""
     silent_seconds: float
@@ -166,8 +169,10 @@ class Watch:
         if self.limits.hang_seconds is not None:
             return self.limits.hang_seconds
         if len(self.durations) < 2:
-            return FIRST_STEPS_SECONDS
-        return max(LEAST_SECONDS, TIMES_MEDIAN * statistics.median(self.durations))
+            limit = FIRST_STEPS_SECONDS
+        else:
+            limit = max(LEAST_SECONDS, TIMES_MEDIAN * statistics.median(self.durations))
+        return min(limit, self.limits.timeout_seconds / 2)
 
     def _check_progress(self) -> None:
         """Diagnose a step that takes too long; again each time it has taken twice as long."""

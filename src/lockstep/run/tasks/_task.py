@@ -74,6 +74,7 @@ def limits(recipe: Recipe) -> Limits:
     hang = recipe.observe.hang_seconds
     return Limits(
         hang_seconds=None if hang == "auto" else hang,
+        timeout_seconds=recipe.launch.collective_timeout_seconds,
         restarts=recipe.observe.on_hang == "restart",
         silent_seconds=recipe.launch.failure_timeout_seconds,
     )
