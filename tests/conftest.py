@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm
+from browsing import opened_browser
 from cluster import Cluster, why_not
 from fuzzing import Commands
 
@@ -146,6 +147,12 @@ def pytest_sessionfinish(session, exitstatus):
     if unknown and exitstatus == 0:
         reporter.write_line(f"skipped without need: {unknown}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture
+def browser():
+    with opened_browser() as driver:
+        yield driver
 
 
 @pytest.fixture(scope="session")
