@@ -1,5 +1,6 @@
 """`lockstep estimate` on real runs: parts that can be counted are exact, the peak is that of a real training."""
 
+import io
 import json
 import re
 import subprocess
@@ -23,6 +24,7 @@ from lockstep.parallel.forecast import Cluster
 from lockstep.parallel.memory_forecast import checkpoint_copy, partial_sums, sequential_sums
 from lockstep.run import recipe as recipes
 from lockstep.tools.estimate import estimation
+from lockstep.tools.estimate.forecast_table import print_forecasts
 from lockstep.tools.estimate.machine_measurement import EstimateOptions, measure
 from lockstep.tools.estimate.saved_tensors import kept_by_block
 from lockstep.tools.trials import world_sizes_of
@@ -123,6 +125,26 @@ def test_json_holds_every_strategy_and_world(whole):
     assert lone["forecast"] is None and "one process" in lone["verdict"]
     assert document["bandwidth"]["source"] == "measured"
     assert document["measured"]["crowded"]["links"]["gather"] > 0
+
+
+@pytest.mark.parametrize("width", [60, 80, 150])
+def test_the_table_fits_the_terminal(whole, width):
+    """The totals stay whole; where there is no room for the kinds of memory, a line says so."""
+    text = io.StringIO()
+    console = Console(file=text, width=width, force_terminal=True, color_system=None)
+    rows = [row for row in whole[0].values() if row.world_size == 2]
+    print_forecasts(rows, console)
+    lines = text.getvalue().splitlines()
+    assert max(len(line) for line in lines if line.startswith(("┃", "│", "┏"))) <= width
+    assert "…" not in text.getvalue()
+    ddp = whole[0]["ddp", 2]
+    line = next(line for line in lines if re.match(r"│ ddp\b", line))
+    cells = [cell.strip() for cell in line.strip("│").split("│")]
+    headings = [cell.strip() for cell in next(line for line in lines if "PEAK" in line).strip("┃").split("┃")]
+    assert cells[headings.index("PEAK")].split()[0] == f"{ddp.peak_bytes / MIB:.0f}"
+    assert cells[headings.index("STEP")] == f"{1e3 * ddp.seconds:.1f}"
+    assert ("weights" in headings) == (width == 150)
+    assert ("a wider terminal shows more" in text.getvalue()) == (width < 150)
 
 
 def test_traffic(whole):

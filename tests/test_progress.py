@@ -1,9 +1,11 @@
 """What a person sees of a run: lines, the log file, and the bar on a terminal."""
 
 import io
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 from test_observe import ended, evaluated, run, started, step
 
@@ -121,6 +123,26 @@ def test_bar_on_a_terminal(tmp_path):
     assert "test after step 17 (200 samples): accuracy 0.1700" in whole
     assert whole.rstrip().endswith(f"everything is in {tmp_path}")
     assert whole.count("\x1b[?25l") == whole.count("\x1b[?25h") == 1  # the cursor is hidden, and comes back
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_bars_fit_any_terminal(tmp_path, width):
+    """The count and the remaining time stay whole; figures go below the bars where there is no room beside them."""
+    text = io.StringIO()
+    bar = progress.ProgressBar(Console(force_terminal=True, file=text, width=width, color_system=None))
+    bar.notice(Preparing(what="tokenising texts", done=30_000, total=120_000))
+    bar.notice(started(tmp_path, total_steps=24_000))
+    bar.notice(step(10_000, loss=0.3, accuracy=0.5, samples_per_second=5200.0))
+    bar.notice(Evaluating(step=10_000, done=30, total=7600))
+    bar.progress.refresh()
+    bar.close()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip() for line in text.getvalue().splitlines()[-4:]]
+    assert max(map(len, lines)) <= width
+    training = next(line for line in lines if line.startswith("epoch"))
+    assert "10,000/24,000" in training and training.endswith("left")
+    assert any("30/7,600" in line for line in lines)
+    assert ("5,200 samples/s" in training) == (width == 120)
+    assert width == 120 or "loss 0.3000 · accuracy 0.5000 · 5,200 samples/s" in lines
 
 
 def test_bar_gives_the_terminal_back_after_an_error(tmp_path):

@@ -8,11 +8,16 @@ if TYPE_CHECKING:
     from lockstep.base.model_contracts import LossSum as LossSum
     from lockstep.base.model_contracts import Model as Model
     from lockstep.base.model_contracts import TensorPlan as TensorPlan
+    from lockstep.base.steering_requests import Evaluate as Evaluate
+    from lockstep.base.steering_requests import Save as Save
+    from lockstep.base.steering_requests import ScaleLearningRate as ScaleLearningRate
+    from lockstep.base.steering_requests import Stop as Stop
     from lockstep.run.api import spawn as spawn
 
     __version__: str
 
-__all__ = ["DataSpec", "LossSum", "Model", "Source", "TensorPlan", "__version__", "spawn"]
+STEERING = ("Evaluate", "Save", "ScaleLearningRate", "Stop")
+__all__ = ["DataSpec", "LossSum", "Model", "Source", "TensorPlan", "__version__", "spawn", *STEERING]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from lockstep.base import contracts
 
         return getattr(contracts, name)
+    if name in STEERING:
+        from lockstep.base import steering_requests
+
+        return getattr(steering_requests, name)
     if name in __all__:
         from lockstep.base import model_contracts
 

@@ -1,11 +1,13 @@
 """Events that a run publishes, and the bus that delivers them to observers."""
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from lockstep.base.steering_requests import Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,21 @@ class StepDone:
     values: Mapping[str, float] = field(default_factory=dict)
     chain: str = ""
     """On logged steps: digest of loss, gradient norm and learning rate of all steps so far, 16 hex digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """Where each rank's time went in the `steps` steps up to a logged one; every tuple has a value per rank."""
+
+    step: int
+    steps: int
+    seconds: Mapping[str, tuple[float, ...]]
+    """By phase: data, forward, backward, exchange, optimizer, other; evaluation and saving come between steps."""
+    delayed_seconds: tuple[float, ...]
+    """For which the training thread could have run, but other processes had its core."""
+    micro_batches: tuple[int, ...]
+    memory_bytes: tuple[int, ...]
+    """The peak of the process, or of its GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +111,14 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Steered:
+    """All ranks do what an observer has asked for (lockstep.Stop and the others); `step` is the last one before it."""
+
+    step: int
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned:
     """Something that does not stop the run but that the user should know."""
 
@@ -111,8 +136,8 @@ class RunEnded:
 class Observer(Protocol):
     """A subscriber: progress, TensorBoard, a class of the user's."""
 
-    def notice(self, event: object) -> None:
-        """Handle an event; unknown types must be ignored."""
+    def notice(self, event: object) -> Request | Sequence[Request] | None:
+        """Handle an event; unknown types must be ignored. What it returns is asked of the run."""
 
     def close(self) -> None:
         """Flush and release everything; called once."""
@@ -123,6 +148,8 @@ class Bus:
 
     def __init__(self) -> None:
         self.observers: list[Observer] = []
+        self.requests: list[tuple[str, Request]] = []
+        """What observers, by name, have asked of the run since it last looked."""
 
     def subscribe(self, observer: Observer) -> None:
         """Add an observer; it receives events published from now on."""
@@ -131,14 +158,26 @@ class Bus:
     def publish(self, event: object) -> None:
         """Deliver an event. An observer that fails is removed with a warning: observing never ends a run."""
         for observer in list(self.observers):
+            name = f"{type(observer).__module__}.{type(observer).__name__}"
             try:
-                observer.notice(event)
-            except Exception as error:
+                self._ask(name, observer.notice(event))
+            except (Exception, KeyboardInterrupt, SystemExit) as error:  # signals are handled elsewhere
                 self.observers.remove(observer)
-                name = f"{type(observer).__module__}.{type(observer).__name__}"
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
                 self.publish(Warned(message=f"the observer {name} failed and is left out from here on: {what}"))
+
+    def _ask(self, name: str, asked: Request | Sequence[Request] | None) -> None:
+        """Keep what an observer has returned. Raises TypeError for anything but requests."""
+        requests: list[Request] = []
+        for request in [] if asked is None else asked if isinstance(asked, list | tuple) else [asked]:
+            if not isinstance(request, Request):
+                raise TypeError(
+                    f"notice() returned {request!r}: it may return lockstep.Stop(), Save(), Evaluate(), "
+                    "ScaleLearningRate(factor), a list of these, or None"
+                )
+            requests.append(request)
+        self.requests += [(name, request) for request in requests]
 
     def close(self) -> None:
         while self.observers:

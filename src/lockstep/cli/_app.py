@@ -18,6 +18,7 @@ ORDER = [
     "logs",
     "cancel",
     "checkpoints",
+    "watch",
     "report",
     "evaluate",
     "export",

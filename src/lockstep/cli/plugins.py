@@ -1,5 +1,7 @@
 """`lockstep plugins`."""
 
+import inspect
+
 from rich.table import Table
 
 from lockstep.base import plugins
@@ -12,6 +14,6 @@ def command() -> None:
     for title, family in plugins.FAMILIES.items():
         table = Table("name", "what it is", title=title, title_justify="left", title_style="bold")
         for name in plugins.names(family):
-            described = plugins.find(family, name).Config.__doc__ or ""
-            table.add_row(name, described.splitlines()[0])
+            described = inspect.getdoc(plugins.find(family, name).Config) or ""
+            table.add_row(name, " ".join(described.split("\n\n")[0].split()))
         console.print(table)

@@ -2,30 +2,57 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 QUIET_SECONDS = 5.0
 """Lines come at most this often."""
+WIDE = 110
+"""Characters from which a bar and what is beside it fit into one line."""
+NARROW_BAR = 12
 SPEED_SECONDS = 60.0
 """The remaining time on a bar follows from the speed of the last minute."""
 
 
+class FittingProgress(Progress):
+    """Bars with the field `figures` of their tasks: beside them, or below where a terminal is narrow."""
+
+    def __init__(self, console: Console) -> None:
+        self.screen = console  # the base class looks at the bars before it has its own `console`
+        super().__init__(console=console, speed_estimate_period=SPEED_SECONDS)
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.screen.width < WIDE
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """A table of bars, and lines below it."""
+        yield self.make_tasks_table(self.tasks)
+        if self.is_narrow:
+            for task in self.tasks:
+                if task.visible and task.fields["figures"]:
+                    yield Text(task.fields["figures"], overflow="fold")
+
+    def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
+        texts = ["{task.description}", "{task.completed:,}/{task.total:,}", "{task.fields[figures]}"]
+        name, count, figures = (TextColumn(text, markup=False) for text in texts)
+        left = (TimeRemainingColumn(), TextColumn("left"))
+        if self.is_narrow:
+            self.columns = name, BarColumn(NARROW_BAR), count, *left
+        else:
+            self.columns = name, BarColumn(), count, figures, TimeElapsedColumn(), *left
+        return super().make_tasks_table(tasks)
+
+
 def progress_bar(console: Console) -> Progress:
-    """A bar with count, elapsed and remaining time, and the field `figures` of each of its tasks."""
-    columns = ("{task.description}", BarColumn(), "{task.completed:,}/{task.total:,}", "{task.fields[figures]}")
-    return Progress(
-        *(TextColumn(column, markup=False) if isinstance(column, str) else column for column in columns),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        speed_estimate_period=SPEED_SECONDS,
-    )
+    """Bars with count and remaining time, and the field `figures` of each of its tasks."""
+    return FittingProgress(console)
 
 
 class Pace:

@@ -1,6 +1,6 @@
 """history.jsonl: when things happened to a run, over all of its starts; unlike metrics.jsonl, lines are never dropped.
 
-Each line has `time` (seconds since 1970) and `kind`: started, steps, evaluated, saved, warned or ended.
+Each line has `time` (seconds since 1970) and `kind`: started, steps, ranks, evaluated, saved, steered, warned or ended.
 """
 
 import json
@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base import storage
-from lockstep.base.events import CheckpointSaved, Evaluated, RunEnded, RunStarted, StepDone, Warned
+from lockstep.base.events import CheckpointSaved, Evaluated, RankTimes, RunEnded, RunStarted, Steered, StepDone, Warned
 from lockstep.core.host.memory_meter import device_peak_bytes
+from lockstep.core.host.phases import BUSY
 
 FILE = "history.jsonl"
+MOST_RANKS = 64
+"""In a line about them: those with most to do."""
 MOST_CHARACTERS = 2000
 """Of a warning."""
 
@@ -41,7 +44,14 @@ class RunHistory:
     def _(self, event: RunStarted) -> None:
         self.step, self.mark = event.resumed_step, time.monotonic()
         self._end_line()
-        self._write("started", event.resumed_step, world_size=event.world_size, device=event.device)
+        self._write(
+            "started",
+            event.resumed_step,
+            world_size=event.world_size,
+            device=event.device,
+            total_steps=event.total_steps,
+            steps_per_epoch=event.steps_per_epoch,
+        )
 
     @notice.register
     def _(self, event: StepDone) -> None:
@@ -49,6 +59,21 @@ class RunHistory:
         self.step, self.step_seconds, self.mark = event.step, self.step_seconds + now - self.mark, now
         if event.values:
             self._write_steps()
+
+    @notice.register
+    def _(self, event: RankTimes) -> None:
+        busy = [sum(seconds) for seconds in zip(*(event.seconds[name] for name in BUSY), strict=True)]
+        kept = sorted(sorted(range(len(busy)), key=busy.__getitem__)[-MOST_RANKS:])
+        self._write(
+            "ranks",
+            event.step,
+            steps=event.steps,
+            ranks=kept,
+            phases={name: [round(values[rank], 5) for rank in kept] for name, values in event.seconds.items()},
+            delayed_seconds=[round(event.delayed_seconds[rank], 5) for rank in kept],
+            micro_batches=[event.micro_batches[rank] for rank in kept],
+            memory_by_rank=[event.memory_bytes[rank] for rank in kept],
+        )
 
     @notice.register
     def _(self, event: Evaluated) -> None:
@@ -59,6 +84,10 @@ class RunHistory:
     def _(self, event: CheckpointSaved) -> None:
         self.step_seconds -= event.stall_seconds  # steps are timed from the end of one to the end of the next
         self._write("saved", event.step, seconds=round(event.seconds, 3), stall_seconds=round(event.stall_seconds, 4))
+
+    @notice.register
+    def _(self, event: Steered) -> None:
+        self._write("steered", event.step, message=event.what)
 
     @notice.register
     def _(self, event: Warned) -> None:
@@ -81,7 +110,7 @@ class RunHistory:
 
     def _write_steps(self) -> None:
         """What was spent in steps since the last such line."""
-        seconds, self.step_seconds = self.step_seconds, 0.0
+        seconds, self.step_seconds = max(0.0, self.step_seconds), 0.0  # the last save comes after the last step
         self._write("steps", self.step, seconds=round(seconds, 4), memory_bytes=device_peak_bytes())
 
     def _write(self, kind: str, step: int, **values: Any) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils import _pytree as pytree
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Model
+from lockstep.core.host.activity import waiting_in
 
 
 class OrderedUnits:
@@ -49,6 +51,14 @@ class OrderedUnits:
             "gathers the weights of a block on all processes when it runs: leave it out of blocks(), so that it is "
             "gathered with the rest of the model, or use parallel.kind=ddp with parallel.find_unused=true"
         )
+
+
+class AllGather(DefaultAllGather):
+    """FSDP's own, marked as a wait for other ranks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with waiting_in("the all-gather of weights"):
+            return super().__call__(*args, **kwargs)
 
 
 def clone_views(_: nn.Module, __: Any, outputs: Any) -> Any:

@@ -12,6 +12,7 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model, Outputs
 from lockstep.core.distributed.collectives import add_disjoint
 from lockstep.core.host.activity import progress
+from lockstep.core.host.phases import phase
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import detached, widened
 from lockstep.core.numerics.loss import unweighted, weighted
@@ -57,7 +58,7 @@ class MicroBatches:
         """The forward pass. A ghost leaves nothing behind."""
         self.at(micro_batch)
         self.buffers.reset()
-        with self.precision.autocast():
+        with phase("forward"), self.precision.autocast():
             outputs = call(micro_batch.batch)
         if not micro_batch.ghost:
             self.buffers.end_shard(micro_batch.shard)
@@ -73,7 +74,8 @@ class MicroBatches:
         if not self.has_all_weights:
             refuse_weights_in_loss(self.model, outputs, micro_batch.batch)
             self.has_all_weights = True
-        loss = weighted(self.model.loss(widened(outputs), micro_batch.batch), micro_batch)
+        with phase("forward"):
+            loss = weighted(self.model.loss(widened(outputs), micro_batch.batch), micro_batch)
         return zero_loss(loss) if micro_batch.is_void else loss
 
     def run(
@@ -91,7 +93,8 @@ class MicroBatches:
             with nullcontext() if self.is_last else no_sync():
                 loss = self.loss(micro_batch, self.outputs(micro_batch, call))
                 self.start_backward()
-                self.precision.scaled(loss.total).backward()
+                with phase("backward"):
+                    self.precision.scaled(loss.total).backward()
             losses.append(loss)
             progress()
         return losses

@@ -7,16 +7,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from lockstep.base.model_contracts import MicroBatch
-from lockstep.core.host.activity import progress
+from lockstep.core.host.activity import progress, waiting_in
+from lockstep.core.host.phases import phase
 from lockstep.core.modules.outputs import tensors
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.parallel.accumulation import Accumulation
 from lockstep.parallel.micro_batches import MicroBatches
 from lockstep.parallel.partition import PartitionedModel, TensorLayout
+
+_wait = schedules._wait_batch_p2p
+
+
+def _marked_wait(work: list[dist.Work]) -> None:
+    """The schedules' own wait for neighbouring stages, marked as one."""
+    with waiting_in("a neighbouring stage"):
+        _wait(work)
+
+
+schedules._wait_batch_p2p = _marked_wait
 
 
 class StageModule(nn.Module):
@@ -89,7 +101,8 @@ class SeededStage(PipelineStage):
         micro_batch = self.micro_batches[fwd_chunk_id]
         self.passes.at(micro_batch)
         self.passes.buffers.reset()
-        outputs = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with phase("forward"):
+            outputs = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last:  # the library later detaches the cached outputs, which it expects to be tensors
             self.fwd_cache[fwd_chunk_id] = (tuple(tensors(outputs)), self.fwd_cache[fwd_chunk_id][1])
         if not micro_batch.ghost:

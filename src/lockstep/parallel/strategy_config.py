@@ -15,6 +15,8 @@ class StrategySection(PluginSection):
     """Whether several processes share micro-batches."""
     MOST_PROCESSES: ClassVar[int | None] = None
     """How many processes it can run at most."""
+    HAS_EQUAL_WORK: ClassVar[bool] = True
+    """Whether a micro-batch is as much work for one process as for another."""
     HAS_COMMON_BITS: ClassVar[bool] = True
     """Whether it gives the weights that other strategies give."""
     FOR_ANY_MODEL: ClassVar[Mapping[str, Any]] = {}

@@ -14,11 +14,14 @@ from lockstep.base.model_contracts import MicroBatch
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.checkpoint.retention import is_better
 from lockstep.core.distributed.collectives import Agreement, broadcast_object
+from lockstep.core.host.phases import phase
 from lockstep.observe.meters import Throughput
 from lockstep.training.deadline import Deadline
 from lockstep.training.digest_chain import link
+from lockstep.training.rank_times import RankClock
 from lockstep.training.saving import Saving
 from lockstep.training.state import BestSoFar, TrainState
+from lockstep.training.steering import FLAGS, Steering
 from lockstep.training.step import Outcome, step
 from lockstep.training.training_config import EvaluateSection, TrainSection
 
@@ -53,6 +56,7 @@ class Training:
     deadline: Deadline
     interrupted: Callable[[], bool]
     """Whether this rank has received a signal to stop."""
+    steering: Steering
     stopping: Callable[[], None]
     """Called before the last save, which has no time limit."""
     owes_evaluation: bool = False
@@ -60,6 +64,11 @@ class Training:
     throughput: Throughput = field(default_factory=Throughput)
     unread: list[tuple[int, Outcome]] = field(default_factory=list)
     """(step, outcome) since the last logged step, still on the device: reading them waits for it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this was the last step."""
+        return self.state.step == self.total_steps
 
     @property
     def epoch(self) -> int:
@@ -73,22 +82,28 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
     Raises NonFiniteLoss (train.non_finite=stop), Desync, and, after a checkpoint, Interrupted on a signal or at
     train.max_minutes.
     """
-    state, agreement, last_save = run.state, Agreement(flags=3), time.monotonic()
+    state, agreement, last_save = run.state, Agreement(flags=3 + FLAGS), time.monotonic()
     metrics, stop_early = _repeat_evaluation(run)
-    for micro_batches in () if stop_early else run.steps(state.step):
+    ranks = RankClock(agreement.group)
+    agreement.post([False, False, False, *run.steering.flags(state.step)])
+    for micro_batches in () if stop_early else _loaded(run.steps(state.step)):
         is_logged = (state.step + 1) % run.log_every == 0 or state.step + 1 == run.total_steps
         with user_code.noting_step(state.step + 1):
             outcome = step(state, micro_batches, clip=run.clip, skip_non_finite=run.train.non_finite == "skip")
+        _publish_times(run, ranks)
         _publish_step(run, outcome, is_logged=is_logged)
-        stop, save, out_of_time = agreement.read()
+        ranks.step_done(state.step, micro_batches, is_logged=is_logged)
+        stop, save, out_of_time, *asked = agreement.read()
+        steered = run.steering.apply(asked, state, is_last=run.is_over)
         metrics = {}
-        if run.evaluation.is_due(state.step, run.steps_per_epoch) or state.step == run.total_steps:
+        if run.evaluation.is_due(state.step, run.steps_per_epoch) or run.is_over or steered.evaluate:
             metrics = _evaluate(run)
         improved, stop_early = _compare_metrics(run, metrics)
-        is_last = stop_early or stop or out_of_time or state.step == run.total_steps
+        stop_early = stop_early or steered.stop
+        is_last = bool(stop_early or stop or out_of_time or run.is_over)
         if run.desync_every and state.step % run.desync_every == 0:
             run.compare_ranks(state.step)
-        if save or improved or is_last or _is_save_step(run):
+        if save or improved or is_last or steered.save or _is_save_step(run):
             _save(run, metrics, is_last=is_last)
             last_save = time.monotonic()
         run.saving.poll()
@@ -96,13 +111,32 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
             run.bus.publish(EpochDone(epoch=run.epoch, step=state.step))
         if stop_early:
             break
-        if (stop or out_of_time) and state.step < run.total_steps:
+        if (stop or out_of_time) and not run.is_over:
+            _publish_times(run, ranks)
             why = "by a signal" if stop else f"since train.max_minutes={run.train.max_minutes:g} are over"
             raise Interrupted(f"stopped {why} after step {state.step}")
         out_of_time = run.is_main and run.deadline.is_near(run.saving.expected_seconds)
-        agreement.post([run.interrupted(), _is_save_time(run, last_save), out_of_time])
+        clock = [run.interrupted(), _is_save_time(run, last_save), out_of_time]
+        agreement.post([*clock, *run.steering.flags(state.step)])
     agreement.read()
+    _publish_times(run, ranks)
     return "stopped early" if stop_early else "finished", metrics
+
+
+def _loaded(steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+    """The same steps; waiting for them counts as data."""
+    while True:
+        with phase("data"):
+            micro_batches = next(steps, None)
+        if micro_batches is None:
+            return
+        yield micro_batches
+
+
+def _publish_times(run: Training, ranks: RankClock) -> None:
+    times = ranks.read()
+    if times is not None:
+        run.bus.publish(times)
 
 
 def _repeat_evaluation(run: Training) -> tuple[dict[str, float], bool]:
@@ -121,9 +155,10 @@ def _save(run: Training, metrics: dict[str, float], *, is_last: bool) -> None:
     run.throughput.pause()
     if is_last:
         run.stopping()
-    run.saving.start(metrics)
-    if is_last:
-        run.saving.finish()
+    with phase("saving"):
+        run.saving.start(metrics)
+        if is_last:
+            run.saving.finish()
     run.throughput.resume()
 
 
@@ -186,7 +221,7 @@ def _evaluate(run: Training) -> dict[str, float]:
     _read_outcomes(run)
     run.throughput.pause()
     try:
-        with run.state.for_use():
+        with phase("evaluation"), run.state.for_use():
             samples, values = run.evaluate()
         _check_measured(run, values)
     except LockstepError as error:

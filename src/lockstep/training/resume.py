@@ -55,6 +55,9 @@ class Progress(_Strict):
 
     step: Count
     skipped: Count
+    rate_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    is_stopped: bool = False
+    observers: list[Any] = []
     chain: Annotated[str, Field(max_length=128)]
     drift: list[_Drift]
     scaler: _NoScaler | _Scaler
@@ -186,5 +189,5 @@ def _load(
     for line in lines:
         warn(f"numeric recipe changed on resume: {line}")
     reader.load(folder, state.tensors())
-    state.load_state_dict(dict(manifest.progress))
+    state.load_state_dict({"rate_factor": 1.0, "is_stopped": False, **manifest.progress})
     state.drift += [{"step": state.step, "field": name, "before": before, "now": now} for name, before, now in drift]

@@ -42,6 +42,10 @@ class TrainState:
     ema: MovingAverage | None = None
     step: int = 0
     """Finished steps."""
+    rate_factor: float = 1.0
+    """Of the learning rate: what observers have asked for."""
+    is_stopped: bool = False
+    """Whether an observer has ended the training."""
     skipped: int = 0
     """Steps without an update, since the loss was not finite or its count was 0."""
     chain: str = ""
@@ -88,6 +92,8 @@ class TrainState:
         return {
             "step": self.step,
             "skipped": self.skipped,
+            "rate_factor": self.rate_factor,
+            "is_stopped": self.is_stopped,
             "chain": self.chain,
             "drift": list(self.drift),
             "scaler": self.precision.state_dict(),
@@ -97,6 +103,7 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.skipped = state["step"], state["skipped"]
+        self.rate_factor, self.is_stopped = state["rate_factor"], state["is_stopped"]
         self.chain, self.drift = state["chain"], list(state["drift"])
         self.precision.load_state_dict(state["scaler"])
         self.stopping, self.saving = BestSoFar(**state["stopping"]), BestSoFar(**state["saving"])

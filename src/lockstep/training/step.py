@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.base.model_contracts import LossSum, MicroBatch
+from lockstep.core.host.phases import phase
 from lockstep.core.numerics.loss import with_term_weights
 from lockstep.core.reduction.gradient_norm import average_, gradients
 from lockstep.training.optim import set_learning_rate
@@ -51,7 +52,12 @@ def step(
     if state.term_counts is not None:
         micro_batches = with_term_weights(micro_batches, state.term_counts)
     loss = state.strategy.forward_backward(micro_batches)
+    with phase("optimizer"):
+        return _update(state, loss, clip=clip, skip_non_finite=skip_non_finite)
 
+
+def _update(state: TrainState, loss: LossSum, *, clip: float | None, skip_non_finite: bool) -> Outcome:
+    """Apply the gradients of a step."""
     state.precision.unscale(state.optimizer)
     norm = state.strategy.norm()
     is_empty = not loss.is_counted and bool(loss.count == 0)
@@ -62,7 +68,7 @@ def step(
     if not state.precision.is_scaled:
         is_finite = is_finite & torch.isfinite(norm)
 
-    rate = state.rate(state.step)
+    rate = state.rate(state.step) * state.rate_factor
     set_learning_rate(state.optimizer, rate)
     commit = not is_empty and (not skip_non_finite or bool(is_finite))
     state.precision.apply(state.optimizer, commit=commit, is_empty=is_empty)

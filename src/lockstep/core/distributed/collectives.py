@@ -1,6 +1,6 @@
 """Collectives for everything but gradients: objects, flags, tables and shared errors."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TextIO, TypeVar
@@ -110,20 +110,20 @@ class Agreement:
         self.flags = torch.zeros(flags, dtype=torch.int64)
         self.work: dist.Work | None = None
 
-    def post(self, flags: list[bool]) -> None:
-        """Start the all-reduce of this rank's flags."""
+    def post(self, flags: Sequence[int]) -> None:
+        """Start the all-reduce of this rank's flags, each at least 0."""
         assert self.work is None, "read the flags of the last step first"
         self.flags = torch.tensor(flags, dtype=torch.int64)
         self.work = dist.all_reduce(self.flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def read(self) -> list[bool]:
-        """The flags of the last post, each true if any rank set it; all false before the first."""
+    def read(self) -> list[int]:
+        """The flags of the last post, of each the largest of all ranks; all 0 before the first."""
         if self.work is None:
-            return [False] * len(self.flags)
+            return [0] * len(self.flags)
         with waiting_in("the all-reduce of the stop and save flags"):
             self.work.wait()
         self.work = None
-        return [bool(flag) for flag in self.flags.tolist()]
+        return [int(flag) for flag in self.flags.tolist()]
 
 
 def local_main_first(task: Callable[[], object], *, is_local_main: bool) -> None:

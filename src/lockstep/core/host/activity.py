@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lockstep.core.host.phases import phase
+
 SAVE = "the end of the last save"
 """No hang: training waits for the disk."""
 _waiting: dict[int, list[str]] = {}
@@ -14,11 +16,12 @@ _progress = [0.0]
 
 @contextmanager
 def waiting_in(what: str) -> Iterator[None]:
-    """Mark a block in which this thread may wait for other processes, such as 'the gradient exchange'."""
+    """Mark a block in which this thread may wait for other processes, such as 'the gradient exchange', or for SAVE."""
     stack = _waiting.setdefault(threading.get_ident(), [])
     stack.append(what)
     try:
-        yield
+        with phase("saving" if what == SAVE else "exchange"):
+            yield
     finally:
         stack.pop()
 

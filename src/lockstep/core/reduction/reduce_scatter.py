@@ -12,8 +12,11 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lockstep.base.errors import ModelError
+from lockstep.core.host.activity import waiting_in
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
+
+WAIT = "the reduce-scatter of gradients"
 
 
 class Rounds:
@@ -63,7 +66,8 @@ class TreeReduceScatter(ReduceScatter):
     ) -> None:
         """Gradients [S * n] -> this rank's rows of every rank's gradient, [S, n], without adding or averaging."""
         received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
+        with waiting_in(WAIT):
+            dist.all_to_all_single(received, input_tensor, group=group)
         self.rows = received.view(group.size(), -1)
 
     def finish(self, output: Tensor) -> None:
@@ -85,7 +89,8 @@ class TreeReduceScatter(ReduceScatter):
         if rounds.is_last:
             nodes = rounds.all_reduce.local_nodes
             partials = [partial for node in nodes if (partial := self.tree.take(node)) is not None]
-            output.copy_(rounds.all_reduce.sum(partials or [torch.zeros_like(output)]))
+            with waiting_in(WAIT):
+                output.copy_(rounds.all_reduce.sum(partials or [torch.zeros_like(output)]))
             self.tree = None
         elif rows is not None:  # a row that waits for its sibling would keep all S of them
             self.tree.partials = {
@@ -116,7 +121,8 @@ class BackendReduceScatter(TreeReduceScatter):
         """Gradients [S * n] -> this rank's rows of their sum [n]."""
         if self.rounds.current[self.rank] is None:
             input_tensor.zero_()
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=group)
+        with waiting_in(WAIT):
+            dist.reduce_scatter_tensor(output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=group)
         self.rows = output_tensor
 
     def finish(self, output: Tensor) -> None:

@@ -33,13 +33,22 @@ class HistoryLine(BaseModel):
 
     time: float
     """Seconds since 1970."""
-    kind: Literal["started", "steps", "evaluated", "saved", "warned", "ended"]
+    kind: Literal["started", "steps", "ranks", "evaluated", "saved", "steered", "warned", "ended"]
     step: int
     seconds: float = 0.0
     stall_seconds: float = 0.0
     memory_bytes: int = 0
     world_size: int = 1
     device: str = ""
+    total_steps: int = 0
+    steps_per_epoch: int = 0
+    steps: int = 0
+    ranks: list[int] = []
+    phases: dict[str, list[float]] = {}
+    """Phase -> seconds of each of the ranks."""
+    delayed_seconds: list[float] = []
+    micro_batches: list[int] = []
+    memory_by_rank: list[int] = []
     message: str = ""
     status: str = ""
 

@@ -61,6 +61,7 @@ def _happening(line: HistoryLine) -> Happening | None:
     texts = {
         "saved": f"checkpoint saved in {line.seconds:.2f} s; {stall}",
         "evaluated": f"evaluated in {line.seconds:.1f} s",
+        "steered": f"asked for by an observer: {line.message}",
         "warned": f"warning: {line.message}",
         "ended": line.status,
     }

@@ -18,6 +18,7 @@ from lockstep.base.events import (
     Preparing,
     RunEnded,
     RunStarted,
+    Steered,
     StepDone,
     Warned,
 )
@@ -82,6 +83,10 @@ class ProgressLines:
     def _(self, event: CheckpointSaved) -> None:
         stall = f"training stood still for {event.stall_seconds * 1000:.0f} ms"
         self.print(f"checkpoint {escape_name(event.folder.name)} saved in {event.seconds:.2f} s, {stall}", "dim")
+
+    @notice.register
+    def _(self, event: Steered) -> None:
+        self.print(f"after step {event.step}, as an observer has asked: {event.what}")
 
     @notice.register
     def _(self, event: Warned) -> None:

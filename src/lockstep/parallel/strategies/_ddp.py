@@ -1,6 +1,7 @@
 """DDP with gradients that are sums, added in the shards' tree."""
 
 import inspect
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.core.distributed.collectives import all_reduce_async
+from lockstep.core.host import phases
 from lockstep.core.host.activity import waiting_in
 from lockstep.core.modules.dtensors import parameter_views
 from lockstep.core.numerics.precision import Precision
@@ -47,6 +49,8 @@ class DataParallel(Replicated):
         """(parameter, sum of its gradients) of this step's buckets."""
         self.num_reduced = 0
         """How many parameters this step's buckets hold."""
+        self.last_bucket = 0.0
+        """When the last bucket's gradients were there: the backward pass waits from then on."""
         self._all_reduces: dict[tuple[Shards, int], AllReduce] = {}
         self.worker: CommThread | CommStream | None = None
 
@@ -85,6 +89,8 @@ class DataParallel(Replicated):
         self.passes.buffers.start_step(self.all_reduce)
         try:
             losses = self.passes.run(micro_batches, self.wrapped, no_sync=self.wrapped.no_sync)
+            if dist.get_world_size() > 1:
+                phases.move(time.perf_counter() - self.last_bucket, "backward", "exchange")
         except RuntimeError:
             if self.worker is not None:
                 self.worker.check()
@@ -121,6 +127,7 @@ class DataParallel(Replicated):
         assert self.worker is not None
         number, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
         self.num_reduced += len(parameters)
+        self.last_bucket = time.perf_counter()
         self.summed += zip(parameters, parameter_views(buffer, parameters), strict=True)
         return self.worker.run(lambda: self._finish(number, buffer, parameters))
 
@@ -133,7 +140,7 @@ class DataParallel(Replicated):
     def sum_by_backend(self, bucket: dist.GradBucket) -> Future:
         """Start the backend's own all-reduce, whose order depends on the world size."""
         self.num_reduced += len(bucket.parameters())
-        buffer = bucket.buffer()
+        self.last_bucket, buffer = time.perf_counter(), bucket.buffer()
         if self.is_ghost:
             buffer.zero_()
         return all_reduce_async(buffer)

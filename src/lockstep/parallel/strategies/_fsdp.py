@@ -25,7 +25,7 @@ from lockstep.core.reduction.reduce_scatter import BackendReduceScatter, Rounds,
 from lockstep.core.reduction.shard_assignment import contiguous, strided
 from lockstep.core.reduction.tree import Shards
 from lockstep.parallel.block_uses import block_uses
-from lockstep.parallel.fsdp_units import OrderedUnits, clone_views, use_multi_grad_hook
+from lockstep.parallel.fsdp_units import AllGather, OrderedUnits, clone_views, use_multi_grad_hook
 from lockstep.parallel.micro_batches import MicroBatches, world_loss
 from lockstep.parallel.sharded import Sharded
 from lockstep.parallel.strategies.fsdp import Config
@@ -88,6 +88,7 @@ class FullyShardedDataParallel(Sharded):
             if isinstance(module, FSDPModule):
                 scatters.append(TreeReduceScatter(name) if self.exact else BackendReduceScatter(name, self.shard_rank))
                 module.set_custom_reduce_scatter(scatters[-1])
+                module.set_custom_all_gather(AllGather())
                 module.set_all_reduce_hook(scatters[-1].finish)
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)

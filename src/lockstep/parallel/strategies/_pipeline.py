@@ -16,6 +16,7 @@ from lockstep.base.errors import LaunchError, LockstepError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.core.distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
 from lockstep.core.host.malloc import return_large_tensors
+from lockstep.core.host.phases import phase
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.deferred_init import replace_fake
 from lockstep.core.modules.dtensors import LocalParameters
@@ -171,7 +172,8 @@ class Pipeline(Sharded):
         self.losses.clear()
         for stage in self.stages:
             stage.start_step(micro_batches, all_reduce)
-        self._run(len(micro_batches))
+        with phase("backward"):  # forward passes and waits in it count for themselves
+            self._run(len(micro_batches))
         for stage in self.stages:
             for parameter, total in stage.accumulation.totals(all_reduce):
                 parameter.grad = total

@@ -18,6 +18,7 @@ class Config(StrategySection):
 
     FILLS: ClassVar[bool] = True
     SHARES_SHARDS: ClassVar[bool] = True
+    HAS_EQUAL_WORK: ClassVar[bool] = False
 
     stages: Annotated[int, Field(ge=1, le=2**16)] | Literal["auto"] = "auto"
     """Processes that share a model; the others form replicas of it. auto: as many of the processes as the model has

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from lockstep.base import config, lifetime, plugins, storage
 from lockstep.base.errors import Desync, Interrupted, LaunchError
-from lockstep.base.events import Evaluating, RunEnded, RunStarted, StepDone
+from lockstep.base.events import Evaluating, Observer, RunEnded, RunStarted, StepDone
 from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.writer import Writer
@@ -20,18 +20,21 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.data import bad_samples
 from lockstep.launch import run_folder
 from lockstep.observe.diagnose.desync import RankComparison
+from lockstep.observe.diagnose.stragglers import Stragglers
 from lockstep.observe.run_history import RunHistory
 from lockstep.run import recipe as recipes
 from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.run.user_code_checks import UserCodeChecks
+from lockstep.training import observer_state, steering
 from lockstep.training.deadline import Deadline
 from lockstep.training.evaluation import Evaluation
 from lockstep.training.findings import LOSS_IS
 from lockstep.training.loop import Training, train
 from lockstep.training.resume import resumed, set_aside
 from lockstep.training.saving import Saving
+from lockstep.training.steering import Steering
 
 SETTLE_SECONDS = 10.0
 """After an error, how long a save that is being written may take to end."""
@@ -82,6 +85,9 @@ class TrainTask(WatchedTask):
         self.hooks, self.first_step = hooks or Hooks(), FirstStepTimer()
         self.numeric = recipes.numeric_recipe(recipe, self.facts, processes=world.size)
         self.last_evaluation: Evaluation | None = None
+        self.own_observers: list[Observer] = []
+        """Of the user's file; on rank 0."""
+        self.steering = Steering(self.bus, recipe.folder / steering.FILE if world.is_main else None)
         self.lock = FileLock(recipe.folder / ".lock", timeout=0)
         self.checkpoints = recipe.folder / "checkpoints"
 
@@ -96,6 +102,7 @@ class TrainTask(WatchedTask):
         checkpoint = resumed(
             parts.state, self.checkpoints, resume, numeric=self.numeric, allow_drift=allow_drift, warn=self.warn
         )
+        self.resume_observers(checkpoint, repeats=resume == "auto")
         owes_evaluation = checkpoint is not None and self.owes_evaluation(checkpoint)
         earlier_end = self.earlier_end() if checkpoint is not None and not owes_evaluation else None
         if earlier_end is None:
@@ -146,12 +153,23 @@ class TrainTask(WatchedTask):
             return
         self.recipe.folder.mkdir(parents=True, exist_ok=True)
         self.bus.subscribe(RunHistory(self.recipe.folder))
+        if self.recipe.parallel.HAS_EQUAL_WORK:
+            self.bus.subscribe(Stragglers(self.bus.publish))
         for sink in self.recipe.observe.sinks:
             self.bus.subscribe(plugins.find("observe.sinks", sink).build(self.recipe.folder))
         observe = self.recipe.observe
         if observe.file is not None:
-            for observer in plugins.load_file(observe.file, "observe.file").observers(observe.options):
+            self.own_observers += plugins.load_file(observe.file, "observe.file").observers(observe.options)
+            for observer in self.own_observers:
                 self.bus.subscribe(observer)
+
+    def resume_observers(self, checkpoint: Path | None, *, repeats: bool) -> None:
+        """Give observers what they remembered at a checkpoint; `repeats`: what they asked for since is done again."""
+        if checkpoint is not None:
+            saved = layout.read_manifest(checkpoint).progress.get("observers", [])
+            observer_state.restore(self.own_observers, saved, self.warn)
+        with raise_on_all_ranks():
+            self.steering.start(self.parts.state.step, repeats=repeats and checkpoint is not None)
 
     def owes_evaluation(self, checkpoint: Path) -> bool:
         """Whether the evaluation due at a checkpoint is missing from it, because it failed."""
@@ -164,7 +182,8 @@ class TrainTask(WatchedTask):
         if self.parts.state.step >= self.parts.total_steps:
             return "finished"
         is_stopped = self.parts.state.stopping.evaluations_since >= self.recipe.train.stop_patience
-        return "stopped early" if self.recipe.train.stop_metric and is_stopped else None
+        is_stopped = bool(self.recipe.train.stop_metric) and is_stopped
+        return "stopped early" if is_stopped or self.parts.state.is_stopped else None
 
     def record_faults(self, *, is_fresh: bool) -> None:
         """Keep a list of skipped samples; a fresh run deletes that of an earlier run in its folder."""
@@ -232,6 +251,7 @@ class TrainTask(WatchedTask):
             is_main=self.world.is_main,
             deadline=Deadline(recipe.train.max_minutes, self.began),
             interrupted=self.signals.requested,
+            steering=self.steering,
             stopping=self.signals.cancel_timer,
         )
 
@@ -250,7 +270,7 @@ class TrainTask(WatchedTask):
             world_size=self.world.size,
             saved_at=time.time(),
             numeric=self.numeric,
-            progress=state.state_dict(),
+            progress=state.state_dict() | {"observers": observer_state.states(self.own_observers, self.warn)},
             metrics=metrics,
         )
 

@@ -1,9 +1,10 @@
 """Forecasts as a table, and as plain values for scripts."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +26,11 @@ HEADINGS = {
     "checkpoint": "saving",
 }
 """Kind of memory -> heading."""
+Detail = Literal["all", "no kinds", "totals"]
+DETAIL: tuple[Detail, ...] = ("all", "no kinds", "totals")
+"""Of tables, for ever narrower terminals."""
+TOTALS = ("", "PEAK", "STEP")
+MOST_WIDTH = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +94,7 @@ def print_forecasts(rows: list[ForecastRow], console: Console) -> None:
     for world_size in dict.fromkeys(row.world_size for row in rows):
         group = [row for row in rows if row.world_size == world_size]
         if known := [row for row in group if row.forecast]:
-            wide.print(table(known))
+            wide.print(fitting_table(known, wide))
         for row in group:
             if notes := [*([row.why] if row.why else ()), *(row.forecast.notes if row.forecast else ())]:
                 console.print(f"{row.strategy}: {'; '.join(notes)}", soft_wrap=True)
@@ -97,21 +103,35 @@ def print_forecasts(rows: list[ForecastRow], console: Console) -> None:
         console.print()
 
 
-def table(rows: list[ForecastRow]) -> Table:
+def fitting_table(rows: list[ForecastRow], console: Console) -> Table:
+    """The forecasts with as many columns as the console has room for."""
+    made = table(rows, DETAIL[0])
+    for detail in DETAIL[1:]:
+        if Measurement.get(console, console.options.update(max_width=MOST_WIDTH), made).maximum <= console.width:
+            break
+        made = table(rows, detail)
+        made.caption, made.caption_justify = "a wider terminal shows more, --json all", "left"
+    return made
+
+
+def table(rows: list[ForecastRow], detail: Detail = "all") -> Table:
     """The forecasts for one world size."""
     world_size, device = rows[0].world_size, rows[0].device_bytes
     kinds = [kind for kind in HEADINGS if any(getattr(row.forecast.memory, kind) for row in rows if row.forecast)]
+    if detail != "all":
+        kinds = []
     made = Table(title_justify="left")
     made.title = (
         f"{processes_text(world_size)}, each with {device / MIB:.0f} MiB: memory in MiB, "
         "traffic per step in MiB, a step in ms"
     )
-    made.add_column("", no_wrap=True)
-    for heading in (*(HEADINGS[kind] for kind in kinds), "PEAK", "sent", "STEP", "waiting", "rest", "bubble"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    made.add_column("", no_wrap=True)
+    headings = ["", *(HEADINGS[kind] for kind in kinds), "PEAK", "sent", "STEP", "waiting", "rest", "bubble", ""]
+    shown = [place for place, heading in enumerate(headings) if detail != "totals" or heading in TOTALS]
+    for place in shown:
+        made.add_column(headings[place], justify="right" if headings[place] else "left", no_wrap=True)
     for row in rows:
-        made.add_row(*cells(row, kinds), style="bold" if row.is_best else "")
+        texts = cells(row, kinds)
+        made.add_row(*(texts[place] for place in shown), style="bold" if row.is_best else "")
     return made
 
 

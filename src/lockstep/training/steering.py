@@ -1,0 +1,147 @@
+"""Requests of observers: decided on rank 0, written down, agreed by all ranks at the same step, repeated on a resume.
+
+A request made in step s takes effect after step s + 1, on any number of processes. What was decided once is in
+`steering.jsonl`: a run that goes back to a checkpoint repeats it at the same steps, and asks no observer again there.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, Field
+
+from lockstep.base import storage
+from lockstep.base.errors import CheckpointError
+from lockstep.base.events import Bus, Steered, Warned
+from lockstep.base.steering_requests import Evaluate, Request, Save, ScaleLearningRate, Stop
+from lockstep.training.state import TrainState
+
+FILE = "steering.jsonl"
+FLAGS = 4
+"""Stop, save, evaluate, and the bits of a factor of the learning rate."""
+NO_REQUEST = [0] * FLAGS
+
+
+class Decision(BaseModel):
+    """A line of the file: what was asked for in a step."""
+
+    step: Annotated[int, Field(ge=0)]
+    by: str = ""
+    """Names of the observers."""
+    stop: bool = False
+    save: bool = False
+    evaluate: bool = False
+    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+
+    def flags(self) -> list[int]:
+        """For an all-reduce that takes the largest: the bits of positive floats are in their order, above 0."""
+        bits = struct.unpack("<q", struct.pack("<d", self.factor))[0] if self.factor != 1.0 else 0
+        return [self.stop, self.save, self.evaluate, bits]
+
+    @property
+    def text(self) -> str:
+        asked = [name for name in ("stop", "save", "evaluate") if getattr(self, name)]
+        return ", ".join(asked + ([f"learning rate x {self.factor:g}"] if self.factor != 1.0 else []))
+
+
+class Agreed(NamedTuple):
+    """What all ranks do after this step."""
+
+    stop: bool
+    save: bool
+    evaluate: bool
+
+
+@dataclass
+class Steering:
+    """Takes the requests from the bus, on rank 0; the other ranks have none."""
+
+    bus: Bus
+    file: Path | None
+    """None on other ranks than 0."""
+    recorded: dict[int, Decision] = field(default_factory=dict)
+    """Step -> what was decided there before this start."""
+    last_recorded: int = -1
+
+    def start(self, step: int, *, repeats: bool) -> None:
+        """Read what was decided from this step on, or forget it unless it is to be repeated. Raises CheckpointError."""
+        if self.file is None or not self.file.exists():
+            return
+        decisions = _read(self.file)
+        if not repeats:
+            decisions = [decision for decision in decisions if decision.step < step]
+            storage.write(self.file, "".join(map(_line, decisions)))
+        self.recorded = {decision.step: decision for decision in decisions if decision.step >= step}
+        self.last_recorded = max(self.recorded, default=-1)
+
+    def flags(self, step: int) -> list[int]:
+        """What to propose to the other ranks at the end of a step: what was decided then, else what was asked for."""
+        requests, self.bus.requests = self.bus.requests, []
+        if step <= self.last_recorded:
+            decision = self.recorded.get(step)
+            return decision.flags() if decision else NO_REQUEST
+        if not requests:
+            return NO_REQUEST
+        decision = _decision(step, requests)
+        if self.file is not None:
+            try:
+                with storage.append(self.file) as file:
+                    file.write(_line(decision))
+            except OSError as error:  # a resume could not repeat it
+                what = f"what {decision.by} asked for is left out ({decision.text})"
+                self.bus.publish(Warned(message=f"{what}: {self.file} cannot be written: {error.strerror}"))
+                return NO_REQUEST
+        return decision.flags()
+
+    def apply(self, flags: Sequence[int], state: TrainState, *, is_last: bool) -> Agreed:
+        """What all ranks have agreed on; sets the learning rate's factor."""
+        stop, save, evaluate, bits = flags
+        factor = struct.unpack("<d", struct.pack("<q", bits))[0] if bits else 1.0
+        state.rate_factor *= factor
+        state.is_stopped = state.is_stopped or bool(stop)
+        if any(flags):
+            decision = Decision(step=state.step, stop=stop, save=save, evaluate=evaluate, factor=factor)
+            self.bus.publish(Steered(step=state.step, what=decision.text))
+        return Agreed(bool(stop) and not is_last, bool(save), bool(evaluate or stop))
+
+
+def _decision(step: int, requests: Sequence[tuple[str, Request]]) -> Decision:
+    """All requests of a step as one; factors are multiplied."""
+    asked = [request for _, request in requests]
+    factor = 1.0
+    for request in asked:
+        factor *= request.factor if isinstance(request, ScaleLearningRate) else 1.0
+    return Decision(
+        step=step,
+        by=", ".join(dict.fromkeys(name for name, _ in requests)),
+        stop=any(isinstance(request, Stop) for request in asked),
+        save=any(isinstance(request, Save) for request in asked),
+        evaluate=any(isinstance(request, Evaluate) for request in asked),
+        factor=factor,
+    )
+
+
+def _line(decision: Decision) -> str:
+    return decision.model_dump_json(exclude_defaults=True) + "\n"
+
+
+def _read(file: Path) -> list[Decision]:
+    """Raises CheckpointError; a line that a kill has cut short was never agreed on."""
+    found = []
+    try:
+        lines = storage.read(file, storage.MOST_JSON_BYTES).split(b"\n")
+        for line in lines[:-1]:
+            found.append(Decision.model_validate(json.loads(line)))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file}, which says what observers asked of this run, cannot be read ({str(error).splitlines()[0]}): "
+            "remove it to go on without"
+        ) from None
+    with suppress(OSError):
+        if lines[-1]:  # the next line begins on its own
+            storage.write(file, b"\n".join([*lines[:-1], b""]))
+    return found
