@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from lockstep.base import plugins
 from lockstep.base.config import MANY, LocalPath, Section
@@ -23,11 +23,20 @@ class ObserveSection(Section):
     """Only report it, or also restart the processes from the newest checkpoint."""
     desync_every: int | None = Field(200, ge=1, le=MANY)
     """Compare the weights of all processes every this many steps, and stop if they are not equal."""
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """[FIRST, LAST]: steps under the PyTorch profiler, written to profile/trace-rank-N.json.gz in the run's folder."""
     file: LocalPath | None = None
     """A Python file of your own with `observers(options)`: a list of objects with notice(event) and close();
     they get all events, on rank 0."""
     options: dict[str, Any] = {}
     """Options for that file."""
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _rise(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+        if steps is not None and steps[1] < steps[0]:
+            raise ValueError(f"should be the first and the last step, such as [100, 105], not {list(steps)}")
+        return steps
 
     @field_validator("sinks")
     @classmethod

@@ -86,6 +86,11 @@ def start() -> PhaseClock:
     return _clocks[0]
 
 
+def running() -> PhaseClock:
+    """The clock that was started."""
+    return _clocks[0]
+
+
 def stop() -> None:
     """Measure nothing any more."""
     _clocks.clear()

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from filelock import FileLock, Timeout
 from lockstep.base import config, lifetime, plugins, storage
 from lockstep.base.errors import Desync, Interrupted, LaunchError
 from lockstep.base.events import Evaluating, Observer, RunEnded, RunStarted, StepDone
+from lockstep.base.model_contracts import MicroBatch
 from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.writer import Writer
@@ -236,7 +238,7 @@ class TrainTask(WatchedTask):
             train=recipe.train,
             evaluation=recipe.evaluate,
             checkpoint=recipe.checkpoint,
-            steps=self.checks.steps,
+            steps=self.steps,
             evaluate=self.evaluate,
             saving=self.saving(),
             compare_ranks=ranks.check,
@@ -254,6 +256,17 @@ class TrainTask(WatchedTask):
             steering=self.steering,
             stopping=self.signals.cancel_timer,
         )
+
+    def steps(self, start: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches, a list per step; some steps are traced (observe.profile_steps)."""
+        steps = self.checks.steps(start)
+        if self.recipe.observe.profile_steps is None:
+            return steps
+        from lockstep.observe.profile.step_trace import trace_file, tracing  # noqa: PLC0415 (the profiler takes long)
+
+        first, last = self.recipe.observe.profile_steps
+        file = trace_file(self.recipe.folder / "profile", self.world.rank)
+        return tracing(steps, first=first, last=last, done=start, file=file)
 
     def saving(self) -> Saving:
         """Wire the checkpoint writer."""

@@ -1,0 +1,67 @@
+"""Some steps of a training under the PyTorch profiler: a trace file for Perfetto, TensorBoard or chrome://tracing."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from lockstep.base.model_contracts import MicroBatch
+from lockstep.core.host import phases
+
+Steps = Iterator[list[MicroBatch]]
+
+
+def trace_file(folder: Path, rank: int) -> Path:
+    return folder / f"trace-rank-{rank}.json.gz"
+
+
+@contextmanager
+def traced(file: Path, *, with_stack: bool) -> Iterator[profile]:
+    """Profile a block and write the trace; phases are named in it, on a GPU also as NVTX ranges for Nsight.
+
+    With `with_stack` each operation has the lines of Python that called it, which takes time and memory.
+    """
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    stacks = _ExperimentalConfig(verbose=True) if with_stack else None  # else the operators lack them
+    profiler = profile(activities=activities, with_stack=with_stack, acc_events=True, experimental_config=stacks)
+    with phases.annotated(_annotation), profiler:
+        yield profiler
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{os.getpid()}-{file.name}")
+    try:
+        profiler.export_chrome_trace(str(temporary))
+        temporary.replace(file)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+@contextmanager
+def _annotation(name: str) -> Iterator[None]:
+    with torch.profiler.record_function(f"phase: {name}"):
+        if not torch.cuda.is_available():
+            yield
+            return
+        with torch.cuda.nvtx.range(name):
+            yield
+
+
+def tracing(steps: Steps, *, first: int, last: int, done: int, file: Path) -> Steps:
+    """The same steps; those from `first` to `last` (from 1, both included) are traced. `done`: steps before them."""
+    for number, micro_batches in enumerate(steps, start=done + 1):
+        if number != first:
+            yield micro_batches
+            continue
+        with traced(file, with_stack=False):
+            yield micro_batches
+            for _ in range(first, last):
+                following = next(steps, None)
+                if following is None:
+                    break
+                yield following

@@ -1,0 +1,158 @@
+"""A run of `lockstep profile`: some steps measured by phase, one counted, some traced, on every rank."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from lockstep.base import storage
+from lockstep.base.world import World
+from lockstep.core.distributed.collectives import all_gather_object
+from lockstep.core.host import phases
+from lockstep.core.host.memory_meter import device_peak_bytes
+from lockstep.core.host.signals import SignalWatch
+from lockstep.core.modules.dtensors import local_tensor
+from lockstep.data.dataset import spread_evenly
+from lockstep.observe.profile.matmul_peak import peak_flops
+from lockstep.observe.profile.operators import most_expensive
+from lockstep.observe.profile.step_trace import Steps, trace_file, traced
+from lockstep.run.components import Components
+from lockstep.run.recipe import Recipe
+from lockstep.run.tasks.train import Hooks, TrainTask
+from lockstep.tools.profile.rank_profile import ProfileRequest
+from lockstep.training.loop import Training
+
+NEEDS_GROUP = True
+TEST_SAMPLES = 16
+
+
+class StepMeasurement:
+    """Measures the steps that pass through it, in turn by phase, by counting, and by tracing."""
+
+    def __init__(self, request: ProfileRequest, parts: Components, rank: int) -> None:
+        self.request, self.parts, self.rank = request, parts, rank
+        self.found: dict[str, Any] = {"rank": rank, "memory": memory_by_kind(parts)}
+        self.micro_batches = 0
+
+    def around(self, steps: Steps) -> Steps:
+        """The same steps."""
+        request = self.request
+        stages = (
+            (nullcontext(), request.warm_up),
+            (self._measured(), request.steps),
+            (self._flops(), 1),
+            (self._kept(), 1),
+            (self._operators(), request.traced),
+        )
+        for stage, count in stages:
+            with stage:
+                for _ in range(count):
+                    micro_batches = next(steps, None)
+                    if micro_batches is None:
+                        return
+                    self.micro_batches = sum(not each.ghost for each in micro_batches)
+                    yield micro_batches
+        yield from steps
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Seconds of a step by phase, and by the clock."""
+        clock = phases.running()
+        start, before = time.perf_counter(), clock.so_far()
+        yield
+        measured, steps = clock.so_far() - before, self.request.steps
+        self.found |= {
+            "step_seconds": (time.perf_counter() - start) / steps,
+            "phases": {name: seconds / steps for name, seconds in measured.phases.items()},
+            "hidden_seconds": max(0.0, measured.background - measured.phases["exchange"]) / steps,
+            "delayed_seconds": measured.delayed / steps,
+            "micro_batches": self.micro_batches,
+            "peak_bytes": device_peak_bytes(),
+        }
+
+    @contextmanager
+    def _flops(self) -> Iterator[None]:
+        """Floating-point operations of a step, those of matrix products and the like."""
+        counter = FlopCounterMode(display=False)
+        with counter:
+            yield
+        self.found["flops"] = counter.get_total_flops()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Bytes that a micro-batch keeps for its backward pass; storage that several operations keep counts once."""
+        module, kept = self.parts.model, dict[int, int]()
+        known = {local_tensor(t).untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self.found["memory"]["activations"] = sum(kept.values())
+
+    @contextmanager
+    def _operators(self) -> Iterator[None]:
+        with traced(trace_file(self.request.traces, self.rank), with_stack=True) as profiler:
+            yield
+        self.found["operators"] = [asdict(each) for each in most_expensive(profiler.events())]
+
+
+def memory_by_kind(parts: Components) -> dict[str, int]:
+    """Bytes of this rank's weights, gradients and optimizer state."""
+    parameters = [local_tensor(parameter) for parameter in parts.state.module.parameters()]
+    trained = [parameter for parameter in parts.state.module.parameters() if parameter.requires_grad]
+    state = [value for values in parts.state.optimizer.state.values() for value in values.values()]
+    return {
+        "weights": sum(each.nbytes for each in parameters),
+        "gradients": sum(local_tensor(each).nbytes for each in trained),
+        "optimizer": sum(local_tensor(each).nbytes for each in state if isinstance(each, Tensor)),
+    }
+
+
+class Measuring(Hooks):
+    def __init__(self, request: ProfileRequest, recipe: Recipe, rank: int) -> None:
+        self.request, self.recipe, self.rank = request, recipe, rank
+        self.measurement: StepMeasurement | None = None
+
+    def assembled(self, parts: Components) -> Components:
+        return replace(parts, data=replace(parts.data, test=spread_evenly(parts.data.test, TEST_SAMPLES)))
+
+    def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
+        measurement = self.measurement = StepMeasurement(self.request, parts, self.rank)
+        all_gather_object(None)  # the peak is one that all ranks reach at the same time
+        measurement.found["peak_flops"] = peak_flops(self.recipe.train.precision, task.device)
+        plain = training.steps
+        training.steps = lambda start: measurement.around(plain(start))
+
+
+class ProfileTask(TrainTask):
+    def __init__(self, recipe: Recipe, world: World, signals: SignalWatch, *, request: ProfileRequest) -> None:
+        self.measuring = Measuring(request, recipe, world.rank)
+        super().__init__(recipe, world, signals, hooks=self.measuring)
+
+    def run(self, resume: str, *, allow_drift: bool) -> None:
+        """Train, and write down what was measured."""
+        super().run(resume, allow_drift=allow_drift)
+        measurement = self.measuring.measurement
+        assert measurement is not None
+        file = measurement.request.facts / f"rank-{self.world.rank}.json"
+        storage.write(file, json.dumps(measurement.found))
+
+
+def build(
+    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
+) -> ProfileTask:
+    """Build the task from its request file."""
+    assert request is not None
+    return ProfileTask(recipe, world, signals, request=ProfileRequest.model_validate_json(request.read_bytes()))
