@@ -1,5 +1,7 @@
 """What watches a run writes down the truth: no line and no point lost or repeated, over kills and resumes."""
 
+import csv
+import io
 import json
 import os
 from types import SimpleNamespace
@@ -13,14 +15,17 @@ from lockstep.base.events import (
     CheckpointSaved,
     EpochDone,
     Evaluated,
+    RankTimes,
     RunEnded,
     RunStarted,
     SaveStarted,
     StepDone,
     Warned,
 )
+from lockstep.core.host.phases import PHASES
 from lockstep.observe import meters
 from lockstep.observe.observe_config import ObserveSection
+from lockstep.observe.sinks import csv as csv_sink
 from lockstep.observe.sinks import jsonl, tensorboard
 
 
@@ -98,6 +103,28 @@ def test_jsonl_after_a_kill_equals_an_uninterrupted_run(tmp_path, killed_at, res
     assert (killed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize("killed_at", [4, 7, 12])
+@pytest.mark.parametrize("resumed_step", [0, 5, 10])
+@pytest.mark.parametrize("torn", ["", "step,1", "step,99,3,0.1,0.1", "\0\0", '"step'])
+def test_csv_after_a_kill_equals_an_uninterrupted_run(tmp_path, killed_at, resumed_step, torn):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    run(csv_sink.build(whole), whole, range(1, 21))
+    last = max(killed_at, resumed_step)
+    run(csv_sink.build(killed), killed, range(1, last + 1))
+    with (killed / "metrics.csv").open("a") as file:
+        file.write(torn)
+    run(csv_sink.build(killed), killed, range(resumed_step + 1, 21), resumed_step)
+    assert (killed / "metrics.csv").read_bytes() == (whole / "metrics.csv").read_bytes()
+    rows = list(csv.DictReader(io.StringIO((whole / "metrics.csv").read_text())))
+    assert [int(row["step"]) for row in rows if row["kind"] == "step"] == list(range(1, 21))
+    assert rows[5] == {
+        **{"kind": "evaluation", "step": "5", "epoch": "1", "loss": "", "learning_rate": ""},
+        **{"test_accuracy": "0.05", "test_loss": "0.5"},
+    }
+
+
 def test_jsonl_keeps_what_a_full_disk_refuses_until_there_is_room(tmp_path):
     resource = pytest.importorskip("resource")
     sink, before = jsonl.build(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -130,6 +157,30 @@ def points(folder, tag):
     accumulator = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     accumulator.Reload()
     return [(event.step, pytest.approx(event.value)) for event in accumulator.Scalars(tag)]
+
+
+def test_tensorboard_has_the_ranks_the_config_and_the_end(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "recipe.yaml").write_text("train: {steps: 20}\n")
+    sink = tensorboard.build(tmp_path)
+    run(sink, tmp_path, range(1, 11))
+    seconds = {**dict.fromkeys(PHASES, (0.0, 0.0)), "forward": (0.1, 0.3), "exchange": (0.2, 0.0)}
+    facts = {"delayed_seconds": (0.0, 0.0), "micro_batches": (1, 1), "memory_bytes": (10**9, 2 * 10**9)}
+    sink.notice(RankTimes(step=10, steps=10, seconds=seconds, **facts))
+    sink.notice(ended(tmp_path))
+    sink.close()
+    assert points(tmp_path, "time/forward") == [(10, 20.0)]
+    assert points(tmp_path, "time/waits_most") == [(10, 20.0)]
+    assert points(tmp_path, "memory/most_gigabytes") == [(10, 2.0)]
+    assert points(tmp_path, "train/epoch")[-1] == (10, 2.0)
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    texts = {
+        tag: accumulator.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in accumulator.Tags()["tensors"]
+    }
+    assert texts["config/text_summary"] == "    train: {steps: 20}\n"
+    assert '"digest": "0123456789abcdef' in texts["end/text_summary"]
 
 
 def test_tensorboard_has_train_and_test_scalars(tmp_path):
@@ -229,9 +280,9 @@ def test_speed_when_no_time_has_passed(clock):
     [
         (
             "tensorbord",
-            "there is no sink 'tensorbord' — did you mean 'tensorboard'? (there is: jsonl, progress, tensorboard)",
+            "there is no sink 'tensorbord' — did you mean 'tensorboard'? (there is: csv, jsonl, progress, tensorboard)",
         ),
-        ("zzz", "there is no sink 'zzz' (there is: jsonl, progress, tensorboard)"),
+        ("zzz", "there is no sink 'zzz' (there is: csv, jsonl, progress, tensorboard)"),
     ],
 )
 def test_an_unknown_sink_is_refused_with_what_there_is(sink, message):

@@ -2,13 +2,14 @@
 
 import os
 
-from lockstep.base import closed_output, ctrl_c
+from lockstep.base import closed_output, ctrl_c, loading_line
 
 
 def main() -> None:
     ctrl_c.exit_at_once()
     os.environ["PYTHONSAFEPATH"] = "1"  # noqa: TID251 (child processes import nothing from the working folder)
     closed_output.tolerate_lost_reader()
+    loading_line.arm()
     from lockstep.cli import _app  # noqa: PLC0415 (slow: Ctrl-C has to be handled before)
 
     _app.main()

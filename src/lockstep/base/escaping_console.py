@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segment
 
+from lockstep.base import loading_line
 from lockstep.base.errors import printable
 
 
@@ -19,6 +20,11 @@ class EscapingConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich does; it is what the user has waited for."""
+        loading_line.disarm()
+        super().print(*objects, **options)
 
     def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
         """Render as rich does, but escape the text."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lockstep.base import ctrl_c, user_code
+from lockstep.base import ctrl_c, loading_line, user_code
 from lockstep.base.errors import LockstepError, printable
 from lockstep.base.escaping_console import EscapingConsole
 
@@ -64,7 +64,10 @@ def reports_errors(command: Callable[..., int | None]) -> Callable[..., None]:
 def _exit_code(command: Callable[[], int | None]) -> int | None:
     """Run a command, print its error if it has one, and return its exit code; raises what is a bug of ours."""
     try:
-        return command()
+        try:
+            return command()
+        finally:
+            loading_line.disarm()
     except LockstepError as error:
         typer.echo(str(error), err=True)
         return error.exit_code

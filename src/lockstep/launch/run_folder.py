@@ -10,7 +10,7 @@ from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 
 FOLDERS = ("checkpoints", "logs", "profile", "tensorboard")
-LOGGED = ("history.jsonl", "metrics.jsonl", "report.html", "steering.jsonl", "summary.json")
+LOGGED = ("history.jsonl", "metrics.csv", "metrics.jsonl", "report.html", "steering.jsonl", "summary.json")
 FILES = (".lock", "job.json", "launch.yaml", "recipe.yaml", *LOGGED)
 """What a run writes to its folder."""
 
