@@ -280,9 +280,9 @@ def test_speed_when_no_time_has_passed(clock):
     [
         (
             "tensorbord",
-            "there is no sink 'tensorbord' — did you mean 'tensorboard'? (there is: csv, jsonl, progress, tensorboard)",
+            "there is no sink 'tensorbord' — did you mean 'tensorboard'? (there is: csv, jsonl, mlflow, progress, tensorboard, wandb)",
         ),
-        ("zzz", "there is no sink 'zzz' (there is: csv, jsonl, progress, tensorboard)"),
+        ("zzz", "there is no sink 'zzz' (there is: csv, jsonl, mlflow, progress, tensorboard, wandb)"),
     ],
 )
 def test_an_unknown_sink_is_refused_with_what_there_is(sink, message):

@@ -69,7 +69,7 @@ def imported():
                 yield node.module
 
 
-DECLARED = [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["onnx"], *EXTRAS["hub"]]
+DECLARED = [*PROJECT["dependencies"], *(text for name, extra in EXTRAS.items() if name != "dev" for text in extra)]
 
 
 def test_what_is_declared_is_imported():

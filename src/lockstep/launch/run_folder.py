@@ -9,9 +9,10 @@ from lockstep.checkpoint import layout, retention
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 
-FOLDERS = ("checkpoints", "logs", "profile", "tensorboard")
+FOLDERS = ("checkpoints", "logs", "profile", "tensorboard", "wandb")
 LOGGED = ("history.jsonl", "metrics.csv", "metrics.jsonl", "report.html", "steering.jsonl", "summary.json")
-FILES = (".lock", "job.json", "launch.yaml", "recipe.yaml", *LOGGED)
+TRACKED = ("mlflow.jsonl", "wandb.jsonl")
+FILES = (".lock", "job.json", "launch.yaml", "recipe.yaml", *LOGGED, *TRACKED)
 """What a run writes to its folder."""
 
 

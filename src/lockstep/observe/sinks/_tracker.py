@@ -1,0 +1,146 @@
+"""What sinks for experiment trackers share: one tracker run for a run, over kills and resumes, without a repeat.
+
+The tracker's id of the run, and the last step that it was given, are in the run's folder. Steps that a resume repeats
+have the same values, so they are not sent again; what a kill has kept from the tracker is sent from metrics.jsonl.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.base import storage
+from lockstep.base.errors import ConfigError
+from lockstep.base.events import Evaluated, RankTimes, RunEnded, RunStarted, StepDone
+from lockstep.core.host.phases import OF_STEPS
+
+NOTHING = (-1, 0)
+METRICS = "metrics.jsonl"
+NO_VALUES = {"kind", "step", "epoch", "samples", "chain"}
+ARTIFACTS = ("recipe.yaml", "summary.json", "metrics.jsonl")
+
+
+class Tracker(ABC):
+    """Sends config, values, digest and files of a run to a tracker; an error leaves it out, and the run goes on."""
+
+    name: str
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.record = folder / f"{self.name}.jsonl"
+        """The id of the tracker's run, then a line [step, part] for all that was sent."""
+        self.id, self.sent = "", NOTHING
+        self.is_open = False
+
+    def notice(self, event: object) -> None:
+        if isinstance(event, RunStarted):
+            self._start(event)
+        elif not self.is_open:
+            return
+        elif isinstance(event, StepDone) and event.values:
+            self._send(event.step, 0, {f"train/{name}": value for name, value in event.values.items()})
+        elif isinstance(event, Evaluated):
+            self._send(event.step, 1, {f"test/{name}": value for name, value in event.values.items()})
+        elif isinstance(event, RankTimes):
+            times = {f"time/{name}": 1000 * max(event.seconds[name]) / event.steps for name in OF_STEPS}
+            self._send(event.step, 2, times)
+        elif isinstance(event, RunEnded):
+            self.is_open = False
+            files = [self.folder / name for name in ARTIFACTS if (self.folder / name).is_file()]
+            self.end(event.status, event.summary, files)
+
+    def _start(self, event: RunStarted) -> None:
+        """Open the tracker's run, that of an earlier start unless this one begins anew."""
+        known, self.sent = self._known() if event.resumed_step else ("", NOTHING)
+        config: Any = None
+        with suppress(OSError, yaml.YAMLError):
+            config = yaml.safe_load((self.folder / "recipe.yaml").read_text(encoding="utf-8"))
+        self.id = known
+        self.id = self.open(event, config if isinstance(config, dict) else {})
+        if self.id != known:
+            storage.write(self.record, json.dumps(self.id) + "\n")
+        self.is_open = True
+        self.sent = self.delivered()
+        self._repeat(event.resumed_step)
+
+    def _repeat(self, resumed_step: int) -> None:
+        """Send what a kill has kept from the tracker."""
+        for line in logged_lines(self.folder / METRICS):
+            if line["step"] > resumed_step:
+                break
+            part, group = (1, "test") if line["kind"] == "evaluation" else (0, "train")
+            self._send(line["step"], part, {f"{group}/{name}": v for name, v in line.items() if is_value(name, v)})
+
+    def _known(self) -> tuple[str, tuple[int, int]]:
+        """The id of the tracker's run, and the last that it was sent; a line that was cut short does not count."""
+        try:
+            first, *lines, _ = storage.read(self.record, storage.MOST_JSON_BYTES).split(b"\n")
+            step, part = json.loads(lines[-1]) if lines else NOTHING
+            return str(json.loads(first)), (int(step), int(part))
+        except (OSError, ValueError, TypeError):
+            return "", NOTHING
+
+    def _send(self, step: int, part: int, values: Mapping[str, float]) -> None:
+        """Send values unless they were sent before a resume. The parts of a step come in their order."""
+        if (step, part) > self.sent:
+            self.log(step, values)
+            self.sent = step, part
+            with storage.append(self.record) as file:
+                file.write(f"[{step}, {part}]\n")
+
+    def close(self) -> None:
+        """Release what the tracker holds; without RunEnded the run has failed."""
+        if self.is_open:
+            self.end("failed", {}, [])
+            self.is_open = False
+
+    @abstractmethod
+    def open(self, event: RunStarted, config: Mapping[str, Any]) -> str:
+        """Begin the tracker's run, or go on with that of self.id if it is not empty -> its id."""
+
+    def delivered(self) -> tuple[int, int]:
+        """The last that the tracker has for certain; what is older is not sent again."""
+        return self.sent
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send values of a step; steps only rise."""
+
+    @abstractmethod
+    def end(self, status: str, summary: Mapping[str, Any], files: list[Path]) -> None:
+        """Send how the run ended, and its files; then close."""
+
+
+def logged_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Those of metrics.jsonl that are whole; none where there is no such file."""
+    try:
+        file = storage.regular(path)
+    except OSError:
+        return
+    with file:
+        for text in file:
+            with suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
+                    yield line
+
+
+def is_value(name: str, value: object) -> bool:
+    return name not in NO_VALUES and isinstance(value, int | float)
+
+
+def missing(package: str) -> ConfigError:
+    """The error where a tracker's package is not installed."""
+    how = f"pip install 'lockstep-train[{package}]'"
+    return ConfigError(f"observe.sinks names {package}, which is not installed: {how}")
+
+
+def final_values(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the summary a tracker shows beside the run."""
+    names = ("digest", "chain", "steps", "epochs", "train_samples_per_second")
+    facts = {name: summary[name] for name in names if summary.get(name) is not None}
+    return facts | {f"evaluation/{name}": value for name, value in (summary.get("evaluation") or {}).items()}

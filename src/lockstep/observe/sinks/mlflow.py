@@ -1,0 +1,85 @@
+"""MLflow: `pip install 'lockstep-train[mlflow]'`; to the server of MLFLOW_TRACKING_URI, else to `mlruns` beside the
+run's folder."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.base.events import RunStarted
+from lockstep.observe.sinks._tracker import Tracker, final_values, missing
+
+DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""So that a server that is down is given up soon."""
+MOST_PARAMETERS = 100
+"""In one request, by the server's limits."""
+MOST_CHARACTERS = 6000
+"""Of a parameter's value."""
+ENDS = {"finished": "FINISHED", "stopped early": "FINISHED", "interrupted": "KILLED"}
+
+
+class Mlflow(Tracker):
+    name = "mlflow"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        try:
+            import mlflow  # noqa: PLC0415 (an extra)
+        except ImportError:
+            raise missing(self.name) from None
+        self.mlflow = mlflow
+        self.client: Any = None
+
+    def _connect(self) -> None:
+        environment = os.environ  # noqa: TID251 (variables of the tracker's)
+        for variable, value in DEFAULTS.items():
+            environment.setdefault(variable, value)
+        address = environment.get("MLFLOW_TRACKING_URI") or (self.folder.parent / "mlruns").absolute().as_uri()
+        if address.startswith("file:"):
+            environment.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it refuses folders
+        self.client = self.mlflow.MlflowClient(tracking_uri=address)
+
+    def open(self, event: RunStarted, config: Mapping[str, Any]) -> str:
+        """See Tracker."""
+        self._connect()
+        if self.id:
+            self.client.update_run(self.id, status="RUNNING")
+            return self.id
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "lockstep")  # noqa: TID251 (as above)
+        known = self.client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self.client.create_experiment(name)
+        tags = {"world_size": str(event.world_size), "device": event.device, "parameters": str(event.parameters)}
+        identity: str = self.client.create_run(experiment, run_name=event.name, tags=tags).info.run_id
+        settings = [self.mlflow.entities.Param(name, str(value)[:MOST_CHARACTERS]) for name, value in _flat(config)]
+        for first in range(0, len(settings), MOST_PARAMETERS):
+            self.client.log_batch(identity, params=settings[first : first + MOST_PARAMETERS])
+        return identity
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See Tracker."""
+        now = int(1000 * time.time())
+        metrics = [self.mlflow.entities.Metric(name, float(value), now, step) for name, value in values.items()]
+        self.client.log_batch(self.id, metrics=metrics)
+
+    def end(self, status: str, summary: Mapping[str, Any], files: list[Path]) -> None:
+        """See Tracker."""
+        for name, value in {"status": status, **final_values(summary)}.items():
+            self.client.set_tag(self.id, name, value)
+        for file in files:
+            self.client.log_artifact(self.id, str(file))
+        self.client.set_terminated(self.id, ENDS.get(status, "FAILED"))
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """{"train": {"steps": 3}} -> ("train.steps", 3)."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def build(folder: Path) -> Mlflow:
+    """The sink for a run's folder. Raises ConfigError."""
+    return Mlflow(folder)
