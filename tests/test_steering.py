@@ -13,6 +13,8 @@ from lockstep.training.steering import Decision, Steering
 
 OBSERVER = """
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -29,6 +31,9 @@ class Steers:
     def notice(self, event):
         if isinstance(event, StepDone):
             self.steps += 1
+            if event.step == self.options.get("interrupts") and not Path("interrupted").exists():
+                Path("interrupted").touch()
+                os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(self.options.get("seconds", 0))
             return None if Path("asked").exists() else {**ASKS, **self.more()}.get(event.step)
         if isinstance(event, Evaluated):
@@ -127,6 +132,17 @@ def test_a_killed_run_repeats_what_was_decided(folder, undisturbed):
     assert (found["digest"], found["chain"]) == (undisturbed["digest"], undisturbed["chain"])
     assert json.loads((folder / "restored").read_text()) == {"steps": 20}
     assert (folder / "closed").read_text() == "60"
+
+
+@pytest.mark.parametrize("step", [23, 24, 25])
+def test_an_interruption_loses_no_request(folder, undisturbed, step):
+    """The run ends after the step before, that of the request, and the one in which it takes effect."""
+    options = [f"observe.options.interrupts={step}"]
+    done = lockstep(folder, "train", "c.yaml", *SETTINGS, *options)
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert summary(folder, "a")["steps"] == step + 1
+    found = train(folder, *options)
+    assert (found["digest"], found["chain"]) == (undisturbed["digest"], undisturbed["chain"])
 
 
 def test_a_fresh_start_forgets(folder, undisturbed):

@@ -103,12 +103,13 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
         is_last = bool(stop_early or stop or out_of_time or run.is_over)
         if run.desync_every and state.step % run.desync_every == 0:
             run.compare_ranks(state.step)
+        if state.step % run.steps_per_epoch == 0:
+            run.bus.publish(EpochDone(epoch=run.epoch, step=state.step))
+        requests = run.steering.flags(state.step)  # before a save: a resume from it meets no event of this step again
         if save or improved or is_last or steered.save or _is_save_step(run):
             _save(run, metrics, is_last=is_last)
             last_save = time.monotonic()
         run.saving.poll()
-        if state.step % run.steps_per_epoch == 0:
-            run.bus.publish(EpochDone(epoch=run.epoch, step=state.step))
         if stop_early:
             break
         if (stop or out_of_time) and not run.is_over:
@@ -117,7 +118,7 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
             raise Interrupted(f"stopped {why} after step {state.step}")
         out_of_time = run.is_main and run.deadline.is_near(run.saving.expected_seconds)
         clock = [run.interrupted(), _is_save_time(run, last_save), out_of_time]
-        agreement.post([*clock, *run.steering.flags(state.step)])
+        agreement.post([*clock, *requests])
     agreement.read()
     _publish_times(run, ranks)
     return "stopped early" if stop_early else "finished", metrics
