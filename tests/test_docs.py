@@ -9,6 +9,9 @@ import sys
 import pytest
 import warm
 
+from lockstep.base import plugins
+from lockstep.run.recipe import Recipe
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -44,6 +47,26 @@ def test_spirals(tmp_path):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+FAMILIES = {"data": "data.sources", "model": "models", "parallel": "parallel.strategies", "launch": "launch.launchers"}
+
+
+def settings():
+    """Every section.key of a config, of all plugins."""
+    found = set()
+    for section, field in Recipe.model_fields.items():
+        family = FAMILIES.get(section)
+        kinds = [plugins.find(family, name).Config for name in plugins.names(family)] if family else [field.annotation]
+        found |= {f"{section}.{key}" for kind in kinds for key in kind.model_fields}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_that_are_named_exist(page):
+    sections, files = "|".join(Recipe.model_fields), "py|yaml|json|html|csv|sh|md|svg|onnx|safetensors|log|txt"
+    named = set(re.findall(rf"`(?:lockstep [^`]* )?((?:{sections})\.(?!(?:{files})\b)[a-z_]+)\b", page.read_text()))
+    assert named - settings() == set()
 
 
 def test_readmes_config_is_one(tmp_path):

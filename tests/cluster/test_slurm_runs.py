@@ -183,6 +183,26 @@ def test_a_time_limit_is_only_the_end_of_a_start(slurm, tmp_path):
     assert slurm.wait_for(run.job, ("FAILED", "CANCELLED"))
 
 
+def test_doctor_on_all_machines_of_a_job(slurm, tmp_path):
+    """One command on the login node: srun starts it on both, and the pairs between them are measured. What is wrong on
+    one of them is told with its name, and a machine that is cut off is missed."""
+    write(tmp_path, is_held=False)
+    words = ["launch.kind=slurm", "launch.nodes=2", "launch.processes=1", "launch.cpus=2", "--json", "found.json"]
+    done = lockstep(slurm, tmp_path, "doctor", "c.yaml", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert [rank["host"] for rank in document["ranks"]] == ["node1", "node2"]
+    assert {finding["code"] for finding in document["findings"]} <= {"LS-CPU-03", "LS-RANK-03", "LS-RUN-03"}
+    assert list((tmp_path / "runs").iterdir()) == []
+    setup = 'launch.setup=["[ $SLURM_NODEID = 0 ] || export NCCL_P2P_DISABLE=1"]'
+    done = lockstep(slurm, tmp_path, "doctor", "c.yaml", *words, setup)
+    assert "LS-GPU-02 warning: node2: NCCL_P2P_DISABLE=1" in done.stdout, done.stdout + done.stderr
+    setup = 'launch.setup=["[ $SLURM_NODEID = 0 ] || exit 0"]'
+    done = lockstep(slurm, tmp_path, "doctor", "c.yaml", *words, setup, "launch.join_timeout_seconds=3")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "LS-NODE-01 error: only 1 of 2 machines joined" in done.stdout, done.stdout + done.stderr
+
+
 def test_cancelled_jobs_stay_cancelled(slurm, tmp_path):
     """`lockstep cancel` saves first; scancel does not; neither is requeued."""
     for name, command in (("kind", ["cancel", "runs/a"]), ("rude", None)):

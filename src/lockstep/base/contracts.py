@@ -63,6 +63,10 @@ HOOKS = {
         "save_config": "(model, folder): the model's architecture, where its settings do not determine it",
         "from_config": "(folder) -> Model: the reverse of save_config, with arbitrary weights",
     },
+    "launch.launchers": {
+        "on_nodes": "(config, threads, words) -> the words of a command that runs `lockstep WORDS` on each machine of "
+        "a run at once, with its output here, and adds --rendezvous and --node-rank",
+    },
 }
 """Optional functions of a plugin's module besides `build`: family -> name -> arguments and result. Other optional
 features are attributes of its Config with defaults: see StrategySection, ModelSection, DataSection, LaunchSection."""

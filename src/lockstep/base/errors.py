@@ -70,6 +70,11 @@ class CheckpointError(UserError):
 class LaunchError(UserError):
     """Processes that cannot be started as requested."""
 
+    def __init__(self, message: str, *, code: str = "LS-RANK-01") -> None:
+        """`code`: what `lockstep doctor` calls it (docs/troubleshooting.md)."""
+        super().__init__(message)
+        self.code = code
+
 
 class UntrustedCode(UserError):
     """Code that this user has not run before, in a folder that somebody else may have made."""

@@ -25,6 +25,13 @@ Overrides = Annotated[
 ]
 RunArgument = Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
 Trained = Annotated[Path, typer.Argument(help="A run's folder, one of its checkpoints, or an export.", metavar="MODEL")]
+Rendezvous = Annotated[
+    str | None,
+    typer.Option(help="Where this and other machines meet: node 0's name or address.", metavar="HOST:PORT"),
+]
+NodeRank = Annotated[
+    int | None, typer.Option(help="Which of the machines this is; default: 0 where HOST is this one.", min=0)
+]
 DType = Annotated[
     Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Convert the weights; default: as they are.")
 ]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, reports_errors
+from lockstep.cli._common import ConfigFile, NodeRank, Overrides, Rendezvous, TrustCode, console, reports_errors
 
 
 @reports_errors
@@ -14,13 +14,8 @@ def command(
     resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's folder.")] = "auto",
     allow_drift: Annotated[bool, typer.Option(help="Resume although the numeric recipe has changed.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Show what would be run, and run nothing.")] = False,
-    rendezvous: Annotated[
-        str | None,
-        typer.Option(help="Where this and other machines meet: node 0's name or address.", metavar="HOST:PORT"),
-    ] = None,
-    node_rank: Annotated[
-        int | None, typer.Option(help="Which of the machines this is; default: 0 where HOST is this one.", min=0)
-    ] = None,
+    rendezvous: Rendezvous = None,
+    node_rank: NodeRank = None,
     trust_code: TrustCode = False,
 ) -> int:
     """Train as the config says, and resume where an earlier run of the same name stopped.

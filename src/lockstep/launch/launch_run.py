@@ -33,6 +33,10 @@ class NodeAddress:
     node_rank: int | None
     """None: this is node 0 if the endpoint points to this machine."""
 
+    @property
+    def is_leader(self) -> bool:
+        return self.node_rank == 0 if self.node_rank is not None else self.endpoint.is_local()
+
 
 def node_address(rendezvous: str | None, node_rank: int | None) -> NodeAddress | None:
     """From the options of `lockstep train`; None without --rendezvous. Raises LaunchError."""
@@ -104,8 +108,10 @@ def worker_modules(recipe: Recipe, arguments: Sequence[str]) -> tuple[str, ...]:
     return ("lockstep.run.worker", f"lockstep.run.tasks.{task}", *plugin, *recipe.model.LIBRARIES)
 
 
-def launch_node(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, node: NodeAddress) -> int:
-    """Train as one node of several, under the run name that all agree on -> exit code.
+def launch_node(
+    recipe: Recipe, path: Path, arguments: tuple[str, ...], *, node: NodeAddress, name: str = "launch"
+) -> int:
+    """Start the processes of one node of several, under the run name that all agree on -> exit code.
 
     Raises UserError, PeerLost.
     """
@@ -117,10 +123,10 @@ def launch_node(recipe: Recipe, path: Path, arguments: tuple[str, ...], *, node:
         assert named.run.name is not None
         run = named.run.model_copy(update={"name": membership.agree_on_name(named.run.name)})
         recipe = named.model_copy(update={"run": run})
-        request = build_request(recipe, arguments)
+        request = build_request(recipe, arguments, name)
         plan = _plan(recipe, request, node)
         if membership.is_leader:
-            _write(recipe, request, plan, training=build_launcher(recipe))
+            _write(recipe, request, plan, training=build_launcher(recipe) if name == "launch" else None)
         membership.join(recipe.folder)
         try:
             return _with_resume_hint(recipe, Node(membership, plan, recipe.folder / "logs", fork_server=server).run)

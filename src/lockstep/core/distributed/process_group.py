@@ -1,6 +1,7 @@
 """The default process group: initialized once, destroyed on every exit."""
 
 import os
+import platform
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ TIMED_OUT = (
     "ms for send operation to complete",
     "Application timeout caused pair closure",
 )
+NOT_CONNECTED = "connectFullMesh failed"
+"""Of Gloo, when the processes have met but cannot open connections to each other."""
 LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -97,13 +100,29 @@ def on_loopback(*, is_single_node: bool) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def _not_connected(world: World, reason: str) -> LaunchError:
+    interface = os.environ.get(INTERFACES[0])
+    through = f"the network interface {interface}" if interface else "the network"
+    return LaunchError(
+        f"rank {world.rank} on {platform.node()} cannot connect to another process through {through} "
+        f"({reason.rpartition('] ')[2]}): set launch.interface to one by which the machines reach each other, and let "
+        "them connect to any port of each other (LS-NET-05)",
+        code="LS-NET-05",
+    )
+
+
 @contextmanager
 def _initialized(world: World, device: torch.device, timeout: timedelta) -> Iterator[None]:
     if world.size > 1:
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(backend, timeout=timeout, rank=world.rank, world_size=world.size)
+        try:
+            dist.init_process_group(backend, timeout=timeout, rank=world.rank, world_size=world.size)
+        except RuntimeError as error:
+            if NOT_CONNECTED not in str(error):
+                raise
+            raise _not_connected(world, str(error)) from None
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), timeout=timeout, rank=0, world_size=1)
     try:

@@ -64,8 +64,8 @@ class Leader:
             present, now = membership.present(), time.monotonic()
             if len(present) >= section.max_nodes:
                 return present[: section.max_nodes]
-            if (text := membership.rejection()) and not membership.round.number:
-                raise LaunchError(text)
+            if (rejection := membership.rejection()) and not membership.round.number:
+                raise rejection
             if len(present) >= section.min_nodes:
                 enough_since = enough_since or now
                 if now - enough_since > LAST_CALL_SECONDS:
@@ -90,7 +90,8 @@ class Leader:
                 raise PeerLost(f"{text} after one was lost (launch.join_timeout_seconds)")
             raise LaunchError(
                 f"{text} at {self.membership.endpoint} (launch.join_timeout_seconds): run the same command with "
-                f"--node-rank 1{f' to {needed - 1}' if needed > 2 else ''} on the others"
+                f"--node-rank 1{f' to {needed - 1}' if needed > 2 else ''} on the others",
+                code="LS-NODE-01",
             )
 
     # ---- the end of a round

@@ -116,7 +116,8 @@ class Membership:
             if leader[package] != here:
                 raise self._rejection(
                     f"{platform.node()} has {package} {here}, but {leader['host']} (node 0) has {leader[package]}: "
-                    "install the same on all machines"
+                    "install the same on all machines",
+                    code="LS-NODE-02",
                 )
         return str(leader["run"])
 
@@ -149,7 +150,8 @@ class Membership:
             with suppress(DistError):
                 return json.loads(self.store.get("leader"))
             if time.monotonic() > deadline:
-                raise LaunchError(f"{self.endpoint} answers, but no run of Lockstep begins there: check --rendezvous")
+                text = f"{self.endpoint} answers, but no run of Lockstep begins there: check --rendezvous"
+                raise LaunchError(text, code="LS-NODE-01")
 
     def _check_shared(self, folder: Path, leader: Mapping[str, str]) -> None:
         seconds = min(NFS_CACHE_SECONDS, self.section.join_timeout_seconds / 2)  # while the leader still waits
@@ -161,16 +163,20 @@ class Membership:
             time.sleep(HEARTBEAT_SECONDS)
         raise self._rejection(
             f"{folder} is not the same folder on {platform.node()} and on {leader['host']} (node 0): set run.dir to a "
-            "folder that all machines share"
+            "folder that all machines share",
+            code="LS-NODE-03",
         )
 
-    def _rejection(self, text: str) -> LaunchError:
-        self.store.set("rejection", text)
-        return LaunchError(text)
+    def _rejection(self, text: str, *, code: str) -> LaunchError:
+        self.store.set("rejection", json.dumps({"text": text, "code": code}))
+        return LaunchError(text, code=code)
 
-    def rejection(self) -> str | None:
+    def rejection(self) -> LaunchError | None:
         """On the leader: why a node cannot join, if one reported so."""
-        return self.store.get("rejection").decode() if self.store.check(["rejection"]) else None
+        if not self.store.check(["rejection"]):
+            return None
+        reported = json.loads(self.store.get("rejection"))
+        return LaunchError(reported["text"], code=reported["code"])
 
     # ---- publishing and waiting
 

@@ -59,9 +59,8 @@ def serve_store(endpoint: Endpoint) -> TCPStore:
     try:
         family, address = endpoint.address()
     except OSError as error:
-        raise LaunchError(
-            f"{endpoint.host} cannot be resolved ({error.strerror}): use another name of this machine"
-        ) from None
+        text = f"{endpoint.host} cannot be resolved ({error.strerror}): use another name of this machine"
+        raise LaunchError(text, code="LS-NODE-04") from None
     listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,7 +68,7 @@ def serve_store(endpoint: Endpoint) -> TCPStore:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise LaunchError(_bind_error(endpoint, address, error)) from None
+        raise LaunchError(_bind_error(endpoint, address, error), code="LS-NODE-04") from None
     port = listener.getsockname()[1]
     return TCPStore(
         endpoint.host,
@@ -113,7 +112,8 @@ def connect_store(endpoint: Endpoint, *, seconds: float) -> TCPStore:
         if waited + RETRY_SECONDS > limit:
             raise LaunchError(
                 f"{reason} for {waited:.0f} s: check --rendezvous, the first machine (--node-rank 0) and the firewall "
-                "between (launch.join_timeout_seconds)"
+                "between (launch.join_timeout_seconds)",
+                code="LS-NODE-01",
             )
         if reason != logged and (waited > QUIET_SECONDS or limit < seconds):
             sys.stderr.write(f"{reason}; waiting up to {limit:.0f} s for it\n")

@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -21,6 +21,10 @@ TIME = re.compile(r"[0-9]+|[0-9]+:[0-9]{2}(:[0-9]{2})?|[0-9]+-[0-9]+(:[0-9]{2}){
 VARIABLE = re.compile(r"\$([A-Za-z_]|\{)")
 COMMAND_TIMEOUT_SECONDS = 60
 """How long the Slurm controller may take to answer."""
+EXAMINATION_MINUTES = 10
+HEAD = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+PORT = "$((20000 + SLURM_JOB_ID % 10000))"
+"""The first node hosts the rendezvous; the port follows from the job's number, so that two on a node rarely collide."""
 Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n]*$")]
 """Text for an #SBATCH line, which a line break would end."""
 
@@ -138,37 +142,23 @@ class Slurm:
         config, folder = self.config, request.folder
         if len(str(folder).splitlines()) > 1:
             raise LaunchError(f"{str(folder)!r}: sbatch takes no path with a line break; set another run.dir")
-        processes = config.processes if config.processes != "auto" else config.gpus or 1
         is_elastic = config.min_nodes < config.max_nodes
-        srun_options, command = self._container(folder.parent)
+        srun_options, command = _container(config, folder.parent)
         return render(
             "launch/launchers/slurm.sh.j2",
             **config.model_dump(include=TEMPLATE_SETTINGS),
             header=[f"Trains {folder}. Written by `lockstep train`, submitted with sbatch."],
             job_name=folder.name,
             nodes=str(config.nodes).replace(":", "-"),
-            cpus=config.cpus or processes * self.threads,
+            cpus=_cpus(config, self.threads),
             output=folder / "logs" / "slurm-%j.out",
             is_elastic=is_elastic,
             options=[option.removeprefix("--") for option in config.options],
-            srun_options=[*(["--no-kill"] if is_elastic else []), *srun_options],
+            srun_options=[*(["--no-kill"] if is_elastic else []), *map(quote, srun_options)],
             command=command,
             arguments=shlex.join([str(request.recipe), *request.arguments]),
             quote=quote,
         )
-
-    def _container(self, runs: Path) -> tuple[list[str], str]:
-        """Options of srun and the shell command that runs Lockstep, on the host or in a container."""
-        config = self.config
-        if config.container is None:
-            return [], shlex.join([sys.executable, "-P", "-m", "lockstep"])
-        mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in (str(runs), *config.mounts))
-        if config.container_kind == "pyxis":
-            options = [f"--container-image={config.container}", f"--container-mounts={mounts}"]
-            return [shlex.quote(option) for option in options], "lockstep"
-        gpus = ["--nv"] if config.gpus else []
-        words = (_expanding_word(word) for word in (mounts, config.container))
-        return [], " ".join(["apptainer exec", *gpus, "--bind", *words, "lockstep"])
 
 
 TEMPLATE_SETTINGS = {
@@ -223,6 +213,38 @@ def run_command(*command: str) -> str:
     if done.returncode:
         raise LaunchError(f"`{shlex.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+def on_nodes(config: Config, threads: int, words: Sequence[str]) -> tuple[str, ...]:
+    """srun, with the resources of a run but for its time limit. See contracts.HOOKS."""
+    in_container, command = _container(config, Path.cwd())
+    options = [f"--nodes={config.max_nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(config, threads)}"]
+    options += [f"--time={EXAMINATION_MINUTES}", "--job-name=lockstep-doctor", *in_container]
+    given = {"gres": config.gpus and f"gpu:{config.gpus}", "mem": config.memory, "partition": config.partition}
+    given["account"] = config.account
+    options += [f"--{name}={value}" for name, value in given.items() if value]
+    setup = [f"module load {quote(name)}" for name in config.modules] + list(config.setup)
+    script = "\n".join([*setup, f'exec {command} "$@" --node-rank "$SLURM_NODEID" --rendezvous "{HEAD}:{PORT}"'])
+    options += [f"--{option.removeprefix('--')}" for option in config.options]
+    return ("srun", *options, "bash", "-c", script, "lockstep", *words)
+
+
+def _cpus(config: Config, threads: int) -> int:
+    """Per node."""
+    processes = config.processes if config.processes != "auto" else config.gpus or 1
+    return config.cpus or processes * threads
+
+
+def _container(config: Config, runs: Path) -> tuple[list[str], str]:
+    """Options of srun and the shell command that runs Lockstep, on the host or in a container."""
+    if config.container is None:
+        return [], shlex.join([sys.executable, "-P", "-m", "lockstep"])
+    mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in (str(runs), *config.mounts))
+    if config.container_kind == "pyxis":
+        return [f"--container-image={config.container}", f"--container-mounts={mounts}"], "lockstep"
+    gpus = ["--nv"] if config.gpus else []
+    words = (_expanding_word(word) for word in (mounts, config.container))
+    return [], " ".join(["apptainer exec", *gpus, "--bind", *words, "lockstep"])
 
 
 def build(config: Config, *, threads: int, shards: int) -> Slurm:

@@ -1,4 +1,4 @@
-"""The most floating-point operations per second that this process reaches in a matrix product."""
+"""The floating-point operations per second that this process reaches in matrix products."""
 
 import time
 
@@ -12,18 +12,30 @@ SECONDS = 0.3
 
 def peak_flops(precision: str, device: torch.device) -> float:
     """Operations per second of the best of several products, in the precision of the forward pass."""
+    operations, seconds = _products(precision, device)
+    return operations / min(seconds)
+
+
+def mean_flops(precision: str, device: torch.device) -> float:
+    """The same over all of them: lower where another process takes the core now and then."""
+    operations, seconds = _products(precision, device)
+    return operations * len(seconds) / sum(seconds)
+
+
+def _products(precision: str, device: torch.device) -> tuple[int, list[float]]:
+    """Operations of one product, seconds of each."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     size = SIZE if device.type == "cuda" else CPU_SIZE
     a, b = torch.randn(2, size, size, device=device).to(dtype).unbind()
-    best, end = float("inf"), time.perf_counter() + SECONDS
+    seconds: list[float] = []
     _ = a @ b
-    while time.perf_counter() < end:
+    while sum(seconds) < SECONDS:
         _synchronize(device)
         start = time.perf_counter()
         _ = a @ b
         _synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3, seconds
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,0 +1,58 @@
+"""The processes of `lockstep doctor`: each measures its processor, all measure the network between them."""
+
+import platform
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from lockstep.base import storage
+from lockstep.base.world import World
+from lockstep.core.distributed import links
+from lockstep.core.distributed.process_group import device_of
+from lockstep.core.host.signals import SignalWatch
+from lockstep.core.numerics.precision import fix_numerics
+from lockstep.observe.profile.matmul_peak import mean_flops
+from lockstep.run.recipe import Recipe
+from lockstep.run.tasks._task import device_model
+from lockstep.tools.doctor.rank_facts import FACTS, ExaminationRequest, RankFacts
+
+NEEDS_GROUP = True
+ROUNDS = 3
+"""Of measuring the processor: the best counts, since another process may have run for a moment."""
+
+
+class ExaminationTask:
+    def __init__(self, recipe: Recipe, world: World, *, request: ExaminationRequest) -> None:
+        self.recipe, self.world, self.request = recipe, world, request
+
+    def run(self, resume: str, *, allow_drift: bool) -> None:
+        """Measure; nothing is resumed."""
+        fix_numerics(threads=self.recipe.run.threads, exact=False)
+        device, is_first_here = device_of(self.world), self.world.local_rank == 0
+        facts = RankFacts(
+            rank=self.world.rank,
+            host=platform.node(),
+            processor=device_model(device),
+            flops=max(links.together(lambda: mean_flops(self.recipe.train.precision, device)) for _ in range(ROUNDS)),
+            seconds=links.collective_seconds(device),
+            links=links.by_pair(device),
+            findings=self.request.findings if is_first_here else (),
+        )
+        folder = self.recipe.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        storage.write(folder / FACTS.format(self.world.rank), facts.model_dump_json())
+        links.together(lambda: None)  # node 0 reads the facts once its own processes have ended
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Watch nothing: no process waits for another for long."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Release nothing."""
+
+
+def build(
+    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
+) -> ExaminationTask:
+    """Build the task from its request file."""
+    assert request is not None
+    return ExaminationTask(recipe, world, request=ExaminationRequest.model_validate_json(request.read_bytes()))

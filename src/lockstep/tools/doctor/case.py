@@ -1,0 +1,109 @@
+"""What `lockstep doctor` examines: a config, this machine, and the other machines of the run."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from lockstep.base.errors import LaunchError, LockstepError
+from lockstep.launch.launch_config import LaunchSection
+from lockstep.launch.launch_run import NodeAddress
+from lockstep.run.recipe import Recipe
+from lockstep.run.splits import Splits
+from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.rank_facts import RankFacts
+from lockstep.tools.trials import prepared
+
+
+class NotExamined(LockstepError):
+    """A check needs something that another check has reported as missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """A value, or why there is none."""
+
+    value: Any = None
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, make: Callable[[], Any]) -> "Attempt":
+        """What the user's code raises is an error to report, whatever it is."""
+        try:
+            return cls(value=make())
+        except Exception as error:
+            return cls(error=error)
+
+    def needed(self) -> Any:
+        """Raises NotExamined."""
+        if self.error is not None:
+            raise NotExamined(str(self.error))
+        return self.value
+
+
+@dataclass(kw_only=True)
+class Case:
+    """What is slow to find is found once."""
+
+    recipe: Recipe
+    config: Path | None
+    """None: only the machine is examined."""
+    node: NodeAddress | None = None
+    """This machine as one of several that are examined together."""
+    of_this_machine: list[Diagnosis] = field(default_factory=list)
+    """What the checks of the machine have found; node 0 shows it for all."""
+    ranks: list[RankFacts] = field(default_factory=list)
+    """What the processes have measured."""
+
+    @property
+    def launch(self) -> LaunchSection:
+        return self.recipe.launch
+
+    @cached_property
+    def processes(self) -> int:
+        """On this machine."""
+        launch, train = self.launch, self.recipe.train
+        try:
+            return launch.processes_here(self.recipe.run.threads, train.shards)
+        except LaunchError:  # more than GPUs, which a check reports
+            return int(launch.processes)
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether what is found is shown here: of several machines, on node 0."""
+        return self.node is None or self.node.is_leader
+
+    @cached_property
+    def opened(self) -> Attempt:
+        """The data."""
+        return Attempt.of(lambda: prepared(self.recipe))
+
+    @property
+    def splits(self) -> Splits:
+        """Raises NotExamined."""
+        splits: Splits = self.opened.needed()
+        return splits
+
+    @cached_property
+    def parameters(self) -> Attempt:
+        """Their number in the model."""
+        return Attempt.of(self._count_parameters)
+
+    def _count_parameters(self) -> int:
+        from lockstep.run.build import build_model  # noqa: PLC0415 (torch and the model's library)
+
+        model = build_model(self.recipe, self.splits.train.spec)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+
+class Check(Protocol):
+    """A module in tools/doctor/checks."""
+
+    SCOPE: Literal["config", "machine", "processes", "training"]
+    """What it looks at: the config and what it names, each machine, the processes of a run, a few of its steps."""
+    CODES: dict[str, str]
+    """Code -> what it stands for."""
+
+    def check(self, case: Case) -> Iterator[Diagnosis]:
+        """What is wrong. Raises NotExamined."""

@@ -1,0 +1,45 @@
+"""How a step divides among processes."""
+
+from collections.abc import Iterator
+
+from lockstep.tools.doctor.case import Case
+from lockstep.tools.doctor.diagnosis import Diagnosis
+
+SCOPE = "config"
+CODES = {
+    "LS-CFG-01": "some processes have no micro-batch",
+    "LS-CFG-02": "processes have unequal numbers of micro-batches",
+    "LS-CFG-03": "the last step of an epoch is small",
+}
+SMALL = 0.25
+"""Of a step."""
+
+
+def check(case: Case) -> Iterator[Diagnosis]:
+    """Divisibility of the global batch for the processes that the run would have."""
+    train, processes = case.recipe.train, case.processes * case.launch.max_nodes
+    shards = train.shards
+    if processes > shards:
+        yield Diagnosis(
+            code="LS-CFG-01",
+            severity="warning",
+            cause=f"a step has {shards} micro-batches for {processes} processes: {processes - shards} of them wait",
+            repair=f"lower train.micro_batch to {max(1, train.global_batch // processes)}, or launch.processes",
+        )
+    elif shards % processes:
+        most, least = -(-shards // processes), shards // processes
+        yield Diagnosis(
+            code="LS-CFG-02",
+            severity="note",
+            cause=f"{shards} micro-batches among {processes} processes: some run {most}, some {least} and wait",
+            repair=f"let train.global_batch / train.micro_batch be a multiple of {processes}",
+        )
+    samples = len(case.splits.train)
+    rest = samples % train.global_batch
+    if samples > train.global_batch and 0 < rest < SMALL * train.global_batch:
+        yield Diagnosis(
+            code="LS-CFG-03",
+            severity="note",
+            cause=f"the last step of an epoch has {rest} of {train.global_batch} samples, and weighs as much as others",
+            repair="choose a train.global_batch that divides the samples better, or leave it so",
+        )

@@ -1,0 +1,22 @@
+"""Whether the model can be built for the data."""
+
+from collections.abc import Iterator
+
+from lockstep.base.errors import LockstepError, ModelError
+from lockstep.tools.doctor.case import Case, NotExamined
+from lockstep.tools.doctor.diagnosis import Diagnosis
+
+SCOPE = "config"
+CODES = {"LS-MODEL-01": "the model cannot be built"}
+
+
+def check(case: Case) -> Iterator[Diagnosis]:
+    """Its files, its packages, its own code; texts cannot be opened without its tokenizer."""
+    error = case.opened.error if isinstance(case.opened.error, ModelError) else case.parameters.error
+    if error is not None and not isinstance(error, NotExamined):
+        yield Diagnosis(
+            code="LS-MODEL-01",
+            severity="error",
+            cause=str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}",
+            repair="look at the model section of the config; `lockstep train CONFIG` shows where the error comes from",
+        )

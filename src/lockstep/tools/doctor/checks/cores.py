@@ -1,0 +1,57 @@
+"""Cores, threads, and limits on both."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from lockstep.base.world import cores
+from lockstep.tools.doctor.case import Case
+from lockstep.tools.doctor.diagnosis import Diagnosis
+
+SCOPE = "machine"
+CODES = {
+    "LS-CPU-01": "more threads than cores",
+    "LS-CPU-02": "a cgroup throttles the processes",
+    "LS-CPU-03": "other processes use the cores",
+}
+CGROUP = Path("/sys/fs/cgroup/cpu.stat")
+BUSY = 0.5
+BUSY_SECONDS = 0.5
+
+
+def check(case: Case, *, cgroup: Path = CGROUP) -> Iterator[Diagnosis]:
+    """Oversubscription, throttling, load."""
+    threads = case.recipe.run.threads * case.processes
+    if threads > cores():
+        yield Diagnosis(
+            code="LS-CPU-01",
+            severity="warning",
+            cause=f"{case.processes} processes with {case.recipe.run.threads} threads each share {cores()} cores",
+            repair=f"set launch.processes={max(1, cores() // case.recipe.run.threads)}, or fewer run.threads",
+        )
+    throttled = _throttled(cgroup)
+    if throttled > 0:
+        yield Diagnosis(
+            code="LS-CPU-02",
+            severity="warning",
+            cause=f"the container's CPU limit has stopped its processes for {throttled:.0f} s so far",
+            repair="raise the CPU limit, or run fewer processes and threads",
+        )
+    busy = psutil.cpu_percent(interval=BUSY_SECONDS) / 100
+    if busy > BUSY:
+        yield Diagnosis(
+            code="LS-CPU-03",
+            severity="note",
+            cause=f"other processes use {busy:.0%} of this machine's cores now",
+            repair="look at `top`: they make steps slower, and measurements worthless",
+        )
+
+
+def _throttled(file: Path) -> float:
+    """Seconds; 0 where there is no limit."""
+    try:
+        fields = dict(line.split() for line in file.read_text().splitlines() if len(line.split()) == 2)
+        return int(fields.get("throttled_usec", 0)) / 1e6
+    except (OSError, ValueError):
+        return 0.0

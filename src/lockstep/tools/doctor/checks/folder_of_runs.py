@@ -1,0 +1,100 @@
+"""The folder that a run writes to."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.base.errors import ConfigError
+from lockstep.launch import run_folder
+from lockstep.tools.doctor.case import Case
+from lockstep.tools.doctor.diagnosis import Diagnosis
+
+SCOPE = "config"
+CODES = {
+    "LS-RUN-01": "the folder of runs cannot be written to",
+    "LS-RUN-02": "files in it cannot be renamed or synced",
+    "LS-RUN-03": "its disk syncs slowly",
+    "LS-RUN-04": "the disk has too little room for the checkpoints",
+    "LS-RUN-05": "the run's folder holds something that is not a run's",
+}
+SLOW_SECONDS = 0.5
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: weights, and two moments, in fp32."""
+
+
+def check(case: Case) -> Iterator[Diagnosis]:
+    """Atomic renames, syncing, free space."""
+    folder = existing(case.recipe.run.dir)
+    probe = folder / f".lockstep-doctor-{os.getpid()}"
+    try:
+        probe.mkdir()
+    except OSError as error:
+        yield Diagnosis(
+            code="LS-RUN-01",
+            severity="error",
+            cause=f"{folder} cannot be written to: {error.strerror}",
+            repair="choose another run.dir, or change its permissions",
+        )
+        return
+    try:
+        yield from _probe(probe)
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+    if case.recipe.run.name is not None:
+        try:
+            run_folder.check_folder(case.recipe.folder)
+        except ConfigError as error:
+            yield Diagnosis(code="LS-RUN-05", severity="error", cause=str(error), repair="choose another run.name")
+    yield from _space(case, folder)
+
+
+def existing(folder: Path) -> Path:
+    """The nearest path above that exists: the run makes the folders in it."""
+    folder = folder.absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    return folder
+
+
+def _probe(folder: Path) -> Iterator[Diagnosis]:
+    file, renamed = folder / "a", folder / "b"
+    start = time.monotonic()
+    try:
+        with file.open("wb") as opened:
+            opened.write(b"x" * (1 << 20))
+            opened.flush()
+            os.fsync(opened.fileno())
+        (folder / "c").mkdir()
+        os.replace(file, renamed)
+        os.replace(folder / "c", folder / "d")
+    except OSError as error:
+        yield Diagnosis(
+            code="LS-RUN-02",
+            severity="error",
+            cause=f"{folder.parent} cannot hold checkpoints: writing, syncing or renaming failed ({error.strerror})",
+            repair="choose a run.dir on a local disk, or on a network file system with atomic renames",
+        )
+        return
+    seconds = time.monotonic() - start
+    if seconds > SLOW_SECONDS:
+        yield Diagnosis(
+            code="LS-RUN-03",
+            severity="warning",
+            cause=f"writing and syncing 1 MiB in {folder.parent} takes {seconds:.1f} s",
+            repair="choose a faster disk for run.dir, or save less often (checkpoint.every_steps)",
+        )
+
+
+def _space(case: Case, folder: Path) -> Iterator[Diagnosis]:
+    bytes_each = BYTES_PER_PARAMETER * case.parameters.needed()
+    needed, free = bytes_each * (case.recipe.checkpoint.keep + 1), shutil.disk_usage(folder).free
+    if free < needed:
+        yield Diagnosis(
+            code="LS-RUN-04",
+            severity="error",
+            cause=f"{folder} has {free / 1e9:.1f} GB free, and {case.recipe.checkpoint.keep} checkpoints and "
+            f"one that is being written need about {needed / 1e9:.1f} GB",
+            repair="lower checkpoint.keep, free some space, or choose another run.dir",
+        )

@@ -1,0 +1,104 @@
+"""GPUs, as their driver reports them, and settings of NCCL and CUDA."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+
+from lockstep.tools.doctor.case import Case
+from lockstep.tools.doctor.diagnosis import Diagnosis
+
+SCOPE = "machine"
+CODES = {
+    "LS-GPU-01": "more processes than GPUs",
+    "LS-GPU-02": "a setting of NCCL or CUDA makes it slow",
+    "LS-GPU-03": "a GPU has memory errors",
+    "LS-GPU-04": "a GPU is slowed down",
+    "LS-GPU-05": "the memory of a GPU is in use",
+}
+SLOW_SETTINGS = {
+    "NCCL_P2P_DISABLE": ("1", "GPUs of a machine exchange through its memory"),
+    "NCCL_SHM_DISABLE": ("1", "GPUs of a machine exchange through its network"),
+    "NCCL_IB_DISABLE": ("1", "machines exchange over TCP, not InfiniBand"),
+    "NCCL_BLOCKING_WAIT": ("1", "each collective stops the host"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "each kernel stops the host"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "each collective is checked by another one"),
+}
+QUERY = {
+    "errors": "ecc.errors.uncorrected.volatile.total",
+    "thermal": "clocks_event_reasons.hw_thermal_slowdown",
+    "power": "clocks_event_reasons.hw_power_brake_slowdown",
+    "used": "memory.used",
+    "total": "memory.total",
+}
+"""Fields of `nvidia-smi --query-gpu`; memory is in MiB."""
+QUERY_SECONDS = 20
+USED = 0.1
+"""Of a GPU's memory: a desktop takes less."""
+
+
+def check(case: Case) -> Iterator[Diagnosis]:
+    import torch  # noqa: PLC0415 (slow)
+
+    gpus = torch.cuda.device_count()
+    if gpus and case.processes > gpus:
+        yield Diagnosis(
+            code="LS-GPU-01",
+            severity="error",
+            cause=f"{case.processes} processes for {gpus} GPUs",
+            repair=f"set launch.processes={gpus}",
+        )
+    yield from slow_settings({**os.environ, **case.launch.environment})  # noqa: TID251 (what NCCL reads)
+    for number, line in enumerate(_driver_lines()):
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == len(QUERY):
+            yield from health(number, dict(zip(QUERY, fields, strict=True)))
+
+
+def slow_settings(environment: Mapping[str, str]) -> Iterator[Diagnosis]:
+    for name, (value, effect) in SLOW_SETTINGS.items():
+        if environment.get(name, "").upper() == value:
+            yield Diagnosis(
+                code="LS-GPU-02",
+                severity="warning",
+                cause=f"{name}={value} is set: {effect}",
+                repair=f"unset {name}, unless it works around a fault of this machine",
+            )
+
+
+def _driver_lines() -> list[str]:
+    """A line for each GPU; none where there is no driver, or it does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={','.join(QUERY.values())}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def health(number: int, facts: Mapping[str, str]) -> Iterator[Diagnosis]:
+    """What the driver says of one GPU; a field that it does not know is "[N/A]"."""
+    if facts["errors"].isdecimal() and int(facts["errors"]):
+        yield Diagnosis(
+            code="LS-GPU-03",
+            severity="error",
+            cause=f"GPU {number} has had {facts['errors']} uncorrected memory errors since it was reset",
+            repair="reset or replace it (`nvidia-smi -q -d ECC`): its results cannot be trusted",
+        )
+    if slowed := [reason for reason in ("thermal", "power") if facts[reason] == "Active"]:
+        yield Diagnosis(
+            code="LS-GPU-04",
+            severity="warning",
+            cause=f"GPU {number} runs at a lower clock ({' and '.join(slowed)} slowdown)",
+            repair="look at its cooling and power supply (`nvidia-smi -q -d PERFORMANCE`)",
+        )
+    if facts["used"].isdecimal() and facts["total"].isdecimal() and int(facts["used"]) > USED * int(facts["total"]):
+        yield Diagnosis(
+            code="LS-GPU-05",
+            severity="warning",
+            cause=f"{facts['used']} of {facts['total']} MiB of GPU {number} are in use by other processes",
+            repair="end them (`nvidia-smi`), or choose other GPUs with CUDA_VISIBLE_DEVICES",
+        )

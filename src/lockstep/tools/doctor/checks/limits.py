@@ -1,0 +1,52 @@
+"""Limits of the system: shared memory, open files."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.tools.doctor.case import Case
+from lockstep.tools.doctor.diagnosis import Diagnosis
+
+SCOPE = "machine"
+CODES = {
+    "LS-SYS-01": "/dev/shm is small",
+    "LS-SYS-02": "few files may be open",
+    "LS-SYS-03": "little memory is available",
+}
+LEAST_SHARED = 256 << 20
+LEAST_FILES = 1024
+LEAST_MEMORY = 1 << 30
+"""Per process: PyTorch and what it imports take half of it."""
+
+
+def check(case: Case, *, shared: Path = Path("/dev/shm")) -> Iterator[Diagnosis]:
+    """What processes of one machine share."""
+    from lockstep.core.host.memory_meter import available_bytes  # noqa: PLC0415 (torch)
+
+    if sys.platform == "linux" and shared.is_dir() and shutil.disk_usage(shared).free < LEAST_SHARED:
+        yield Diagnosis(
+            code="LS-SYS-01",
+            severity="warning",
+            cause=f"{shared} has {shutil.disk_usage(shared).free >> 20} MiB free: loaders and the exchange need it",
+            repair="start the container with --shm-size=1g (Kubernetes: an emptyDir with medium: Memory)",
+        )
+    if sys.platform != "win32":
+        import resource  # noqa: PLC0415 (Windows has none)
+
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if files < LEAST_FILES:
+            yield Diagnosis(
+                code="LS-SYS-02",
+                severity="warning",
+                cause=f"a process may have {files} files open (ulimit -n)",
+                repair=f"ulimit -n {16 * LEAST_FILES}, or the limit of the service or the container",
+            )
+    available = available_bytes()
+    if available < LEAST_MEMORY * case.processes:
+        yield Diagnosis(
+            code="LS-SYS-03",
+            severity="error",
+            cause=f"{available >> 20} MiB of memory are available to {case.processes} processes",
+            repair="run fewer processes, end others, or raise the container's limit; see `lockstep estimate`",
+        )

@@ -1,0 +1,52 @@
+"""The network between processes and machines."""
+
+import socket
+from collections.abc import Iterator
+
+import psutil
+
+from lockstep.tools.doctor.case import Case
+from lockstep.tools.doctor.diagnosis import Diagnosis
+
+SCOPE = "machine"
+CODES = {
+    "LS-NET-01": "the machine's name leads nowhere",
+    "LS-NET-02": "the network interface is not there, or down",
+    "LS-NET-03": "no port can be opened",
+}
+
+
+def check(case: Case) -> Iterator[Diagnosis]:
+    """Name, interface, ports of this machine."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        yield Diagnosis(
+            code="LS-NET-01",
+            severity="warning" if case.launch.max_nodes == 1 else "error",
+            cause=f"the name of this machine, {name}, has no address: other machines, and Gloo, look it up",
+            repair=f"add it to /etc/hosts (127.0.0.1 {name}), or set launch.interface",
+        )
+    states = psutil.net_if_stats()
+    for interface in filter(None, (case.launch.interface or "").split(",")):
+        if interface not in states or not states[interface].isup:
+            known = ", ".join(sorted(each for each, state in states.items() if state.isup))
+            yield Diagnosis(
+                code="LS-NET-02",
+                severity="error",
+                cause=f"launch.interface={interface} is {'down' if interface in states else 'not on this machine'}",
+                repair=f"name one that is up: {known}",
+            )
+    try:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            server.listen()
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        yield Diagnosis(
+            code="LS-NET-03",
+            severity="error",
+            cause=f"a process cannot reach a port of its own machine: {error.strerror or error}",
+            repair="look at the firewall's rules for the loopback interface",
+        )

@@ -1,0 +1,70 @@
+"""The checkpoints that the run would resume from."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.base.errors import LockstepError
+from lockstep.checkpoint import layout
+from lockstep.observe import run_history
+from lockstep.observe.report import run_files
+from lockstep.run import recipe as recipes
+from lockstep.tools.doctor.case import Case
+from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.training import resume
+
+SCOPE = "config"
+CODES = {
+    "LS-CKPT-01": "the newest checkpoint is damaged",
+    "LS-CKPT-02": "the newest checkpoint was made with another numeric recipe",
+    "LS-CKPT-03": "the grace period is shorter than a save",
+}
+FACTOR = 2.0
+"""A save at the end of a run waits for the one before it."""
+
+
+def check(case: Case) -> Iterator[Diagnosis]:
+    """Whole, compatible, and fast enough for the grace period."""
+    if case.recipe.run.name is None:
+        return
+    found = layout.listed(case.recipe.folder / "checkpoints")
+    if found and (reason := resume.problem(found[0])) is not None:
+        yield Diagnosis(
+            code="LS-CKPT-01",
+            severity="warning" if len(found) > 1 else "error",
+            cause=f"{found[0]} {reason}",
+            repair="a resume takes the next older one" if len(found) > 1 else "remove it, and start anew",
+        )
+    elif found:
+        yield from _drift(case, found[0])
+    yield from too_short(case, case.recipe.folder)
+
+
+def _drift(case: Case, checkpoint: Path) -> Iterator[Diagnosis]:
+    try:
+        now = recipes.numeric_recipe(case.recipe, {})
+        before = layout.read_manifest(checkpoint).numeric
+    except (LockstepError, OSError, ValueError):
+        return
+    known = {name: value for name, value in before.items() if name in now}
+    if differing := layout.differences(known, {name: now[name] for name in known}):
+        names = ", ".join(f"{name} ({one!r}, now {other!r})" for name, one, other in differing[:3])
+        yield Diagnosis(
+            code="LS-CKPT-02",
+            severity="error",
+            cause=f"{checkpoint} was made with other settings: {names}",
+            repair="set them back, choose another run.name, or resume with --allow-drift",
+        )
+
+
+def too_short(case: Case, folder: Path) -> Iterator[Diagnosis]:
+    """Whether the saves of the run in a folder took longer than the grace period allows."""
+    lines = run_files.history_lines(folder / run_history.FILE, [])
+    seconds = max((line.seconds for line in lines if line.kind == "saved"), default=0.0)
+    if FACTOR * seconds > case.launch.grace_seconds:
+        yield Diagnosis(
+            code="LS-CKPT-03",
+            severity="error",
+            cause=f"a save took {seconds:.0f} s, and launch.grace_seconds is {case.launch.grace_seconds}: "
+            "a run that is asked to stop may have to wait for one save and make another",
+            repair=f"set launch.grace_seconds={2 * round(FACTOR * seconds)}",
+        )

@@ -1,0 +1,139 @@
+"""The processes that a run would have, started for real: processors, and the network between them."""
+
+import platform
+import secrets
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lockstep.base import storage, trust
+from lockstep.base.errors import LaunchError, PeerLost
+from lockstep.core.host.signals import ended_by_sigterm
+from lockstep.launch import launch_run
+from lockstep.run.recipe import Recipe
+from lockstep.tools import trials
+from lockstep.tools.doctor.case import Case
+from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.rank_facts import FACTS, MB, ExaminationRequest, RankFacts
+from lockstep.tools.trials import processes_text, strategy, varied
+
+SCOPE = "processes"
+CODES = {
+    "LS-RANK-01": "the processes cannot be started, or do not find each other",
+    "LS-RANK-02": "machines have different processors",
+    "LS-RANK-03": "a processor is slower than the others",
+    "LS-NET-04": "a link between two processes is slower than the others",
+    "LS-NET-05": "processes cannot connect to each other",
+    "LS-NODE-01": "a machine does not join, or cannot be reached",
+    "LS-NODE-02": "machines have different versions",
+    "LS-NODE-03": "machines do not share the folder of runs",
+    "LS-NODE-04": "the rendezvous cannot be opened on this machine",
+}
+SLOW_PROCESSOR = 0.75
+SLOW_LINK = 0.4
+TIMEOUT_SECONDS = 60.0
+"""Of a collective: processes that cannot connect to each other are to be told soon."""
+
+
+def check(case: Case) -> Iterator[Diagnosis]:
+    """On this machine, or on all that take part."""
+    recipe = varied(case.recipe, {}, parallel=strategy("ddp"))
+    with (
+        ended_by_sigterm(),
+        tempfile.TemporaryDirectory(prefix="lockstep-doctor-", ignore_cleanup_errors=True) as made,
+    ):
+        try:
+            case.ranks = _here(case, recipe, Path(made)) if case.node is None else _on_nodes(case, recipe, Path(made))
+        except LaunchError as error:
+            yield Diagnosis(
+                code=error.code,
+                severity="error",
+                cause=str(error),
+                repair=f"{error.code} in docs/troubleshooting.md says what to try",
+            )
+            return
+    if case.node is not None:
+        case.of_this_machine.clear()  # node 0 has it with the facts of the ranks, and shows it
+    yield from judged(case.ranks)
+
+
+def _here(case: Case, recipe: Recipe, folder: Path) -> list[RankFacts]:
+    """Raises LaunchError."""
+    run = recipe.run.model_copy(update={"dir": folder, "name": "run"})
+    recipe = recipe.model_copy(update={"run": run})
+    request = ExaminationRequest()
+    trial = trials.run(recipe, folder, task="examination", request=request, processes=case.processes)
+    if trial.code:
+        said = trial.output.strip() or "they wrote nothing"
+        raise LaunchError(f"{processes_text(case.processes)} ended with exit code {trial.code}:\n{said}")
+    return read_facts(recipe.folder)
+
+
+def _on_nodes(case: Case, recipe: Recipe, folder: Path) -> list[RankFacts]:
+    """What all ranks measured, on node 0; nothing on the others. Raises LaunchError."""
+    assert case.node is not None and case.config is not None
+    request = folder / "request.json"
+    found = tuple(each.model_copy(update={"host": platform.node()}) for each in case.of_this_machine)
+    storage.write(request, ExaminationRequest(findings=found).model_dump_json())
+    run = recipe.run.model_copy(update={"name": f"doctor-{secrets.token_hex(4)}"})
+    launch = recipe.launch.model_copy(update={"max_restarts": 0, "collective_timeout_seconds": TIMEOUT_SECONDS})
+    recipe = recipe.model_copy(update={"run": run, "launch": launch})
+    arguments = ("--task", "examination", "--request", str(request), trust.OPTION)
+    try:
+        code = launch_run.launch_node(recipe, case.config, arguments, node=case.node, name="doctor")
+        ranks = read_facts(recipe.folder)
+    except PeerLost as error:
+        raise LaunchError(str(error), code="LS-NODE-01") from None
+    finally:
+        shutil.rmtree(recipe.folder, ignore_errors=True)
+    if code:
+        raise LaunchError(f"the processes of all machines ended with exit code {code}, as told above")
+    return ranks
+
+
+def read_facts(folder: Path) -> list[RankFacts]:
+    """Of all ranks, in their order."""
+    facts = [RankFacts.model_validate_json(file.read_bytes()) for file in folder.glob(FACTS.format("*"))]
+    return sorted(facts, key=lambda each: each.rank)
+
+
+def judged(ranks: Sequence[RankFacts]) -> Iterator[Diagnosis]:
+    """What the facts say."""
+    for rank in ranks:
+        yield from rank.findings
+    if len(kinds := {rank.processor for rank in ranks}) > 1:
+        yield Diagnosis(
+            code="LS-RANK-02",
+            severity="warning",
+            cause=f"machines have different processors: {', '.join(sorted(kinds))}",
+            repair="the same bits are promised on machines of one kind only (docs/same-bits.md): choose such machines",
+        )
+    yield from _slow_processors(ranks)
+    yield from _slow_links(ranks)
+
+
+def _slow_processors(ranks: Sequence[RankFacts]) -> Iterator[Diagnosis]:
+    usual = statistics.median(rank.flops for rank in ranks) if ranks else 0.0
+    for rank in ranks:
+        if rank.flops < SLOW_PROCESSOR * usual:
+            yield Diagnosis(
+                code="LS-RANK-03",
+                severity="warning",
+                cause=f"rank {rank.rank} on {rank.host} reaches {rank.flops / usual:.0%} of the others' speed",
+                repair="look at heat, power saving and other processes there: every step waits for the slowest rank",
+            )
+
+
+def _slow_links(ranks: Sequence[RankFacts]) -> Iterator[Diagnosis]:
+    speeds = {(rank.rank, other): speed for rank in ranks for other, (_, speed) in rank.links.items()}
+    usual = statistics.median(speeds.values()) if len(speeds) > 2 else 0.0
+    for (one, other), speed in speeds.items():
+        if speed < SLOW_LINK * usual:
+            yield Diagnosis(
+                code="LS-NET-04",
+                severity="warning",
+                cause=f"rank {one} sends {speed / MB:.0f} MB/s to rank {other}; the median is {usual / MB:.0f} MB/s",
+                repair="look at the cable, the switch, and launch.interface of these machines",
+            )

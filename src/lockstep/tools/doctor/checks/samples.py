@@ -1,0 +1,57 @@
+"""The data and its loader."""
+
+from collections.abc import Iterator
+
+from lockstep.base.contracts import Source
+from lockstep.base.errors import LockstepError, ModelError
+from lockstep.base.world import cores
+from lockstep.tools.doctor.case import Case
+from lockstep.tools.doctor.diagnosis import Diagnosis
+
+SCOPE = "config"
+CODES = {
+    "LS-DATA-01": "the data cannot be opened",
+    "LS-DATA-02": "a sample cannot be read",
+    "LS-DATA-03": "more loader processes than cores",
+}
+PROBES = 8
+"""Samples that are read, spread over a split."""
+
+
+def check(case: Case) -> Iterator[Diagnosis]:
+    if isinstance(case.opened.error, ModelError):  # which the check of the model reports
+        return
+    if (error := case.opened.error) is not None:
+        yield Diagnosis(
+            code="LS-DATA-01",
+            severity="error",
+            cause=str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}",
+            repair="`lockstep data CONFIG` opens it alone; docs/your-own.md says what a source has to be",
+        )
+        return
+    for name, source in (("training", case.splits.train), ("test", case.splits.test)):
+        if (text := _unreadable(source)) is not None:
+            yield Diagnosis(
+                code="LS-DATA-02",
+                severity="note" if case.recipe.data.skips else "error",
+                cause=f"{name} split: {text}",
+                repair="mend it; with data.on_bad_sample=skip a run leaves such samples out and lists them",
+            )
+    loaders = case.recipe.data.workers * case.processes
+    if loaders + case.processes > 2 * cores():
+        yield Diagnosis(
+            code="LS-DATA-03",
+            severity="warning",
+            cause=f"{loaders} loader processes and {case.processes} ranks share {cores()} cores",
+            repair=f"set data.workers={max(0, cores() // case.processes - 1)}",
+        )
+
+
+def _unreadable(source: Source) -> str | None:
+    """Why the first of some samples cannot be read, if one cannot."""
+    for number in sorted({len(source) * probe // PROBES for probe in range(PROBES)}):
+        try:
+            source.__getitems__([number])
+        except Exception as error:  # whatever the user's code raises
+            return f"sample {number} cannot be read ({type(error).__name__}: {error})"
+    return None

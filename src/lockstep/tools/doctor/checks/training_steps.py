@@ -1,0 +1,76 @@
+"""A few steps of the run, on its own processes and on one: whether they work, have the same bits, and save in time."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from lockstep.core.host.signals import ended_by_sigterm
+from lockstep.tools.doctor.case import Case
+from lockstep.tools.doctor.checks.folder_of_runs import existing
+from lockstep.tools.doctor.checks.newest_checkpoint import too_short
+from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.prove.proof_request import ProofRequest, train_samples
+from lockstep.tools.prove.proof_runs import ProofRuns, RunVariant
+from lockstep.tools.trials import processes_text
+
+SCOPE = "training"
+CODES = {
+    "LS-STEP-01": "the first steps fail",
+    "LS-STEP-02": "the weights depend on the number of processes",
+}
+STEPS = 3
+"""Two whole ones and a ragged one: an epoch of a proof."""
+SHOWN_LINES = 6
+"""Of the output of a run that failed."""
+
+
+def check(case: Case) -> Iterator[Diagnosis]:
+    """Raises NotExamined where the data or the model cannot be had."""
+    case.parameters.needed()
+    place = existing(case.recipe.run.dir)
+    with (
+        ended_by_sigterm(),
+        tempfile.TemporaryDirectory(prefix=".lockstep-doctor-", dir=place, ignore_cleanup_errors=True) as made,
+    ):
+        yield from _steps(case, Path(made))
+
+
+def _steps(case: Case, folder: Path) -> Iterator[Diagnosis]:
+    request = ProofRequest(
+        train_samples=train_samples(case.recipe, len(case.splits.train)),
+        test_samples=min(len(case.splits.test), case.recipe.train.micro_batch),
+    )
+    gpus = torch.cuda.device_count()
+    runs = ProofRuns(
+        recipe=case.recipe,
+        folder=folder,
+        steps=STEPS,
+        request=request,
+        on_cpu=gpus < case.processes,
+        report=lambda _: None,
+    )
+    digests = {}
+    for number in sorted({case.processes, 1}, reverse=True):
+        variant = RunVariant(name=f"on-{number}", processes=number, request=request)
+        code, run = runs.ended(variant)
+        if code:
+            lines = run.output.strip().splitlines() or ["they wrote nothing"]
+            yield Diagnosis(
+                code="LS-STEP-01",
+                severity="error",
+                cause=f"the first steps on {processes_text(number)} ended with exit code {code}",
+                repair="\n    ".join(lines[-SHOWN_LINES:]),
+            )
+            return
+        digests[number] = run.digest
+        if number == case.processes:
+            yield from too_short(case, run.folder)
+    if len(set(digests.values())) > 1:
+        yield Diagnosis(
+            code="LS-STEP-02",
+            severity="warning",
+            cause=f"after {STEPS} steps the weights on 1 and on {case.processes} processes are not the same bits",
+            repair="`lockstep prove CONFIG` says which part of the model, data or loss is the cause",
+        )

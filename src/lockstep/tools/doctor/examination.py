@@ -1,0 +1,70 @@
+"""Runs the checks on a config and this machine, and shows what they found."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from lockstep.base import plugins, storage
+from lockstep.tools.doctor.case import Case, Check, NotExamined
+from lockstep.tools.doctor.diagnosis import Diagnosis
+from lockstep.tools.doctor.measured import print_facts
+
+FAMILY = "tools.doctor.checks"
+ORDER = {"error": 0, "warning": 1, "note": 2}
+STYLES = {"error": "red", "warning": "yellow", "note": ""}
+SCOPES = ("config", "machine", "processes", "training")
+"""In the order of their checks: the processes pass on what was found on their machine."""
+ALONE = "only this machine was examined: for all of launch.nodes, give the command on each with --rendezvous HOST:PORT"
+
+
+def examine(case: Case, console: Console, *, is_quick: bool = False) -> list[Diagnosis]:
+    """All findings, the worst first; each check is named before it runs. `is_quick`: start no processes."""
+    is_config, is_alone = case.config is not None, case.node is None
+    is_wanted = {
+        "config": is_config and case.is_leading,
+        "machine": True,
+        "processes": not is_quick,
+        "training": is_config and is_alone and not is_quick,
+    }
+    found: list[Diagnosis] = []
+    checks = [(name, plugins.find(FAMILY, name)) for name in plugins.names(FAMILY)]
+    for name, check in sorted(checks, key=lambda each: SCOPES.index(each[1].SCOPE)):
+        if not is_wanted[check.SCOPE]:
+            continue
+        console.print(f"checking {name.replace('_', ' ')} ...", style="dim")
+        if check.SCOPE == "machine":
+            case.of_this_machine += _checked(check, case)
+        else:
+            found += _checked(check, case)
+    found += case.of_this_machine
+    return sorted(found, key=lambda finding: (ORDER[finding.severity], finding.code, finding.host))
+
+
+def _checked(check: Check, case: Case) -> list[Diagnosis]:
+    try:
+        return list(check.check(case))
+    except NotExamined:
+        return []
+
+
+def show(found: Sequence[Diagnosis], case: Case, console: Console) -> None:
+    """What was measured, then a line of cause and one of repair for each finding."""
+    console.print()
+    print_facts(case.ranks, console)
+    if case.node is None and case.launch.max_nodes > 1:
+        console.print(f"{ALONE}\n", soft_wrap=True)
+    for finding in found:
+        place = f"{finding.host}: " if finding.host else ""
+        line = f"{finding.code} {finding.severity}: {place}{finding.cause}"
+        console.print(line, style=STYLES[finding.severity], soft_wrap=True)
+        console.print(f"    {finding.repair}", soft_wrap=True)
+    counts = {severity: sum(finding.severity == severity for finding in found) for severity in ORDER}
+    text = ", ".join(f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in counts.items() if count)
+    console.print(text or "nothing found")
+
+
+def write(found: Sequence[Diagnosis], case: Case, file: Path) -> None:
+    document = {"findings": [each.model_dump() for each in found], "ranks": [rank.model_dump() for rank in case.ranks]}
+    storage.write(file, json.dumps(document, indent=1))
