@@ -1,6 +1,5 @@
 """The network of model.kind=cnn."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,8 +10,17 @@ from lockstep.core.numerics.loss import classification_loss
 from lockstep.models.cnn import Config
 
 
+def channels_last(images: Tensor) -> Tensor:
+    """The images [m, C, H, W] with the strides of channels_last, also where C = 1.
+
+    There `contiguous(memory_format=torch.channels_last)` changes nothing, and convolutions choose the other format.
+    """
+    count, channels, height, width = images.shape
+    return images.permute(0, 2, 3, 1).flatten(1).view(count, height, width, channels).permute(0, 3, 1, 2)
+
+
 class Features(nn.Module):
-    """Images uint8 [m, C, H, W] -> features [m, 64 * ((H-4)//2) * ((W-4)//2)]."""
+    """Images uint8 [m, C, H, W] -> features [m, ((H-4)//2) * ((W-4)//2) * 64]."""
 
     def __init__(self, channels: int, config: Config) -> None:
         super().__init__()
@@ -22,10 +30,10 @@ class Features(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalise the pixels, then convolve in channels_last, the fastest memory format for convolutions."""
-        x = images.to(self.conv1.weight.dtype) * self.scale - self.shift
-        x = x.contiguous(memory_format=torch.channels_last)
-        x = F.relu(self.conv2(F.relu(self.conv1(x))))
-        return self.dropout(F.max_pool2d(x, 2)).flatten(1)
+        x = channels_last(images.to(self.conv1.weight.dtype) * self.scale - self.shift)
+        x = self.conv2(F.relu(self.conv1(x)))
+        x = F.relu(F.max_pool2d(x, 2))  # the same numbers as pooling after it, on a quarter of the elements
+        return self.dropout(x).permute(0, 2, 3, 1).flatten(1)  # in memory order: without a copy
 
 
 class Head(nn.Module):

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model, Outputs
-from lockstep.core.distributed.collectives import add_disjoint
+from lockstep.core.distributed.collectives import DisjointSum
 from lockstep.core.host.activity import progress
 from lockstep.core.host.phases import phase
 from lockstep.core.modules.buffers import BufferUpdates
@@ -84,18 +82,21 @@ class MicroBatches:
         call: Callable[[Batch], Outputs],
         *,
         no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+        before_last_backward: Callable[[list[LossSum]], None] = lambda _: None,
     ) -> list[LossSum]:
-        """Run forward and backward of each, all but the last inside `no_sync`. Returns the loss of each; ignore a
-        ghost's."""
+        """Run forward and backward of each, all but the last inside `no_sync`. Returns the loss of each, which
+        `before_last_backward` gets earlier; ignore a ghost's."""
         losses = []
         for micro_batch in micro_batches:
             self.is_last = micro_batch is micro_batches[-1]
             with nullcontext() if self.is_last else no_sync():
                 loss = self.loss(micro_batch, self.outputs(micro_batch, call))
+                losses.append(loss)
+                if self.is_last:
+                    before_last_backward(losses)
                 self.start_backward()
                 with phase("backward"):
                     self.precision.scaled(loss.total).backward()
-            losses.append(loss)
             progress()
         return losses
 
@@ -116,25 +117,36 @@ def refuse_weights_in_loss(model: Model, outputs: Outputs, batch: Batch) -> None
             )
 
 
-def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -> LossSum:
-    """The loss over all shards, where each shard ran on one rank. A collective."""
-    pairs = zip(micro_batches, losses, strict=True)
-    return reduced_loss(pairs, sorted(losses[0].sums), step=micro_batches[0], device=losses[0].total.device)
+class WorldLoss:
+    """The loss over all shards, each of which ran on one rank: totals and counts as float64, in the tree's order.
 
-
-def reduced_loss(
-    losses: Iterable[tuple[MicroBatch, LossSum]], names: Sequence[str], *, step: MicroBatch, device: torch.device
-) -> LossSum:
-    """Add the shards' losses over all ranks: totals and counts as float64, in the tree's order. A collective.
-
-    `losses`: each shard's on one rank only; `names`: of further sums; `step`: any micro-batch of the step.
+    Creating it starts the collective, which runs beside the backward pass; `result` waits for it. `names`: of further
+    sums; `step`: any micro-batch of the step.
     """
-    own = list(losses)
-    table = loss_table(own, names, shards=step.shards, device=device)
-    if dist.get_world_size() > 1:
-        add_disjoint(table)
-    is_counted = any(not each.ghost and isinstance(loss.count, int) and loss.count > 0 for each, loss in own)
-    return replace(summed(table, names, step), is_counted=is_counted)
+
+    def __init__(
+        self,
+        losses: Iterable[tuple[MicroBatch, LossSum]],
+        names: Sequence[str],
+        *,
+        step: MicroBatch,
+        device: torch.device,
+    ) -> None:
+        own = list(losses)
+        self.names, self.step = names, step
+        self.is_counted = any(not each.ghost and isinstance(loss.count, int) and loss.count > 0 for each, loss in own)
+        self.table = DisjointSum(loss_table(own, names, shards=step.shards, device=device))
+
+    def result(self) -> LossSum:
+        total, count, *rest = tree_sum(table := self.table.result(), self.step.present).unbind()
+        sums = dict(zip(self.names, rest, strict=True))
+        return LossSum(total, count, sums, by_shard=table[:, 0], is_counted=self.is_counted)
+
+
+def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -> WorldLoss:
+    """The loss over all shards, from those of a rank's micro-batches."""
+    pairs = zip(micro_batches, losses, strict=True)
+    return WorldLoss(pairs, sorted(losses[0].sums), step=micro_batches[0], device=losses[0].total.device)
 
 
 def loss_table(
@@ -147,12 +159,6 @@ def loss_table(
             row = [loss.total, _number(loss.count, device), *(loss.sums[name] for name in names)]
             table[micro_batch.shard] = torch.stack([value.detach().to(torch.float64) for value in row])
     return table
-
-
-def summed(table: Tensor, names: Sequence[str], step: MicroBatch) -> LossSum:
-    """The loss of a whole step, from the table [V, 2 + names] of all its shards."""
-    total, count, *rest = tree_sum(table, step.present).unbind()
-    return LossSum(total, count, dict(zip(names, rest, strict=True)), by_shard=table[:, 0])
 
 
 def _number(value: Tensor | int, device: torch.device) -> Tensor:

@@ -59,14 +59,27 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
             raise failure
 
 
-def add_disjoint(table: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """All-reduce, in place, a table of which each rank filled other rows and left zeros elsewhere.
+class DisjointSum:
+    """An asynchronous all-reduce of a table of which each rank filled other rows and left zeros elsewhere.
 
     It adds only zeros to each number, so it is exact in any order.
     """
-    with waiting_in("the all-reduce of a table"):
-        dist.all_reduce(table, group=group)
-    return table
+
+    def __init__(self, table: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+        self.table = table
+        self.work = dist.all_reduce(table, group=group, async_op=True) if dist.get_world_size(group) > 1 else None
+
+    def result(self) -> torch.Tensor:
+        """The same table, with the rows of all ranks."""
+        if self.work is not None:
+            with waiting_in("the all-reduce of a table"):
+                self.work.wait()
+        return self.table
+
+
+def add_disjoint(table: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Do what `DisjointSum` does, and wait for it."""
+    return DisjointSum(table, group).result()
 
 
 def all_reduce_max(flags: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from lockstep.core.reduction.shard_assignment import contiguous, contiguous_by_r
 from lockstep.core.reduction.transport import transport
 from lockstep.core.reduction.tree import Shards
 from lockstep.parallel.comm_thread import CommStream, CommThread, Future, comm_worker
-from lockstep.parallel.micro_batches import world_loss
+from lockstep.parallel.micro_batches import WorldLoss, world_loss
 from lockstep.parallel.replicated import Replicated
 from lockstep.parallel.strategies.ddp import Config
 
@@ -87,8 +87,14 @@ class DataParallel(Replicated):
         self.accumulation.start_step(self.all_reduce)
         self.embedding_rows.start_step(self.all_reduce)
         self.passes.buffers.start_step(self.all_reduce)
+        started: list[WorldLoss] = []
         try:
-            losses = self.passes.run(micro_batches, self.wrapped, no_sync=self.wrapped.no_sync)
+            self.passes.run(
+                micro_batches,
+                self.wrapped,
+                no_sync=self.wrapped.no_sync,
+                before_last_backward=lambda losses: started.append(world_loss(micro_batches, losses)),
+            )
             if dist.get_world_size() > 1:
                 phases.move(time.perf_counter() - self.last_bucket, "backward", "exchange")
         except RuntimeError:
@@ -102,7 +108,7 @@ class DataParallel(Replicated):
         for parameter, gradient in self.summed:
             if parameter.grad is None:  # DDP skips parameters that the last micro-batch did not use
                 parameter.grad = gradient
-        return world_loss(micro_batches, losses)
+        return started[0].result()
 
     def _check_all_used(self) -> None:
         """Raise ModelError where DDP skipped a bucket for an unused parameter: DDP reports it one step later."""

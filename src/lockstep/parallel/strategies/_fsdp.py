@@ -138,7 +138,7 @@ class FullyShardedDataParallel(Sharded):
             losses += self.passes.run([micro_batch], self.model)
         self._move_gradients()
         self.passes.buffers.end_step()
-        return world_loss(micro_batches, losses)
+        return world_loss(micro_batches, losses).result()
 
     def _drop_gradient(self, parameter: Tensor) -> None:
         """Drop what FSDP makes of a round's gradient: before the last round the sums are in the TreeReduceScatter."""

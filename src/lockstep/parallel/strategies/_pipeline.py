@@ -26,7 +26,7 @@ from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.gradient_norm import RowwiseNorm, rows_of
 from lockstep.core.reduction.shard_assignment import contiguous, contiguous_by_rank
 from lockstep.core.reduction.tree import Shards
-from lockstep.parallel.micro_batches import MicroBatches, reduced_loss
+from lockstep.parallel.micro_batches import MicroBatches, WorldLoss
 from lockstep.parallel.module_profile import ModuleProfile, balanced_bounds, profile_modules
 from lockstep.parallel.partition import PartitionedModel
 from lockstep.parallel.pipeline_stage import SeededStage, StageModule
@@ -210,7 +210,7 @@ class Pipeline(Sharded):
             own = sorted(self.losses[0].sums) if self.losses else None
             self.loss_names = next(names for names in all_gather_object(own) if names is not None)
         pairs = [(self.step[number], loss) for number, loss in self.losses.items()]
-        return reduced_loss(pairs, self.loss_names, step=self.step[0], device=self.device)
+        return WorldLoss(pairs, self.loss_names, step=self.step[0], device=self.device).result()
 
     def outputs(self, batch: Batch) -> Tensor:
         """The model's outputs: the stages of a replica run the batches of all of its ranks."""

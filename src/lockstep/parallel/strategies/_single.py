@@ -47,7 +47,7 @@ class Single(Replicated):
             parameter.grad = torch.empty_like(parameter)
         self.accumulation.fill(unused, [gradients(unused)])
         self.embedding_rows.reduce(all_reduce)
-        return world_loss(micro_batches, losses)
+        return world_loss(micro_batches, losses).result()
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> Single:

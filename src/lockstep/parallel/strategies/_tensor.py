@@ -18,7 +18,7 @@ from lockstep.core.reduction.gradient_norm import SplitNorm, gradients
 from lockstep.core.reduction.shard_assignment import contiguous, contiguous_by_rank
 from lockstep.core.reduction.tree import Shards
 from lockstep.parallel.accumulation import Accumulation
-from lockstep.parallel.micro_batches import MicroBatches, reduced_loss
+from lockstep.parallel.micro_batches import MicroBatches, WorldLoss
 from lockstep.parallel.random_ops import random_ops
 from lockstep.parallel.round_robin_forward import round_robin_forward
 from lockstep.parallel.sharded import Sharded
@@ -120,7 +120,7 @@ class TensorParallel(Sharded):
         self.passes.buffers.end_step()
         # Every rank of a replica has the losses of its shards; they are counted on the first.
         own = zip(micro_batches, losses, strict=True) if self.within.rank() == 0 else ()
-        return reduced_loss(own, sorted(losses[0].sums), step=micro_batches[0], device=self.device)
+        return WorldLoss(own, sorted(losses[0].sums), step=micro_batches[0], device=self.device).result()
 
     def outputs(self, batch: Batch) -> Tensor:
         """The model's outputs: the ranks of a replica run the batches of all of them together."""
