@@ -89,7 +89,7 @@ class UnitCounter:
 
     def add(self, number: int) -> None:
         self.done += number
-        speed = f"{self.speed:,.0f} {self.unit}/s"
+        speed = f"{self.speed:,.{0 if self.speed >= 10 else 1}f} {self.unit}/s"
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=self.done, figures=speed)
         elif self.pace.is_due():

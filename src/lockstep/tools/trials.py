@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from rich.console import Console
 
 from lockstep.base import config, plugins, storage
 from lockstep.base.errors import ConfigError, LockstepError
@@ -54,6 +55,12 @@ class TrialEnd:
     """What the launcher and rank 0 wrote."""
     peak_bytes: int
     """Peak memory of all processes together."""
+
+
+def timed_lines(console: Console) -> Callable[[str], None]:
+    """Prints a line on what begins, after the seconds since now."""
+    start = time.monotonic()
+    return lambda text: console.print(f"[{time.monotonic() - start:5.1f} s] {text}", soft_wrap=True)
 
 
 def processes_text(number: int) -> str:

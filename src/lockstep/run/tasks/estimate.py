@@ -18,7 +18,7 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.parallel.measurements import Measurements
 from lockstep.run.recipe import Recipe
-from lockstep.tools.estimate.measurement_runs import MeasurementRequest
+from lockstep.tools.estimate.measurement_runs import MeasurementRequest, begin_part
 from lockstep.tools.estimate.process_measurement import Measurement
 from lockstep.tools.estimate.strategy_timing import timed_strategies
 
@@ -45,7 +45,9 @@ class EstimateTask:
         """Time a step with each strategy."""
         names, seconds = list(self.request.strategies), self.request.seconds
         with process_group.opened(self.world, self.device), reported_once(sys.stderr):
-            return timed_strategies(self.recipe, names, world=self.world, device=self.device, seconds=seconds)
+            return timed_strategies(
+                self.recipe, names, world=self.world, device=self.device, seconds=seconds, report=self.report
+            )
 
     def measurements(self) -> Measurements:
         """Measure the bandwidth between all processes, then every process by itself, at the same time."""
@@ -54,10 +56,19 @@ class EstimateTask:
         links = None
         if self.world.size > 1:
             with process_group.opened(self.world, self.device):
+                self.report("what they send each other")
                 links = bandwidth(self.device)
         with process_group.opened(World(), self.device), reported_once(sys.stderr):
-            facts = Measurement(recipe=self.recipe, device=self.device, seconds=self.request.seconds).facts()
+            measurement = Measurement(
+                recipe=self.recipe, device=self.device, seconds=self.request.seconds, report=self.report
+            )
+            facts = measurement.facts()
         return replace(facts, links=links)
+
+    def report(self, part: str) -> None:
+        """Say, once for all processes, what is measured next."""
+        if self.world.rank == 0:
+            begin_part(self.request.to, part)
 
     def watching(self) -> AbstractContextManager[object]:
         """Watch nothing: no process waits for another for long."""

@@ -22,7 +22,7 @@ from lockstep.tools.estimate.machine_measurement import (
     per_machine,
 )
 from lockstep.tools.estimate.strategy_timing import section_of, shortened
-from lockstep.tools.trials import check_writable, prepared
+from lockstep.tools.trials import check_writable, prepared, timed_lines
 
 
 def checked(options: EstimateOptions) -> EstimateOptions:
@@ -43,7 +43,7 @@ def estimate(recipe: Recipe, options: EstimateOptions, *, console: Console, to: 
     if to is not None:
         check_writable("--json", to)
     prepared(recipe)
-    measured = measure(recipe, options, report=lambda text: console.print(text, soft_wrap=True))
+    measured = measure(recipe, options, report=timed_lines(console))
     return report(recipe, options, measured, console=console, to=to)
 
 

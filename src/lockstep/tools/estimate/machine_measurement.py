@@ -15,7 +15,6 @@ from lockstep.parallel.measurements import Measurements, Seconds
 from lockstep.parallel.memory_forecast import PartialSums, peak_of_passes, sequential_sums
 from lockstep.run.recipe import Recipe
 from lockstep.tools.estimate.measurement_runs import MeasurementRuns, StepSeconds
-from lockstep.tools.trials import processes_text
 
 SECONDS = ("fetch", "passes", "update")
 
@@ -83,7 +82,7 @@ def per_machine(world_size: int, options: EstimateOptions, slots: int) -> int:
     return options.per_machine or (min(world_size, slots) if torch.cuda.is_available() else world_size)
 
 
-def measure(recipe: Recipe, options: EstimateOptions, *, report: Callable[[str], object]) -> MachineMeasurements:
+def measure(recipe: Recipe, options: EstimateOptions, *, report: Callable[[str], None]) -> MachineMeasurements:
     """Measure one process alone, then several at once if any world size needs them; then time every strategy on the
     requested world sizes, as far as they run here."""
     slots = slots_of(recipe)
@@ -91,15 +90,11 @@ def measure(recipe: Recipe, options: EstimateOptions, *, report: Callable[[str],
     if max(options.world_sizes) > 1 and not torch.cuda.is_available():
         together = max(2, together)
     with tempfile.TemporaryDirectory(prefix="lockstep-estimate-", ignore_cleanup_errors=True) as folder:
-        runs, crowded = MeasurementRuns(recipe=recipe, folder=Path(folder), seconds=options.seconds), None
-        report("measuring one process ...")
+        runs = MeasurementRuns(recipe=recipe, folder=Path(folder), seconds=options.seconds, report=report)
         alone = calibrated(runs.measured(1))
-        if together > 1:
-            report(f"measuring {together} processes at once, and what they send each other ...")
-            crowded = runs.measured(together)
+        crowded = runs.measured(together) if together > 1 else None
         trials: dict[int, StepSeconds] = {}
         for processes in worth_trying(options, slots, together=together, facts=alone):
-            report(f"trying every strategy on {processes_text(processes)} ...")
             trials[processes] = runs.timed(processes, plugins.names("parallel.strategies"))
     return MachineMeasurements(alone=alone, crowded=crowded, together=together, slots=slots, trials=trials)
 

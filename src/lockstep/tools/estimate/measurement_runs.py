@@ -1,17 +1,21 @@
 """Measurements in processes of their own, which end with the command."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from pydantic import BaseModel
 
+from lockstep.base import storage
 from lockstep.parallel.measurements import Measurements, Seconds
 from lockstep.run.recipe import Recipe
 from lockstep.tools import trials
-from lockstep.tools.trials import TrialFailed, strategy, varied
+from lockstep.tools.trials import TrialFailed, processes_text, strategy, varied
+
+PARTS = "parts"
+"""A line for each part of a measurement that has begun."""
 
 StepSeconds = dict[str, float]
 """Strategy -> seconds of a step."""
@@ -28,6 +32,18 @@ class MeasurementRequest(BaseModel):
     """Time these together with the other processes; empty: measure, each process for itself."""
 
 
+def begin_part(folder: Path, part: str) -> None:
+    """Tell the calling command, from the process of rank 0, which part of a measurement begins."""
+    with storage.append(folder / PARTS) as file:
+        file.write(f"{part}\n")
+
+
+def begun_parts(folder: Path) -> list[str]:
+    """The parts that were told of; the last line may not be whole yet."""
+    file = folder / PARTS
+    return file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeasurementRuns:
     """Measurements of one recipe, in a temporary folder."""
@@ -36,6 +52,8 @@ class MeasurementRuns:
     folder: Path
     seconds: float
     """How long each process times steps."""
+    report: Callable[[str], None]
+    """Gets a line for each part of a measurement that begins."""
 
     def measured(self, processes: int) -> Measurements:
         """Measurements of several processes at once: memory of rank 0, and the medians of all times.
@@ -60,9 +78,18 @@ class MeasurementRuns:
         """The folder with the results."""
         folder = self.folder / name
         folder.mkdir()
+        self.report(f"{processes_text(processes)}: starting ...")
+        seen: list[str] = []
+
+        def poll() -> None:
+            lines = begun_parts(folder)
+            for part in lines[len(seen) :]:
+                self.report(f"{processes_text(processes)}: {part} ...")
+            seen[:] = lines
+
         recipe = varied(self.recipe, {"run": {"dir": folder, "name": "run"}}, parallel=strategy("ddp"))
         request = MeasurementRequest(to=folder, seconds=self.seconds, strategies=tuple(strategies))
-        trial = trials.run(recipe, folder, task="estimate", request=request, processes=processes)
+        trial = trials.run(recipe, folder, task="estimate", request=request, processes=processes, poll=poll)
         if trial.code:
             raise TrialFailed(trial.output, trial.code)
         return folder

@@ -5,7 +5,7 @@ V = shards of a step, m = samples of a micro-batch.
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -44,10 +44,13 @@ WARM_UP = 2
 
 
 class Measurement:
-    """One process with a model of its own, alone in its process group; steps are timed for `seconds`."""
+    """One process with a model of its own, alone in its process group; steps are timed for `seconds`.
 
-    def __init__(self, *, recipe: Recipe, device: torch.device, seconds: float) -> None:
-        self.recipe, self.device, self.seconds = recipe, device, seconds
+    `report` gets the name of each part that begins.
+    """
+
+    def __init__(self, *, recipe: Recipe, device: torch.device, seconds: float, report: Callable[[str], None]) -> None:
+        self.recipe, self.device, self.seconds, self.report = recipe, device, seconds, report
         self.meter = Meter(device)
         self.data = open_splits(recipe)
         requested_metrics(recipe, self.data.test.spec)
@@ -56,6 +59,7 @@ class Measurement:
     def facts(self) -> Measurements:
         import torch.distributed.checkpoint  # noqa: F401, PLC0415 (held by every process that saves)
 
+        self.report("building the model")
         before = self.meter.reset()
         model = build.build_model(self.recipe, self.data.train.spec).to(self.device)
         build_peak = self.meter.peak()
@@ -63,11 +67,14 @@ class Measurement:
         held = sum(tensor.nbytes for tensor in held_tensors(model, state))
         # Weights read from a file take memory only once they are written to: by the optimizer, in placed().
         fixed = max(before, self.meter.now() - held)
+        self.report("passes of the largest micro-batch")
         largest = self.largest_micro_batch(state)
         pass_bytes = self.pass_bytes(state, largest)
+        self.report("steps")
         self.meter.reset()
         seconds = self.timed(state)
         step_bytes = self.meter.peak() - fixed - held
+        self.report("each block of the model")
         profile, uncuttable = profile_of(model, largest, state)
         split, split_counts, unsplittable = split_of(model)
         return Measurements(

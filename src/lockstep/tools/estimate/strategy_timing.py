@@ -5,6 +5,7 @@ V = shards of a step.
 
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -26,9 +27,17 @@ LEAST_STEPS, MOST_STEPS = 3, 40
 
 
 def timed_strategies(
-    recipe: Recipe, names: list[str], *, world: World, device: torch.device, seconds: float
+    recipe: Recipe,
+    names: list[str],
+    *,
+    world: World,
+    device: torch.device,
+    seconds: float,
+    report: Callable[[str], None],
 ) -> dict[str, float]:
     """Name of a strategy -> seconds of a steady step of `shortened(recipe)`; those that cannot run here are left out.
+
+    `report` gets the name of each that begins.
 
     All ranks have to call it in the open process group. `seconds`: minimum duration of each trial. Strategies that
     return memory to the system come first, since the others keep it.
@@ -36,6 +45,7 @@ def timed_strategies(
     times = {}
     for name in sorted(names, key=lambda name: not plugins.find("parallel.strategies", name).Config.FILLS):
         trial = shortened(recipe).model_copy(update={"parallel": section_of(recipe, name)})
+        report(f"steps with {name}")
         with suppress(LockstepError):  # its forecast says why
             times[name] = step_seconds(trial, world, device, seconds=seconds)
     return times

@@ -5,7 +5,6 @@ W = processes.
 """
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from lockstep.tools.prove.proof_request import ProofRequest, test_samples, train
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
 from lockstep.tools.prove.proof_table import ProofRow, print_proof
 from lockstep.tools.prove.run_differences import DifferenceCauses, RunDifference, run_difference
-from lockstep.tools.trials import prepared
+from lockstep.tools.trials import prepared, timed_lines
 
 PARTS = ("repeat", "worlds", "strategies", "kill", "evaluate")
 """What --only can choose; `repeat` checks single micro-batches, alone and beside each other."""
@@ -241,12 +240,8 @@ def prove(recipe: Recipe, *, steps: int, parts: Sequence[str], keep: Path | None
                 f"--only: there is no part {part!r}{nearest(part, [*PARTS])} (there is: {', '.join(PARTS)})"
             )
     data = prepared(recipe)
-    start = time.monotonic()
+    report = timed_lines(console)
     with ended_by_sigterm(), folder_for(keep) as folder:
-
-        def report(message: str) -> None:
-            console.print(f"[{time.monotonic() - start:5.1f} s] {message}", soft_wrap=True)
-
         proof = Proof(recipe=recipe, folder=folder, steps=steps, data=data, report=report)
         rows = proof.rows(tuple(parts))
         report("done")

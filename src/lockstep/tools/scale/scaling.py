@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.run.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.scale.scale_report import ScaleRow, picture, print_scaling
-from lockstep.tools.trials import TrialFailed, check_writable, prepared, processes_text
+from lockstep.tools.trials import TrialFailed, check_writable, prepared, processes_text, timed_lines
 
 WARM_UP = 4
 """Steps that are not measured: buckets, caches and allocators are set up in them."""
@@ -51,13 +50,12 @@ def scale(recipe: Recipe, options: ScaleOptions, *, console: Console) -> list[Sc
     """Measure, print a table, write the picture and JSON. Raises ConfigError, TrialFailed."""
     checked(recipe, options)
     prepared(recipe)
-    began = time.monotonic()
+    report = timed_lines(console)
     seen: dict[int, list[ScaleRun]] = {size: [] for size in options.world_sizes}
     with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="lockstep-scale-", ignore_cleanup_errors=True) as made:
         for number in range(options.rounds):
             for size in options.world_sizes if number % 2 == 0 else reversed(options.world_sizes):
-                report = f"[{time.monotonic() - began:5.1f} s] round {number + 1}: {processes_text(size)} ..."
-                console.print(report, soft_wrap=True)
+                report(f"round {number + 1}: {processes_text(size)} ...")
                 seen[size].append(_measured(recipe, options, size=size, folder=Path(made) / f"{number}-{size}"))
     rows = rows_of(recipe, options, seen)
     print_scaling(rows, console, notes=_notes(recipe, options))

@@ -3,12 +3,14 @@
 L. Smith, Cyclical Learning Rates for Training Neural Networks, 2017.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
+from lockstep.observe.progress_bar import counting
 from lockstep.run.recipe import Recipe
 from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.curve_plot import svg
@@ -33,8 +35,8 @@ def find(recipe: Recipe, rates: tuple[float, ...], *, picture: Path, console: Co
         f"{len(rates)} steps of {recipe.train.global_batch} samples, rate from {rates[0]:.2g} to {rates[-1]:.2g}{rule}",
         soft_wrap=True,
     )
-    with console.status("sweeping the learning rate ..."):
-        curve = sweep(recipe, rates)
+    with counting(console, "sweeping", "steps", total=len(rates), done=0) as counter:
+        curve = sweep(recipe, rates, lambda done: counter.add(done - counter.done))
     best = curve.steepest
     lines = [no_rate(curve, rates)] if best is None else suggestion(curve, best, factor)
     if len(curve.losses) > 1:
@@ -51,10 +53,11 @@ def base_factor(recipe: Recipe) -> float:
     return base / recipe.train.global_batch if base else 1.0
 
 
-def sweep(recipe: Recipe, rates: tuple[float, ...]) -> Curve:
-    """Run the sweep in a process of its own, whose weights end with it."""
+def sweep(recipe: Recipe, rates: tuple[float, ...], report: Callable[[int], None]) -> Curve:
+    """Run the sweep in a process of its own, whose weights end with it; `report` gets the number of steps done."""
     settings = {"steps": len(rates), "ema": None}
-    trial = trial_process.run(TrialRequest(recipe=trial_process.alone(recipe, data={}, train=settings), rates=rates))
+    request = TrialRequest(recipe=trial_process.alone(recipe, data={}, train=settings), rates=rates)
+    trial = trial_process.run(request, on_result=lambda result: report(result.steps))
     if trial.killed_by or trial.result.out_of_memory:
         raise ConfigError(
             f"the sweep ran out of memory with train.micro_batch={recipe.train.micro_batch}; "

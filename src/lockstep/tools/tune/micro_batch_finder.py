@@ -11,7 +11,7 @@ from rich.console import Console
 from lockstep.base.errors import ConfigError
 from lockstep.core.host.memory_meter import GB, available_bytes
 from lockstep.run.recipe import Recipe
-from lockstep.tools.trials import processes_text
+from lockstep.tools.trials import processes_text, timed_lines
 from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.micro_batch_table import TrialRow, TrialVerdict, recommendations, shards_of, table
 from lockstep.tools.tune.size_search import candidates, largest
@@ -155,9 +155,8 @@ def find(recipe: Recipe, budget: Budget, *, samples: int, console: Console) -> i
     each = " for each process" if budget.processes > 1 else ""
     limit = f"{budget.bytes / GB:.2f} GB{each}" if budget.bytes is not None else "the memory of the GPU"
     console.print(f"micro-batches of train.global_batch={batch} within {limit} ({budget.origin})", soft_wrap=True)
-    with console.status("") as status:
-        finder = Finder(recipe=recipe, budget=budget, report=status.update)
-        m = chosen(finder, candidates(batch, samples))
+    finder = Finder(recipe=recipe, budget=budget, report=timed_lines(console))
+    m = chosen(finder, candidates(batch, samples))
     rows = [finder.rows[m] for m in sorted(finder.rows)]
     console.print(table(rows, batch))
     for line in recommendations(rows, m, global_batch=batch, processes=budget.processes):

@@ -7,6 +7,7 @@ a search runs about ten trials, imports would take 6 s in each, and the kernel m
 import multiprocessing
 import signal
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -61,8 +62,16 @@ class Trial:
         return TrialFailed(self.output, self.code, what if self.code != 2 else "")
 
 
-def run(request: TrialRequest, *, budget_bytes: int | None = None) -> Trial:
-    """Run a trial; kill it as soon as it holds more than the budget, so that the kernel never has to."""
+def run(
+    request: TrialRequest,
+    *,
+    budget_bytes: int | None = None,
+    on_result: Callable[[TrialResult], None] = lambda _: None,
+) -> Trial:
+    """Run a trial; kill it as soon as it holds more than the budget, so that the kernel never has to.
+
+    `on_result` is called with what is known so far, whenever that is more.
+    """
     can_fork = "forkserver" in multiprocessing.get_all_start_methods()
     can_fork = can_fork and not torch.cuda.is_available()  # a process that may have initialized CUDA cannot be forked
     context: Any = multiprocessing.get_context("forkserver" if can_fork else "spawn")
@@ -78,7 +87,9 @@ def run(request: TrialRequest, *, budget_bytes: int | None = None) -> Trial:
             sender.close()
             while process.is_alive() and not is_over:
                 process.join(POLL_SECONDS)
-                fields |= received(results)
+                if fresh := received(results):
+                    fields |= fresh
+                    on_result(TrialResult(**fields))
                 peak = max(peak, resident_bytes(process.pid))
                 is_over = budget_bytes is not None and peak > budget_bytes
         finally:

@@ -60,6 +60,8 @@ class TrialResult:
     peak_bytes: int = 0
     """Of the device: the process's own memory on a CPU, that of tensors on a GPU."""
     samples_per_second: float = 0.0
+    steps: int = 0
+    """Of a sweep, how many are done."""
     losses: tuple[float, ...] = ()
     """Of a sweep, a loss per step until it ended; the last may not be finite."""
 
@@ -102,7 +104,7 @@ def run_trial(request: TrialRequest, send: Callable[[dict[str, Any]], None]) -> 
     with process_group.opened(world, device):
         components = build.assemble(recipe, world, device)
         send({"began": True})
-        send({"losses": sweep(components, request.rates)} if request.rates else measure(components, request))
+        send({"losses": sweep(components, request.rates, send)} if request.rates else measure(components, request))
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -153,7 +155,9 @@ def synchronize(components: Components) -> None:
         torch.cuda.synchronize(components.device)
 
 
-def sweep(components: Components, rates: tuple[float, ...]) -> tuple[float, ...]:
+def sweep(
+    components: Components, rates: tuple[float, ...], send: Callable[[dict[str, Any]], None]
+) -> tuple[float, ...]:
     """A step at each rate -> the loss before each; ends where it is not finite or diverges."""
     components.state.rate = lambda number: rates[number]
     losses: list[float] = []
@@ -162,6 +166,7 @@ def sweep(components: Components, rates: tuple[float, ...]) -> tuple[float, ...]
         outcome = step(components.state, micro_batches, clip=components.recipe.optim.clip)
         loss, _, is_finite, _ = outcome.numbers().tolist()
         losses.append(loss if is_finite else float("nan"))
+        send({"steps": len(losses)})
         if not is_finite or has_diverged(smoothing.add(loss), smoothing.best):
             break
     return tuple(losses)
