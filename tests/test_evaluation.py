@@ -20,6 +20,7 @@ from sklearn.metrics import classification_report, confusion_matrix, f1_score, l
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError, DataError, ModelError
+from lockstep.base.events import RunStarted
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
 from lockstep.data.in_memory import Texts
@@ -31,6 +32,7 @@ from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.evaluate.evaluation_samples import of_file
 from lockstep.inference.export import export_facts
 from lockstep.models import _transformer as transformer
+from lockstep.observe.sinks import tensorboard
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.evaluate import EvaluateTask
 from lockstep.run.tasks.train import TrainTask
@@ -226,6 +228,47 @@ def test_worst_samples_are_the_worst(run, evaluate, expected, tmp_path):
     assert [one["loss"] for one in found] == pytest.approx(losses.sort(descending=True).values[:5].tolist(), rel=1e-5)
     html = (tmp_path / "evaluation.html").read_text()
     assert html.count('src="data:image/png;base64,') == 5 and f"sample {found[0]['index']} " in html
+
+
+def boarded(folder):
+    """What TensorBoard reads of a run -> tags and their events, and titles of pictures."""
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    found = {tag: accumulator.Tensors(tag) for tag in accumulator.Tags()["tensors"]}
+    return found, {tag: accumulator.SummaryMetadata(tag).display_name for tag in found}
+
+
+def test_worst_samples_are_in_tensorboard_once(run, evaluate, expected, tmp_path):
+    """Also after a second evaluation of the step and after resumes, which take back what came after their steps."""
+    folder = shutil.copytree(run, tmp_path / "r")
+    for count in (7, 3):
+        worst = evaluate(folder, "observe.sinks=[tensorboard]", f"run.dir={tmp_path}", worst=count)["worst"]
+    sink = tensorboard.build(folder)
+    facts = {"name": "r", "folder": folder, "total_steps": 20, "steps_per_epoch": 5, "world_size": 1}
+    facts |= {"device": "CPU", "parameters": 1, "train_samples": 1}
+    sink.notice(RunStarted(resumed_step=12, **facts))
+    sink.close()
+    found, titles = boarded(folder)
+    pictures = [f"worst/{number:02}" for number in (1, 2, 3)]
+    assert [tag for tag in found if tag.startswith("worst/0")] == pictures
+    for tag, sample in zip(pictures, worst, strict=True):
+        [event] = found[tag]
+        width, height, file = event.tensor_proto.string_val
+        assert (event.step, width, height) == (12, b"8", b"8")
+        pixels = np.asarray(Image.open(io.BytesIO(file)).convert("L"))
+        assert (pixels == digits_to_test().images[sample["index"]][0]).all()
+        loss = f"{sample['loss']:.3g}"
+        assert titles[tag] == f"{tag}: {sample['label']}, predicted {sample['predicted']}, loss {loss}"
+    [event] = found["worst/text_summary"]
+    assert f"| 01 | {worst[0]['label']} | {worst[0]['predicted']} |" in event.tensor_proto.string_val[0].decode()
+    [file] = (folder / "tensorboard").glob("*.evaluation-12")
+    file.rename(file.with_name("events.out.tfevents.0000000001.evaluation-12"))  # long ago: files are read by time
+    sink = tensorboard.build(folder)
+    sink.notice(RunStarted(resumed_step=6, **facts))
+    sink.close()
+    assert not [tag for tag, events in boarded(folder)[0].items() if tag.startswith("worst") and events]
 
 
 def folder_of_images(folder, size=(8, 8)):

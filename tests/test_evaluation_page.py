@@ -4,9 +4,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.data.in_memory import Texts
-from lockstep.inference.evaluate import evaluation_page, evaluation_report
+from lockstep.inference.evaluate import evaluation_page, evaluation_report, evaluation_tensorboard
 from lockstep.inference.evaluate import figures as drawing
 from lockstep.training.evaluation import Predictions
 
@@ -25,6 +26,21 @@ def test_names_and_texts_are_escaped():
     assert not [evil for evil in ("<b>&", "<i>d", "<u>c", "<s>", "<script", "dog</title>") if evil in html]
     assert "alert(&#39;x&#39;)" in html
     html.encode()  # half a pair would not
+
+
+def test_texts_in_tensorboard_are_one_line_each_and_escaped(tmp_path):
+    predictions = Predictions(1, 2)
+    predictions.logits[:] = torch.tensor([[0.0, 2.0]])
+    texts = Texts([f"two\nlines | {EVIL}"], np.array([0]), ["<b>", "b_c"])
+    wrong = evaluation_report.worst(predictions, texts, ["<b>", "b_c"], count=1, temperature=1.0)
+    evaluation_tensorboard.write(wrong, tmp_path, step=3, data="a|b")
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    [event] = accumulator.Tensors("worst/text_summary")
+    title, _, _, _, row = event.tensor_proto.string_val[0].decode().split("\n")
+    assert event.step == 3 and title == r"The samples with the highest loss in a\|b:"
+    start = r"| 01 | \<b\> | b\_c | 0.88 | 2.13 | sample 0 | two lines \| \<script\>alert('x')\</script\> \& "
+    assert row.startswith(start), row
 
 
 def test_pictures_are_whole_and_escaped():

@@ -211,6 +211,46 @@ def test_a_resumed_tensorboard_repeats_and_misses_no_step(tmp_path, killed_at, r
     assert points(tmp_path, "test/accuracy") == [(number, number / 100) for number in (5, 10, 15, 20)]
 
 
+def hyperparameters_of(folder):
+    """Of the page HPARAMS: names of settings in their order, the metrics' scalars, the settings, whether it ended."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    found = {
+        tag: HParamsPluginData.FromString(metadata.plugin_data.content)
+        for tag, metadata in accumulator.summary_metadata.items()
+        if metadata.plugin_data.plugin_name == "hparams"
+    }
+    experiment, values = found["_hparams_/experiment"].experiment, found["_hparams_/session_start_info"]
+    settings = {k: v.number_value or v.string_value for k, v in values.session_start_info.hparams.items()}
+    first = [info.name for info in experiment.hparam_infos if info.differs]
+    return first, [m.name.tag for m in experiment.metric_infos], settings, "_hparams_/session_end_info" in found
+
+
+def test_tensorboard_shows_hyperparameters_with_the_runs_last_metrics(tmp_path):
+    """Also after a resume with another setting: those of the end, in the one folder."""
+    sections = "run: {seed: 3, name: x}\nmodel: {kind: cnn}\nobserve: {log_every: 1}\n"
+    for steps, start, rate in ((10, 0, 0.1), (20, 10, 0.2)):
+        train = f"train: {{steps: {steps}, ema: null, compile: false, sizes: [1, 2]}}\n"
+        (tmp_path / "recipe.yaml").write_text(f"{sections}{train}optim: {{lr: {rate}}}\n")
+        sink = tensorboard.build(tmp_path)
+        run(sink, tmp_path, range(start + 1, steps + 1), start)
+        sink.notice(ended(tmp_path))
+        sink.close()
+    first, metrics, settings, has_ended = hyperparameters_of(tmp_path)
+    assert settings == {
+        **{"run.seed": 3, "model.kind": "cnn", "train.steps": 20, "train.compile": "false", "train.sizes": "[1, 2]"},
+        **{"optim.lr": 0.2, "world_size": 2},
+    }
+    assert first == ["model.kind", "optim.lr"] and has_ended
+    assert metrics == ["test/accuracy", "train/loss"]
+    assert [points(tmp_path, tag)[-1] for tag in metrics] == [(20, 0.2), (20, 0.05)]
+    assert all(path.is_file() for path in (tmp_path / "tensorboard").iterdir())
+    assert len(list((tmp_path / "tensorboard").glob("*.hparams"))) == 1
+
+
 def test_tensorboard_is_on_disk_when_a_checkpoint_is(tmp_path):
     """What a resume relies on must not wait in memory for a kill: it is there before the save begins."""
     sink = tensorboard.build(tmp_path)

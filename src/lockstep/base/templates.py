@@ -1,5 +1,6 @@
-"""Text files rendered from Jinja2 templates that lie beside the code."""
+"""Text files rendered from Jinja2 templates that lie beside the code, and text within Markdown."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,3 +25,8 @@ def _environment() -> Environment:
 def render(name: str, **values: Any) -> str:
     """Render the template at a path below src/lockstep, such as "launch/launchers/slurm.sh.j2"; escapes HTML only."""
     return _environment().get_template(name).render(**values)
+
+
+def as_markdown(text: str) -> str:
+    """On one line, with Markdown and HTML escaped."""
+    return re.sub(r"([\\`*_\[\]<>|&#])", r"\\\1", " ".join(text.split()))

@@ -32,11 +32,17 @@ def html(results: Mapping[str, Any], worst: Sequence[Misclassified], *, matrix: 
     return printable(page)
 
 
+def has_picture(columns: Mapping[str, Any]) -> bool:
+    """Whether a sample has an image uint8 [C, H, W] that can be shown."""
+    image = columns.get("image")
+    return isinstance(image, np.ndarray) and image.ndim == 3 and len(image) in (1, 3) and image.dtype == np.uint8
+
+
 def data_uri(columns: Mapping[str, Any]) -> str:
     """The image uint8 [C, H, W] of a sample, for a browser; empty for other samples."""
-    image = columns.get("image")
-    if not isinstance(image, np.ndarray) or image.ndim != 3 or len(image) not in (1, 3) or image.dtype != np.uint8:
+    if not has_picture(columns):
         return ""
+    image = columns["image"]
     file = BytesIO()
     Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0)).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

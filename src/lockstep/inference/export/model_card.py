@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from lockstep.base.contracts import samples_of
-from lockstep.base.templates import render
+from lockstep.base.templates import as_markdown, render
 from lockstep.data.data_config import Origin
 from lockstep.inference.export.export_facts import ExportFacts
 
@@ -29,7 +29,7 @@ def text(facts: ExportFacts) -> str:
         recipe = yaml.safe_dump(_without_folders(facts.recipe), sort_keys=False)
     is_text = facts.modality == "text" and facts.model["kind"] == "transformer"
     request = '{"image": "<base64 of a PNG or JPEG>"}' if facts.image_shape else ""
-    labels = [f'"{_plain(label)}"' for label in facts.labels[:MAX_LABELS]]
+    labels = [f'"{as_markdown(label)}"' for label in facts.labels[:MAX_LABELS]]
     labels += ["..."] * (len(facts.labels) > MAX_LABELS)
     return render(
         "inference/export/model_card.md.j2",
@@ -43,7 +43,7 @@ def text(facts: ExportFacts) -> str:
         data=_training_data(facts),
         recipe=recipe,
         fence="`" * (1 + max((len(run) for run in re.findall("`{3,}", recipe)), default=2)),
-        plain=_plain,
+        plain=as_markdown,
         link=_link,
     )
 
@@ -94,17 +94,12 @@ def _results(facts: ExportFacts) -> list[Any]:
 def _training_data(facts: ExportFacts) -> str:
     if facts.origin is None:
         return f"`data.kind={facts.recipe['data']['kind']}`"
-    name = _plain(facts.origin.name)
+    name = as_markdown(facts.origin.name)
     return _link(name, f"datasets/{facts.origin.hub}") if facts.origin.hub else name
 
 
 def _link(title: str, path: str) -> str:
     return f"[{title}]({HUB}/{path})"
-
-
-def _plain(text: str) -> str:
-    """On one line, with Markdown and HTML escaped."""
-    return re.sub(r"([\\`*_\[\]<>|&#])", r"\\\1", " ".join(text.split()))
 
 
 def _without_folders(value: Any) -> Any:

@@ -3,7 +3,6 @@
 Every file may be missing, cut short by a kill, or written by somebody else: what cannot be read is left out.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.observe import run_history
+from lockstep.observe.run_settings import flattened
 
 RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
@@ -136,15 +136,6 @@ def read(folder: Path) -> RunFiles:
         evaluation=model_of(StoredEvaluation, folder / EVALUATION, notes),
         notes=notes,
     )
-
-
-def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """{"train": {"steps": 3}} -> ("train.steps", 3)."""
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def metric_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:

@@ -11,12 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.base.events import Evaluated, RankTimes, RunEnded, RunStarted, StepDone
 from lockstep.core.host.phases import OF_STEPS
+from lockstep.observe.run_settings import settings_of
 
 NOTHING = (-1, 0)
 METRICS = "metrics.jsonl"
@@ -56,11 +55,8 @@ class Tracker(ABC):
     def _start(self, event: RunStarted) -> None:
         """Open the tracker's run, that of an earlier start unless this one begins anew."""
         known, self.sent = self._known() if event.resumed_step else ("", NOTHING)
-        config: Any = None
-        with suppress(OSError, yaml.YAMLError):
-            config = yaml.safe_load((self.folder / "recipe.yaml").read_text(encoding="utf-8"))
         self.id = known
-        self.id = self.open(event, config if isinstance(config, dict) else {})
+        self.id = self.open(event, settings_of(self.folder))
         if self.id != known:
             storage.write(self.record, json.dumps(self.id) + "\n")
         self.is_open = True

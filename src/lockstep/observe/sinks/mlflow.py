@@ -3,11 +3,12 @@ run's folder."""
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.base.events import RunStarted
+from lockstep.observe.run_settings import flattened
 from lockstep.observe.sinks._tracker import Tracker, final_values, missing
 
 DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
@@ -51,7 +52,7 @@ class Mlflow(Tracker):
         experiment = known.experiment_id if known else self.client.create_experiment(name)
         tags = {"world_size": str(event.world_size), "device": event.device, "parameters": str(event.parameters)}
         identity: str = self.client.create_run(experiment, run_name=event.name, tags=tags).info.run_id
-        settings = [self.mlflow.entities.Param(name, str(value)[:MOST_CHARACTERS]) for name, value in _flat(config)]
+        settings = [self.mlflow.entities.Param(name, str(value)[:MOST_CHARACTERS]) for name, value in flattened(config)]
         for first in range(0, len(settings), MOST_PARAMETERS):
             self.client.log_batch(identity, params=settings[first : first + MOST_PARAMETERS])
         return identity
@@ -69,15 +70,6 @@ class Mlflow(Tracker):
         for file in files:
             self.client.log_artifact(self.id, str(file))
         self.client.set_terminated(self.id, ENDS.get(status, "FAILED"))
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """{"train": {"steps": 3}} -> ("train.steps", 3)."""
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def build(folder: Path) -> Mlflow:

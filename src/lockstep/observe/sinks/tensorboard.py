@@ -8,17 +8,27 @@ from typing import Any
 
 from lockstep.base.events import CheckpointSaved, Evaluated, RankTimes, RunEnded, RunStarted, SaveStarted, StepDone
 from lockstep.core.host.phases import OF_STEPS
+from lockstep.observe import event_files
+from lockstep.observe.run_settings import flattened, settings_of
+
+HYPERPARAMETERS = "hparams"
+SHAPING = ("data.", "model.", "optim.", "parallel.", "run.reproducibility", "run.seed", "schedule.", "train.")
+"""Beginnings of the names of settings that are shown as hyper-parameters."""
+FIRST = ("model.kind", "optim.kind", "optim.lr", "train.epochs", "train.global_batch")
+"""TensorBoard shows five unasked; these are marked as settings that differ between runs, which come first."""
 
 
 class TensorBoard:
     """train/* for logged steps, test/* for evaluations, checkpoint/* for saves, time/* and memory/* for the ranks.
 
-    Repeated steps replace the old ones. The config and the end of the run are texts.
+    Repeated steps replace the old ones. The config and the end of the run are texts; at the end its settings get a row
+    of the page HPARAMS.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "tensorboard"
         self.writer: Any = None
+        self.world_size = 0
 
     def notice(self, event: object) -> None:
         if isinstance(event, RunStarted):
@@ -26,6 +36,8 @@ class TensorBoard:
 
             # also on a fresh start: the folder may hold steps of a run that was killed before its first checkpoint
             self.writer = SummaryWriter(str(self.folder), purge_step=event.resumed_step + 1, flush_secs=10)
+            self.world_size = event.world_size
+            event_files.remove(self.folder, HYPERPARAMETERS)
             self._write_text("config", (self.folder.parent / "recipe.yaml"), event.resumed_step)
         elif isinstance(event, StepDone) and event.values:
             self._write("train", event.step, {**event.values, "epoch": event.epoch})
@@ -38,6 +50,7 @@ class TensorBoard:
             facts = {name: event.summary.get(name) for name in ("digest", "chain", "evaluation", "steps")}
             text = json.dumps({"status": event.status, **facts}, indent=1)
             self.writer.add_text("end", as_code(text), facts["steps"])
+            self._write_hyperparameters(event)
         elif isinstance(event, CheckpointSaved):
             seconds = {"seconds": event.seconds, "stall_seconds": event.stall_seconds}
             self._write("checkpoint", event.step, seconds)
@@ -54,9 +67,39 @@ class TensorBoard:
         with suppress(OSError):
             self.writer.add_text(name, as_code(file.read_text(encoding="utf-8")), step)
 
+    def _write_hyperparameters(self, event: RunEnded) -> None:
+        """The settings, and which scalars are the run's metrics: TensorBoard shows the last values of these.
+
+        add_hparams of torch would make a run of its own of them.
+        """
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+        from torch.utils.tensorboard.summary import hparams
+
+        settings = hyperparameters(self.folder.parent) | {"world_size": self.world_size}
+        metrics = dict.fromkeys([*(f"test/{name}" for name in event.summary.get("evaluation") or ()), "train/loss"])
+        experiment, start, end = hparams(settings, metrics)
+        plugin = experiment.value[0].metadata.plugin_data
+        content = HParamsPluginData.FromString(plugin.content)
+        for info in content.experiment.hparam_infos:
+            info.differs = info.name in FIRST
+        plugin.content = content.SerializeToString()
+        with event_files.replacing(self.folder, HYPERPARAMETERS) as writer:
+            for summary in (experiment, start, *([end] if event.status != "failed" else [])):
+                writer.file_writer.add_summary(summary)
+
     def _write(self, group: str, step: int, values: Any) -> None:
         for name, value in values.items():
             self.writer.add_scalar(f"{group}/{name}", value, step)
+
+
+def hyperparameters(folder: Path) -> dict[str, float | str]:
+    """ "section.key" -> value, of a run's settings that shape its result."""
+    found: dict[str, float | str] = {}
+    for name, value in flattened(settings_of(folder)):
+        if name.startswith(SHAPING) and value is not None:
+            is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+            found[name] = value if is_plain else json.dumps(value)
+    return found
 
 
 def mean_milliseconds(times: RankTimes) -> dict[str, float]:

@@ -18,7 +18,7 @@ from lockstep.core.distributed.collectives import all_gather_object, raise_on_al
 from lockstep.core.host.signals import SignalWatch
 from lockstep.data.bad_samples import Faults
 from lockstep.data.dataset import Subset
-from lockstep.inference.evaluate import evaluation_page, evaluation_report, figures
+from lockstep.inference.evaluate import evaluation_page, evaluation_report, evaluation_tensorboard, figures
 from lockstep.inference.evaluate.calibration import fitted
 from lockstep.inference.evaluate.evaluated_model import Opened, of_export, of_run
 from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
@@ -120,6 +120,9 @@ class EvaluateTask(WatchedTask):
                 (self.request.to / "confusion.svg").unlink(missing_ok=True)  # of an earlier evaluation
             storage.write(self.request.to / "evaluation.html", evaluation_page.html(facts, wrong, matrix=matrix))
             storage.write(self.request.to / "evaluation.json", json.dumps(facts, indent=1))
+            if self.request.to == self.recipe.folder and "tensorboard" in self.recipe.observe.sinks:
+                board = self.recipe.folder / "tensorboard"
+                evaluation_tensorboard.write(wrong, board, step=opened.step, data=self.request.data)
         except OSError as error:
             raise ModelError(f"cannot write to {self.request.to}: {error.strerror}; choose another with --to") from None
 
