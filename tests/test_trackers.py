@@ -13,6 +13,7 @@ from test_observe import started as run_started
 from lockstep.base import plugins
 from lockstep.base.errors import ConfigError
 from lockstep.base.events import Bus, Warned
+from lockstep.core.host.phases import OF_STEPS
 from lockstep.observe.sinks import mlflow
 
 CONFIG = """
@@ -22,6 +23,7 @@ launch: {processes: 2, max_restarts: 0}
 observe: {log_every: 2}
 checkpoint: {every_steps: 10}
 """
+PHASED = dict.fromkeys(OF_STEPS, [0.1, 0.4])
 OFFLINE = {"WANDB_MODE": "offline"}
 SLOW = """
 import time
@@ -90,6 +92,13 @@ def mlflow_rows(folder):
     return rows, run.data.params, run.data.tags | {"run status": run.info.status}, artifacts
 
 
+def mlflow_rows_of(sink):
+    run = sink.client.get_run(sink.id)
+    return [
+        (m.step, m.key, m.value) for name in run.data.metrics for m in sink.client.get_metric_history(sink.id, name)
+    ]
+
+
 def losses(rows, name="train/loss"):
     return [(step, value) for step, each, value in rows if each == name]
 
@@ -127,12 +136,21 @@ def logged(folder):
     return [(line["step"], line["loss"]) for line in lines if line["kind"] == "step"]
 
 
+def times(folder):
+    """Of history.jsonl: step -> milliseconds of the forward pass; of a step that was done again, the last."""
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    return {
+        line["step"]: 1000 * max(line["phases"]["forward"]) / line["steps"] for line in lines if line["kind"] == "ranks"
+    }
+
+
 def test_wandb_has_each_step_once(killed):
     rows, config, final, ids = wandb_rows(killed)
     found = losses(rows)[-len(logged(killed)) :]  # a part that a kill has ended may hold some of these as well
     assert found == logged(killed)
     assert set(losses(rows)) == set(found)
-    assert losses(rows, "time/forward")
+    timed = sorted(times(killed).items())
+    assert losses(rows, "time/forward")[-len(timed) :] == [(step, pytest.approx(ms, abs=0.01)) for step, ms in timed]
     assert len(ids) == 1
     assert config["train"]["global_batch"] == 32 and config["world_size"] == 2
     assert json.loads(final["digest"]) == summary(killed.parents[1], "a")["digest"]
@@ -142,6 +160,7 @@ def test_wandb_has_each_step_once(killed):
 def test_mlflow_has_each_step_once(killed):
     rows, parameters, tags, artifacts = mlflow_rows(killed)
     assert losses(rows) == [(step, pytest.approx(loss)) for step, loss in logged(killed)]
+    assert [step for step, _ in losses(rows, "time/forward")] == sorted(times(killed))
     assert len(losses(rows, "test/accuracy")) == len({step for step, _ in losses(rows, "test/accuracy")})
     assert parameters["train.global_batch"] == "32"
     assert tags["digest"] == summary(killed.parents[1], "a")["digest"]
@@ -179,6 +198,19 @@ def test_a_run_from_the_beginning_is_another_run(tmp_path):
         with (folder / "mlflow.jsonl").open("a") as file:
             file.write(torn)
     assert len(set(ids)) == 2 and ids[1] == ids[2]
+
+
+def test_times_that_a_kill_has_kept_are_sent_from_the_history(tmp_path):
+    """Those up to the resumed step; of lines that nobody has written so, none."""
+    lines = [{"kind": "ranks", "step": step, "steps": 2, "phases": PHASED} for step in (2, 4, 6)]
+    odd = [{"kind": "ranks", "step": 5}, {"kind": "ranks", "step": 3, "steps": 0, "phases": PHASED}]
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, *odd]) + '{"kind": "ra')
+    sink = plugins.find("observe.sinks", "mlflow").build(folder)
+    sink.notice(run_started(folder, resumed_step=5))
+    rows = mlflow_rows_of(sink)
+    assert losses(rows, "time/exchange") == [(2, 200.0), (4, 200.0)]
 
 
 def test_errors_are_reported_once(tmp_path):

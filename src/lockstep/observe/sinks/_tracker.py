@@ -1,12 +1,13 @@
 """What sinks for experiment trackers share: one tracker run for a run, over kills and resumes, without a repeat.
 
 The tracker's id of the run, and the last step that it was given, are in the run's folder. Steps that a resume repeats
-have the same values, so they are not sent again; what a kill has kept from the tracker is sent from metrics.jsonl.
+have the same values, so they are not sent again; what a kill has kept from the tracker is sent from metrics.jsonl and,
+for the time of the ranks, from history.jsonl, which has it in hundredths of a millisecond.
 """
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.base.events import Evaluated, RankTimes, RunEnded, RunStarted, StepDone
 from lockstep.core.host.phases import OF_STEPS
+from lockstep.observe import run_history
 from lockstep.observe.run_settings import settings_of
 
 NOTHING = (-1, 0)
@@ -45,8 +47,7 @@ class Tracker(ABC):
         elif isinstance(event, Evaluated):
             self._send(event.step, 1, {f"test/{name}": value for name, value in event.values.items()})
         elif isinstance(event, RankTimes):
-            times = {f"time/{name}": 1000 * max(event.seconds[name]) / event.steps for name in OF_STEPS}
-            self._send(event.step, 2, times)
+            self._send(event.step, 2, milliseconds(event.seconds, event.steps))
         elif isinstance(event, RunEnded):
             self.is_open = False
             files = [self.folder / name for name in ARTIFACTS if (self.folder / name).is_file()]
@@ -65,11 +66,16 @@ class Tracker(ABC):
 
     def _repeat(self, resumed_step: int) -> None:
         """Send what a kill has kept from the tracker."""
+        found: dict[tuple[int, int], dict[str, float]] = {}
         for line in logged_lines(self.folder / METRICS):
-            if line["step"] > resumed_step:
-                break
             part, group = (1, "test") if line["kind"] == "evaluation" else (0, "train")
-            self._send(line["step"], part, {f"{group}/{name}": v for name, v in line.items() if is_value(name, v)})
+            found[line["step"], part] = {f"{group}/{name}": v for name, v in line.items() if is_value(name, v)}
+        for line in logged_lines(self.folder / run_history.FILE):
+            if line["kind"] == "ranks":
+                found[line["step"], 2] = times_of(line)
+        for (step, part), values in sorted(found.items()):
+            if step <= resumed_step:
+                self._send(step, part, values)
 
     def _known(self) -> tuple[str, tuple[int, int]]:
         """The id of the tracker's run, and the last that it was sent; a line that was cut short does not count."""
@@ -112,7 +118,7 @@ class Tracker(ABC):
 
 
 def logged_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Those of metrics.jsonl that are whole; none where there is no such file."""
+    """Those of metrics.jsonl or history.jsonl that are whole; none where there is no such file."""
     try:
         file = storage.regular(path)
     except OSError:
@@ -123,6 +129,18 @@ def logged_lines(path: Path) -> Iterator[dict[str, Any]]:
                 line = json.loads(text)
                 if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
                     yield line
+
+
+def milliseconds(seconds: Mapping[str, Sequence[float]], steps: int) -> dict[str, float]:
+    """Of a step by phase, of the rank with the most."""
+    return {f"time/{name}": 1000 * max(seconds[name]) / steps for name in OF_STEPS}
+
+
+def times_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """The same, of a line of history.jsonl; nothing if it is none that Lockstep has written."""
+    with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
+        return milliseconds(line["phases"], line["steps"])
+    return {}
 
 
 def is_value(name: str, value: object) -> bool:
