@@ -7,13 +7,16 @@ FOLDER holds mnist/ and ag_news/; MINILM a sentence-transformers/all-MiniLM-L6-v
 trains some steps and exits; a round runs each once. Two processes of one thread each. Columns: samples/s after the
 warm-up, also as a ratio to the tuned loop of the same round; seconds from the command to the end of the first step;
 the peak memory of rank 0 up to the last step, and the largest of any process to the end (Lockstep also evaluates and
-saves a checkpoint there). Medians and quartiles over the rounds. With --at-least the exit code is 1 where
-Lockstep is slower than this ratio to the tuned loop. Run nothing else beside it.
+saves a checkpoint there); the energy of the processors per 1,000 samples, start and end included, where the system
+tells it. Medians and quartiles over the rounds. "small m": with a micro-batch that is smaller than what the others
+have. With --at-least the exit code is 1 where Lockstep is slower than this ratio to the tuned loop. Run nothing else
+beside it.
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import statistics
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -45,9 +49,12 @@ SCRIPTS = {
     "Lightning": "lightning_loop.py",
 }
 REFERENCE = "tuned loop"
-KINDS = {"Lockstep exact": "exact", "Lockstep fast": "fast"}
+SMALL = "Lockstep exact, small m"
+KINDS = {"Lockstep exact": "exact", "Lockstep fast": "fast", SMALL: "exact"}
 CONTENDERS = [*SCRIPTS, *KINDS]
 TEXT_ONLY = {"HF Trainer"}
+ENERGY = Path("/sys/class/powercap")
+"""Where Linux has the energy meters of processors (RAPL); readable by root only on most systems."""
 TEST_ROWS = 64
 LIMIT = 600.0
 """Seconds after which a contender hangs."""
@@ -71,18 +78,24 @@ class Setting:
     """The bin folder of the peers' environment."""
 
 
-def lockstep(kind: str, setting: Setting) -> list[str]:
+def takes_part(name: str, work: Work) -> bool:
+    """Whether a contender has this work."""
+    return (work.is_text or name not in TEXT_ONLY) and (work.small_micro_batch is not None or name != SMALL)
+
+
+def lockstep(name: str, setting: Setting) -> list[str]:
     """The command of a training with Lockstep."""
     work, folder = setting.work, setting.folder
+    micro_batch = work.small_micro_batch if name == SMALL else work.global_batch // WORLD
     files = PEERS / "lockstep_files.py"
     settings = [
         f"run.dir={folder / 'runs'}",
-        f"run.reproducibility={kind}",
+        f"run.reproducibility={KINDS[name]}",
         f"launch.processes={WORLD}",
         "parallel.kind=ddp",
         f"train.steps={work.steps}",
         f"train.global_batch={work.global_batch}",
-        f"train.micro_batch={work.global_batch // WORLD}",
+        f"train.micro_batch={micro_batch}",
         "train.precision=bf16",
         f"optim.lr={work.learning_rate}",
         f"observe.file={files}",
@@ -105,7 +118,7 @@ def lockstep(kind: str, setting: Setting) -> list[str]:
 def command(name: str, setting: Setting) -> list[str]:
     """What starts a contender."""
     if name in KINDS:
-        return lockstep(KINDS[name], setting)
+        return lockstep(name, setting)
     folders = {"--data": setting.folder, "--model": setting.model, "--out": setting.folder / "meter"}
     arguments = ["--work", setting.work.name, *(str(part) for pair in folders.items() for part in pair)]
     return [str(setting.peers / "torchrun"), f"--nproc-per-node={WORLD}", str(PEERS / SCRIPTS[name]), *arguments]
@@ -118,6 +131,7 @@ def run(name: str, setting: Setting) -> Figures:
     meter.mkdir(exist_ok=True)
     for file in meter.glob("*.json"):
         file.unlink()
+    before = energy_meters()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "METER": str(meter), "BEGAN": str(time.time())}
     with (folder / "output.txt").open("w+") as output:
         process = subprocess.Popen(command(name, setting), cwd=folder, env=environment, stdout=output, stderr=output)
@@ -128,7 +142,25 @@ def run(name: str, setting: Setting) -> Figures:
     seen = json.loads((meter / "rank-0.json").read_text(encoding="utf-8"))
     rate = setting.work.global_batch / seen["seconds_per_step"]
     peaks = {"peak": seen["peak_bytes"] / 2**20, "whole": max(peak, seen["peak_bytes"]) / 2**20}
-    return {"rate": rate, "first": seen["first_step"], **peaks}
+    return {"rate": rate, "first": seen["first_step"], **peaks, "joules": joules_since(before)}
+
+
+def energy_meters(folder: Path = ENERGY) -> dict[Path, int]:
+    """The meter of each processor in microjoules; none where the system has or shows none."""
+    meters = {}
+    for meter in folder.glob("intel-rapl:[0-9]/energy_uj"):  # those of a processor's parts have two numbers
+        with suppress(OSError, ValueError):
+            meters[meter] = int(meter.read_text(encoding="ascii"))
+    return meters
+
+
+def joules_since(before: dict[Path, int], folder: Path = ENERGY) -> float:
+    """What all processors have used since `before`; not a number where it cannot be known."""
+    now, used = energy_meters(folder), 0
+    for meter, value in before.items():
+        wraps_at = int((meter.parent / "max_energy_range_uj").read_text(encoding="ascii")) + 1
+        used += (now[meter] - value) % wraps_at
+    return used / 1e6 if before else math.nan
 
 
 def peak_of(process: subprocess.Popen[bytes]) -> int:
@@ -174,16 +206,20 @@ def middle(values: Sequence[float], digits: int) -> str:
 
 def table(work: Work, seen: dict[str, list[Figures]]) -> list[str]:
     """The lines of a work."""
+    has_energy = not any(math.isnan(figures["joules"]) for rounds in seen.values() for figures in rounds)
     lines = [
         f"### {work.name}: {work.model}, G = {work.global_batch}, {work.steps} steps",
         "",
-        "| contender | samples/s | ratio to the tuned loop | first step, s | peak memory in steps, MiB | to the end |",
-        "|---|---|---|---|---|---|",
+        "| contender | samples/s | ratio to the tuned loop | first step, s | peak memory in steps, MiB | to the end |"
+        + has_energy * " joules for 1,000 samples |",
+        "|---|---|---|---|---|---|" + has_energy * "---|",
     ]
     for name, rounds in seen.items():
         columns = [middle([figures["rate"] for figures in rounds], 1), middle(ratios(seen, name), 2)]
         medians = {key: statistics.median(figures[key] for figures in rounds) for key in ("first", "peak", "whole")}
         columns += [f"{medians['first']:.1f}", f"{medians['peak']:.0f}", f"{medians['whole']:.0f}"]
+        if has_energy:
+            columns.append(f"{1000 * statistics.median(each['joules'] for each in rounds) / work.samples:.0f}")
         lines.append(f"| {name} | {' | '.join(columns)} |")
     return [*lines, ""]
 
@@ -198,7 +234,7 @@ def machine() -> str:
 
 def measured(work: Work, names: Sequence[str], given: argparse.Namespace) -> dict[str, list[Figures]]:
     """All rounds of a work: contender -> its runs."""
-    own = [name for name in names if work.is_text or name not in TEXT_ONLY]
+    own = [name for name in names if takes_part(name, work)]
     seen: dict[str, list[Figures]] = {name: [] for name in own}
     with tempfile.TemporaryDirectory() as temporary:
         setting = Setting(work, Path(temporary), given.model.resolve(), given.peers.absolute())

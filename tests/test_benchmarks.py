@@ -16,6 +16,28 @@ def test_models_of_the_benchmarks_train(tmp_path):
     assert done.returncode == 0 and "| cnn | 2, loopback |" in done.stdout, done.stderr
 
 
+def test_energy_is_that_of_the_processors(tmp_path):
+    """Their meters start again at zero; a processor's parts are in its own meter already."""
+    path = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
+    for name, start in (("intel-rapl:0", 999_000_000), ("intel-rapl:1", 5), ("intel-rapl:0:0", 7), ("other", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{start}\n")
+        (tmp_path / name / "max_energy_range_uj").write_text("999999999\n")
+    program = f"""
+import sys
+sys.path[:0] = {path}
+from pathlib import Path
+import compare
+folder = Path({str(tmp_path)!r})
+before = compare.energy_meters(folder)
+(folder / "intel-rapl:0" / "energy_uj").write_text("1000000")
+(folder / "intel-rapl:1" / "energy_uj").write_text("3000005")
+print(compare.joules_since(before, folder), compare.joules_since({{}}, folder))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["5.0", "nan"], done.stderr
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("work", ["mnist-512", "minilm-128", "gpt-16"])

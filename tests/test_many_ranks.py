@@ -1,6 +1,9 @@
 """More ranks than any machine here could run: the real reduction on simulated ones, counted and checked."""
 
+import json
 import queue
+import subprocess
+import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -129,3 +132,93 @@ def test_a_rank_of_512_fetches_its_own_samples_only():
     order = Order(seed=0, samples=10**7, global_batch=4096, micro_batch=8)
     requests = TrainingRequests(order=order, owned=lambda *_: [7], start=10**4, stop=10**4 + 3)
     assert [len(request.indices) for request in requests] == [8, 8, 8]
+
+
+COUNTED = """
+import collections, json, os, sys
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch import nn
+
+from lockstep.base.model_contracts import LossSum, MicroBatch
+from lockstep.core.distributed.collectives import Agreement
+from lockstep.training.evaluation import EvaluationTarget, evaluate
+
+MICRO_BATCHES = 64
+world, folder = int(sys.argv[1]), sys.argv[2]
+rank = next((rank for rank in range(1, world) if os.fork() == 0), 0)  # one import for all of them
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+calls, sent = collections.Counter(), collections.Counter()
+
+
+def counting(name):
+    original = getattr(c10d, name)
+
+    def call(*arguments, **options):
+        calls[name] += 1
+        sent[name] += sum(each.nbytes for each in arguments if isinstance(each, torch.Tensor))
+        return original(*arguments, **options)
+
+    setattr(c10d, name, call)
+    setattr(dist, name, call)
+
+
+agreement = Agreement(flags=7)
+dist.barrier()
+for name in ("all_reduce", "all_gather", "gather", "broadcast", "barrier", "scatter", "all_to_all"):
+    counting(name)
+for step in range(5):
+    agreement.post([step == 3 and rank == world - 1, *[0] * 6])
+    flags = agreement.read()
+    assert flags[0] == (step == 3), (step, flags)
+steps = dict(calls), dict(sent)
+calls.clear()
+sent.clear()
+
+
+def micro_batch(number):
+    batch = {"x": torch.full((2, 3), float(number)), "label": torch.zeros(2)}
+    place = dict(step=0, shard=number, shards=MICRO_BATCHES, present=frozenset(range(MICRO_BATCHES)))
+    return MicroBatch(indices=(2 * number, 2 * number + 1), batch=batch, **place)
+
+
+target = EvaluationTarget(
+    forward=lambda batch: batch["x"].sum(1),
+    loss=lambda outputs, batch: LossSum(outputs.sum(), len(outputs)),
+    metrics={},
+    device=torch.device("cpu"),
+)
+own = [micro_batch(number) for number in range(rank, MICRO_BATCHES, world)]
+result = evaluate(target, own, total=MICRO_BATCHES)
+with open(f"{folder}/{rank}.json", "w") as file:
+    json.dump({"steps": steps, "evaluation": dict(calls), "loss": result.values["loss"]}, file)
+dist.barrier()
+dist.destroy_process_group()
+if rank == 0:
+    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(1, world)]
+    sys.exit(any(codes))
+os._exit(0)
+"""
+
+
+def counted(folder, world):
+    """What each of `world` real processes counted."""
+    folder.mkdir()
+    command = [sys.executable, "-c", COUNTED, str(world), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def test_agreement_and_evaluation_call_no_more_collectives_on_more_ranks(tmp_path):
+    """On real process groups: a step's agreement is one all-reduce of a few bytes, and an evaluation waits for the
+    others once for each micro-batch of a rank, of which there are fewer with more ranks."""
+    seen = {world: counted(tmp_path / str(world), world) for world in (2, 8, 32)}
+    for world, ranks in seen.items():
+        rounds = 64 // world
+        for rank in ranks:
+            assert rank["steps"] == [{"all_reduce": 5}, {"all_reduce": 5 * 7 * 8}]
+            assert sum(rank["evaluation"].values()) == 4 * rounds + 4, (world, rank["evaluation"])
+            assert rank["loss"] == ranks[0]["loss"] == seen[2][0]["loss"] == 3 * sum(range(64)) / 64

@@ -24,7 +24,7 @@ from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.curve_plot import svg
 from lockstep.tools.tune.learning_rate_finder import no_rate
 from lockstep.tools.tune.loss_curve import Curve, rates_between
-from lockstep.tools.tune.micro_batch_table import TrialRow, recommendations
+from lockstep.tools.tune.micro_batch_table import TrialRow, reasons, recommended
 from lockstep.tools.tune.size_search import candidates, largest
 from lockstep.tools.tune.trial_work import TrialRequest, longest
 
@@ -140,19 +140,35 @@ def test_the_table_is_read_in_sentences():
     def row(m, speed=100.0, verdict="fits"):
         return TrialRow(m=m, verdict=verdict, peak_bytes=1, samples_per_second=speed, why="Why." * (verdict == "fails"))
 
-    alone = {"global_batch": 96, "processes": 1}
-    assert recommendations([row(1), row(48), row(64)], 48, **alone)[0] == (
-        "train.micro_batch=48 fits and divides 96; 64, the largest, does not."
+    def read(rows, *, global_batch=96, processes=1):
+        run = {"global_batch": global_batch, "processes": processes}
+        m = recommended(rows, **run)
+        return m, *reasons(rows, m, **run)
+
+    assert read([row(1), row(48), row(64)]) == (
+        48,
+        "train.micro_batch=48 fits and divides 96; 64, the largest, does not.",
     )
-    assert "holds 32 samples only" in recommendations([row(1), row(64)], 64, **alone)[1]
-    assert recommendations([row(32, 120.0), row(48)], 48, **alone)[1] == (
-        "Fastest is train.micro_batch=32, with 1.20 times its samples per second."
+    assert read([row(1, 10.0), row(64)])[0] == 64
+    assert "holds 32 samples only" in read([row(1, 10.0), row(64)])[2]
+    assert read([row(32, 120.0), row(48)]) == (
+        *(
+            32,
+            "train.micro_batch=32 is the fastest, with 1.20 times the samples per second of 48, the largest that fits.",
+        ),
     )
-    assert len(recommendations([row(32, 102.0), row(48)], 48, **alone)) == 1  # no more than noise
-    assert recommendations([row(24), row(48), row(96)], 96, global_batch=96, processes=4)[1] == (
-        "With it only 1 of 4 processes has work in a step; train.micro_batch=24 keeps all of them at work."
+    assert read([row(32, 102.0), row(48)]) == (
+        48,
+        "train.micro_batch=48 is the largest that fits.",
+    )  # no more than noise
+    assert read([row(24), row(48), row(96, 150.0)], processes=4) == (
+        *(24, "train.micro_batch=24 is the fastest with which each of 4 processes has work."),
     )
-    assert recommendations([row(1, verdict="fails"), row(2)], 2, **alone)[-1] == "m = 1 fails: Why."
+    assert read([row(24), row(48, 90.0), row(96, 90.0)])[0] == 24
+    assert read([row(1), row(2)], global_batch=2, processes=4) == (
+        *(1, "train.micro_batch=1 is about as fast as any that fits.", "With it only 2 of 4 processes have work."),
+    )
+    assert read([row(1, verdict="fails"), row(2)])[-1] == "m = 1 fails: Why."
 
 
 def test_what_fits_is_found_by_real_memory(tune):

@@ -29,6 +29,8 @@ class Work:
     steps: int
     """Steps of a run; its samples are all different."""
     learning_rate: float
+    small_micro_batch: int | None = None
+    """A smaller micro-batch than global_batch / processes, where one was faster."""
 
     @property
     def samples(self) -> int:
@@ -45,7 +47,7 @@ WORKS = {
         Work("mnist-64", "cnn", 64, 256, 1e-3),
         Work("mnist-512", "cnn", 512, 32, 2e-3),
         Work("minilm-32", "minilm", 32, 32, 5e-5),
-        Work("minilm-128", "minilm", 128, 12, 1e-4),
+        Work("minilm-128", "minilm", 128, 12, 1e-4, small_micro_batch=16),
         Work("distilbert-32", "distilbert", 32, 12, 1e-4),
         Work("gpt-16", "gpt", 16, 12, 3e-4),
     )

@@ -12,7 +12,7 @@ from lockstep.cli._common import ConfigFile, Overrides, TrustCode, console, load
 def command(
     path: ConfigFile,
     overrides: Overrides = None,
-    micro_batch: Annotated[bool, typer.Option("--micro-batch", help="Find the largest that fits in memory.")] = False,
+    micro_batch: Annotated[bool, typer.Option("--micro-batch", help="Find the fastest that fits in memory.")] = False,
     lr: Annotated[bool, typer.Option("--lr", help="Find a learning rate by a range test, and draw the curve.")] = False,
     memory: Annotated[
         float | None,
@@ -24,7 +24,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="SVG file of the curve; default: CONFIG-lr.svg, here.")] = None,
     trust_code: TrustCode = False,
 ) -> int:
-    """Find the largest micro-batch that fits, or a good learning rate, to put into the config.
+    """Find the fastest micro-batch that fits, or a good learning rate, to put into the config.
 
     Keeps no weights and changes no config.
 

@@ -1,4 +1,4 @@
-"""Finds the largest micro-batch that fits in memory, by steps of real training.
+"""Finds the fastest micro-batch that fits in memory, by steps of real training.
 
 G = global batch, m = micro-batch, V = ceil(G/m) shards of a step, W = processes.
 """
@@ -13,7 +13,7 @@ from lockstep.core.host.memory_meter import GB, available_bytes
 from lockstep.run.recipe import Recipe
 from lockstep.tools.trials import processes_text, timed_lines
 from lockstep.tools.tune import trial_process
-from lockstep.tools.tune.micro_batch_table import TrialRow, TrialVerdict, recommendations, shards_of, table
+from lockstep.tools.tune.micro_batch_table import TrialRow, TrialVerdict, reasons, recommended, shards_of, table
 from lockstep.tools.tune.size_search import candidates, largest
 from lockstep.tools.tune.trial_work import TrialRequest
 
@@ -135,15 +135,18 @@ def budget_of(recipe: Recipe, memory_gb: float | None, *, on_gpu: bool) -> Budge
     return Budget(processes=processes, on_gpu=False, bytes=int(USABLE * available / processes), origin=origin)
 
 
-def chosen(finder: Finder, sizes: list[int]) -> int:
-    """The largest that fits; one that divides G evenly if that is at least half as large. Raises ConfigError."""
+def tried(finder: Finder, sizes: list[int]) -> list[TrialRow]:
+    """Search for the largest that fits, and the largest of those that divide G; the rows of all trials.
+
+    Raises ConfigError where none fits.
+    """
     best = largest(sizes, finder.fits)
     if best is None:
         row = next(row for row in finder.rows.values() if row.verdict != "fails")
         raise ConfigError(f"not even train.micro_batch={row.m} fits: {finder.remedy(row)}")
     batch = finder.recipe.train.global_batch
-    even = max(m for m in sizes if m <= best and batch % m == 0)
-    return even if 2 * even >= best and finder.fits(even) else best
+    finder.fits(max(m for m in sizes if m <= best and batch % m == 0))
+    return [finder.rows[m] for m in sorted(finder.rows)]
 
 
 def find(recipe: Recipe, budget: Budget, *, samples: int, console: Console) -> int:
@@ -156,10 +159,10 @@ def find(recipe: Recipe, budget: Budget, *, samples: int, console: Console) -> i
     limit = f"{budget.bytes / GB:.2f} GB{each}" if budget.bytes is not None else "the memory of the GPU"
     console.print(f"micro-batches of train.global_batch={batch} within {limit} ({budget.origin})", soft_wrap=True)
     finder = Finder(recipe=recipe, budget=budget, report=timed_lines(console))
-    m = chosen(finder, candidates(batch, samples))
-    rows = [finder.rows[m] for m in sorted(finder.rows)]
+    rows = tried(finder, candidates(batch, samples))
+    m = recommended(rows, global_batch=batch, processes=budget.processes)
     console.print(table(rows, batch))
-    for line in recommendations(rows, m, global_batch=batch, processes=budget.processes):
+    for line in reasons(rows, m, global_batch=batch, processes=budget.processes):
         console.print(line, soft_wrap=True)
     if recipe.data.workers:
         console.print(f"The memory of data.workers={recipe.data.workers} comes on top of it.", soft_wrap=True)

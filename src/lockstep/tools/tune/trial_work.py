@@ -28,8 +28,8 @@ from lockstep.run.recipe import Recipe
 from lockstep.tools.tune.loss_curve import Smoothing, has_diverged
 from lockstep.training.step import step
 
-TIMED_SECONDS = 1.0
-"""Steps are timed for at least this long, and at least one is."""
+TIMED_SECONDS, TIMED_STEPS = 2.0, 3
+"""Steps are timed for at least this long, and at least so many, after one that fills caches and allocators."""
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "bad_alloc", "could not create a primitive")
 """In messages of torch and its libraries that run out of memory without raising an error type of its own."""
 
@@ -113,21 +113,24 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def measure(components: Components, request: TrialRequest) -> dict[str, Any]:
-    """Run one step with the longest samples, then steps in the run's own order; the speed is their median."""
+    """Run one step with the longest samples, then steps in the run's own order; the speed is that of all of them
+    together, since texts of one step are about equally long, and those of the next have another length."""
     ballast, clip = allocate_ballast(components, request), components.recipe.optim.clip
     step(components.state, next(longest(components).steps(0)), clip=clip)
-    synchronize(components)
-    seconds, begin = [], time.monotonic()
+    steps, samples, begin = 0, 0, 0.0
     for micro_batches in components.steps(0):
-        start = time.monotonic()
+        if steps == 1:
+            synchronize(components)
+            samples, begin = 0, time.monotonic()
         step(components.state, micro_batches, clip=clip)
-        synchronize(components)
-        samples = sum(len(micro_batch.indices) for micro_batch in micro_batches)
-        seconds.append((time.monotonic() - start) / samples)
-        if time.monotonic() - begin >= TIMED_SECONDS:
-            break
+        steps, samples = steps + 1, samples + sum(len(micro_batch.indices) for micro_batch in micro_batches)
+        if steps > TIMED_STEPS:
+            synchronize(components)
+            if time.monotonic() - begin >= TIMED_SECONDS:
+                break
+    seconds = time.monotonic() - begin
     del ballast  # held until here
-    return {"peak_bytes": device_peak_bytes(), "samples_per_second": 1 / float(np.median(seconds))}
+    return {"peak_bytes": device_peak_bytes(), "samples_per_second": samples / seconds}
 
 
 def allocate_ballast(components: Components, request: TrialRequest) -> Tensor:

@@ -18,7 +18,7 @@ from lockstep.tools.tune import learning_rate_finder, micro_batch_finder
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
     micro_batch: bool
-    """Find the largest micro-batch."""
+    """Find the micro-batch."""
     rate: bool
     """Find a learning rate."""
     memory_gb: float | None
