@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -100,6 +101,7 @@ def test_samples(folder):
     skipping = samples.check(case_of(folder, *mine, "data.on_bad_sample=skip"))
     assert {each.severity for each in skipping} == {"note"}
     assert codes(samples.check(case_of(folder, "data.workers=40"))) == ["LS-DATA-03"]
+    assert codes(samples.check(case_of(folder, "launch.processes=64"))) == []  # it has no loader processes
 
 
 def test_a_model_and_data_that_cannot_be_had(folder):
@@ -141,6 +143,13 @@ def test_a_limit_on_the_size_of_files(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_a_disk_that_syncs_slowly(folder, monkeypatch):
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: time.sleep(1.1 * folder_of_runs.SLOW_SECONDS) or sync(file))
+    (found,) = folder_of_runs.check(case_of(folder))
+    assert (found.code, found.severity) == ("LS-RUN-03", "warning") and str(folder) in found.cause
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a small disk needs root and unshare")
 def test_a_disk_that_is_full(folder):
     """A real file system of 1 MiB, which is full, and /dev/shm of 8 MiB, in a mount namespace of the command's own."""
@@ -179,7 +188,9 @@ def test_the_newest_checkpoint(folder):
 def test_cores_and_limits(folder, tmp_path):
     stat = tmp_path / "cpu.stat"
     stat.write_text("usage_usec 12\nnr_throttled 3\nthrottled_usec 5000000\n")
-    assert "LS-CPU-01" in codes(cores.check(case_of(folder, "launch.processes=64")))
+    for number, severity in ((psutil.cpu_count() + 1, "warning"), (100 * psutil.cpu_count(), "error")):  # as train does
+        many = next(cores.check(case_of(folder, f"launch.processes={number}")))
+        assert (many.code, many.severity) == ("LS-CPU-01", severity)
     assert "LS-CPU-02" in codes(cores.check(case_of(folder, "launch.processes=1"), cgroup=stat))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (500, before[1]))
@@ -228,6 +239,7 @@ def test_gpus(folder):
     """The fields as the driver prints them, of a healthy GPU and of others; settings that slow NCCL down."""
     case = case_of(folder, "launch.environment={NCCL_P2P_DISABLE: '1', CUDA_LAUNCH_BLOCKING: '1'}")
     assert codes(gpu_health.check(case)) == ["LS-GPU-02"] * 2
+    assert [codes(gpu_health.shared_out(3, gpus)) for gpus in (0, 2, 3)] == [[], ["LS-GPU-01"], []]
     healthy = {"errors": "0", "thermal": "Not Active", "power": "Not Active", "used": "4", "total": "143771"}
     assert codes(gpu_health.health(0, healthy)) == []
     assert codes(gpu_health.health(0, healthy | {"errors": "[N/A]", "used": "[N/A]"})) == []
@@ -353,3 +365,5 @@ def test_every_code_is_in_the_documentation_and_of_one_check():
     every = [code for codes in of_checks for code in codes]
     assert len(every) == len(set(every))
     assert [code for code in every if f"| {code} |" not in text] == []
+    tests = "".join(file.read_text() for file in Path(__file__).parent.glob("test_doctor*.py"))
+    assert [code for code in every if f'"{code}' not in tests and f"({code})" not in tests] == []

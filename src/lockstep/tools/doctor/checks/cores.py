@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 
 from lockstep.base.world import cores
+from lockstep.launch.launch_config import MAX_PER_CORE
 from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.diagnosis import Diagnosis
 
@@ -26,7 +27,7 @@ def check(case: Case, *, cgroup: Path = CGROUP) -> Iterator[Diagnosis]:
     if threads > cores():
         yield Diagnosis(
             code="LS-CPU-01",
-            severity="warning",
+            severity="error" if max(case.processes, case.recipe.run.threads) > MAX_PER_CORE * cores() else "warning",
             cause=f"{case.processes} processes with {case.recipe.run.threads} threads each share {cores()} cores",
             repair=f"set launch.processes={max(1, cores() // case.recipe.run.threads)}, or fewer run.threads",
         )

@@ -40,19 +40,23 @@ USED = 0.1
 def check(case: Case) -> Iterator[Diagnosis]:
     import torch  # noqa: PLC0415 (slow)
 
-    gpus = torch.cuda.device_count()
-    if gpus and case.processes > gpus:
-        yield Diagnosis(
-            code="LS-GPU-01",
-            severity="error",
-            cause=f"{case.processes} processes for {gpus} GPUs",
-            repair=f"set launch.processes={gpus}",
-        )
+    yield from shared_out(case.processes, torch.cuda.device_count())
     yield from slow_settings({**os.environ, **case.launch.environment})  # noqa: TID251 (what NCCL reads)
     for number, line in enumerate(_driver_lines()):
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == len(QUERY):
             yield from health(number, dict(zip(QUERY, fields, strict=True)))
+
+
+def shared_out(processes: int, gpus: int) -> Iterator[Diagnosis]:
+    """Each process has a GPU of its own, where there are any."""
+    if gpus and processes > gpus:
+        yield Diagnosis(
+            code="LS-GPU-01",
+            severity="error",
+            cause=f"{processes} processes for {gpus} GPUs",
+            repair=f"set launch.processes={gpus}",
+        )
 
 
 def slow_settings(environment: Mapping[str, str]) -> Iterator[Diagnosis]:

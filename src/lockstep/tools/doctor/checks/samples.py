@@ -38,7 +38,7 @@ def check(case: Case) -> Iterator[Diagnosis]:
                 repair="mend it; with data.on_bad_sample=skip a run leaves such samples out and lists them",
             )
     loaders = case.recipe.data.workers * case.processes
-    if loaders + case.processes > 2 * cores():
+    if loaders and loaders + case.processes > 2 * cores():
         yield Diagnosis(
             code="LS-DATA-03",
             severity="warning",
