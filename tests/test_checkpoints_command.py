@@ -17,10 +17,12 @@ from rich.filesize import decimal
 from typer.testing import CliRunner
 
 from lockstep.base import config
+from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint import inventory, layout, retention, verify
 from lockstep.checkpoint import listing as table
 from lockstep.checkpoint.layout import CheckpointSection, Manifest, folder_of
 from lockstep.cli import _app
+from lockstep.launch import run_folder
 from lockstep.run.recipe import starter
 
 SECTION = "{keep: 1, best: accuracy, keep_every_hours: 6}"
@@ -216,6 +218,15 @@ def test_a_flipped_byte_is_seen_by_verify_alone(listing, root):
     assert (code, err) == (1, "")
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_says_how_to_see_why(root):
+    """To who evaluates or exports it: further training would end at once."""
+    for folder in layout.listed(root):
+        os.truncate(folder / "__0_0.distcp", 100)
+    how = f"none of the 4 checkpoints in {root} is whole; see why with: lockstep checkpoints {root.parent} --verify"
+    with pytest.raises(CheckpointError, match=re.escape(how)):
+        run_folder.run_of(root.parent)
+
+
 def test_a_truncated_file_is_seen_by_both(listing, root):
     file = root / "step-000000020" / "__0_0.distcp"
     length = file.stat().st_size
@@ -303,7 +314,9 @@ def test_what_is_no_run_is_told_in_one_line(listing, saved, tmp_path, path):
     shutil.copytree(saved / "step-000000040", tmp_path / "step-000000040")
     code, lines, err = listing(path)
     assert (code, lines) == (2, [])
-    assert err == f"{path} is no run: there is no recipe.yaml in it (runs are folders such as runs/NAME)\n"
+    missing = {"runs/none": "there is no such folder", "a.yaml": "it is a file", "/dev/null": "it is a file"}
+    what = missing.get(path, "there is no recipe.yaml in it")
+    assert err == f"{path} is no run: {what} (runs are folders such as runs/NAME)\n"
 
 
 def test_a_recipe_that_is_wrong_and_a_folder_that_is_none(listing, root):

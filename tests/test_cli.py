@@ -201,7 +201,8 @@ def test_init_refuses_to_overwrite(lockstep, tmp_path, to):
         (["evaluate", "."], [". is no run", "recipe.yaml", "runs/NAME"]),
         (["evaluate", "runs/none"], ["runs/none is no run"]),
         (["export", "."], [". is no run"]),
-        (["export", "/dev/null"], ["/dev/null is no run"]),
+        (["export", "/dev/null"], ["/dev/null is no run: it is a file"]),
+        (["status", "/dev/null"], ["/dev/null was not started by `lockstep train`: it is a file"]),
         (["compare", ".", "runs/b"], [". is no run and no checkpoint", "runs/NAME"]),
     ],
 )

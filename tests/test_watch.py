@@ -122,6 +122,9 @@ def test_no_run(tmp_path):
         RunReader(tmp_path / "nothing").state()
     with pytest.raises(ConfigError, match=r"is no run: there is no recipe.yaml in it"):
         RunReader(tmp_path).state()
+    (tmp_path / "my-first-run").mkdir()
+    with pytest.raises(ConfigError, match=r"there is no such folder — did you mean 'my-first-run'\?"):
+        RunReader(tmp_path / "my-frist-run").state()
 
 
 def test_a_growing_history_is_read_on(crafted):

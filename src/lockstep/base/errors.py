@@ -22,6 +22,7 @@ LockstepError            the base: never raised itself
 import difflib
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except line breaks and tabs, marks that change the writing direction, and lone surrogates."""
@@ -149,3 +150,16 @@ def nearest(word: str, known: list[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
     return f" — did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def absence(path: Path, what: str) -> str:
+    """What is missing at a path that should be a folder with something in it: the folder itself, or `what` is."""
+    if path.is_dir():
+        return what
+    if path.exists():
+        return "it is a file"
+    try:
+        beside = [each.name for each in path.absolute().parent.iterdir() if each.is_dir()]
+    except OSError:
+        beside = []
+    return f"there is no such folder{nearest(path.name, beside)}"

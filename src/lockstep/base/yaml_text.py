@@ -136,8 +136,9 @@ def read(text: str, locations: KeyLocations, path: KeyPath = ()) -> Any:
         return None if node is None else _value(node, path, locations)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        advice = "; indent with spaces, not with tabs" if r"'\t'" in str(error.problem) else ""
         context = f" ({error.context} of line {error.context_mark.line + 1})" if error.context_mark else ""
-        raise ConfigError(f"{locations.file}{line}: this is not YAML: {error.problem}{context}") from None
+        raise ConfigError(f"{locations.file}{line}: this is not YAML: {error.problem}{context}{advice}") from None
     except yaml.reader.ReaderError as error:
         line = f":{text.count(chr(10), 0, error.position) + 1}"
         raise ConfigError(

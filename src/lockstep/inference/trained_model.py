@@ -10,7 +10,7 @@ import torch
 
 from lockstep.base import plugins, storage, trust
 from lockstep.base.contracts import DataSpec, Tokenizer
-from lockstep.base.errors import ConfigError, LaunchError, ModelError
+from lockstep.base.errors import ConfigError, LaunchError, ModelError, absence
 from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.weights import restore_model
@@ -134,8 +134,8 @@ def resolve(path: Path) -> Path:
         return path.absolute()
     if not is_run(path):
         raise ConfigError(
-            f"{path} is neither an export (there is no {export_facts.FILE} in it) nor a run (no recipe.yaml, such as "
-            "in runs/NAME)"
+            f"{path} is neither an export nor a run: "
+            f"{absence(path, f'there is no {export_facts.FILE} and no recipe.yaml in it')} (such as runs/NAME)"
         )
     return run_of(path)[1]
 

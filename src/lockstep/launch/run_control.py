@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from lockstep.base import plugins, storage
 from lockstep.base.contracts import Launcher
-from lockstep.base.errors import ConfigError, LaunchError
+from lockstep.base.errors import ConfigError, LaunchError, absence
 from lockstep.checkpoint.layout import listed
 from lockstep.launch import launch_run
 from lockstep.run import recipe as recipes
@@ -92,8 +92,9 @@ def _job(folder: Path) -> tuple[Launcher, dict[str, Any]]:
         job = storage.read_json(file)
         kind = job.get("kind") if isinstance(job, dict) else None
         note = plugins.find("launch.launchers", str(kind)).Note.model_validate(job).model_dump()
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} was not started by `lockstep train`: there is no {launch_run.JOB} in it") from None
+    except (FileNotFoundError, NotADirectoryError):
+        what = absence(folder, f"there is no {launch_run.JOB} in it")
+        raise ConfigError(f"{folder} was not started by `lockstep train`: {what}") from None
     except (OSError, ValueError, ConfigError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise ConfigError(f"{file} cannot be used ({reason}): `lockstep train` writes a new one") from None

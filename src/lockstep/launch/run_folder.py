@@ -4,8 +4,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.base.errors import CheckpointError, ConfigError
+from lockstep.base.errors import CheckpointError, ConfigError, absence
 from lockstep.checkpoint import layout, retention
+from lockstep.checkpoint.layout import listed
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 
@@ -49,7 +50,8 @@ def locate(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, 
     else:
         root = folder / "checkpoints"
     if not (root.parent / "recipe.yaml").is_file():
-        raise ConfigError(f"{path} is no run: there is no recipe.yaml in it (runs are folders such as runs/NAME)")
+        what = absence(path, "there is no recipe.yaml in it")
+        raise ConfigError(f"{path} is no run: {what} (runs are folders such as runs/NAME)")
     overrides = [*recipes.run_folder_overrides(root.parent), *(overrides or [])]
     return recipes.load(root.parent / "recipe.yaml", overrides), root, checkpoint
 
@@ -62,6 +64,11 @@ def run_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, 
     recipe, root, checkpoint = locate(path, overrides)
     checkpoint = checkpoint or retention.chosen(root, recipe.checkpoint)
     if checkpoint is None:
+        if found := listed(root):
+            raise CheckpointError(
+                f"none of the {len(found)} checkpoints in {root} is whole; see why with: "
+                f"lockstep checkpoints {root.parent} --verify"
+            )
         raise CheckpointError(
             f"{path} has no finished checkpoint yet; train it further with: lockstep train {root.parent}/recipe.yaml"
         )

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from lockstep.base import storage, trust
-from lockstep.base.errors import ConfigError, nearest
+from lockstep.base.errors import ConfigError, absence, nearest
 from lockstep.inference.evaluate import evaluation_table
 from lockstep.inference.evaluate.evaluation_request import SPLITS, EvaluationRequest
 from lockstep.inference.evaluate.evaluation_samples import check_file
@@ -88,8 +88,9 @@ def _of_run(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
     """A run's recipe and checkpoint."""
     if not is_run(path):
         raise ConfigError(
-            f"{path} is no run, no checkpoint and no export: there is neither recipe.yaml (runs are folders such as "
-            f"runs/NAME) nor {export_facts.FILE} in it"
+            f"{path} is no run, no checkpoint and no export: "
+            f"{absence(path, f'there is neither recipe.yaml nor {export_facts.FILE} in it')} "
+            "(runs are folders such as runs/NAME)"
         )
     return run_of(path, overrides)
 

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.base import storage
-from lockstep.base.errors import ConfigError
+from lockstep.base.errors import ConfigError, absence
 from lockstep.observe import run_history
 from lockstep.observe.run_settings import flattened
 
@@ -121,7 +121,8 @@ def read(folder: Path) -> RunFiles:
     """Raises ConfigError for a folder that is no run's."""
     recipe, notes = folder / RECIPE, list[str]()
     if not recipe.is_file():
-        raise ConfigError(f"{folder} is no run: there is no {RECIPE} in it (runs are folders such as runs/NAME)")
+        what = absence(folder, f"there is no {RECIPE} in it")
+        raise ConfigError(f"{folder} is no run: {what} (runs are folders such as runs/NAME)")
     try:
         settings = yaml.safe_load(storage.read(recipe, storage.MOST_JSON_BYTES))
     except (OSError, yaml.YAMLError, ValueError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lockstep.base import storage
-from lockstep.base.errors import ConfigError
+from lockstep.base.errors import ConfigError, absence
 from lockstep.observe import run_history
 from lockstep.observe.report.goodput import Start, starts
 from lockstep.observe.report.run_files import METRICS, RECIPE, HistoryLine
@@ -58,7 +58,7 @@ class RunReader:
     def state(self) -> RunState:
         """What the files say now."""
         if not any((self.folder / name).is_file() for name in (RECIPE, LAUNCH)):
-            what = f"there is no {RECIPE} in it" if self.folder.is_dir() else "there is no such folder"
+            what = absence(self.folder, f"there is no {RECIPE} in it")
             raise ConfigError(f"{self.folder} is no run: {what} (runs are folders such as runs/NAME)")
         self._read_history()
         found = starts([*self.lines, *self._newest()])

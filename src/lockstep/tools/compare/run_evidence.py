@@ -10,7 +10,7 @@ import pydantic_core
 import yaml
 
 from lockstep.base import storage
-from lockstep.base.errors import ConfigError
+from lockstep.base.errors import ConfigError, absence
 from lockstep.base.yaml_text import KeyLocations, read, read_file
 from lockstep.checkpoint import layout
 
@@ -58,8 +58,9 @@ def evidence(path: Path) -> Evidence:
     is_checkpoint = (folder / layout.MANIFEST).is_file()
     if not is_checkpoint and not (folder / "recipe.yaml").is_file():
         raise ConfigError(
-            f"{path} is no run and no checkpoint: there is no recipe.yaml and no {layout.MANIFEST} in it (runs are "
-            "folders such as runs/NAME, checkpoints such as runs/NAME/checkpoints/step-000000100)"
+            f"{path} is no run and no checkpoint: "
+            f"{absence(folder, f'there is no recipe.yaml and no {layout.MANIFEST} in it')} (runs are folders such as "
+            "runs/NAME, checkpoints such as runs/NAME/checkpoints/step-000000100)"
         )
     try:
         return _of_checkpoint(path, folder) if is_checkpoint else _of_run(path, folder)
