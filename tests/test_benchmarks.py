@@ -58,3 +58,15 @@ def test_both_reach_an_accuracy(shared_data, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     assert "| tuned loop |" in done.stdout and "| Lockstep exact |" in done.stdout
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_what_observing_costs_is_measured(shared_data, tmp_path):
+    small = ["--data", shared_data, "--works", "cnn-512", "--rounds", "1"]
+    command = [sys.executable, BENCHMARKS / "observing.py", *small]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stderr
+    *_, last = done.stdout.strip().splitlines()
+    figures = [float(cell.split()[0].rstrip("%")) for cell in last.strip("| ").split("|")[1:3]]
+    assert last.startswith("| cnn-512 |") and last.endswith("% |") and min(figures) > 0
