@@ -66,6 +66,21 @@ def test_time_left_counts_from_the_resumed_step(tmp_path, monkeypatch):
     assert lines[-1].endswith("· 0:00:16 left")
 
 
+def test_a_preparation_that_takes_long_shows_how_far_it_is(monkeypatch):
+    """Where there is no terminal: every five seconds, besides the end; a second one begins anew."""
+    now, text = 0.0, io.StringIO()
+    monkeypatch.setattr(progress_bar, "time", SimpleNamespace(monotonic=lambda: now))
+    lines = progress.ProgressLines(Console(file=text, width=100))
+    for what in ("measuring samples", "tokenising texts"):
+        for done in range(2, 15, 2):
+            now += 2
+            lines.notice(Preparing(what=what, done=done, total=14))
+    assert text.getvalue().splitlines() == [
+        *("measuring samples: 8 of 14", "measuring samples: 14 done"),
+        *("tokenising texts: 8 of 14", "tokenising texts: 14 done"),
+    ]
+
+
 def test_an_evaluation_that_takes_long_shows_how_far_it_is(monkeypatch):
     """A line every five seconds; none for one that takes less, or at its end."""
     now = 100.0

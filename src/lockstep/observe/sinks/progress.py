@@ -33,6 +33,8 @@ class ProgressLines:
     def __init__(self, console: Console, quiet_seconds: float = QUIET_SECONDS) -> None:
         self.console, self.quiet_seconds = console, quiet_seconds
         self.pace: Pace | None = None
+        self.preparation: tuple[str, Pace] | None = None
+        """What is being prepared, and its pace."""
         self.evaluation: tuple[int, Pace] | None = None
         """The step of the last evaluation, and its pace."""
 
@@ -51,6 +53,11 @@ class ProgressLines:
     def _(self, event: Preparing) -> None:
         if event.done >= event.total:
             self.print(f"{event.what}: {event.done:,} done")
+        elif self.preparation is None or self.preparation[0] != event.what:
+            self.preparation = event.what, Pace(event.total, event.done)
+            self.preparation[1].is_due()  # the first line comes after QUIET_SECONDS
+        elif self.preparation[1].is_due():
+            self.print(f"{event.what}: {event.done:,} of {event.total:,}")
 
     @notice.register
     def _(self, event: RunStarted) -> None:
