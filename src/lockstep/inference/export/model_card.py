@@ -109,5 +109,5 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_folders(each) for each in value]
     if isinstance(value, str) and (PurePath(value).is_absolute() or value.startswith("~")):
-        return PurePath(value).name
+        return PurePath(value).name or value
     return value
