@@ -13,7 +13,7 @@ from lockstep.base import plugins
 from lockstep.run.recipe import Recipe
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page, language):
@@ -43,7 +43,7 @@ def test_spirals(tmp_path):
     assert (tmp_path / "diary.txt").read_text().count("step ") == 40
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
@@ -62,9 +62,9 @@ def settings():
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_settings_that_are_named_exist(page):
-    sections, files = "|".join(Recipe.model_fields), "py|yaml|json|html|csv|sh|md|svg|onnx|safetensors|log|txt"
+    sections, files = "|".join(Recipe.model_fields), "py|yaml|json|html|csv|sh|md|svg|onnx|safetensors|log|txt|pt|tmp"
     named = set(re.findall(rf"`(?:lockstep [^`]* )?((?:{sections})\.(?!(?:{files})\b)[a-z_]+)\b", page.read_text()))
     assert named - settings() == set()
 

@@ -1,0 +1,57 @@
+"""The lessons run as a reader would run them, and their pages show what they print."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+LESSONS = sorted((ROOT / "lessons").glob("*.py"))
+PAGES = ROOT / "docs" / "lessons"
+
+
+def run(folder, *command):
+    """Standard output of a lesson that must succeed without a word on standard error."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # torchrun says on stderr that it sets this
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def blocks(lesson, language):
+    page = (PAGES / f"{lesson.stem.replace('_', '-')}.md").read_text()
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
+def test_its_page_shows_what_it_prints(lesson, tmp_path):
+    assert blocks(lesson, "text") == [run(tmp_path, str(lesson))]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
+def test_it_is_short_plain_and_listed(lesson):
+    text = lesson.read_text()
+    assert len(text.splitlines()) <= 60
+    assert "lockstep" not in text
+    assert f"({lesson.stem.replace('_', '-')}.md)" in (PAGES / "README.md").read_text()
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
+def test_its_page_quotes_it(lesson):
+    quoted = blocks(lesson, "python")
+    assert quoted
+    lines = {line.strip() for line in lesson.read_text().splitlines()}
+    assert {line.strip() for block in quoted for line in block.splitlines()} - lines == set()
+
+
+def test_processes_under_torchrun(tmp_path):
+    lesson = ROOT / "lessons" / "02_processes.py"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert [run(tmp_path, *torchrun, str(lesson))] == blocks(lesson, "text")
