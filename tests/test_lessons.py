@@ -11,6 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 LESSONS = sorted((ROOT / "lessons").glob("*.py"))
 PAGES = ROOT / "docs" / "lessons"
+UNRESOLVED = "hostname of the client socket cannot be retrieved"  # c10d, on a machine without a network
 
 
 def run(folder, *command):
@@ -20,7 +21,7 @@ def run(folder, *command):
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
+    assert [line for line in done.stderr.splitlines() if UNRESOLVED not in line] == []
     return done.stdout
 
 
