@@ -56,3 +56,17 @@ def test_processes_under_torchrun(tmp_path):
     lesson = ROOT / "lessons" / "02_processes.py"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert [run(tmp_path, *torchrun, str(lesson))] == blocks(lesson, "text")
+
+
+def test_the_command_lists_and_runs_them(tmp_path):
+    listed = run(tmp_path, "-m", "lockstep", "learn")
+    assert [int(number) for number in re.findall(r"│ (\d+) +│", listed)] == [int(each.stem[:2]) for each in LESSONS]
+    lesson = ROOT / "lessons" / "12_metrics.py"
+    assert run(tmp_path, "-m", "lockstep", "learn", "12").partition("\n")[2] == blocks(lesson, "text")[0]
+    assert "mp.spawn" in run(tmp_path, "-m", "lockstep", "learn", "12", "--show")
+    wrong = subprocess.run(
+        [sys.executable, "-m", "lockstep", "learn", "99"], capture_output=True, text=True, timeout=60
+    )
+    assert (wrong.returncode, wrong.stdout) == (2, "") and wrong.stderr.startswith(
+        "there is no lesson 99: there are 2, 3,"
+    )

@@ -114,8 +114,9 @@ def test_the_constraints_name_every_package():
 def wheel(tmp_path_factory):
     """Built from a copy of what git has, without a network."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "lessons", folder / "lessons", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
@@ -136,7 +137,7 @@ def test_a_wheel_holds_all_of_the_package(wheel):
             == (ROOT / "LICENSE").read_bytes()
         )
     ours = {p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*") if p.is_file() and p.suffix != ".pyc"}
-    assert held == ours
+    assert held == ours | {f"lessons/{file.name}" for file in (ROOT / "lessons").glob("*.py")}
     assert {"py.typed", "inference/serving/page.html", "inference/evaluate/page.html"} <= held
     assert "License-Expression: Apache-2.0\n" in about
     always = [line for line in about.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
@@ -164,6 +165,7 @@ def test_a_wheel_trains_outside_of_the_repository(wheel, tmp_path):
     assert python("-m", "lockstep", "--version").startswith(
         f"lockstep {PROJECT['version']}, torch {metadata.version('torch')}"
     )
+    assert "2 ranks, 2 different process ids" in python("-m", "lockstep", "learn", "2")
     python("-m", "lockstep", "init", "digits")
     said = python("-m", "lockstep", "train", "digits.yaml", *SHORT, "launch.processes=2")
     assert "finished after 3 steps" in said
