@@ -72,7 +72,7 @@ def test_any_batch_gives_what_the_model_gives(cases, exported, name, kind):
         difference = float((expected - found).abs().max())
         assert difference <= 1e-5
         assert found.shape == (size, len(case.spec.labels))
-        assert size == 1 or expected.std(dim=0).min() > 0.01  # else all would be equal whatever was read
+        assert size == 1 or expected.std(dim=0).min() > 1e-3  # a hundred times that: what was read makes a difference
     if kind in ("pretrained", "safetensors", "state_dict"):
         expected, found = case.model.state_dict(), forward.state_dict()
         assert expected.keys() == found.keys()
