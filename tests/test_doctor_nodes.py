@@ -84,10 +84,12 @@ def test_a_machine_that_does_not_come_and_a_rendezvous_that_cannot_be(top, free_
 
 @pytest.mark.skipif(not shutil.which("taskset") or psutil.cpu_count() < 2, reason="needs taskset and two cores")
 def test_a_slow_rank(top, free_port):
-    """Node 1 shares its core with two busy processes, node 0 has another one."""
+    """Node 1 shares its core with four busy processes; node 0 has another one, also while further tests run."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
     pinned = [("taskset", "-c", str(core)) for core in (first, second)]
-    busy = [subprocess.Popen([*pinned[1], sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    command = [*pinned[1], sys.executable, "-c", "while True: pass"]
+    # A session each, since Linux shares out a core by session first (autogroup).
+    busy = [subprocess.Popen(command, start_new_session=True) for _ in range(4)]
     try:
         codes, texts = examined(top, free_port, ([], {}), ([], {}), prefixes=pinned)
     finally:

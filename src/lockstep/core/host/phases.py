@@ -51,13 +51,14 @@ class PhaseClock:
         self.background = 0.0
         """Seconds for which another thread, that of the gradient exchange, was in the phase `exchange`."""
         self.phase: Phase = "other"
-        self._since = time.perf_counter()
+        self.since = time.perf_counter()
+        """When this phase began, and the one before it ended."""
 
     def switch(self, phase: Phase) -> Phase:
         """Count the time from here on for another phase -> the phase before."""
         now, before = time.perf_counter(), self.phase
-        self.seconds[before] += now - self._since
-        self.phase, self._since = phase, now
+        self.seconds[before] += now - self.since
+        self.phase, self.since = phase, now
         return before
 
     def so_far(self) -> "PhaseSeconds":
@@ -128,9 +129,9 @@ class phase:  # noqa: N801 (a context manager, several of them in a step: contex
             _clocks[0].background += time.perf_counter() - self.start
 
 
-def move(seconds: float, source: Phase, target: Phase) -> None:
-    """Count seconds of one phase for another, which was found out later."""
-    if _clocks and seconds > 0:
+def move_end(moment: float, source: Phase, target: Phase) -> None:
+    """Count the phase that just ended for another one from a moment on, which was found out later."""
+    if _clocks and (seconds := _clocks[0].since - moment) > 0:
         _clocks[0].seconds[source] -= seconds
         _clocks[0].seconds[target] += seconds
 

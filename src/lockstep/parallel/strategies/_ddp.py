@@ -96,7 +96,7 @@ class DataParallel(Replicated):
                 before_last_backward=lambda losses: started.append(world_loss(micro_batches, losses)),
             )
             if dist.get_world_size() > 1:
-                phases.move(time.perf_counter() - self.last_bucket, "backward", "exchange")
+                phases.move_end(self.last_bucket, "backward", "exchange")
         except RuntimeError:
             if self.worker is not None:
                 self.worker.check()

@@ -3,6 +3,7 @@
 import platform
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from statistics import median
 
 from lockstep.base import storage
 from lockstep.base.world import World
@@ -17,7 +18,7 @@ from lockstep.tools.doctor.rank_facts import FACTS, ExaminationRequest, RankFact
 
 NEEDS_GROUP = True
 ROUNDS = 3
-"""Of measuring the processor: the best counts, since another process may have run for a moment."""
+"""Of measuring the processor: the median counts, since another process may run, or rest, for a moment."""
 
 
 class ExaminationTask:
@@ -32,7 +33,7 @@ class ExaminationTask:
             rank=self.world.rank,
             host=platform.node(),
             processor=device_model(device),
-            flops=max(links.together(lambda: mean_flops(self.recipe.train.precision, device)) for _ in range(ROUNDS)),
+            flops=median(links.together(lambda: mean_flops(self.recipe.train.precision, device)) for _ in range(ROUNDS)),
             seconds=links.collective_seconds(device),
             links=links.by_pair(device),
             findings=self.request.findings if is_first_here else (),

@@ -115,8 +115,9 @@ def judged(ranks: Sequence[RankFacts]) -> Iterator[Diagnosis]:
 
 
 def _slow_processors(ranks: Sequence[RankFacts]) -> Iterator[Diagnosis]:
-    usual = statistics.median(rank.flops for rank in ranks) if ranks else 0.0
     for rank in ranks:
+        others = [other.flops for other in ranks if other is not rank]
+        usual = statistics.median(others) if others else 0.0
         if rank.flops < SLOW_PROCESSOR * usual:
             yield Diagnosis(
                 code="LS-RANK-03",
