@@ -1,10 +1,11 @@
-"""A command that works for long says something within a second on a terminal, and what it does next, on any output."""
+"""A command that works for long says something within a second, and what it does next."""
 
 import os
 import pty
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -75,9 +76,31 @@ def test_only_silence_is_broken(arguments, words):
     assert shown("-c", SCRIPT, *arguments).split() == words
 
 
-def test_where_there_is_no_terminal_nothing_is_added():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=30, check=True)
-    assert (done.stdout, done.stderr) == ("done\n", "")
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_without_a_terminal_one_process_of_a_group_speaks_and_stdout_stays_clean(rank):
+    environment = {**os.environ, "LOCAL_RANK": rank}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, env=environment)
+    assert (done.stdout, done.stderr) == ("done\n", "" if rank == "1" else "loading ...\n")
+
+
+def test_a_stage_of_a_profile_is_announced_as_it_begins(tmp_path):
+    (tmp_path / "model.py").write_text(SLOW_MODEL)
+    (tmp_path / "c.yaml").write_text("data: {kind: digits}\nmodel: {kind: user, file: model.py}\n")
+    words = ["launch.processes=1", "train.global_batch=1", "train.micro_batch=1"]
+    command = [sys.executable, "-m", "lockstep", "profile", "c.yaml", *words, "--steps", "2", "--traced", "1"]
+    began, lines = time.monotonic(), []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        lines = [(time.monotonic() - began, line) for line in process.stdout]
+    stages = {text.strip(): seconds for seconds, line in lines for text in re.findall(r"^\[.* s\] (.*) \.\.\.$", line)}
+    assert list(stages) == [
+        "starting 1 process",
+        "warming up: 4 steps",
+        "measuring 2 steps",
+        "counting operations and memory: 2 steps",
+        "tracing 1 step",
+    ]
+    assert stages["measuring 2 steps"] - stages["warming up: 4 steps"] > 4 * 0.7 / 2  # not all at once
 
 
 @pytest.mark.parametrize("written", [piped, shown])

@@ -29,11 +29,12 @@ class ExaminationTask:
         """Measure; nothing is resumed."""
         fix_numerics(threads=self.recipe.run.threads, exact=False)
         device, is_first_here = device_of(self.world), self.world.local_rank == 0
+        precision = self.recipe.train.precision
         facts = RankFacts(
             rank=self.world.rank,
             host=platform.node(),
             processor=device_model(device),
-            flops=median(links.together(lambda: mean_flops(self.recipe.train.precision, device)) for _ in range(ROUNDS)),
+            flops=median(links.together(lambda: mean_flops(precision, device)) for _ in range(ROUNDS)),
             seconds=links.collective_seconds(device),
             links=links.by_pair(device),
             findings=self.request.findings if is_first_here else (),

@@ -26,7 +26,7 @@ from lockstep.observe.profile.step_trace import Steps, trace_file, traced
 from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.train import Hooks, TrainTask
-from lockstep.tools.profile.rank_profile import ProfileRequest
+from lockstep.tools.profile.rank_profile import STAGE, ProfileRequest
 from lockstep.training.loop import Training
 
 NEEDS_GROUP = True
@@ -45,13 +45,15 @@ class StepMeasurement:
         """The same steps."""
         request = self.request
         stages = (
-            (nullcontext(), request.warm_up),
-            (self._measured(), request.steps),
-            (self._flops(), 1),
-            (self._kept(), 1),
-            (self._operators(), request.traced),
+            (f"warming up: {count_of(request.warm_up)}", nullcontext(), request.warm_up),
+            (f"measuring {count_of(request.steps)}", self._measured(), request.steps),
+            (f"counting operations and memory: {count_of(2)}", self._flops(), 1),
+            ("", self._kept(), 1),
+            (f"tracing {count_of(request.traced)}", self._operators(), request.traced),
         )
-        for stage, count in stages:
+        for text, stage, count in stages:
+            if text and self.rank == 0:
+                storage.write(request.facts / STAGE, text)
             with stage:
                 for _ in range(count):
                     micro_batches = next(steps, None)
@@ -106,6 +108,10 @@ class StepMeasurement:
         with traced(trace_file(self.request.traces, self.rank), with_stack=True) as profiler:
             yield
         self.found["operators"] = [asdict(each) for each in most_expensive(profiler.events())]
+
+
+def count_of(steps: int) -> str:
+    return f"{steps} step{'s' if steps > 1 else ''}"
 
 
 def memory_by_kind(parts: Components) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 import json
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +16,8 @@ from lockstep.observe.profile.step_trace import trace_file
 from lockstep.run.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.profile.profile_report import advice, print_profile
-from lockstep.tools.profile.rank_profile import ProfileRequest, RankProfile
-from lockstep.tools.trials import TrialFailed, prepared, processes_text
+from lockstep.tools.profile.rank_profile import STAGE, ProfileRequest, RankProfile
+from lockstep.tools.trials import TrialFailed, prepared, processes_text, timed_lines
 
 WARM_UP = 4
 """Steps that are not measured: buckets, caches and allocators are set up in them."""
@@ -39,9 +41,9 @@ def profile(recipe: Recipe, options: ProfileOptions, *, console: Console) -> lis
     processes = recipe.launch.processes_here(recipe.run.threads, recipe.train.shards)
     _make_folder(options.to)
     prepared(recipe)
-    steps = WARM_UP + options.steps + COUNTED + options.traced + LAST
-    console.print(f"running {steps} steps on {processes_text(processes)} ...", soft_wrap=True)
-    ranks = _measured(recipe, options, steps=steps, processes=processes)
+    say = timed_lines(console)
+    say(f"starting {processes_text(processes)} ...")
+    ranks = _measured(recipe, options, processes=processes, say=say)
     said = advice(ranks, is_equal=recipe.parallel.HAS_EQUAL_WORK)
     facts = {"advice": said, "traced_steps": options.traced, "ranks": [each.model_dump() for each in ranks]}
     storage.write(options.to / FACTS, json.dumps(facts, indent=1))
@@ -61,8 +63,11 @@ def _make_folder(folder: Path) -> None:
         raise ConfigError(f"--to {folder}: cannot be written ({error.strerror}); name another folder") from None
 
 
-def _measured(recipe: Recipe, options: ProfileOptions, *, steps: int, processes: int) -> list[RankProfile]:
-    """Run the steps in a temporary folder. Raises TrialFailed."""
+def _measured(
+    recipe: Recipe, options: ProfileOptions, *, processes: int, say: Callable[[str], None]
+) -> list[RankProfile]:
+    """Run the steps in a temporary folder, and say what is done in it. Raises TrialFailed."""
+    steps = WARM_UP + options.steps + COUNTED + options.traced + LAST
     temporary = tempfile.TemporaryDirectory(prefix="lockstep-profile-", ignore_cleanup_errors=True)
     with ended_by_sigterm(), temporary as made:
         sections = trials.without_interruptions(recipe, Path(made) / "run", steps=steps)
@@ -71,8 +76,23 @@ def _measured(recipe: Recipe, options: ProfileOptions, *, steps: int, processes:
         request = ProfileRequest(
             facts=Path(made), traces=options.to.absolute(), warm_up=WARM_UP, steps=options.steps, traced=options.traced
         )
-        trial = trials.run(varied, Path(made), task="profile", request=request, processes=processes)
+        stages = _stages(Path(made) / STAGE, say)
+        trial = trials.run(varied, Path(made), task="profile", request=request, processes=processes, poll=stages)
         if trial.code:
             raise TrialFailed(trial.output, trial.code)
         files = [Path(made) / f"rank-{rank}.json" for rank in range(processes)]
         return [RankProfile.model_validate_json(file.read_bytes()) for file in files]
+
+
+def _stages(file: Path, say: Callable[[str], None]) -> Callable[[], None]:
+    """To be called now and then: says the file's line where it is another one."""
+    before = ""
+
+    def look() -> None:
+        nonlocal before
+        with suppress(FileNotFoundError):
+            if (text := file.read_text(encoding="utf-8")) != before:
+                before = text
+                say(f"{text} ...")
+
+    return look

@@ -6,12 +6,15 @@ from pydantic import BaseModel
 
 from lockstep.observe.profile.operators import Operator
 
+STAGE = "stage"
+"""In the folder of facts: a line on what is done now."""
+
 
 class ProfileRequest(BaseModel):
     """What the processes are asked to do."""
 
     facts: Path
-    """Folder for what each rank has measured."""
+    """Folder for what each rank has measured, and for the stage that rank 0 is in."""
     traces: Path
     """Folder for the traces."""
     warm_up: int
