@@ -40,8 +40,16 @@ def test_its_page_shows_what_it_prints(lesson, tmp_path):
 def test_it_is_short_plain_and_listed(lesson):
     text = lesson.read_text()
     assert len(text.splitlines()) <= 60
-    assert "lockstep" not in text
+    of_lockstep = [line for line in text.splitlines() if "lockstep" in line]
+    assert of_lockstep in ([], ["from lockstep.tools import teaching"])  # in a lesson that trains
     assert f"({lesson.stem.replace('_', '-')}.md)" in (PAGES / "README.md").read_text()
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
+def test_one_that_trains_ends_with_the_weights_of_lockstep(lesson):
+    if "import teaching" in lesson.read_text():
+        (printed,) = blocks(lesson, "text")
+        assert printed.splitlines()[-1].startswith("Lockstep on ")
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
