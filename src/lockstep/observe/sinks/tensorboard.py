@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,12 @@ class TensorBoard:
             for summary in (experiment, start, *([end] if event.status != "failed" else [])):
                 writer.file_writer.add_summary(summary)
 
-    def _write(self, group: str, step: int, values: Any) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(f"{group}/{name}", value, step)
+    def _write(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        """Scalars as one event: an event for each, as add_scalar writes, takes ten times as long."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in values.items()]
+        self.writer.file_writer.add_summary(Summary(value=scalars), step)
 
 
 def hyperparameters(folder: Path) -> dict[str, float | str]:
