@@ -37,7 +37,7 @@ FLOORS = [
     ["run.tasks.train"],
     ["run", "launch.launch_run"],
     ["tools", "inference", "launch", "run.api"],
-    ["run.tasks"],
+    ["run.tasks", "tools.teaching"],
     ["cli._common"],
     ["cli"],
     ["__main__"],

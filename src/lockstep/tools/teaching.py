@@ -23,6 +23,13 @@ SETTINGS = ("optim.kind=sgd", "optim.weight_decay=0", "optim.clip=null", "schedu
 ROUNDING = 1e-4
 
 
+class Pixels(nn.Module):
+    """The first layer of a lesson's network: a batch, which is a dict, -> its images [n, 64], from 0 to 1."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["image"].flatten(1).float() / 255
+
+
 def digits(split: str) -> dict[str, Tensor]:
     """The handwritten digits of scikit-learn: "image" [N, 1, 8, 8] uint8, and "label" [N] int64."""
     source = _digits.build(Config(kind="digits"), split)
