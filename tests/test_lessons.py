@@ -76,5 +76,5 @@ def test_the_command_lists_and_runs_them(tmp_path):
         [sys.executable, "-m", "lockstep", "learn", "99"], capture_output=True, text=True, timeout=60
     )
     assert (wrong.returncode, wrong.stdout) == (2, "") and wrong.stderr.startswith(
-        "there is no lesson 99: there are 1, 2, 3,"
+        "there is no lesson 99: there are 1, 2, 3, 4, 5,"
     )
