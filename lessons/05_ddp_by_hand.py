@@ -1,6 +1,7 @@
 """Lesson 5: add the gradients of two ranks by hand, then by DDP. Run: python lessons/05_ddp_by_hand.py."""
 
 import tempfile
+import time
 
 import torch
 import torch.distributed as dist
@@ -44,10 +45,10 @@ def train(rank, by_ddp):
 def work(rank, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    (network, ready), (by_hand, _) = train(rank, by_ddp=True), train(rank, by_ddp=False)
+    (by_hand, _), (network, ready) = train(rank, by_ddp=False), train(rank, by_ddp=True)
     dist.destroy_process_group()
-    assert all(map(torch.equal, by_hand.parameters(), network.parameters()))
-    assert ready == [2, 4], "no all-reduce started before the last gradient was there"
+    time.sleep(0.5)  # torch 2.13 with gloo sometimes aborts a process that ends right after using DDP
+    assert ready == [2, 4] and all(map(torch.equal, by_hand.parameters(), network.parameters()))
     if rank == 0:
         print(f"by hand and by DDP: the same bits; DDP exchanged when it had {ready[0]} and {ready[1]} of 4 gradients")
         recipe = ["train.steps=46", "train.global_batch=64", "train.micro_batch=32", "optim.lr=0.1"]
