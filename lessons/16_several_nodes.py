@@ -27,7 +27,7 @@ def work():
     total = torch.tensor([dist.get_rank() + 1])
     dist.all_reduce(total)  # over the processes of both nodes
 
-    assert total == 1 + 2 + 3 + 4
+    assert total == sum(range(1, NODES * PROCESSES + 1))
     assert len({each["launcher"] for each in everyone}) == NODES  # the processes of a node have one parent
     assert len({each["MASTER_ADDR"] for each in everyone}) == 1  # all have met at the same place
     for rank, each in enumerate(everyone):
