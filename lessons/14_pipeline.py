@@ -1,6 +1,7 @@
 """Lesson 14: a pipeline, each rank holds some of the layers. Run: python lessons/14_pipeline.py."""
 
 import tempfile
+import time
 
 import torch
 import torch.distributed as dist
@@ -38,17 +39,16 @@ def work(rank, store):
                 output.backward(gradient)  # continues where stage 1 has stopped
         else:
             for rows in micro_batches:
-                received = torch.empty(len(rows), 32, requires_grad=True)
-                dist.recv(received.data, src=0)
+                dist.recv((received := torch.empty(len(rows), 32, requires_grad=True)).data, src=0)
                 passes.append((received, torch.nn.functional.cross_entropy(stage(received), data["label"][rows])))
             for received, loss in reversed(passes):
                 (loss / 2).backward()  # a mean over 32 samples: half of it, twice, is the mean over 64
                 dist.send(received.grad, dst=0)
         optimizer.step()
         optimizer.zero_grad()
-    dist.broadcast(model[3].weight.data, src=1)
-    dist.broadcast(model[3].bias.data, src=1)
+    [dist.broadcast(parameter.data, src=1) for parameter in model[3:].parameters()]
     dist.destroy_process_group()
+    time.sleep(0.5)  # torch 2.13 with gloo sometimes aborts a process that ends right after its last backward pass
     if rank == 0:
         [show(*each) for each in ((2, 2), (4, 8))]
         recipe = ["train.steps=22", "train.global_batch=64", "train.micro_batch=32", "optim.lr=0.1"]

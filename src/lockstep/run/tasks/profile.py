@@ -47,13 +47,13 @@ class StepMeasurement:
         stages = (
             (f"warming up: {count_of(request.warm_up)}", nullcontext(), request.warm_up),
             (f"measuring {count_of(request.steps)}", self._measured(), request.steps),
-            (f"counting operations and memory: {count_of(2)}", self._flops(), 1),
+            ("counting operations and memory", self._flops(), 1),
             ("", self._kept(), 1),
             (f"tracing {count_of(request.traced)}", self._operators(), request.traced),
         )
         for text, stage, count in stages:
             if text and self.rank == 0:
-                storage.write(request.facts / STAGE, text)
+                self._announce(text)
             with stage:
                 for _ in range(count):
                     micro_batches = next(steps, None)
@@ -62,6 +62,13 @@ class StepMeasurement:
                     self.micro_batches = sum(not each.ghost for each in micro_batches)
                     yield micro_batches
         yield from steps
+
+    def _announce(self, text: str) -> None:
+        """Say what begins; without a sync of the disk, for which the other ranks would wait in the measured steps."""
+        file = self.request.facts / STAGE
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
