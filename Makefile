@@ -1,5 +1,5 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` runs every test.
-.PHONY: setup demo test test-all test-matrix test-browser test-slurm soak bench-check check format
+.PHONY: setup demo test test-all test-matrix test-browser test-slurm soak bench-check check docs pictures format
 
 BIN := .venv/bin
 # Hundreds of processes import Lockstep: without its bytecode cache each of them would compile it.
@@ -48,6 +48,16 @@ bench-check: setup
 	@benchmarks/peers/install.sh
 	$(BIN)/python benchmarks/compare.py --data $(DATA) --model $(MODEL) --works mnist-64 minilm-32 \
 	  --contenders "Lockstep exact" --rounds 3 --at-least 1.0
+
+# The pages of docs/ as a site, in site/; `make docs` fails for a broken link. tests/test_site.py builds it, too.
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "built site/; $(BIN)/mkdocs serve shows it, and changes as they are made"
+
+# The pictures of README.md, from real runs.
+pictures: setup
+	@tests/browser/packages.sh
+	PYTHONPATH=tests $(BIN)/python docs/_pictures.py
 
 format: setup
 	$(BIN)/ruff check --fix .

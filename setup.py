@@ -1,4 +1,4 @@
-"""Puts lessons/, which lie beside the package for readers, into the wheel; everything else is in pyproject.toml."""
+"""Puts lessons/ and examples/, which lie beside the package for readers, into the wheel."""
 
 from pathlib import Path
 
@@ -6,16 +6,16 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 
-class WithLessons(build_py):
-    """Copies them to lockstep/lessons."""
+class WithShipped(build_py):
+    """Copies them to lockstep/."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            target = Path(self.build_lib) / "lockstep" / "lessons"
-            self.mkpath(str(target))
-            for file in Path("lessons").glob("*.py"):
+            for file in (*Path("lessons").glob("*.py"), *Path("examples").glob("*.yaml")):
+                target = Path(self.build_lib) / "lockstep" / file
+                self.mkpath(str(target.parent))
                 self.copy_file(str(file), str(target))
 
 
-setup(cmdclass={"build_py": WithLessons})
+setup(cmdclass={"build_py": WithShipped})

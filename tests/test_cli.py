@@ -126,11 +126,41 @@ def test_init_explains_every_setting(lockstep, tmp_path):
             assert field.description.splitlines()[-1] in before, (name, key)
 
 
+def test_init_copies_an_example(lockstep, tmp_path):
+    assert lockstep("init", "examples/digits") == (0, "wrote digits.yaml; next: lockstep train digits.yaml\n", "")
+    assert load(tmp_path / "digits.yaml") == load(pathlib.Path(__file__).parents[1] / "examples" / "digits.yaml")
+    assert "#   lockstep train digits.yaml\n" in (tmp_path / "digits.yaml").read_text()
+    refused(lockstep("init", "examples/digits"), "digits.yaml exists", "--to")
+    refused(lockstep("init", "examples/digit"), "there is no example 'digit'", "did you mean 'digits'?")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("lockstep tra", {"train"}),
+        ("lockstep train c.yaml train.mi", {"train.micro_batch="}),
+        ("lockstep train c.yaml parallel.repl", {"parallel.replicas="}),  # of some strategies only
+        ("lockstep profile c.yaml --st", {"--steps"}),
+    ],
+)
+def test_a_shell_completes_commands_and_settings(tmp_path, typed, offered):
+    words = typed.split()
+    asked = {"_LOCKSTEP_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+    command = [
+        "env",
+        *(f"{key}={value}" for key, value in asked.items()),
+        str(pathlib.Path(sys.executable).with_name("lockstep")),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert set(done.stdout.split()) == offered
+
+
 def test_init_lists_what_there_is(lockstep, tmp_path):
     code, out, err = lockstep("init", "--list")
     assert (code, err, all_files(tmp_path)) == (0, "", [])
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in out.splitlines() if "│" in line]
-    assert [row[0] for row in rows if row[0]] == SOURCES
+    assert [row[0] for row in rows if row[0]] == [*SOURCES, "examples/ag_news", "examples/digits", "examples/mnist"]
     assert {row[0]: row[2] for row in rows if row[0]}["ag_news"] == "transformer"
 
 

@@ -9,8 +9,7 @@ import sys
 import pytest
 import warm
 
-from lockstep.base import plugins
-from lockstep.run.recipe import Recipe
+from lockstep.run.recipe import Recipe, settings
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -49,28 +48,15 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
-FAMILIES = {"data": "data.sources", "model": "models", "parallel": "parallel.strategies", "launch": "launch.launchers"}
-
-
 OF_MODULES = {f"model.{name}" for name in ("eval", "half", "module", "no_sync", "state_dict")}
 """Of PyTorch's, which pages name in code: no settings of a model."""
-
-
-def settings():
-    """Every section.key of a config, of all plugins."""
-    found = set()
-    for section, field in Recipe.model_fields.items():
-        family = FAMILIES.get(section)
-        kinds = [plugins.find(family, name).Config for name in plugins.names(family)] if family else [field.annotation]
-        found |= {f"{section}.{key}" for kind in kinds for key in kind.model_fields}
-    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_settings_that_are_named_exist(page):
     sections, files = "|".join(Recipe.model_fields), "py|yaml|json|html|csv|sh|md|svg|onnx|safetensors|log|txt|pt|tmp"
     named = set(re.findall(rf"`(?:lockstep [^`]* )?((?:{sections})\.(?!(?:{files})\b)[a-z_]+)\b", page.read_text()))
-    assert named - settings() - OF_MODULES == set()
+    assert named - set(settings()) - OF_MODULES == set()
 
 
 def test_readmes_config_is_one(tmp_path):

@@ -69,7 +69,10 @@ def imported():
                 yield node.module
 
 
-DECLARED = [*PROJECT["dependencies"], *(text for name, extra in EXTRAS.items() if name != "dev" for text in extra)]
+DECLARED = [
+    *PROJECT["dependencies"],
+    *(text for name, extra in EXTRAS.items() if name not in ("dev", "docs") for text in extra),
+]
 
 
 def test_what_is_declared_is_imported():
@@ -116,7 +119,8 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "lessons", folder / "lessons", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("lessons", "examples"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
@@ -137,7 +141,8 @@ def test_a_wheel_holds_all_of_the_package(wheel):
             == (ROOT / "LICENSE").read_bytes()
         )
     ours = {p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*") if p.is_file() and p.suffix != ".pyc"}
-    assert held == ours | {f"lessons/{file.name}" for file in (ROOT / "lessons").glob("*.py")}
+    shipped = [*(ROOT / "lessons").glob("*.py"), *(ROOT / "examples").glob("*.yaml")]
+    assert held == ours | {file.relative_to(ROOT).as_posix() for file in shipped}
     assert {"py.typed", "inference/serving/page.html", "inference/evaluate/page.html"} <= held
     assert "License-Expression: Apache-2.0\n" in about
     always = [line for line in about.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]

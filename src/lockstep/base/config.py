@@ -80,6 +80,8 @@ class Kind:
     default: str
     find: Callable[[str], type[PluginSection]]
     """Name -> Config; raises ConfigError for an unknown name."""
+    names: Callable[[], list[str]]
+    """The names that there are."""
 
     def config(self, value: Any) -> type[PluginSection]:
         """The Config class for a section's raw value; raises ConfigError for an unknown kind."""

@@ -48,7 +48,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Distributed PyTorch training; the weights are a function of the config and the data, not of the cluster.",
 )

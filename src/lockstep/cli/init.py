@@ -8,8 +8,12 @@ import typer
 from rich.table import Table
 
 from lockstep.base import config, plugins, storage
-from lockstep.base.errors import ConfigError
+from lockstep.base.errors import ConfigError, nearest
+from lockstep.cli import _shipped
 from lockstep.cli._common import console, reports_errors
+
+EXAMPLES = "examples/"
+"""Before the name of a config that is ready to run, as opposed to one with every setting explained."""
 
 
 @reports_errors
@@ -18,9 +22,15 @@ def command(
     to: Annotated[Path | None, typer.Option(help="File to write; default: TASK.yaml.")] = None,
     lists: Annotated[bool, typer.Option("--list", help="List the tasks, and write nothing.")] = False,
 ) -> None:
-    """Write a commented config to start from; for `user` also a Python file with data and a model, beside it."""
+    """Write a commented config to start from; for `user` also a Python file with data and a model, beside it.
+
+    `examples/NAME` writes a short config that is ready to run.
+    """
     if lists:
         _show_tasks()
+        return
+    if task.startswith(EXAMPLES):
+        _copy_example(task.removeprefix(EXAMPLES), to)
         return
     from lockstep.run import recipe as recipes
 
@@ -34,14 +44,33 @@ def command(
         if code == target:
             raise ConfigError(f"{target} would be the Python file as well: name a YAML file with --to")
         written = {code: template.read_text(encoding="utf-8"), **written}
-    _refuse_to_overwrite(target.parent, written)
+    _write(target.parent, written)
+    names = " and ".join(str(file) for file in reversed(written))
+    console.print(f"wrote {names}; next: {train}", soft_wrap=True)
+
+
+def _copy_example(name: str, to: Path | None) -> None:
+    examples = _examples()
+    if name not in examples:
+        hint = nearest(name, list(examples)) or f": there are {', '.join(examples)}"
+        raise ConfigError(f"there is no example {name!r}{hint}")
+    target = to or Path(f"{name}.yaml")
+    text = examples[name].read_text(encoding="utf-8")
+    _write(target.parent, {target: text.replace(f"examples/{name}.yaml", str(target))})
+    console.print(f"wrote {target}; next: lockstep train {target}", soft_wrap=True)
+
+
+def _examples() -> dict[str, Path]:
+    return {file.stem: file for file in sorted(_shipped.folder("examples").glob("*.yaml"))}
+
+
+def _write(folder: Path, written: dict[Path, str]) -> None:
+    _refuse_to_overwrite(folder, written)
     for file, content in written.items():
         try:
             storage.write(file, content)
         except OSError as error:
             raise ConfigError(f"cannot write {file}: {error.strerror}; name another file with --to") from None
-    names = " and ".join(str(file) for file in reversed(written))
-    console.print(f"wrote {names}; next: {train}", soft_wrap=True)
 
 
 def _refuse_to_overwrite(folder: Path, wanted: Iterable[Path]) -> None:
@@ -59,4 +88,7 @@ def _show_tasks() -> None:
     for name in plugins.names("data.sources"):
         section = recipes.starter(name)
         table.add_row(name, (type(section.data).__doc__ or "").splitlines()[0], section.model.kind)
+    for name, file in _examples().items():
+        about = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        table.add_row(EXAMPLES + name, about, recipes.load(file, []).model.kind)
     console.print(table)

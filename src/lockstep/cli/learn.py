@@ -11,6 +11,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from lockstep.base.errors import ConfigError
+from lockstep.cli import _shipped
 from lockstep.cli._common import console, reports_errors
 
 
@@ -23,7 +24,7 @@ def command(
 
     Ends with the exit code of the lesson.
     """
-    lessons = {int(file.name[:2]): file for file in sorted(_folder().glob("[0-9][0-9]_*.py"))}
+    lessons = {int(file.name[:2]): file for file in sorted(_shipped.folder("lessons").glob("[0-9][0-9]_*.py"))}
     if number is None:
         _list(lessons)
         return 0
@@ -35,16 +36,6 @@ def command(
         return 0
     console.print(f"python {file}", soft_wrap=True)
     return subprocess.run([sys.executable, file], check=False).returncode
-
-
-def _folder() -> Path:
-    """Where the lessons are: in the installed package, or in the checkout that it is."""
-    package = Path(__file__).parents[1]
-    places = (package / "lessons", package.parents[1] / "lessons")
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None:
-        raise ConfigError(f"the lessons are missing: this installation has none of {', '.join(map(str, places))}")
-    return found
 
 
 def _list(lessons: dict[int, Path]) -> None:

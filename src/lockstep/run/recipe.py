@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator
 
@@ -22,7 +22,7 @@ from lockstep.training.training_config import METRICS, EvaluateSection, TrainSec
 
 def plugin(family: str, default: str) -> Kind:
     """Annotate a section whose model is the Config of a plugin, chosen by its `kind`."""
-    return Kind(default, lambda name: plugins.find(family, name).Config)
+    return Kind(default, lambda name: plugins.find(family, name).Config, lambda: plugins.names(family))
 
 
 LONGEST_NAME = 200
@@ -207,6 +207,16 @@ def numeric_recipe(recipe: Recipe, facts: dict[str, Any], *, processes: int = 1)
         if file is not None and file.is_file():
             numeric[f"{setting}_sha256"] = storage.sha256(file)
     return numeric | facts
+
+
+def settings() -> list[str]:
+    """Every section.key that a config can have, with those of all plugins."""
+    found = set()
+    for name, field in Recipe.model_fields.items():
+        kind = next((each for each in field.metadata if isinstance(each, Kind)), None)
+        sections = [kind.find(each) for each in kind.names()] if kind else [cast("type[Section]", field.annotation)]
+        found |= {f"{name}.{key}" for section in sections for key in section.model_fields}
+    return sorted(found)
 
 
 def starter(source: str, code: Path = Path("user.py")) -> Recipe:

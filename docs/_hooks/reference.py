@@ -1,0 +1,175 @@
+"""MkDocs hook: fills the pages of docs/reference/ from the code, where they say `<!-- generated: NAME -->`."""
+
+import html
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+import lockstep
+from lockstep.base import plugins
+from lockstep.base.config import Kind, PluginSection, Section
+from lockstep.cli._app import app
+from lockstep.run.recipe import Recipe
+
+SPECIAL = re.compile(r"([\\*_\[\]#])")
+MARK = re.compile(r"<!-- generated: (\w+) -->")
+LISTED = {"observe": ("sinks", "observe.sinks"), "export": ("kind", "inference.export.formats")}
+"""Section -> a setting that names plugins without settings of their own, and their family."""
+SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "exclusiveMaximum": "below", "maximum": "at most"}
+"""Key of JSON schema -> words, in the order in which they are said."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace each mark of a page by what is generated for it."""
+    return MARK.sub(lambda mark: "\n".join(GENERATORS[mark[1]]()), markdown)
+
+
+def configuration() -> Iterator[str]:
+    """Every section of a config with its settings, and for the plugins of a family those of each kind."""
+    for name, field in Recipe.model_fields.items():
+        yield f"\n## {name}\n"
+        kind = next((each for each in field.metadata if isinstance(each, Kind)), None)
+        if kind:
+            yield from _plugin_section(name, kind)
+        else:
+            section = field.annotation
+            assert isinstance(section, type) and issubclass(section, Section), name
+            yield escaped(first_paragraph(section)) + "\n"
+            yield from _settings(name, section, list(section.model_fields))
+        if name in LISTED:
+            yield from _listed(*LISTED[name], section=name)
+
+
+def _plugin_section(name: str, plugin: Kind) -> Iterator[str]:
+    kinds = {kind: plugin.find(kind) for kind in plugin.names()}
+    base = shared_base(list(kinds.values()))
+    common = [key for key in base.model_fields if key != "kind"]
+    yield f"{escaped(first_paragraph(base))}\n"
+    links = ", ".join(f"[`{kind}`](#{name}-{kind})" for kind in kinds)
+    yield setting(f"{name}.kind", f"one of {links}. Default: `{plugin.default}`.")
+    yield from _settings(name, base, common)
+    for kind, config in kinds.items():
+        yield f"\n### {name}.kind: {kind} {{ #{name}-{kind} }}\n"
+        yield escaped(first_paragraph(config)) + "\n"
+        described = base.model_json_schema()["properties"]
+        own = config.model_json_schema()["properties"]
+        keys = [key for key in own if key != "kind" and own[key] != described.get(key)]
+        yield from _settings(name, config, keys, anchors=f"{name}-{kind}")
+        if not keys:
+            yield f"No settings besides those {'above' if common else 'of its name'}.\n"
+
+
+def shared_base(configs: list[type[PluginSection]]) -> type[PluginSection]:
+    """The nearest class that all of them inherit from."""
+    return next(each for each in configs[0].__mro__[1:] if all(issubclass(config, each) for config in configs))
+
+
+def _settings(name: str, section: type[Section], keys: list[str], *, anchors: str = "") -> Iterator[str]:
+    schema = section.model_json_schema()
+    for key in keys:
+        about, field = schema["properties"][key], section.model_fields[key]
+        default = "" if key in schema.get("required", []) else shown_default(field, about.get("default"))
+        meaning = escaped(" ".join((field.description or "").split()))
+        kind = described_type(about)
+        if LISTED.get(name, ("",))[0] == key:
+            kind = f"{'list of' if about['type'] == 'array' else 'one of'} the [names below](#{name}-{key}-names)"
+        facts = f"{kind}. Default: {default}." if default else f"{kind}. **Required.**"
+        yield setting(f"{name}.{key}", facts, meaning=meaning, anchor=anchors and f"{anchors}-{key}")
+
+
+def setting(name: str, facts: str, *, meaning: str = "", anchor: str = "") -> str:
+    """One entry of a definition list, which has its own anchor."""
+    anchor = anchor or name.replace(".", "-")
+    return f"[`{name}`](#{anchor}){{ #{anchor} .setting }}\n\n:   {meaning}\n\n    :material-tune: {facts}\n"
+
+
+def shown_default(field: Any, default: Any) -> str:
+    """In YAML; a path below the home folder of whoever builds the site is written with `~`."""
+    if isinstance(field.default, Path) and field.default.is_relative_to(Path.home()):
+        default = f"~/{field.default.relative_to(Path.home())}"
+    if default is None:
+        return "empty (`null`)"
+    text = yaml.safe_dump(default, default_flow_style=True, allow_unicode=True, width=1000)
+    return f"`{text.removesuffix(chr(10)).removesuffix(chr(10) + '...')}`"
+
+
+def described_type(about: dict[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "anyOf" in about:
+        return ", or ".join(described_type(each) for each in about["anyOf"])
+    if "enum" in about or "const" in about:
+        values = about.get("enum", [about.get("const")])
+        return ("one of " if len(values) > 1 else "") + ", ".join(f"`{value}`" for value in values)
+    if about.get("format") == "path":
+        return "path"
+    of = about.get("type", "object")
+    if of == "array":
+        parts = about.get("prefixItems", [])
+        return f"list{f' of {len(parts)}' if parts else ''} (each: {described_type([*parts, about.get('items')][0])})"
+    kind = {"null": "empty", "string": "text", "boolean": "`true` or `false`", "object": "keys with values"}
+    bounds = " and ".join(f"{words} {number(about[key])}" for key, words in BOUNDS.items() if key in about)
+    if {"minimum", "maximum"} <= about.keys():
+        bounds = f"from {number(about['minimum'])} to {number(about['maximum'])}"
+    return f"{kind.get(of, of)} {bounds}".strip()
+
+
+def number(value: float) -> str:
+    """A limit, as a power where it is one."""
+    for base in (10, 2):
+        exponent = len(str(int(value))) - 1 if base == 10 else int(value).bit_length() - 1
+        if value >= 10**6 and value == base**exponent:
+            return f"{base}{str(exponent).translate(SUPERSCRIPTS)}"
+    return f"{value:,}"
+
+
+def _listed(key: str, family: str, *, section: str) -> Iterator[str]:
+    yield f"\n### {section}.{key}: the names {{ #{section}-{key}-names }}\n"
+    for name in plugins.names(family):
+        module = inspect.getdoc(plugins.find(family, name)) or ""
+        yield f"`{name}`\n\n:   {escaped(' '.join(module.split(chr(10) * 2)[0].split()))}\n"
+
+
+def commands() -> Iterator[str]:
+    """Every command with its usage, arguments and options, as its --help says."""
+    group: Any = typer.main.get_command(app)
+    top = typer.Context(group, info_name="lockstep")
+    for name in group.list_commands(top):
+        command = group.get_command(top, name)
+        context = typer.Context(command, info_name=name, parent=top)
+        yield f"\n## lockstep {name} {{ #{name} }}\n"
+        yield f"```\n{context.command_path} {' '.join(command.collect_usage_pieces(context))}\n```\n"
+        yield escaped(inspect.cleandoc(command.help or "")) + "\n"
+        for parameter in command.params:
+            record = parameter.get_help_record(context)
+            if record is not None:
+                yield f"`{record[0]}`\n\n:   {escaped(record[1])}\n"
+
+
+def python() -> Iterator[str]:
+    """Directives of mkdocstrings for all that `import lockstep` offers."""
+    names = [name for name in lockstep.__all__ if not name.startswith("__")]
+    yield "\n".join(f"::: lockstep.{name}\n" for name in ["spawn", *(n for n in names if n != "spawn")])
+
+
+def first_paragraph(described: type) -> str:
+    """Of a docstring, on one line."""
+    return " ".join((inspect.getdoc(described) or "").split("\n\n")[0].split())
+
+
+def escaped(text: str) -> str:
+    """Plain text as Markdown that shows the same; what is in backquotes stays code."""
+    texts_and_codes = re.split(r"(`[^`]*`)", text)
+    return "".join(
+        part if part.startswith("`") else SPECIAL.sub(r"\\\1", html.escape(part, quote=False))
+        for part in texts_and_codes
+    )
+
+
+GENERATORS = {"configuration": configuration, "commands": commands, "python": python}
+"""Name in a mark -> what writes its lines."""
