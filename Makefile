@@ -49,8 +49,9 @@ bench-check: setup
 	$(BIN)/python benchmarks/compare.py --data $(DATA) --model $(MODEL) --works mnist-64 minilm-32 \
 	  --contenders "Lockstep exact" --rounds 3 --at-least 1.0
 
-# The pages of docs/ as a site, in site/; `make docs` fails for a broken link. tests/test_site.py builds it, too.
+# The pages of docs/ as a site, in site/, and the man page; fails for a broken link. tests/test_site.py builds it, too.
 docs: setup
+	@$(BIN)/python docs/_man_page.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "built site/; $(BIN)/mkdocs serve shows it, and changes as they are made"
 

@@ -42,6 +42,33 @@ def test_spirals(tmp_path):
     assert (tmp_path / "diary.txt").read_text().count("step ") == 40
 
 
+def test_a_plain_scripts_model_and_dataset(tmp_path):
+    page = ROOT / "docs" / "coming-from.md"
+    (tmp_path / "user.py").write_text(blocks(page, "python")[0])
+    (tmp_path / "user.yaml").write_text(blocks(page, "yaml")[0])
+    (tmp_path / "mymodel.py").write_text(MY_MODEL)
+    found = lockstep(tmp_path, "train", "user.yaml", "train.epochs=2", "optim.lr=0.1")
+    assert found["evaluation"]["accuracy"] > 0.9
+
+
+MY_MODEL = """
+import torch
+
+Net = lambda: torch.nn.Linear(4, 2)
+
+
+class MyData(torch.utils.data.Dataset):
+    def __init__(self, train):
+        self.x = torch.randn(2000 if train else 200, 4, generator=torch.Generator().manual_seed(int(train)))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i], int(self.x[i].sum() > 0)
+"""
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):

@@ -3,6 +3,7 @@
 import ast
 import os
 import pathlib
+import runpy
 import shutil
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for name in ("lessons", "examples"):
+    for name in ("lessons", "examples", "man"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder)]
@@ -135,6 +136,7 @@ PIP = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check",
 def test_a_wheel_holds_all_of_the_package(wheel):
     with zipfile.ZipFile(wheel) as file:
         held = {name.removeprefix("lockstep/") for name in file.namelist() if name.startswith("lockstep/")}
+        man = file.read(f"lockstep_train-{PROJECT['version']}.data/data/share/man/man1/lockstep.1").decode()
         about = file.read(f"lockstep_train-{PROJECT['version']}.dist-info/METADATA").decode()
         assert (
             file.read(f"lockstep_train-{PROJECT['version']}.dist-info/licenses/LICENSE")
@@ -143,6 +145,7 @@ def test_a_wheel_holds_all_of_the_package(wheel):
     ours = {p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*") if p.is_file() and p.suffix != ".pyc"}
     shipped = [*(ROOT / "lessons").glob("*.py"), *(ROOT / "examples").glob("*.yaml")]
     assert held == ours | {file.relative_to(ROOT).as_posix() for file in shipped}
+    assert man == runpy.run_path(str(ROOT / "docs" / "_man_page.py"))["page"]()  # else: make docs
     assert {"py.typed", "inference/serving/page.html", "inference/evaluate/page.html"} <= held
     assert "License-Expression: Apache-2.0\n" in about
     always = [line for line in about.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]

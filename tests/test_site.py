@@ -67,6 +67,12 @@ def test_nothing_comes_from_another_host(site, pages):
     assert [name for name, text in styles.items() if re.search(r"@import|url\(['\"]?(https?:)?//", text)] == []
 
 
+def test_lists_are_lists(site):
+    """Without an empty line before it, a list is shown as part of the paragraph."""
+    texts = {page.name: re.findall(r"<p>(.*?)</p>", page.read_text(), re.DOTALL) for page in site.rglob("*.html")}
+    assert [name for name, found in texts.items() for each in found if re.search(r"\n *(- |\d+\. )", each)] == []
+
+
 def test_links_lead_to_pages_and_places_that_exist(site, pages):
     """Also those that the hooks write, which MkDocs does not check."""
     wrong = []

@@ -22,7 +22,9 @@ def command(
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model runs.")] = "cpu",
     dtype: DType = None,
     batch: Annotated[int, typer.Option(help="Rows at a time.", min=1, max=512)] = 64,
-    text_column: Annotated[str, typer.Option(help="The column of texts, in a table.")] = "text",
+    text_column: Annotated[
+        str | None, typer.Option(help="The column of texts, in a table; default: as in training.")
+    ] = None,
     probabilities: Annotated[bool, typer.Option("--probabilities", help="Add a column for each class.")] = False,
     prefix: Annotated[str, typer.Option(help="Prefix of the names of new columns.")] = "",
     trust_code: TrustCode = False,

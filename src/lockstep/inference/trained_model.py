@@ -140,6 +140,14 @@ def resolve(path: Path) -> Path:
     return run_of(path)[1]
 
 
+def text_column(path: Path) -> str:
+    """The column of texts in the tables that a model was trained with, or "text". Raises UserError."""
+    folder = resolve(path)
+    if export_reader.is_export(folder):
+        return str(export_facts.read(folder).recipe.get("data", {}).get("text_column") or "text")
+    return run_of(folder)[0].data.table_columns[0] or "text"
+
+
 def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -> Callable[[], Predictor]:
     """A function that opens a predictor, for reloading. Raises LaunchError for an unavailable device."""
     try:

@@ -13,7 +13,7 @@ class ObserveSection(Section):
     """What is shown and written down while it runs."""
 
     sinks: tuple[str, ...] = ("progress", "jsonl", "tensorboard")
-    """Where events go: names of files in observe/sinks."""
+    """Where events go; `lockstep plugins` lists the sinks."""
     log_every: int = Field(10, ge=1, le=MANY)
     """Read loss and metrics from the device every this many steps (reading waits for the device)."""
     hang_seconds: Annotated[float, Field(ge=0.1, le=MANY)] | Literal["auto"] = "auto"

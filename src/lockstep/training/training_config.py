@@ -25,7 +25,8 @@ class TrainSection(Section):
     global_batch: int = Field(64, ge=1, le=MANY)
     """G: samples per optimizer step, over all processes together; the number of processes never changes it."""
     micro_batch: int = Field(16, ge=1, le=MANY)
-    """m: samples per forward and backward pass; the largest that fits the device's memory is a good choice."""
+    """m: samples per forward and backward pass. On a GPU usually the largest that fits, on a CPU often fewer:
+    `lockstep tune` finds it. Another one gives other weights."""
     precision: Format = "fp32"
     """fp32, or autocast to bf16 or fp16 (fp16 with a gradient scaler)."""
     recompute: bool = False
@@ -52,7 +53,7 @@ class TrainSection(Section):
     """... for this number of evaluations in a row."""
 
     max_minutes: float | None = Field(None, gt=0, le=MANY)
-    """Time limit since the start: save a checkpoint before it and end with exit code 75; the same command resumes."""
+    """Time limit since the start: save a checkpoint before it and end with exit code 75; start it again to resume."""
 
     @property
     def shards(self) -> int:

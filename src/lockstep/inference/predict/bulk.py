@@ -20,7 +20,7 @@ from lockstep.inference.predict.input_rows import CHUNK_ROWS, PredictionInput, o
 from lockstep.inference.predict.input_scan import InputScan, scan_input
 from lockstep.inference.predict.worker_pool import WorkerPool
 from lockstep.inference.predictor import DTypeName
-from lockstep.inference.trained_model import resolve
+from lockstep.inference.trained_model import resolve, text_column
 from lockstep.observe import progress_bar
 
 
@@ -32,7 +32,8 @@ class PredictOptions:
     """An export, a run or a checkpoint."""
     input: Path
     out: Path
-    text_column: str = "text"
+    text_column: str | None = None
+    """By default that of the training."""
     prefix: str = ""
     """Of the new columns' names."""
     has_probabilities: bool = False
@@ -52,7 +53,7 @@ def predict(options: PredictOptions, console: Console) -> None:
     PeerLost if processes die repeatedly; Interrupted after Ctrl-C or SIGTERM. The same command then resumes.
     """
     output_writer.writer_of(options.out)
-    source = open_input(options.input, options.text_column)
+    source = open_input(options.input, options.text_column or text_column(options.model))
     if options.out.exists() and options.out.samefile(options.input):
         raise DataError(f"{options.out} is the input, which is not overwritten: name another --out")
     processes = _processes(options)
