@@ -41,12 +41,12 @@ class TensorBoard:
             event_files.remove(self.folder, HYPERPARAMETERS)
             self._write_text("config", (self.folder.parent / "recipe.yaml"), event.resumed_step)
         elif isinstance(event, StepDone) and event.values:
-            self._write("train", event.step, {**event.values, "epoch": event.epoch})
+            self._write(event.step, tagged("train", {**event.values, "epoch": event.epoch}))
         elif isinstance(event, Evaluated):
-            self._write("test", event.step, event.values)
+            self._write(event.step, tagged("test", event.values))
         elif isinstance(event, RankTimes):
-            self._write("time", event.step, mean_milliseconds(event))
-            self._write("memory", event.step, {"most_gigabytes": max(event.memory_bytes) / 1e9})
+            memory = tagged("memory", {"most_gigabytes": max(event.memory_bytes) / 1e9})
+            self._write(event.step, tagged("time", mean_milliseconds(event)) | memory)
         elif isinstance(event, RunEnded) and self.writer:
             facts = {name: event.summary.get(name) for name in ("digest", "chain", "evaluation", "steps")}
             text = json.dumps({"status": event.status, **facts}, indent=1)
@@ -54,7 +54,7 @@ class TensorBoard:
             self._write_hyperparameters(event)
         elif isinstance(event, CheckpointSaved):
             seconds = {"seconds": event.seconds, "stall_seconds": event.stall_seconds}
-            self._write("checkpoint", event.step, seconds)
+            self._write(event.step, tagged("checkpoint", seconds))
         if isinstance(event, Evaluated | SaveStarted | RunEnded) and self.writer:
             self.writer.flush()
 
@@ -88,12 +88,17 @@ class TensorBoard:
             for summary in (experiment, start, *([end] if event.status != "failed" else [])):
                 writer.file_writer.add_summary(summary)
 
-    def _write(self, group: str, step: int, values: Mapping[str, float]) -> None:
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars as one event: an event for each, as add_scalar writes, takes five times as long."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        scalars = [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in values.items()]
+        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self.writer.file_writer.add_summary(Summary(value=scalars), step)
+
+
+def tagged(group: str, values: Mapping[str, float]) -> dict[str, float]:
+    """GROUP/NAME -> value, as TensorBoard groups its charts."""
+    return {f"{group}/{name}": value for name, value in values.items()}
 
 
 def hyperparameters(folder: Path) -> dict[str, float | str]:
@@ -108,7 +113,7 @@ def hyperparameters(folder: Path) -> dict[str, float | str]:
 
 def mean_milliseconds(times: RankTimes) -> dict[str, float]:
     """Phase -> milliseconds of a step, the mean over the ranks; `waits_most`: of the rank that waits most."""
-    mean = {str(name): 1000 * statistics.mean(times.seconds[name]) / times.steps for name in OF_STEPS}
+    mean = {str(name): 1000 * statistics.fmean(times.seconds[name]) / times.steps for name in OF_STEPS}
     return {**mean, "waits_most": 1000 * max(times.seconds["exchange"]) / times.steps}
 
 
