@@ -17,12 +17,13 @@ import sys
 import pytest
 import typer
 import warm
+import yaml
 from PIL import Image
 from test_docs import PAGES, ROOT, blocks
 from test_sources import write_mnist
 
 from lockstep.cli import _app
-from lockstep.run.recipe import settings
+from lockstep.run.recipe import Recipe, load, settings
 
 ELSEWHERE = {"cancel", "doctor", "estimate", "prove", "scale", "tune"}
 SHORTENED = {
@@ -63,6 +64,21 @@ def test_commands_are_understood(page):
         command.make_context(name, rest, parent=context)  # raises for an unknown option
         keys = {word.partition("=")[0] for word in rest if re.match(r"[a-z]+\.[a-z_.]+=", word)}
         assert {".".join(key.split(".")[:2]) for key in keys} <= set(settings())
+
+
+def configs(page):
+    """Blocks of YAML whose keys are sections of a config."""
+    for block in blocks(page, "yaml"):
+        found = yaml.safe_load(block)
+        if isinstance(found, dict) and found.keys() <= set(Recipe.model_fields):
+            yield block
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if list(configs(page))], ids=lambda page: page.name)
+def test_configs_are_valid(page, tmp_path):
+    for block in configs(page):
+        (tmp_path / "c.yaml").write_text(block)
+        assert load(tmp_path / "c.yaml")
 
 
 @pytest.fixture(scope="module")
