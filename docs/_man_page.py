@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from lockstep.cli._app import app
+from lockstep.cli._app import contexts
 
 FILE = Path(__file__).parents[1] / "man" / "lockstep.1"
 HEAD = r"""
@@ -46,11 +44,8 @@ def page() -> str:
 
 
 def _commands() -> Iterator[str]:
-    group: Any = typer.main.get_command(app)
-    top = typer.Context(group, info_name="lockstep")
-    for name in group.list_commands(top):
-        command = group.get_command(top, name)
-        context = typer.Context(command, info_name=name, parent=top)
+    for name, context in contexts():
+        command: Any = context.command
         usage = " ".join(command.collect_usage_pieces(context))
         yield f".SS lockstep {name} {escaped(usage)}"
         yield escaped(inspect.cleandoc(command.help or ""))

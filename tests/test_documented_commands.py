@@ -144,3 +144,4 @@ def serve(folder, words):
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate(timeout=60)
+    assert server.returncode == 0

@@ -16,7 +16,7 @@ from browsing import IN_BROWSER, PHONE, keep
 
 import lockstep
 from lockstep.base import plugins
-from lockstep.run.recipe import settings
+from lockstep.run.recipe import Recipe, kind_of, settings
 
 ROOT = pathlib.Path(__file__).parents[1]
 LESSONS = sorted((ROOT / "docs" / "lessons").glob("[0-9]*.md"))
@@ -92,14 +92,9 @@ def test_links_lead_to_pages_and_places_that_exist(site, pages):
 
 def test_the_reference_is_whole(site, pages):
     anchors = pages["reference/configuration.html"].anchors
-    families = {
-        "data": "data.sources",
-        "model": "models",
-        "parallel": "parallel.strategies",
-        "launch": "launch.launchers",
-    }
-    kinds = {f"{section}-{kind}" for section, family in families.items() for kind in plugins.names(family)}
-    assert kinds <= anchors
+    plugin_sections = {name: kind_of(name) for name in Recipe.model_fields if kind_of(name)}
+    assert set(plugin_sections) == {"data", "model", "parallel", "launch"}
+    assert {f"{name}-{each}" for name, kind in plugin_sections.items() for each in kind.names()} <= anchors
     text = (site / "reference" / "configuration.html").read_text()
     assert {name for name in settings() if f"<code>{name}</code>" not in text} == set()
     assert set(plugins.names("cli")) <= pages["reference/commands.html"].anchors

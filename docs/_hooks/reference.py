@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
 import yaml
 
 import lockstep
 from lockstep.base import plugins
 from lockstep.base.config import Kind, PluginSection, Section
-from lockstep.cli._app import app
-from lockstep.run.recipe import Recipe
+from lockstep.cli._app import contexts
+from lockstep.run.recipe import Recipe, kind_of
 
 SPECIAL = re.compile(r"([\\*_\[\]#])")
 MARK = re.compile(r"<!-- generated: (\w+) -->")
@@ -34,7 +33,7 @@ def configuration() -> Iterator[str]:
     """Every section of a config with its settings, and for the plugins of a family those of each kind."""
     for name, field in Recipe.model_fields.items():
         yield f"\n## {name}\n"
-        kind = next((each for each in field.metadata if isinstance(each, Kind)), None)
+        kind = kind_of(name)
         if kind:
             yield from _plugin_section(name, kind)
         else:
@@ -137,11 +136,8 @@ def _listed(key: str, family: str, *, section: str) -> Iterator[str]:
 
 def commands() -> Iterator[str]:
     """Every command with its usage, arguments and options, as its --help says."""
-    group: Any = typer.main.get_command(app)
-    top = typer.Context(group, info_name="lockstep")
-    for name in group.list_commands(top):
-        command = group.get_command(top, name)
-        context = typer.Context(command, info_name=name, parent=top)
+    for name, context in contexts():
+        command: Any = context.command
         yield f"\n## lockstep {name} {{ #{name} }}\n"
         yield f"```\n{context.command_path} {' '.join(command.collect_usage_pieces(context))}\n```\n"
         yield escaped(inspect.cleandoc(command.help or "")) + "\n"

@@ -1,6 +1,7 @@
 """The command line: every file in this folder is a command, which imports what it needs when it is called."""
 
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -67,6 +68,14 @@ def everywhere(
     ] = False,
 ) -> None:
     """Do nothing before a command."""
+
+
+def contexts() -> Iterator[tuple[str, typer.Context]]:
+    """Every command's name and its context, from which its help is written."""
+    group: Any = typer.main.get_command(app)
+    top = typer.Context(group, info_name="lockstep")
+    for name in group.list_commands(top):
+        yield name, typer.Context(group.get_command(top, name), info_name=name, parent=top)
 
 
 def main() -> None:

@@ -209,11 +209,16 @@ def numeric_recipe(recipe: Recipe, facts: dict[str, Any], *, processes: int = 1)
     return numeric | facts
 
 
+def kind_of(section: str) -> Kind | None:
+    """What a section's `kind` chooses among; None for a section that is no plugin's."""
+    return next((each for each in Recipe.model_fields[section].metadata if isinstance(each, Kind)), None)
+
+
 def settings() -> list[str]:
     """Every section.key that a config can have, with those of all plugins."""
     found = set()
     for name, field in Recipe.model_fields.items():
-        kind = next((each for each in field.metadata if isinstance(each, Kind)), None)
+        kind = kind_of(name)
         sections = [kind.find(each) for each in kind.names()] if kind else [cast("type[Section]", field.annotation)]
         found |= {f"{name}.{key}" for section in sections for key in section.model_fields}
     return sorted(found)

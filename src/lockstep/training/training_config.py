@@ -53,7 +53,7 @@ class TrainSection(Section):
     """... for this number of evaluations in a row."""
 
     max_minutes: float | None = Field(None, gt=0, le=MANY)
-    """Time limit since the start: save a checkpoint before it and end with exit code 75; start it again to resume."""
+    """Time limit since the start: save a checkpoint before it and end with exit code 75; a new start resumes."""
 
     @property
     def shards(self) -> int:
