@@ -4,8 +4,8 @@
 BIN := .venv/bin
 # Hundreds of processes import Lockstep: without its bytecode cache each of them would compile it.
 export PYTHONDONTWRITEBYTECODE :=
-# Files of tests are shared out to as many processes as there are cores, at most four: each starts several of its own.
-SHARED_OUT := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Files of tests are shared out to several processes: how many, and in what order, is said in tests/conftest.py.
+SHARED_OUT := -n auto --dist loadfile --no-loadscope-reorder
 
 setup:
 	@./setup.sh

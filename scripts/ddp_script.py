@@ -145,7 +145,7 @@ def run(sections: Mapping[str, Any], given: argparse.Namespace) -> int:
                 return code
         else:
             with redirect_stderr(heard):
-                lockstep.spawn(sections, *given.settings, processes=given.nprocs)
+                lockstep.train(sections, *given.settings, processes=given.nprocs)
         if IS_MAIN and given.output is not None:
             _save(folder, given.output)
     except (LockstepError, OSError) as error:

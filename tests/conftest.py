@@ -23,6 +23,7 @@ import warm
 from browsing import opened_browser
 from cluster import Cluster, why_not
 from fuzzing import Commands
+from xdist.scheduler import LoadFileScheduling
 
 from lockstep.checkpoint.writer import Writer
 
@@ -119,22 +120,58 @@ class Ranks:
         self.workers = []
 
 
+SLEEPING = ("test_slurm_runs", "test_cluster", "test_failures", "test_nodes", "test_doctor_nodes")
+"""Files of tests that mostly wait: for Slurm's timers, and until what is lost is noticed."""
 SLOWEST = (
-    "test_slurm_runs",
-    "test_cluster",
-    "test_prove",
+    "test_lessons",
+    "test_training",
+    "test_objectives",
     "test_estimate",
-    "test_strategies",
+    "test_prove",
     "test_transformer",
-    "test_nodes",
+    "test_generation",
+    "test_fuzz_files",
+    "test_steering",
+    "test_strategies",
+    "test_causal_lm",
+    "test_scale",
+    "test_sweep",
+    "test_token_classification",
+    "test_gpt",
+    "test_first_steps",
+    "test_torchrun",
+    "test_own_loop",
+    "test_matrix",
+    "test_order",
+    "test_chat",
 )
-"""Files of tests that begin first where several processes share the suite, so that none of them is left for the end."""
+"""Others that begin first where several processes share the suite, so that none of them is left for the end."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
+        first = [*SLEEPING, *SLOWEST]
+        items.sort(key=lambda item: first.index(item.path.stem) if item.path.stem in first else len(first))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """As many as cores, at most four, since tests start processes of their own; and one for the files that sleep."""
+    return min(psutil.cpu_count(logical=False) or 1, 4) + (config.option.markexpr != "matrix")  # it has none of them
+
+
+class Sharing(LoadFileScheduling):
+    """By file, but those that sleep go to one process, one after the other: the others keep the cores busy."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        return "sleeping" if pathlib.Path(file).stem in SLEEPING else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return Sharing(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-SECONDS = 20.0
+SECONDS = 60.0
 """For one input, unless told otherwise: an answer takes a fraction of a second, but the machine may be busy."""
 MEMORY_BYTES = 6 << 30
 """That a process may map beyond what the warm one has: what reads /dev/zero to its end fails, and is a traceback."""

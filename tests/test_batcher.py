@@ -16,7 +16,7 @@ class Model:
     def __init__(self):
         self.batches = []
 
-    def probabilities(self, samples):
+    def scores(self, samples):
         self.batches.append([len(sample) for sample in samples])
         if any(sample[0] == 13 for sample in samples):
             raise RuntimeError("thirteen")
@@ -70,7 +70,7 @@ def test_everybody_gets_their_own(workers, wait):
         asked = [[sample(1 + (7 * n + k) % 50, 100 * n + k) for k in range(1 + n % 3)] for n in range(60)]
         found = await asyncio.gather(*(batcher.predict(model, samples) for samples in asked))
         for samples, rows in zip(asked, found, strict=True):
-            assert rows[:, 0].tolist() == [each[0] for each in samples]
+            assert [row[0] for row in rows] == [each[0] for each in samples]
 
     running(work, workers=workers, max_wait_seconds=wait, capacity=1000)
     assert max(map(len, model.batches)) > 1
@@ -84,7 +84,7 @@ def test_one_that_fails_takes_nobody_with_it():
 
     model = Model()
     before, failed, after = running(work, max_wait_seconds=0.05)
-    assert (before[0, 0], str(failed), after[0, 0]) == (12, "thirteen", 14)
+    assert (before[0][0], str(failed), after[0][0]) == (12, "thirteen", 14)
 
 
 def test_what_finds_no_room_is_refused_whole():
@@ -106,7 +106,7 @@ def test_what_nobody_waits_for_is_not_predicted():
         await asyncio.sleep(0)
         gone.cancel()
         stays = await batcher.predict(model, [sample(9, 5)])
-        assert stays[0, 0] == 5
+        assert stays[0][0] == 5
 
     model = Model()
     running(work, max_wait_seconds=0.2)
@@ -118,7 +118,7 @@ def test_closing_answers_what_waits_and_takes_nothing_more():
         waits = [asyncio.ensure_future(batcher.predict(model, [sample(4, n)])) for n in range(10)]
         await asyncio.sleep(0)
         await asyncio.to_thread(batcher.close)
-        assert [int(rows[0, 0]) for rows in await asyncio.gather(*waits)] == list(range(10))
+        assert [int(rows[0][0]) for rows in await asyncio.gather(*waits)] == list(range(10))
         with pytest.raises(Full):
             await batcher.predict(model, [sample(4)])
 

@@ -13,7 +13,7 @@ from lockstep.checkpoint.layout import Manifest, folder_of
 from lockstep.cli import _app
 from lockstep.cli._common import console
 from lockstep.launch.run_folder import run_of
-from lockstep.run.recipe import load, starter
+from lockstep.run.recipe import load, starter, tasks
 
 SOURCES = plugins.names("data.sources")
 EXAMPLES = sorted((pathlib.Path(__file__).parents[1] / "examples").glob("*.yaml"))
@@ -97,7 +97,7 @@ def test_plugins_lists_every_plugin_file(lockstep):
             assert (name, len(description) > 10) == (file.stem, True)
 
 
-@pytest.mark.parametrize("task", SOURCES)
+@pytest.mark.parametrize("task", tasks())
 def test_init_writes_a_config_to_start_from(lockstep, tmp_path, task):
     code, out, err = lockstep("init", task)
     assert (code, err) == (0, "")
@@ -106,7 +106,7 @@ def test_init_writes_a_config_to_start_from(lockstep, tmp_path, task):
     assert all_files(tmp_path) == wanted
     file = tmp_path / f"{task}.yaml"
     assert load(file) == starter(task)
-    assert load(file).data.kind == task
+    assert task in (load(file).data.kind, load(file).model.kind)
     assert lockstep("train", file.name, "--dry-run")[0] == 0
 
 
@@ -160,7 +160,10 @@ def test_init_lists_what_there_is(lockstep, tmp_path):
     code, out, err = lockstep("init", "--list")
     assert (code, err, all_files(tmp_path)) == (0, "", [])
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in out.splitlines() if "│" in line]
-    assert [row[0] for row in rows if row[0]] == [*SOURCES, "examples/ag_news", "examples/digits", "examples/mnist"]
+    assert [row[0] for row in rows if row[0]] == [
+        *tasks(),
+        *(f"examples/{name}" for name in ("ag_news", "digits", "gpt", "mnist")),
+    ]
     assert {row[0]: row[2] for row in rows if row[0]}["ag_news"] == "transformer"
 
 

@@ -65,8 +65,8 @@ WRONG = {
     "section that is a name": ("data: digits\n", "c.yaml:1: data: should be a section with keys of its own"),
     "list in a section": ("data: [digits]\n", "c.yaml:1: data: should be a section with keys of its own"),
     "wrong literal": (
-        "optim:\n  kind: adam\n",
-        ("c.yaml:2: optim.kind: ", "'adamw' or 'sgd'", "did you mean 'adamw'?"),
+        "schedule:\n  shape: cosin\n",
+        ("c.yaml:2: schedule.shape: ", "'one_cycle' or 'user'", "did you mean 'cosine'?"),
     ),
     "literal in capitals": ("train:\n  precision: BF16\n", ("c.yaml:2: train.precision: ", "did you mean 'bf16'?")),
     "either of two": ("launch:\n  processes: atuo\n", ("c.yaml:2: launch.processes: ", "integer", "or", "'auto'")),

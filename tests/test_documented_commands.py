@@ -25,7 +25,7 @@ from test_sources import write_mnist
 from lockstep.cli import _app
 from lockstep.run.recipe import Recipe, load, settings
 
-ELSEWHERE = {"cancel", "doctor", "estimate", "prove", "scale", "tune"}
+ELSEWHERE = {"cancel", "doctor", "estimate", "prove", "scale", "sweep", "tune"}
 SHORTENED = {
     "profile": ["--steps", "2", "--traced", "1"],
     "serve": ["--port", "0"],
@@ -100,6 +100,8 @@ def prepared(tmp_path_factory, minilm):
     lockstep(images, "export", "runs/NAME")
     for name in ("A", "B", "one"):
         shutil.copytree(images / "runs" / "NAME", images / "runs" / name)
+    lockstep(images, "train", "examples/gpt.yaml", "run.name=gpt", "train.epochs=null", "train.steps=2")
+    (images / "prompts.csv").write_text("prompt\nThe\n")
     for name in ("new.csv", "reviews.csv", "train.csv"):
         (texts / name).write_text(NEWS)
     files = "data: {kind: files, train: train.csv, test: new.csv, text_column: body, label_column: topic}\n"

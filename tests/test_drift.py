@@ -1,9 +1,12 @@
 """A run that goes on with another numeric recipe: refused by name, or allowed and remembered."""
 
 import json
+from dataclasses import replace
 
 import yaml
 from test_training import config_in, run_on_rank
+
+from lockstep.checkpoint import layout
 
 
 def test_another_numeric_recipe_is_named_and_refused(ranks, tmp_path):
@@ -40,3 +43,18 @@ def test_drift_is_remembered(ranks, tmp_path):
     assert drift == expected
     assert first < second < third < last == 14
     assert resumed(None, True, optim={"lr": 0.1}) == (14, expected)  # nothing is left to be trained with it
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed(ranks, tmp_path):
+    """It lacks settings that are newer: these may have their default, but nothing else."""
+    ranks(1, run_on_rank, config_in(tmp_path, "a"), "auto", 3)
+    (newest,) = [path for path in (tmp_path / "a" / "checkpoints").iterdir() if path.name.startswith("step-")]
+    manifest = layout.read_manifest(newest)
+    newer = {"optim.groups", "schedule.final", "train.label_smoothing", "data.transforms"}
+    older = {name: value for name, value in manifest.numeric.items() if name not in newer}
+    assert len(manifest.numeric) == len(older) + len(newer)
+    (newest / layout.MANIFEST).write_text(replace(manifest, numeric=older).text())
+    (message,) = ranks(1, run_on_rank, config_in(tmp_path, "a", schedule={"final": 0.5}))
+    assert "schedule.final: None in the checkpoint, 0.5 now" in message and "optim.groups" not in message
+    assert ranks(1, run_on_rank, config_in(tmp_path, "a"))[0]["status"] == "finished"
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["drift"] == []

@@ -145,7 +145,7 @@ def digits_to_test():
 def expected(run):
     """Plain predictions of the test split -> logits, labels."""
     split, predictor = digits_to_test(), trained_model.open_predictor(run)
-    return predictor.logits(list(split.images)), torch.from_numpy(split.labels)
+    return predictor.outputs(list(split.images)), torch.from_numpy(split.labels)
 
 
 def figures(found):
@@ -343,7 +343,7 @@ def texts_export(tmp_path, minilm):
     small = DistilBertConfig(vocab_size=30522, dim=8, hidden_dim=8, n_layers=1, n_heads=1, num_labels=2)
     torch.manual_seed(0)
     section = transformer.Config(kind="transformer", name=str(minilm))
-    model = transformer.TextClassifier(DistilBertForSequenceClassification(small))
+    model = transformer.TextModel(DistilBertForSequenceClassification(small), TEXTS)
     transformer.save(model, tmp_path / "export")
     transformer.tokenizer(section).save(tmp_path / "export")
     recipe = Recipe.model_validate({"model": section, "data": {"kind": "files", "train": "gone.csv"}})
@@ -363,7 +363,7 @@ def test_a_table_of_texts(texts_export, evaluate, tmp_path):
     columns = ["data.text_column=body", "data.label_column=kind", f"data.cache={tmp_path / 'cache'}"]
     found = evaluate(texts_export, *columns, "launch.processes=2", file=tmp_path / "t.jsonl", worst=30)
     predictor = trained_model.open_predictor(texts_export)
-    probabilities = [predictor.logits(predictor.encode([text]))[0].double().softmax(0).numpy() for text in texts]
+    probabilities = [predictor.outputs(predictor.encode([text]))[0].double().softmax(0).numpy() for text in texts]
     labels = [["cat", "dog"].index(row["kind"]) for row in rows]
     assert found["samples"] == 21
     assert found["loss"] == pytest.approx(log_loss(labels, np.array(probabilities), labels=[0, 1]), rel=1e-4)
@@ -409,9 +409,9 @@ def test_an_export_is_calibrated(exports, evaluate, tmp_path):
     found = evaluate(target, calibrates=True, split="train")["calibration"]
     assert found["is_kept"] and found["ece_after"] < found["ece_before"] and found["temperature"] != 1
     after = trained_model.open_predictor(target)
-    scaled = (before.logits(images) / found["temperature"]).softmax(1).numpy()
-    assert np.array_equal(after.probabilities(images), scaled)
-    assert not np.allclose(after.probabilities(images), before.probabilities(images), atol=1e-3)
+    scaled = (before.outputs(images) / found["temperature"]).softmax(1).numpy()
+    assert np.array_equal(after.scores(images), scaled)
+    assert not np.allclose(after.scores(images), before.scores(images), atol=1e-3)
     again = evaluate(target, "launch.processes=2", split="train")
     assert again["temperature"] == found["temperature"] and again["ece"] == pytest.approx(found["ece_after"], abs=0.1)
 
@@ -427,8 +427,8 @@ def test_a_run_hands_its_calibration_to_its_exports(run, evaluate, tmp_path):
 
 
 def test_outputs_that_are_not_finite():
-    predictions = Predictions(3, 2)
-    predictions.logits[1, 0] = torch.nan
+    predictions = Predictions(3, rows=lambda *_: None)
+    predictions.add((0, 2, 1), (torch.tensor([[0.0, 1], [0, 1], [torch.nan, 1]]), torch.zeros(3, dtype=torch.int64)))
     with pytest.raises(ModelError, match="not finite for 1 of 3 samples, the first of them sample 1"):
         evaluation_report.check(predictions, Texts(["a", "b", "c"], np.zeros(3), ["x", "y"]))
 

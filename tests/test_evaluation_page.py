@@ -9,30 +9,36 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lockstep.data.in_memory import Texts
 from lockstep.inference.evaluate import evaluation_page, evaluation_report, evaluation_tensorboard
 from lockstep.inference.evaluate import figures as drawing
+from lockstep.models.objectives._choice import objective_of
 from lockstep.training.evaluation import Predictions
 
 EVIL = "<script>alert('x')</script> & \ud83d"
 
 
-def test_names_and_texts_are_escaped():
-    predictions = Predictions(2, 2)
-    predictions.logits[:] = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
-    names = ["<b>&\"cat'", "dog</title>"]
-    wrong = evaluation_report.worst(
-        predictions, Texts([EVIL, "fine"], np.array([0, 0]), names), names, count=2, temperature=1.0
+def high_losses(texts, logits):
+    """The class and the worst samples of texts whose class is 0."""
+    predictions = Predictions(len(logits), rows=lambda *_: None)
+    predictions.add(tuple(range(len(logits))), (torch.tensor(logits), torch.zeros(len(logits), dtype=torch.int64)))
+    objective = objective_of(texts.spec)
+    worst = evaluation_report.worst(
+        predictions, texts, texts.spec, objective=objective, count=len(logits), temperature=1.0
     )
+    classes = evaluation_report.by_class(objective.fits(predictions.outputs), predictions.targets, texts.spec.labels)
+    return classes, worst
+
+
+def test_names_and_texts_are_escaped():
+    names = ["<b>&\"cat'", "dog</title>"]
+    classes, wrong = high_losses(Texts([EVIL, "fine"], np.array([0, 0]), names), [[1.0, 0.0], [0.0, 2.0]])
     found = {"data": "<i>d", "checkpoint": "<u>c", "step": 1, "digest": "0", "samples": 2, "metrics": {"<s>": 0.5}}
-    html = evaluation_page.html(found | {"classes": evaluation_report.by_class(predictions, names)}, wrong, matrix="")
+    html = evaluation_page.html(found | {"classes": classes}, wrong, matrix="")
     assert not [evil for evil in ("<b>&", "<i>d", "<u>c", "<s>", "<script", "dog</title>") if evil in html]
     assert "alert(&#39;x&#39;)" in html
     html.encode()  # half a pair would not
 
 
 def test_texts_in_tensorboard_are_one_line_each_and_escaped(tmp_path):
-    predictions = Predictions(1, 2)
-    predictions.logits[:] = torch.tensor([[0.0, 2.0]])
-    texts = Texts([f"two\nlines | {EVIL}"], np.array([0]), ["<b>", "b_c"])
-    wrong = evaluation_report.worst(predictions, texts, ["<b>", "b_c"], count=1, temperature=1.0)
+    _, wrong = high_losses(Texts([f"two\nlines | {EVIL}"], np.array([0]), ["<b>", "b_c"]), [[0.0, 2.0]])
     evaluation_tensorboard.write(wrong, tmp_path, step=3, data="a|b")
     accumulator = EventAccumulator(str(tmp_path))
     accumulator.Reload()

@@ -155,18 +155,18 @@ def test_a_predictor_out_of_anything(run, exports, pictures, name):
     predictor = trained_model.open_predictor(run / name)
     samples = predictor.encode(pictures)
     assert samples[0].shape == (1, 8, 8)
-    probabilities = predictor.probabilities(samples)
+    probabilities = predictor.scores(samples)
     assert probabilities.shape == (5, 10) and np.allclose(probabilities.sum(1), 1, atol=1e-5)
     reduced = predictor.facts.dtype != "fp32"
-    assert np.allclose(probabilities, expected.probabilities(samples), atol=0.02 if reduced else 1e-6)
-    assert np.allclose(predictor.probabilities(samples[:1]), probabilities[:1], atol=0.02 if reduced else 1e-6)
-    assert predictor.labels == tuple("0123456789")
+    assert np.allclose(probabilities, expected.scores(samples), atol=0.02 if reduced else 1e-6)
+    assert np.allclose(predictor.scores(samples[:1]), probabilities[:1], atol=0.02 if reduced else 1e-6)
+    assert predictor.facts.labels == tuple("0123456789")
 
 
 def test_a_predictor_in_another_dtype(run, exports, pictures):
     predictor = trained_model.open_predictor(run / "export", dtype="bf16")
     assert {parameter.dtype for parameter in predictor.forward.parameters()} == {torch.bfloat16}
-    assert predictor.probabilities(predictor.encode(pictures)).dtype == np.float32
+    assert predictor.scores(predictor.encode(pictures)).dtype == np.float32
     with pytest.raises(ModelError, match="runs on the processor as fp32: leave --device and --dtype out"):
         trained_model.open_predictor(run / "export-onnx", dtype="bf16")
 
@@ -213,8 +213,8 @@ def test_texts_that_cannot_be_encoded(minilm, tmp_path):
     predictor = trained_model.open_predictor(tmp_path / "e")
     short, empty, long, odd = predictor.encode(["the striker scored", "", "word " * 500, "caf\u00e9 \U0001f600 \x00"])
     assert (len(empty), len(long)) == (2, 24)
-    probabilities = predictor.probabilities([short, empty, long, odd])
-    assert np.allclose(probabilities[:1], predictor.probabilities([short]), atol=1e-5)
+    probabilities = predictor.scores([short, empty, long, odd])
+    assert np.allclose(probabilities[:1], predictor.scores([short]), atol=1e-5)
     assert predictor.encode([]) == []
     with pytest.raises(DataError, match="^character 3 is half of a surrogate pair"):
         predictor.encode(["fine", "ab\ud83d"])

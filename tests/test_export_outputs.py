@@ -89,7 +89,7 @@ def test_what_is_called_logits_is_predicted(tmp_path, form):
             predictor(export_facts.read(folder), forward_of(folder), None)
     else:
         found = predictor(export_facts.read(folder), forward_of(folder), None)
-        assert torch.equal(found.logits([*batch["image"].numpy()]), logits_of(case.logits(batch)))
+        assert torch.equal(found.outputs([*batch["image"].numpy()]), logits_of(case.logits(batch)))
 
 
 @pytest.mark.parametrize("kind", ["pretrained", "safetensors", "state_dict", "torch_export", "onnx"])

@@ -269,3 +269,11 @@ def test_a_checksum_sees_bits_order_and_shape(dtype):
     others = [one.flip(0), one.view(3, 2), one.clone().index_fill_(0, torch.tensor([1]), 0), one[:1]]
     assert all(checksum(other) != checksum(one) for other in others)
     assert checksum(torch.zeros(2)) != checksum(-torch.zeros(2))
+    assert checksum(one[:0]) != checksum(one[:0].t())
+
+
+def test_memory_can_be_freed_after_a_checksum():
+    """As FSDP does, whose weights may be what a module is called with."""
+    weight = torch.zeros(3)
+    checksum(weight)
+    weight.untyped_storage().resize_(0)

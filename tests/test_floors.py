@@ -23,27 +23,40 @@ FLOORS = [
     ["launch.launch_config"],
     ["launch.elastic"],
     ["core", "launch.launchers", "training.fused_optimizer_tails", "training.optim_config"],
-    ["data", "models", "checkpoint", "observe", "training.metrics", "training.optim"],
+    ["training.metrics", "training.learning_rate", "training.parameter_groups"],
+    ["models.objectives"],
+    ["data", "models", "checkpoint", "observe", "training.optim"],
     ["parallel"],
     ["training", "inference.export", "tools.compare"],
     ["inference.predictor"],
+    ["inference.generation"],
     ["inference.serving"],
     ["run.recipe"],
     ["run.splits", "run.recipe_trust"],
-    ["run.components", "launch.run_folder"],
-    ["run.build", "run.user_code_checks"],
+    ["launch.run_folder"],
+    ["run.warm_start", "run.token_flops"],
+    ["run.components"],
+    ["run.build", "run.user_code_checks", "run.text_samples"],
     ["inference.trained_model"],
     ["run.tasks._task"],
     ["run.tasks.train"],
     ["run", "launch.launch_run"],
-    ["tools", "inference", "launch", "run.api"],
+    ["tools", "inference", "launch"],
+    ["run.api"],
     ["run.tasks", "tools.teaching"],
     ["cli._common"],
     ["cli"],
     ["__main__"],
 ]
 """From the ground up: modules, or rooms with all that is in them but for what is named by itself."""
-FAMILIES = ["models", "inference/export/formats", "data/sources", "parallel/strategies", "launch/launchers"]
+FAMILIES = [
+    "models",
+    "models/objectives",
+    "inference/export/formats",
+    "data/sources",
+    "parallel/strategies",
+    "launch/launchers",
+]
 FAMILIES += ["observe/sinks", "cli"]
 EXAMPLES = ROOT.parents[1] / "examples"
 STRATEGIES, LAUNCHERS = (plugins.names(family) for family in ("parallel.strategies", "launch.launchers"))

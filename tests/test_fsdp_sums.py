@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from test_strategies import Network, Texts, images, trained
 from torch import nn
 
-from lockstep.models._transformer import TextClassifier
+from lockstep.models._transformer import TextModel
 
 
 class Skips(Network):
@@ -56,7 +56,7 @@ class Again(Network):
 def deberta():
     from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
-    return TextClassifier(
+    return TextModel(
         DebertaV2ForSequenceClassification(
             DebertaV2Config(
                 vocab_size=61,
@@ -69,14 +69,15 @@ def deberta():
                 pos_att_type=["p2c", "c2p"],
                 max_position_embeddings=32,
             )
-        )
+        ),
+        Texts.spec,
     )
 
 
 def t5():
     from transformers import T5Config, T5ForSequenceClassification
 
-    return TextClassifier(
+    return TextModel(
         T5ForSequenceClassification(
             T5Config(
                 vocab_size=61,
@@ -89,7 +90,8 @@ def t5():
                 eos_token_id=1,
                 decoder_start_token_id=0,
             )
-        )
+        ),
+        Texts.spec,
     )
 
 

@@ -145,7 +145,7 @@ def opened(path):
     except UserError as error:
         sys.stdout.write(f"{error}\n")
         return 2
-    assert predictor.probabilities([np.zeros((1, 8, 8), np.uint8)]).shape == (1, 3)
+    assert predictor.scores([np.zeros((1, 8, 8), np.uint8)]).shape == (1, 3)
     return 0
 
 

@@ -95,7 +95,7 @@ def test_a_crowd(tmp_path, minilm, seconds, growth):
     folder = text_export(tmp_path / "news", minilm)
     predictor = open_predictor(folder)
     texts = [" ".join(f"word{(n * 31 + k * 7) % 997}" for k in range(1 + n % 70)) for n in range(100)]
-    expected = np.concatenate([predictor.probabilities(predictor.encode([text])) for text in texts])
+    expected = np.concatenate([predictor.scores(predictor.encode([text])) for text in texts])
     with serving(folder, "--max-body-mb", "1", "--timeout", "3") as server:
         port = int(server.url.rsplit(":", 1)[1])
         crowd, sizes = Crowd(port, texts, seconds), []

@@ -62,7 +62,7 @@ def shown(*command, code=0, **options):
 
 def piped(*command, code=0, **options):
     """What a command writes to a pipe."""
-    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, timeout=90, **options)
+    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, timeout=170, **options)
     assert done.returncode == code, done.stdout
     return done.stdout
 

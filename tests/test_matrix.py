@@ -23,6 +23,8 @@ from lockstep.training.step import step
 
 OWN = pathlib.Path(__file__).parent / "own"
 GLOBAL_BATCH, EPOCHS, CLIP, FIRST_SCALE = 40, 3, 0.1, 2.0**16
+CONTEXT = 8
+"""Tokens of a sample of the language model, each of which counts."""
 
 
 class Row(NamedTuple):
@@ -43,7 +45,9 @@ class Row(NamedTuple):
         return "-".join([*words, f"workers{self.workers}", "ragged" if self.samples % GLOBAL_BATCH else "whole"])
 
 
-FACTORS = Row(("normed", "transformer", "noisy"), ("fp32", "bf16", "fp16"), (4, 20), (CLIP, None), (0, 2), (62, 80))
+FACTORS = Row(
+    ("normed", "transformer", "noisy", "gpt"), ("fp32", "bf16", "fp16"), (4, 20), (CLIP, None), (0, 2), (62, 80)
+)
 WORLDS = (2, 3, 4, 5, 8)
 """Each against one process."""
 ROWS = [Row(*values) for values in itertools.product(*FACTORS)]
@@ -70,7 +74,7 @@ def covering_sample():
 
 @pytest.fixture(scope="session")
 def small_transformer(tmp_path_factory):
-    """A DistilBERT of two layers with dropout and random weights, its tokenizer, and texts to classify."""
+    """A DistilBERT of two layers with dropout and random weights, its tokenizer, and texts to classify or continue."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
 
@@ -89,6 +93,7 @@ def small_transformer(tmp_path_factory):
         texts = [" ".join(generator.choice(words[2:], generator.integers(1, 30))) for _ in range(count)]
         lines = [json.dumps({"text": text, "label": number % 4}) for number, text in enumerate(texts)]
         (folder / f"{split}.jsonl").write_text("\n".join(lines))
+        (folder / f"{split}.txt").write_text(" ".join(texts))
     return folder
 
 
@@ -98,6 +103,10 @@ def config_of(row, small_transformer, seed=0):
         data = {"kind": "files", "train": str(small_transformer / "train.jsonl")}
         data |= {"test": str(small_transformer / "test.jsonl"), "cache": str(small_transformer / "cache")}
         model = {"kind": "transformer", "name": str(small_transformer), "max_length": 32}
+    if row.model == "gpt":
+        data = {"kind": "text", "context": CONTEXT, "cache": str(small_transformer / "cache")}
+        data |= {split: str(small_transformer / f"{split}.txt") for split in ("train", "test")}
+        model = {"kind": "gpt", "layers": 2, "width": 16, "heads": 2, "dropout": 0.2}
     if row.model == "noisy":
         data["augment"] = model["file"]
     return {
@@ -137,7 +146,8 @@ def assert_something_happened(row, found, other_seed):
     """Equal digests mean nothing where nothing was trained, or where the row's settings had no effect."""
     assert found["first"] != found["last"] != other_seed["last"]
     counts, losses, norms = zip(*found["told"], strict=True)
-    assert counts == (40, row.samples - 40) * EPOCHS
+    each = CONTEXT if row.model == "gpt" else 1
+    assert counts == (40 * each, (row.samples - 40) * each) * EPOCHS
     assert len(set(losses)) == len(losses)
     assert all(math.isfinite(float.fromhex(loss)) for loss in losses)
     finite = [norm for norm in map(float.fromhex, norms) if math.isfinite(norm)]
@@ -146,7 +156,7 @@ def assert_something_happened(row, found, other_seed):
     if row.precision == "fp16":  # each overflow halves the scale; the steps after the last one are counted
         overflows = len(norms) - len(finite)
         assert overflows < len(norms)
-        assert found["scaler"]["scale"] == FIRST_SCALE / 2**overflows > 1
+        assert found["scaler"]["scale"] == FIRST_SCALE / each / 2**overflows > 1
     else:
         assert found["scaler"] == {}
         assert len(finite) == len(norms)
@@ -168,7 +178,7 @@ SAMPLE = covering_sample()
 def test_the_sample_covers_every_pair():
     met = set().union(*(meetings(row, worlds) for row, worlds in SAMPLE))
     assert met == set().union(*(meetings(row, WORLDS) for row in ROWS))
-    assert len(SAMPLE) <= 12
+    assert len(SAMPLE) <= 13
 
 
 def test_the_matrix_can_tell(ranks, small_transformer):

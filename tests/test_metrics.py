@@ -32,9 +32,10 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import EvaluationFailed, LockstepError, ModelError
 from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.data.sampler import EvaluationRequests
+from lockstep.models.objectives._choice import objective_of
 from lockstep.training.evaluation import Evaluation, EvaluationTarget, evaluate, trial_evaluation
 from lockstep.training.metrics.declared_metrics import declared_metrics
-from lockstep.training.metrics.metric_tally import ConfusionTally, MergedTally, tally
+from lockstep.training.metrics.metric_tally import MergedTally, SumTally, tally
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Metric `.*` will save all targets")]
 SAMPLES, SIZE = 83, 8
@@ -185,7 +186,7 @@ def squared(outputs, batch):
 
 def subject(own, loss=squared, **more):
     return EvaluationTarget(
-        forward=forward, loss=loss, metrics=declared_metrics(PLAIN, own), device=torch.device("cpu"), **more
+        forward=forward, loss=loss, metrics=declared_metrics({}, own), device=torch.device("cpu"), **more
     )
 
 
@@ -223,7 +224,7 @@ def test_values_are_the_metrics_own(lone):
         assert values[name] == pytest.approx(float(plain[name].compute()), rel=2e-2), name
     mergeable = {
         name
-        for name, each in declared_metrics(PLAIN, own).items()
+        for name, each in declared_metrics({}, own).items()
         if type(tally(each, torch.device("cpu"))) is MergedTally
     }
     assert mergeable >= {"mse", "spearman", "r2", "mean", "sum", "cat", "auroc", "binned"}
@@ -277,7 +278,7 @@ def test_an_error_of_one_rank_is_raised_by_all(ranks, rank, where):
 )
 def test_what_is_no_metric_is_named(declared, error):
     with pytest.raises(ModelError, match=error):
-        declared_metrics(PLAIN, {"own": declared})
+        declared_metrics({}, {"own": declared})
 
 
 def first():
@@ -311,7 +312,7 @@ def test_names_are_known_before_training(lone):
 def test_metrics_of_classifiers_are_for_classifiers(lone):
     """Labels [m] or [m, T], logits [m, classes] or [m, classes, T], also among other outputs; nothing else has an accuracy."""
     spec = DataSpec(modality="any", labels=("a", "b", "c"))
-    found = declared_metrics(spec, {})
+    found = objective_of(spec).metrics(spec)
     device = torch.device("cpu")
 
     def seen(outputs, label):
@@ -327,8 +328,8 @@ def test_metrics_of_classifiers_are_for_classifiers(lone):
     assert not seen(torch.rand(4, 2), torch.tensor([0, 1, 2, 0]))
     assert seen({"logits": torch.rand(4, 3)}, torch.tensor([0, 1, 2, 0]))
     assert not seen({"scores": torch.rand(4, 3)}, torch.tensor([0, 1, 2, 0]))
-    assert set(declared_metrics(spec, {"accuracy": None, "f1": None})) == {"confusion"}
-    assert isinstance(tally(found["accuracy"], device), ConfusionTally)
+    assert set(declared_metrics(found, {"accuracy": None, "f1": None})) == {"confusion"}
+    assert isinstance(tally(found["accuracy"], device), SumTally)
 
 
 @settings(max_examples=60, deadline=None)
@@ -342,7 +343,8 @@ def test_a_classifiers_figures_are_those_of_torchmetrics(classes, sizes, seed, s
         "f1": MulticlassF1Score(classes, average="macro"),
         "confusion": MulticlassConfusionMatrix(classes),
     }
-    found = {name: tally(each, torch.device("cpu")) for name, each in declared_metrics(of_classes(classes), {}).items()}
+    spec = of_classes(classes)
+    found = {name: tally(each, torch.device("cpu")) for name, each in objective_of(spec).metrics(spec).items()}
     for number, size in enumerate(sizes):
         logits = torch.randint(0, 4, (size, classes, *shape), generator=generator).float()
         label = torch.randint(0, max(1, classes - seed % 3), (size, *shape), generator=generator)

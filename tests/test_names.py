@@ -105,6 +105,8 @@ def test_blocks_are_found_under_any_kind_of_name():
     assert own_blocks(With(blocks=lambda: [two, one, two], a=one, b=two)) == [two, one]
     assert own_blocks(With(blocks=lambda: 3, head=head)) == [head]
     assert blocks_of(nn.ModuleList([nn.ModuleList([one]), two])) == [one, two]
+    three = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))  # a ModuleList computes its weight
+    assert blocks_of(nn.ModuleDict({"head": three, "body": nn.ModuleList([one])})) == [three, one]
 
 
 def test_a_loss_is_a_function_of_outputs_and_batch():

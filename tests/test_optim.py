@@ -9,13 +9,19 @@ from pydantic import ValidationError
 from torch import nn
 
 from lockstep.core.reduction.gradient_norm import average_, row_squares
-from lockstep.training.optim import build, learning_rate, set_learning_rate
-from lockstep.training.optim_config import OptimSection, ScheduleSection
+from lockstep.training import optim
+from lockstep.training.learning_rate import learning_rate, set_learning_rate
+from lockstep.training.optim_config import SHAPES, OptimSection, ScheduleSection
+from lockstep.training.parameter_groups import rules_of
 
 
-def rates(total_steps, *, shape="constant", warmup=0.0, global_batch=32, **optim):
-    section = OptimSection(**{"lr": 0.1, **optim})
-    schedule = ScheduleSection(shape=shape, warmup=warmup)
+def build(config, module):
+    return optim.build(config, module, rules_of(config, module))
+
+
+def rates(total_steps, *, shape="constant", warmup=0.0, global_batch=32, base_batch=None, **schedule):
+    section = OptimSection(lr=0.1, base_batch=base_batch)
+    schedule = ScheduleSection(shape=shape, warmup=warmup, **schedule)
     return [
         learning_rate(section, schedule, step=step, total_steps=total_steps, global_batch=global_batch)
         for step in range(total_steps)
@@ -58,6 +64,53 @@ def test_cosine_is_the_schedule_of_torch(warmup):
     assert after[len(after) // 2] == pytest.approx(0.05)
 
 
+def rates_of_torch(total_steps, make):
+    """Of a scheduler of torch or transformers, for a peak of 0.1."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler, found = make(optimizer), []
+    for _ in range(total_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_one_cycle_is_that_of_torch():
+    expected = rates_of_torch(
+        50, lambda each: torch.optim.lr_scheduler.OneCycleLR(each, 0.1, total_steps=50, pct_start=0.3)
+    )
+    assert rates(50, shape="one_cycle", warmup=0.3) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 3.0])
+def test_polynomial_is_that_of_torch(power):
+    expected = rates_of_torch(20, lambda each: torch.optim.lr_scheduler.PolynomialLR(each, total_iters=20, power=power))
+    assert rates(20, shape="polynomial", power=power) == pytest.approx(expected)
+
+
+def test_inverse_sqrt_is_that_of_transformers():
+    """From the end of the warm-up on; they count the steps from 0."""
+    from transformers import get_inverse_sqrt_schedule
+
+    expected = rates_of_torch(101, lambda each: get_inverse_sqrt_schedule(each, num_warmup_steps=8))
+    assert rates(100, shape="inverse_sqrt", warmup=8) == pytest.approx(expected[1:])
+
+
+def test_wsd_stays_at_the_peak_and_then_goes_down_by_a_root():
+    found = rates(40, shape="wsd", warmup=4, decay=10, final=0.1)
+    assert found[:4] == pytest.approx([0.025, 0.05, 0.075, 0.1])
+    assert found[4:31] == pytest.approx([0.1] * 27)
+    assert found[31:] == pytest.approx([0.01 + 0.09 * (1 - math.sqrt(done / 10)) for done in range(1, 10)])
+    assert rates(40, shape="wsd", decay=0.25) == pytest.approx(rates(40, shape="wsd", decay=10))
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "polynomial", "wsd"])
+def test_final_is_where_it_ends(shape):
+    section, schedule = OptimSection(lr=0.1), ScheduleSection(shape=shape, final=0.2)
+    ends = [learning_rate(section, schedule, step=step, total_steps=50, global_batch=1) for step in (0, 50, 70)]
+    assert ends == pytest.approx([0.1, 0.02, 0.02])
+
+
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 def test_never_rises_after_warmup_and_ends_at_zero(shape):
     found = rates(50, shape=shape, warmup=0.1)
@@ -68,7 +121,7 @@ def test_never_rises_after_warmup_and_ends_at_zero(shape):
     assert end == beyond == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "user"])
 def test_depends_on_the_step_alone(shape):
     """Asked for in any order, any number of times, the answers are the same: nothing is counted inside."""
     forward = rates(30, shape=shape, warmup=0.2)
@@ -180,7 +233,7 @@ def test_set_learning_rate_reaches_every_group():
         (OptimSection, "momentum", 1.0),
         (OptimSection, "base_batch", 0),
         (OptimSection, "clip", 0.0),
-        (OptimSection, "kind", "adam"),
+        (OptimSection, "kind", "adamm"),
         (ScheduleSection, "warmup", -0.1),
         (ScheduleSection, "warmup", 7.4),
         (ScheduleSection, "warmup", 1e18),

@@ -142,7 +142,9 @@ def test_a_wheel_holds_all_of_the_package(wheel):
             file.read(f"lockstep_train-{PROJECT['version']}.dist-info/licenses/LICENSE")
             == (ROOT / "LICENSE").read_bytes()
         )
-    ours = {p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*") if p.is_file() and p.suffix != ".pyc"}
+    ours = {
+        p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts
+    }
     shipped = [*(ROOT / "lessons").glob("*.py"), *(ROOT / "examples").glob("*.yaml")]
     assert held == ours | {file.relative_to(ROOT).as_posix() for file in shipped}
     assert man == runpy.run_path(str(ROOT / "docs" / "_man_page.py"))["page"]()  # else: make docs

@@ -62,3 +62,9 @@ def test_overflow_of_scaled_gradients_leaves_the_step_out_and_lowers_the_scale()
     again = Precision("fp16", torch.device("cpu"))
     again.load_state_dict(precision.state_dict())
     assert again.scaler.get_scale() == before / 2
+
+
+@pytest.mark.parametrize(("targets", "scale"), [(1, 2.0**16), (2, 2.0**15), (8, 2.0**13), (9, 2.0**12), (1024, 64.0)])
+def test_the_first_scale_is_smaller_for_a_sum_over_more(targets, scale):
+    """A power of two, so that it changes no digit."""
+    assert Precision("fp16", torch.device("cpu"), targets=targets).state_dict()["scale"] == scale

@@ -156,7 +156,7 @@ def test_the_same_bytes_for_any_number_of_processes(predict, texts_model, words,
     assert found.select(table.column_names).equals(table)
     assert found.schema.field("confidence").type == pa.float32()
     predictor = open_predictor(texts_model)
-    each = np.concatenate([predictor.probabilities(predictor.encode([text])) for text in words[:40]])
+    each = np.concatenate([predictor.scores(predictor.encode([text])) for text in words[:40]])
     assert found["label"].to_pylist()[:40] == [LABELS[best] for best in each.argmax(1)]
     assert len(set(found["label"].to_pylist())) == 3
     columns = np.stack([found[f"probability_{label}"].to_numpy() for label in LABELS], axis=1)

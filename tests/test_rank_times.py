@@ -47,7 +47,7 @@ def clock():
 
 
 def test_each_moment_counts_once_for_the_innermost_phase(clock):
-    start = time.perf_counter()
+    earliest, begun, latest = time.perf_counter(), clock.so_far(), time.perf_counter()
     with phase("backward"):
         time.sleep(0.02)
         with waiting_in("the gradient exchange"):
@@ -60,16 +60,16 @@ def test_each_moment_counts_once_for_the_innermost_phase(clock):
         time.sleep(0.01)
     with waiting_in(SAVE):
         time.sleep(0.01)
-    measured = clock.so_far()
+    before, measured, after = time.perf_counter(), clock.so_far() - begun, time.perf_counter()
     seconds = measured.phases
-    assert sum(seconds.values()) == pytest.approx(time.perf_counter() - start, abs=2e-3)
+    assert before - latest - 1e-6 <= sum(seconds.values()) <= after - earliest + 1e-6
     assert seconds["exchange"] >= 0.04
     assert seconds["backward"] >= 0.02
     assert seconds["other"] >= 0.01  # what follows a phase is no part of its end
     assert (seconds["forward"], seconds["data"]) == (0.0, 0.0)
     assert min(seconds["evaluation"], seconds["saving"]) >= 0.01
     assert measured.delayed >= 0
-    assert 0 <= sum((clock.so_far() - measured).phases.values()) < 0.01
+    assert 0 <= sum((clock.so_far() - begun - measured).phases.values()) <= time.perf_counter() - before
 
 
 def test_other_threads_do_not_count(clock):

@@ -83,7 +83,10 @@ def test_a_plain_data_set_is_taken(dataset, columns, spec):
     [
         (Listed([(np.ones(2), 1)]), "nothing says how many classes there are: give the data set"),
         (Listed([(1, 2, 3)]), "samples of 3 parts without names: give dicts"),
-        (type("Stream", (IterableDataset,), {"__iter__": iter})(), "a Stream without a length"),
+        (
+            type("Stream", (IterableDataset,), {"__iter__": lambda _: iter(())})(),
+            "the split is a stream without a sample",
+        ),
         (iter([1]), "a list_iterator without a length"),
         (None, "a NoneType without a length"),
         ({1, 2}, "a set without __getitem__"),

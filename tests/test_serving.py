@@ -66,7 +66,7 @@ def near(found, expected):
 
 def test_answers_are_the_models_own(texts, text_folder):
     predictor = open_predictor(text_folder)
-    expected = predictor.probabilities(predictor.encode(HEADLINES))
+    expected = predictor.scores(predictor.encode(HEADLINES))
     for text, row in zip(HEADLINES, expected, strict=True):
         found = texts.post(json={"text": text}).json()
         assert near(found["probabilities"], row)
@@ -84,7 +84,7 @@ def test_many_at_once_are_not_mixed_up(texts, text_folder):
     asked = [" ".join(f"word{(n * 7 + k) % 97}" for k in range(1 + n % 60)) for n in range(120)]
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         found = list(pool.map(lambda text: texts.post(json={"text": text}).json(), asked))
-    expected = predictor.probabilities(predictor.encode(asked))
+    expected = predictor.scores(predictor.encode(asked))
     assert all(near(one["probabilities"], row) for one, row in zip(found, expected, strict=True))
 
 

@@ -128,5 +128,5 @@ def test_a_newer_export_brings_its_own_code(tmp_path):
         assert asking(server, png(PICTURE)).json()["probabilities"] != before
         (folder / "slow.py").write_text(code.replace("self.layer(", "float('nan') * self.layer("))
         broken = server.post("/-/reload")
-        assert (broken.status_code, "not probabilities of its labels" in broken.json()["error"]) == (409, True)
+        assert (broken.status_code, "which are no predictions" in broken.json()["error"]) == (409, True)
         assert asking(server, png(PICTURE)).status_code == 200

@@ -75,7 +75,7 @@ def test_a_space_of_a_run(run, tmp_path):
     assert f"to {run / 'space'}; read back: the same weights bit for bit" in lockstep("export", run, "--space")
     written = {path.name for path in (run / "space").iterdir()}
     assert written == {"README.md", "Dockerfile", ".gitattributes", "model"}
-    assert "sorts images into 10 classes" in (run / "space" / "README.md").read_text()
+    assert "tells 10 classes of images apart" in (run / "space" / "README.md").read_text()
     image = (load_digits().images[0] * 15).astype(np.uint8)
     Image.fromarray(image).save(tmp_path / "0.png")
     for model in (run, run / "space" / "model", next((run / "checkpoints").iterdir())):

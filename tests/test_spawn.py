@@ -242,6 +242,6 @@ def test_an_interrupt_in_python_leaves_a_resumable_run(tmp_path):
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
-    assert f'ended by SIGINT; go on with lockstep.spawn("{tmp_path / "runs" / "a" / "recipe.yaml"}")' in output
+    assert f'ended by SIGINT; go on with lockstep.train("{tmp_path / "runs" / "a" / "recipe.yaml"}")' in output
     assert "resumed after step" in output
     assert output.endswith("finished\n")

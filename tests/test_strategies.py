@@ -20,7 +20,7 @@ from lockstep.data.in_memory import Images
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
-from lockstep.models._transformer import TextClassifier
+from lockstep.models._transformer import TextModel
 from lockstep.run import build as assembly
 from lockstep.run import recipe as recipes
 from lockstep.training.step import step
@@ -92,7 +92,7 @@ def transformer():
     config = BertConfig(
         vocab_size=61, hidden_size=24, num_hidden_layers=3, num_attention_heads=3, intermediate_size=40, num_labels=3
     )
-    return TextClassifier(BertForSequenceClassification(config))
+    return TextModel(BertForSequenceClassification(config), DataSpec(modality="text", labels=("a", "b", "c")))
 
 
 def images(count):

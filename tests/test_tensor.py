@@ -21,8 +21,10 @@ from lockstep.core.numerics.seeds import Randomness, seed_all
 from lockstep.models import _transformer as transformer
 from lockstep.parallel.tensor_plan import is_split, planned, splittable
 from lockstep.training import optim
+from lockstep.training.optim import initialise
 from lockstep.training.optim_config import OptimSection
-from lockstep.training.state import TrainState, initialise
+from lockstep.training.parameter_groups import rules_of
+from lockstep.training.state import TrainState
 from lockstep.training.step import step
 
 CPU = torch.device("cpu")
@@ -89,8 +91,10 @@ def placed(folder, kind, options=None):
     module = plugins.implementation("parallel.strategies", kind)
     config = module.Config(kind=kind, **options.get("config", {}) if kind == "tensor" else {})
     strategy = module.build(config, randomness=randomness, precision=precision, exact=True)
+    section = OptimSection(kind=options.get("optim", "adamw"))
+    rules = rules_of(section, model)
     held = strategy.place(model.train(), sample)
-    optimizer = optim.build(OptimSection(kind=options.get("optim", "adamw")), held)
+    optimizer = optim.build(section, held, rules)
     initialise(held, optimizer)
     return TrainState(strategy=strategy, module=held, optimizer=optimizer, precision=precision, rate=lambda _: 1e-3)
 

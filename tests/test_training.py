@@ -105,17 +105,26 @@ def test_single_is_ddp_with_one_process(ranks, tmp_path):
     assert alone["digest"] == ddp["digest"]
 
 
+EXTRA = {"train": {"ema": 0.9, "precision": "fp16"}, "data": {"workers": 1}}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ranks, tmp_path_factory):
+    """Its summary and what it has logged."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return ranks(2, run_on_rank, config_in(folder, "whole", **EXTRA))[0], lines(folder, "whole")
+
+
 @pytest.mark.parametrize("stop_after", [1, 4, 7, 8, 11])
-def test_interrupted_and_resumed_is_the_uninterrupted_run(ranks, tmp_path, stop_after):
-    extra = {"train": {"ema": 0.9, "precision": "fp16"}, "data": {"workers": 1}}
-    whole = ranks(2, run_on_rank, config_in(tmp_path, "whole", **extra))[0]
-    message = ranks(2, run_on_rank, config_in(tmp_path, "parts", **extra), "auto", stop_after)[0]
+def test_interrupted_and_resumed_is_the_uninterrupted_run(ranks, tmp_path, uninterrupted, stop_after):
+    whole, logged = uninterrupted
+    message = ranks(2, run_on_rank, config_in(tmp_path, "parts", **EXTRA), "auto", stop_after)[0]
     assert message.startswith("Interrupted: stopped by a signal after step")
     assert json.loads((tmp_path / "parts" / "summary.json").read_text())["status"] == "interrupted"
-    resumed = ranks(3, run_on_rank, config_in(tmp_path, "parts", **extra))[0]
+    resumed = ranks(3, run_on_rank, config_in(tmp_path, "parts", **EXTRA))[0]
     assert resumed["digest"] == whole["digest"]
     assert resumed["evaluation"] == whole["evaluation"]
-    assert lines(tmp_path, "parts") == lines(tmp_path, "whole")
+    assert lines(tmp_path, "parts") == logged
 
 
 FROZEN = """

@@ -10,6 +10,7 @@ from test_transformer import LABELS, TEXTS
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
+from lockstep.inference import trained_model
 from lockstep.models import _transformer as transformer
 
 SPEC = DataSpec(modality="text", labels=LABELS)
@@ -46,12 +47,12 @@ def test_a_model_without_a_padding_token_gets_one(ranks, minilm, tmp_path):
             alone = model({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
             torch.testing.assert_close(together[number], alone[0])
     (tmp_path / "t.csv").write_text("".join(["text,label\n", *(f"{TEXTS[i % 3]} {i},{i % 3}\n" for i in range(30))]))
-    found = [ranks(world, run_on_rank, recipe_in(tmp_path, world))[0] for world in (1, 2)]
+    found = [ranks(world, run_on_rank, recipe_in(tmp_path, f"w{world}", model="gpt2"))[0] for world in (1, 2)]
     assert found[0]["digest"] == found[1]["digest"]
     assert found[0]["evaluation"] == found[1]["evaluation"]
 
 
-def recipe_in(folder, world):
+def recipe_in(folder, name, *, model):
     return {
         "data": {
             "kind": "files",
@@ -59,11 +60,50 @@ def recipe_in(folder, world):
             "test": str(folder / "t.csv"),
             "cache": str(folder / "cache"),
         },
-        "model": {"kind": "transformer", "name": str(folder / "gpt2"), "max_length": 16},
+        "model": {"kind": "transformer", "name": str(folder / model), "max_length": 16},
         "train": {"epochs": 1, "global_batch": 8, "micro_batch": 2},
-        "run": {"dir": str(folder / "runs"), "name": f"w{world}"},
+        "run": {"dir": str(folder / "runs"), "name": name},
         "observe": {"sinks": []},
     }
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+KINDS = {
+    "t5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0},
+    "deberta-v2": {**SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
+    "llama": {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 64},
+    "qwen2": {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 64},
+}
+"""Encoder and decoder; relative positions; decoders that classify by the last token."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_have_the_same_bits_and_are_exported(ranks, minilm, tmp_path, kind):
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path / "model"
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
+    AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **ids, **KINDS[kind])).save_pretrained(
+        folder
+    )
+    (tmp_path / "t.csv").write_text("".join(["text,label\n", *(f"{TEXTS[i % 3]} {i},{i % 3}\n" for i in range(30))]))
+    found = []
+    for world, strategy in ((1, "ddp"), (2, "ddp"), (2, "fsdp"), (3, "fsdp")):
+        recipe = recipe_in(tmp_path, f"{strategy}-{world}", model="model") | {"parallel": {"kind": strategy}}
+        found.append(ranks(world, run_on_rank, recipe)[0])
+    assert len({each["digest"] for each in found}) == 1
+    assert all(each["evaluation"] == found[0]["evaluation"] for each in found)
+    _, export = trained_model.export(tmp_path / "runs" / "ddp-1", [], None)
+    plain = AutoModelForSequenceClassification.from_pretrained(export).eval()
+    cut = {"truncation": True, "max_length": 16}
+    with torch.no_grad():
+        inputs = AutoTokenizer.from_pretrained(export)(TEXTS[0], return_tensors="pt", **cut)
+        expected = plain(**inputs).logits.softmax(-1)
+    predictor = trained_model.open_predictor(export)
+    np.testing.assert_allclose(predictor.scores(predictor.encode([TEXTS[0]])), expected.numpy(), atol=1e-6)
 
 
 def test_weights_that_a_checkpoint_lacks_are_named(tmp_path, minilm):

@@ -22,9 +22,15 @@ from lockstep.launch.elastic.fork_server import _end
 
 PRELOADED = (
     "lockstep.cli.train",
+    "lockstep.data.sources.digits",
+    "lockstep.inference.trained_model",
+    "lockstep.observe.report.report_page",
+    "lockstep.parallel.strategies._pipeline",
+    "lockstep.run.tasks.train",
     "lockstep.run.worker",
     "lockstep.inference.evaluate.evaluate_model",
     "torch._dynamo",
+    "torch.utils.tensorboard",
     "torchmetrics.classification",
     "matplotlib.figure",
     "transformers.modeling_utils",

@@ -149,8 +149,10 @@ def commands() -> Iterator[str]:
 
 def python() -> Iterator[str]:
     """Directives of mkdocstrings for all that `import lockstep` offers."""
-    names = [name for name in lockstep.__all__ if not name.startswith("__")]
-    yield "\n".join(f"::: lockstep.{name}\n" for name in ["spawn", *(n for n in names if n != "spawn")])
+    first = [*lockstep.API, *lockstep.LOADED]
+    functions_first = sorted(first, key=lambda name: name[0].isupper())
+    names = functions_first + [name for name in lockstep.__all__ if name not in (*first, "__version__")]
+    yield "\n".join(f"::: lockstep.{name}\n" for name in names)
 
 
 def first_paragraph(described: type) -> str:

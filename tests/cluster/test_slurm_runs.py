@@ -14,7 +14,7 @@ from cluster import PATIENCE_SECONDS, until
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(4 * PATIENCE_SECONDS)]
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 SETTINGS = [
-    "train.steps=600",
+    "train.steps=200",
     "train.global_batch=32",
     "train.micro_batch=4",
     "data.limit=400",
@@ -37,6 +37,15 @@ def augment(sample):
     return sample
 """
 """A run waits once it has saved something, so that what is done to it comes in its midst on any machine."""
+SLOW = """
+import time
+
+
+def augment(sample):
+    time.sleep(0.02)
+    return sample
+"""
+"""A run that goes on for minutes leaves the machine to other tests."""
 QUICK = "launch.failure_timeout_seconds=20"
 URGENT = "#!/bin/bash\n#SBATCH --partition=urgent --nodes=2 --exclusive --time=1 --output=/dev/null\nsleep 1\n"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm" / "train.slurm"
@@ -54,6 +63,7 @@ def write(folder, *, is_held):
     """What a run is started from."""
     (folder / "c.yaml").write_text("data: {kind: digits}\n")
     (folder / "held.py").write_text(HELD)
+    (folder / "slow.py").write_text(SLOW)
     if not is_held:
         (folder / "go").touch()
 
@@ -174,6 +184,7 @@ def test_a_machine_that_is_cut_off(slurm, tmp_path, plain):
 def test_a_time_limit_is_only_the_end_of_a_start(slurm, tmp_path):
     """Slurm warns a minute before, and up to a minute earlier than that; the next start has a limit of its own."""
     words = ["launch.nodes=1", "launch.time=2", "launch.warning_seconds=60", "train.steps=1000000"]
+    words += ["data.augment=slow.py"]
     run = Run(slurm, tmp_path, *words, is_held=False)
     run.says("is requeued")
     stopped = re.search(r"stopped by a signal after step (\d+)", run.said)

@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
@@ -12,6 +13,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
@@ -58,6 +60,10 @@ class Section(BaseModel):
         if isinstance(number, float) and number and not SMALLEST <= abs(number) <= LARGEST:
             raise ValueError(f"should be between {SMALLEST:g} and {LARGEST:g}, where it is not 0")
         return number
+
+    def numeric_settings(self) -> dict[str, Any]:
+        """The fields that may change a bit of the weights, as in YAML."""
+        return self.model_dump(mode="json", exclude=set(self.incidental))
 
 
 class PluginSection(Section):
@@ -106,6 +112,10 @@ class Kind:
         """Validate by the plugin's own model, and dump by it too."""
         dump = core_schema.plain_serializer_function_ser_schema(lambda section: section.model_dump(mode="json"))
         return core_schema.no_info_plain_validator_function(self.validate, serialization=dump)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """For the reference: its keys depend on its kind."""
+        return {"type": "object"}
 
 
 MESSAGES = {
@@ -250,21 +260,31 @@ def _kind(raw: dict[str, Any], path: KeyPath, words: str) -> str:
 
 def _section(root: type[Section], raw: Any, path: KeyPath) -> type[Section] | None:
     section: type[Section] | None = root
+    entries: list[Any] = []
     for part in path:
+        if isinstance(raw, list):
+            raw = raw[int(part)] if part.isdigit() and int(part) < len(raw) else None
+            section = _of_kind(entries, raw)
+            continue
         raw = raw.get(part) if isinstance(raw, dict) else None
-        section = _child(section, part, raw) if section and part in section.model_fields else None
+        field = section.model_fields.get(part) if section else None
+        entries = [each for entry in get_args(field.annotation) for each in get_args(entry)[1:]] if field else []
+        section = _child(section, part, raw) if section and field else None
     return section
+
+
+def _of_kind(metadata: Sequence[Any], raw: Any) -> type[Section] | None:
+    """The section class that a Kind in an annotation gives; None without one, and for an unknown kind."""
+    with suppress(ConfigError):
+        return next((each.config(raw) for each in metadata if isinstance(each, Kind)), None)
+    return None
 
 
 def _child(section: type[Section], name: str, raw: Any) -> type[Section] | None:
     """The section class of a field; None for other fields, and where `raw` gives an unknown kind."""
     field = section.model_fields[name]
-    for annotation in field.metadata:
-        if isinstance(annotation, Kind):
-            try:
-                return annotation.config(raw)
-            except ConfigError:
-                return None
+    if any(isinstance(each, Kind) for each in field.metadata):
+        return _of_kind(field.metadata, raw)
     is_union = get_origin(field.annotation) in (Union, types.UnionType)
     choices = get_args(field.annotation) if is_union else (field.annotation,)
     return next((c for c in choices if isinstance(c, type) and issubclass(c, Section)), None)
@@ -299,5 +319,7 @@ def _scalar(value: Any) -> str:
     if isinstance(value, Path):
         value = str(value.relative_to(Path.cwd()) if value.is_relative_to(Path.cwd()) else value)
     plain = list(value) if isinstance(value, tuple) else value
+    if isinstance(plain, list):
+        plain = [e.model_dump(mode="json", exclude_unset=True) if isinstance(e, Section) else e for e in plain]
     text = yaml.dump(plain, Dumper=YamlDumper, default_flow_style=True, allow_unicode=True, width=1000)
     return text.removesuffix("\n").removesuffix("\n...")

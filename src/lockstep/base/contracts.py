@@ -38,30 +38,48 @@ class DataSpec:
     """What a model needs to know of the data to be built."""
 
     modality: str
-    """"image", "text", or a name of the user's."""
+    """"image", "audio", "text", "tokens", or a name of the user's."""
     labels: tuple[str, ...] = ()
-    """Class names; a sample's label is an index into them. () where there are no classes, as in a regression."""
+    """Class names; a sample's label is an index into them, a 0 or 1 for each (objective="multilabel"), or an index for
+    each token, -100 for none (objective="token_classification"). () where there are no classes."""
+    numbers: tuple[str, ...] = ()
+    """Names of the numbers that are predicted in a regression."""
+    objective: str = "auto"
+    """What is learned, as in model.objective; "auto" follows from labels, numbers and vocabulary."""
     image_shape: tuple[int, int, int] | None = None
     """(C, H, W) of every image."""
+    vocabulary: int | None = None
+    """Number of different tokens; None where samples are not tokens to be predicted."""
+    context: int | None = None
+    """Tokens of every sample; None where they differ, or samples are not tokens to be predicted."""
+    documents: bool = False
+    """Whether the documents in a sample of tokens are kept apart: a column "document", int64 [m, T], numbers them, and
+    a token attends only to those with its own number."""
     pad: Mapping[str, float] = field(default_factory=dict)
     """Column name -> padding value; by default 0, and the tokenizer's pad id for "input_ids"."""
     masks: tuple[str, ...] = ()
     """Columns for which a "COLUMN_mask" is added, int64 [m, T]: 1 except where a row is padded."""
 
+    def __post_init__(self) -> None:
+        """Padding has no class of its own: -100, which cross-entropy ignores."""
+        if self.objective == "token_classification" and "label" not in self.pad:
+            object.__setattr__(self, "pad", {**self.pad, "label": -100})
+
 
 def samples_of(modality: str) -> str:
     """The plural noun for samples of a modality."""
-    return {"image": "images", "text": "texts"}.get(modality, f"samples of the kind {modality!r}")
+    known = {"image": "images", "audio": "sounds", "text": "texts", "tokens": "texts cut into tokens"}
+    return known.get(modality, f"samples of the kind {modality!r}")
 
 
 HOOKS = {
     "models": {
-        "tokenizer": "(config) -> Tokenizer; of models with TAKES_TOKENS",
+        "tokenizer": "(config, spec) -> Tokenizer; of models with TAKES_TOKENS",
         "metrics": "(config, spec) -> {name: torchmetrics Metric}; by default none besides a classifier's",
         "save": "(model, folder): the model in its own format; by default safetensors, with a loader beside it",
-        "read_back": "(folder) -> Model: the reverse of save",
+        "read_back": "(folder, spec) -> Model: the reverse of save",
         "save_config": "(model, folder): the model's architecture, where its settings do not determine it",
-        "from_config": "(folder) -> Model: the reverse of save_config, with arbitrary weights",
+        "from_config": "(folder, spec) -> Model: the reverse of save_config, with arbitrary weights",
     },
     "launch.launchers": {
         "on_nodes": "(config, threads, words) -> the words of a command that runs `lockstep WORDS` on each machine of "

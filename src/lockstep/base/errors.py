@@ -8,14 +8,15 @@ LockstepError            the base: never raised itself
 │   ├── CheckpointError  nothing to resume from, or not with this recipe
 │   ├── LaunchError      processes that cannot be started
 │   ├── UntrustedCode    code of somebody else, which is not executed without permission
-│   └── MissingExtra     packages of an optional part of Lockstep that are not installed
+│   ├── MissingExtra     packages of an optional part of Lockstep that are not installed
+│   └── HubError         the Hugging Face hub cannot be reached, or refuses what is sent
 ├── EvaluationFailed     the user's code failed in an evaluation (exit code 1, with the traceback of that code)
 ├── SampleError          the user's code failed on a sample (the same)
 ├── NonFiniteLoss        training stopped because a loss was NaN or infinite (exit code 3)
 ├── Desync               the ranks' weights are no longer the same (exit code 4)
 ├── PeerLost             another process of the run has exited (exit code 5)
 ├── HangDetected         no process makes progress; the watchdog thread ends it (exit code 6)
-├── RunFailed            a process of a run that lockstep.spawn() started failed (any other exit code)
+├── RunFailed            a process of a run that lockstep.train() started failed (any other exit code)
 └── Interrupted          a signal or a time limit ended the run early; it can be resumed (exit code 75)
 """
 
@@ -83,6 +84,10 @@ class UntrustedCode(UserError):
 
 class MissingExtra(UserError):
     """A package that belongs to an optional part of Lockstep is not installed."""
+
+
+class HubError(UserError):
+    """The Hugging Face hub cannot be reached, or refuses what is sent."""
 
 
 class EvaluationFailed(LockstepError):

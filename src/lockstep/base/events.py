@@ -84,6 +84,22 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextSample:
+    """What a language model made of the beginning of a text."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextsGenerated:
+    """A language model has completed some beginnings of test samples: before the first step, and after evaluations."""
+
+    step: int
+    samples: tuple[TextSample, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochDone:
     """Every training sample has been seen once more."""
 

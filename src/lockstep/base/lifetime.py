@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import psutil
 
@@ -66,7 +67,22 @@ def begin(argv: Sequence[str]) -> None:
         ctrl_c.exit_at_once()
 
 
-def end_family(parent: "subprocess.Popen[bytes]", *, grace_seconds: float) -> None:
+class Started(Protocol):
+    """A process that was started here: what is used of subprocess.Popen."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def end_family(parent: Started, *, grace_seconds: float) -> None:
     """Terminate a running process; after the grace period kill it and all its descendants."""
     if parent.poll() is not None:
         return

@@ -6,7 +6,7 @@ m = samples in a micro-batch, V = shards in a step, W = processes, C x H x W = c
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -17,8 +17,15 @@ Outputs = Any
 """What a model returns: a tensor, such as logits [m, classes], or a tuple, list, dict or dataclass of outputs; leaves
 may also be None or numbers."""
 
+Cache = list[tuple[Tensor, Tensor]]
+"""Keys and values of each layer of a decoder, [m, H, T, D]."""
+
 Forward = Callable[[Batch], Outputs]
 """A model in inference: batch -> outputs."""
+
+
+SAMPLES = "_samples"
+"""The number of samples among LossSum.sums, of a loss that counts tokens: tokens/s follow from it."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class LossSum:
     count: Tensor | int
     """How many losses `total` is the sum of: samples, or tokens that are not ignored."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further sums over the same samples, such as {"accuracy": number correct}; logged as sum / count."""
+    """Further sums over the same samples, such as {"accuracy": number correct}; logged as sum / count. Names that begin
+    with _ are not logged: they are for Model.derived."""
     terms: Mapping[str, "LossSum"] = field(default_factory=dict)
     """Terms of the loss with their own counts, such as {"boxes": LossSum(total, boxes)}: the loss is total / count plus
     total / count of each term. `count` is then the number of samples, and Model.term_counts gives those of the terms
@@ -96,6 +104,13 @@ class Model(nn.Module, ABC):
     term_counts: Callable[[Batch], Mapping[str, float]] | None = None
     """The count of each of LossSum.terms in a batch; None for a loss without terms."""
 
+    attention_width: int = 0
+    """Of a language model: heads times the width of one, summed over its layers, as far as it is known."""
+    CACHES: ClassVar[bool] = False
+    """Whether it is a language model that has `decode`."""
+    SLIDES: ClassVar[bool] = False
+    """Whether `decode` can go on after the oldest entries of the cache were dropped."""
+
     @abstractmethod
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         """Sum the losses over the samples of `batch`, differentiably."""
@@ -104,6 +119,19 @@ class Model(nn.Module, ABC):
     def blocks(self) -> list[nn.Module]:
         """The modules that run in sequence, each entered once per forward pass: random generators are reseeded there,
         FSDP wraps them, and the pipeline cuts between them."""
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """What follows from the means over a whole split ("loss" and LossSum.sums), such as a perplexity."""
+        return {}
+
+    def decode(self, tokens: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """Read further tokens int64 [m, t] -> logits of those that follow the last ones [m, V], and the new cache. Only
+        models with CACHES have it.
+
+        `mask`, bool [m, T], tells which of all T tokens that were read, these included, are real; others are padding
+        before a row's first token.
+        """
+        raise NotImplementedError
 
     def tensor_plan(self) -> TensorPlan | None:
         """How parallel.kind=tensor can split the layers; None where it cannot."""

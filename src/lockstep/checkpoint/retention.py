@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.checkpoint.layout import CheckpointSection, Manifest, listed, read_manifest
 from lockstep.checkpoint.verify import problem
 
-LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "cer", "brier", "ece")
+LOWER_IS_BETTER = ("loss", "error", "perplexity", "bits_per_byte", "mae", "mse", "rmse", "wer", "cer", "brier", "ece")
 """Metrics whose name ends in one of these are better when smaller."""
 
 

@@ -21,7 +21,7 @@ console = EscapingConsole()
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or a run's recipe.yaml.", metavar="CONFIG")]
 
 
-def _settings(incomplete: str) -> list[str]:
+def setting_names(incomplete: str) -> list[str]:
     """What a shell offers for the beginning of a setting."""
     from lockstep.run import recipe as recipes
 
@@ -30,7 +30,7 @@ def _settings(incomplete: str) -> list[str]:
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Settings that replace the file's.", metavar="section.key=value", autocompletion=_settings),
+    typer.Argument(help="Settings that replace the file's.", metavar="section.key=value", autocompletion=setting_names),
 ]
 RunArgument = Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
 Trained = Annotated[Path, typer.Argument(help="A run's folder, one of its checkpoints, or an export.", metavar="MODEL")]

@@ -19,8 +19,13 @@ def command(path: ConfigFile, overrides: Overrides = None, trust_code: TrustCode
         model = build_model(recipe, splits.train.spec)
     finally:
         bus.close()
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters, spec = sum(p.numel() for p in model.parameters()), splits.train.spec
+    targets = f"{len(spec.labels)} labels"
+    if spec.vocabulary is not None:
+        targets = f"{spec.vocabulary:,} different tokens"
+    elif spec.numbers:
+        targets = f"numbers ({', '.join(spec.numbers)})"
     console.print(
-        f"ready: {len(splits.train):,} training and {len(splits.test):,} test samples, "
-        f"{len(splits.train.spec.labels)} labels; model {recipe.model.kind} with {parameters:,} parameters"
+        f"ready: {len(splits.train):,} training and {len(splits.test):,} test samples, {targets}; "
+        f"model {recipe.model.kind} with {parameters:,} parameters"
     )

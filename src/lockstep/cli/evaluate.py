@@ -14,7 +14,7 @@ def command(
     overrides: Overrides = None,
     split: Annotated[str, typer.Option(help="test or train.")] = "test",
     file: Annotated[
-        Path | None, typer.Option(help="Measure on this table, or folder of images, in place of a split.")
+        Path | None, typer.Option(help="Measure on this table, or folder of images or sounds, in place of a split.")
     ] = None,
     worst: Annotated[int, typer.Option(help="How many of the worst samples to show.", min=0)] = 20,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Fit a temperature, and store it.")] = False,

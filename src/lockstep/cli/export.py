@@ -1,5 +1,6 @@
 """`lockstep export`."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -18,13 +19,24 @@ def command(
     space: Annotated[
         bool, typer.Option("--space", help="Write a Hugging Face Space with it; default folder: space.")
     ] = False,
+    push: Annotated[
+        str | None, typer.Option(help="Upload the folder to the Hugging Face hub.", metavar="OWNER/NAME")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push: create a private repository.")] = False,
     trust_code: TrustCode = False,
 ) -> None:
-    """Write a run's model for others to load, read it back and compare: export.kind says in which form."""
-    from lockstep.inference import trained_model
+    """Write a run's model for others to load, read it back and compare: export.kind says in which form.
 
-    trained_model.authorize(run, overrides, trusts=trust_code)
-    with console.status("exporting"):
-        facts, target = (trained_model.export_space if space else trained_model.export)(run, overrides, to)
+    --push needs a token that may write: HF_TOKEN, or `hf auth login`. It uploads everything as one commit.
+    """
+    from lockstep.run import api
+
+    with console.status("exporting") if push is None else nullcontext():  # the upload has bars of its own
+        done = api.export(
+            run, *(overrides or []), to=to, space=space, push=push, private=private, trust_code=trust_code
+        )
+    facts, target = done.facts, done.space or done.folder
     assert facts.agreement is not None
     console.print(f"exported step {facts.step} to {target}; {facts.agreement.summary(facts.dtype)}", soft_wrap=True)
+    if done.url is not None:
+        console.print(f"pushed to {done.url}", soft_wrap=True)

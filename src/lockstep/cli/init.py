@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lockstep.base import config, plugins, storage
+from lockstep.base import config, storage
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.cli import _shipped
 from lockstep.cli._common import console, reports_errors
@@ -37,7 +37,7 @@ def command(
     target = to or Path(f"{task}.yaml")
     code = target.with_suffix(".py")
     template = recipes.template(task)
-    text = config.explain(recipes.starter(task, code))
+    text = config.explain(recipes.with_auto(recipes.starter(task, code)))
     train = f"lockstep train {target}"
     written = {target: f"# {train}\n\n{text}"}
     if template is not None:
@@ -85,9 +85,10 @@ def _show_tasks() -> None:
     from lockstep.run import recipe as recipes
 
     table = Table("task", "what it is", "model")
-    for name in plugins.names("data.sources"):
+    for name in recipes.tasks():
         section = recipes.starter(name)
-        table.add_row(name, (type(section.data).__doc__ or "").splitlines()[0], section.model.kind)
+        described = type(section.model if name == section.model.kind else section.data)
+        table.add_row(name, (described.__doc__ or "").splitlines()[0], section.model.kind)
     for name, file in _examples().items():
         about = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         table.add_row(EXAMPLES + name, about, recipes.load(file, []).model.kind)

@@ -13,7 +13,9 @@ def command(
     model: Trained,
     source: Annotated[
         Path,
-        typer.Argument(help="A .csv, .tsv, .jsonl, .parquet or .txt file, or a folder of images.", metavar="INPUT"),
+        typer.Argument(
+            help="A .csv, .tsv, .jsonl, .parquet or .txt file, or a folder of images or sounds.", metavar="INPUT"
+        ),
     ],
     out: Annotated[Path, typer.Option(help="File to write: .parquet, .csv or .jsonl.")],
     processes: Annotated[
@@ -26,15 +28,22 @@ def command(
         str | None, typer.Option(help="The column of texts, in a table; default: as in training.")
     ] = None,
     probabilities: Annotated[bool, typer.Option("--probabilities", help="Add a column for each class.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Longest completion of a language model.", min=1)] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="Of a language model; 0 takes the most probable token.", min=0)
+    ] = 0.0,
     prefix: Annotated[str, typer.Option(help="Prefix of the names of new columns.")] = "",
     trust_code: TrustCode = False,
 ) -> None:
-    """Predict a whole file, or folder of images: its rows and columns, with `label` and `confidence` added.
+    """Predict a whole file, or folder of images or sounds: its rows and columns, with those of the prediction added.
+
+    A classifier adds `label` and `confidence`, a regression its number, a language model `completion`.
 
     The output is the same, byte for byte, for any number of processes. Finished parts are kept in OUT.parts until all
     are done: the same command resumes there.
     """
     from lockstep.inference import trained_model
+    from lockstep.inference.generation.sampling import Sampling
     from lockstep.inference.predict import bulk
 
     options = bulk.PredictOptions(
@@ -47,6 +56,7 @@ def command(
         batch=batch,
         text_column=text_column,
         has_probabilities=probabilities,
+        sampling=Sampling(max_tokens=max_tokens, temperature=temperature),
         prefix=prefix,
         trusts=trained_model.authorize(model, (), trusts=trust_code),
     )

@@ -25,7 +25,7 @@ def command(
     ] = None,
     trust_code: TrustCode = False,
 ) -> None:
-    """Answer POST /predict with a model's labels, and show a page to try it on.
+    """Answer POST /predict, or POST /generate with a language model, and show a page to try it on.
 
     SIGHUP, or POST /-/reload from this machine, reloads it; SIGTERM and Ctrl-C finish accepted requests, then exit.
     """

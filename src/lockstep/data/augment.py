@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from lockstep.base.errors import DataError
 from lockstep.core.numerics.seeds import seed_all
 from lockstep.data.collate import Collated
 from lockstep.data.data_config import DataSection
+from lockstep.data.image_transforms import ImageTransforms
 from lockstep.data.order import mix
 
 Sample = Mapping[str, Any]
@@ -65,10 +67,19 @@ def _column(rows: list[Any], original: Any) -> Any:
 
 
 def augmented(source: Source, section: DataSection, seed: int) -> Source:
-    """Apply the user's `augment(sample)` from data.augment, else from data.file, if there is one. Raises DataError when
-    data.augment has none."""
+    """Apply the user's `augment(sample)` from data.augment, else from data.file, if there is one, and then
+    data.transforms. Raises DataError when data.augment has none, and what ImageTransforms raises."""
     file = section.augment or section.code
     augment = getattr(plugins.load_file(file, "data.augment"), "augment", None) if file else None
     if augment is None and section.augment is not None:
         raise DataError(f"data.augment: {section.augment} has no function augment(sample)")
-    return source if augment is None else Augmented(source, augment, seed)
+    steps: list[Augment] = [augment] if augment is not None else []
+    if section.transforms:
+        steps.append(ImageTransforms(section.transforms, source.spec))
+    return Augmented(source, partial(_chained, steps), seed) if steps else source
+
+
+def _chained(steps: Sequence[Augment], sample: dict[str, Any]) -> Sample:
+    for step in steps:
+        sample = dict(step(sample))
+    return sample

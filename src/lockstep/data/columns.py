@@ -19,16 +19,17 @@ def rows_of(where: object) -> Place:
 
 
 def require(columns: Sequence[str], there: Sequence[str], where: object, *, kind: str = "text") -> None:
-    """Raise DataError unless each of `columns` occurs exactly once; `kind` ("text", "image") selects the setting that
-    the message names."""
+    """Raise DataError unless each of `columns`, of samples and perhaps of labels, occurs exactly once; `kind` ("text",
+    "image") selects the setting that the message names."""
+    settings = " or ".join([f"data.{kind}_column", "data.label_column"][: len(columns)])
     for column in columns:
         count = list(there).count(column)
         if count > 1:
             raise DataError(f"{where} has {count} columns named {column!r}: rename all but one")
         if count == 0:
             raise DataError(
-                f"{where} has no column {column!r}: set data.{kind}_column or data.label_column to one "
-                f"that is there ({', '.join(map(str, there)) or 'no column at all'})"
+                f"{where} has no column {column!r}: set {settings} to one that is there "
+                f"({', '.join(map(str, there)) or 'no column at all'})"
             )
 
 

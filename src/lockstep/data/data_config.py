@@ -3,15 +3,45 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import platformdirs
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from lockstep.base.config import MANY, LocalPath, PluginSection
 
+AUTO, BYTES, LEARNED = "auto", "bytes", "bpe"
+"""Of data.tokenizer; other values name a tokenizer of transformers."""
+NO_PROCESSOR = "none"
+"""Of data.image_processor and data.feature_extractor; other values name a model of transformers."""
+OBJECTIVES = {
+    "class": "classification",
+    "classes": "multilabel",
+    "number": "regression",
+    "tags": "token_classification",
+}
+"""What is learned from a label column, by data.labels."""
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 """Of files that hold one sample per row."""
+
+
+def _with_options(values: Any) -> Any:
+    """[Flip, {Crop: {size: 4}}] -> [{Flip: {}}, {Crop: {size: 4}}]."""
+    if not isinstance(values, list | tuple):
+        return values
+    if wrong := [
+        each for each in values if not isinstance(each, str) and (not isinstance(each, dict) or len(each) != 1)
+    ]:
+        raise ValueError(
+            f"each is a name, or a name with options such as {{RandomCrop: {{size: [28, 28]}}}}, not {wrong[0]}"
+        )
+    return [
+        {each: {}} if isinstance(each, str) else {name: given or {} for name, given in each.items()} for each in values
+    ]
+
+
+Transforms = Annotated[tuple[dict[str, dict[str, Any]], ...], BeforeValidator(_with_options)]
+"""Names of classes, with or without options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +58,14 @@ class Origin:
     """Split of the metrics."""
     language: tuple[str, ...] = ()
     """ISO 639 codes."""
+
+
+def hub_origin(name: str, *, subset: str | None, revision: str | None, split: str) -> Origin:
+    """Of a data set of the hub, or a local folder in its place."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return Origin(name=folder.absolute().name, split=split)
+    return Origin(name=name, hub=name, subset=subset, revision=revision, split=split)
 
 
 class DataSection(PluginSection):
@@ -49,6 +87,10 @@ class DataSection(PluginSection):
     augment: LocalPath | None = None
     """A Python file with `augment(sample)`: every training sample passes through it each time it is drawn, with random
     numbers that belong to the sample and the epoch."""
+    transforms: Transforms = ()
+    """Random changes of training images, after `augment`: a list of classes of kornia.augmentation with their
+    arguments, such as [RandomHorizontalFlip, {RandomCrop: {size: [28, 28], padding: 4}}, {RandAugment: {n: 2, m: 9}}]
+    (extra `augment`)."""
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """What happens when a sample cannot be read: it ends the run, or it is left out of its micro-batch, alike on any
     number of processes. The run warns of each, and lists them in summary.json."""
@@ -60,6 +102,11 @@ class DataSection(PluginSection):
         """Whether samples that cannot be read are left out."""
         return self.on_bad_sample == "skip"
 
+    PACKS: ClassVar[bool] = False
+    """Whether it is a PackedSection."""
+    CHATS: ClassVar[bool] = False
+    """Whether its texts are JSON of messages, of which the assistant's are learned."""
+
     @property
     def code(self) -> Path | None:
         """The user's Python file, if the source comes from one."""
@@ -70,20 +117,115 @@ class DataSection(PluginSection):
         """Names of the text column and the label column of a table."""
         return "text", "label"
 
+    @property
+    def objective(self) -> str:
+        """What is learned from the samples, as far as the settings tell it: an objective, or "auto"."""
+        return "auto"
+
     def origin(self) -> Origin | None:
         """Where the samples come from; None if unknown."""
         return None
 
     @property
     def modality(self) -> str:
-        """Kind of the samples, as far as the settings tell it: "image", "text", or "any"."""
+        """Kind of the samples, as far as the settings tell it: "image", "audio", "text", or "any"."""
         return "any"
 
 
-class ImageSection(DataSection):
+class PackedSection(DataSection):
+    """Settings of texts that are joined, and cut into samples for language models."""
+
+    PACKS: ClassVar[bool] = True
+
+    tokenizer: str = AUTO
+    """bytes: each byte is a token; bpe: parts of words, learned from the training texts; a tokenizer of transformers:
+    its hub name, or a folder; auto: that of a model of transformers, else bytes."""
+    vocabulary: int = Field(2048, ge=300, le=2**20)
+    """Number of tokens of bpe."""
+    context: int = Field(256, ge=2, le=2**20)
+    """T: tokens of a sample. The texts are joined, with an end token after each, and cut into samples."""
+    documents: Literal["joined", "apart"] = "joined"
+    """Where a sample holds several texts, or chats: joined, a token attends to all before it; apart, only to those of
+    its own text, whose positions begin at 0, and what follows the end of a text is not learned."""
+
+    @property
+    def modality(self) -> str:
+        return "tokens"
+
+    @property
+    def objective(self) -> str:
+        return "causal_lm"
+
+
+class LabelledSection(DataSection):
+    """Settings of sources with a column of labels."""
+
+    labels: Literal["class", "classes", "number", "tags"] = "class"
+    """What the labels are: one class for each sample; any number of classes, as a list or as a text with ";" between
+    them; a number, for a regression; or tags, one class for each word of a text, as a list or with spaces between."""
+
+    @property
+    def objective(self) -> str:
+        return OBJECTIVES[self.labels]
+
+
+class StreamSection(DataSection):
+    """Settings of sources that may be streams: data sets without random access."""
+
+    incidental: ClassVar[frozenset[str]] = DataSection.incidental | {"samples_per_epoch", "shuffle_block"}
+
+    samples_per_epoch: int | None = Field(None, ge=1, le=1000 * MANY)
+    """Of a stream: samples of an epoch, which the next one goes on after; by default those of a pass, if its length is
+    known. Not needed with train.steps."""
+    shuffle_block: int = Field(1024, ge=1, le=MANY)
+    """Of a stream: so many samples in a row are shuffled together; 1 keeps the order of the stream. A process
+    holds about twice as many in memory."""
+
+
+class PixelSection(DataSection):
+    """Settings of sources that may give images."""
+
+    image_processor: str = AUTO
+    """What brings images of any size to the size that the model takes: auto, the image processor that was saved with a
+    model of transformers, if the model is one; none, nothing but image_size."""
+
+
+class ImageSection(PixelSection, LabelledSection):
     """Settings of sources with image files."""
 
     image_size: tuple[PositiveInt, PositiveInt] | None = None
-    """Height and width every image is scaled to; by default all images must have the size of the first."""
+    """Height and width every image is scaled to, where no image processor does so; by default all images must have the
+    size of the first."""
     channels: Literal[1, 3] = 3
-    """1 makes all images grey, 3 makes them red, green, blue."""
+    """1 makes all images grey, 3 makes them red, green, blue; an image processor makes what its model takes."""
+
+
+class AudioSection(DataSection):
+    """Settings of sources that give sounds."""
+
+    feature_extractor: str = AUTO
+    """What turns a sound into the inputs of the model: auto, the feature extractor that was saved with a model of
+    transformers, if the model is one; none, nothing: the column input_values holds the sound at 16,000 Hz."""
+    seconds: float = Field(10, gt=0, le=600)
+    """Longer sounds are cut, also where the trained model is used."""
+
+    @property
+    def modality(self) -> str:
+        return "audio"
+
+
+class OwnFilesSection(DataSection):
+    """Settings of sources with the user's own files."""
+
+    incidental: ClassVar[frozenset[str]] = DataSection.incidental | {"train", "test"}
+
+    train: LocalPath
+    """What to learn from: a folder with a folder for each class."""
+    test: LocalPath | None = None
+    """What to test on, in the same form; without it a part of `train` is held out."""
+    test_fraction: float = Field(0.1, gt=0, lt=1)
+    """How much of `train` is held out when there is no `test`: always the same samples, whatever the seed."""
+
+    def origin(self) -> Origin:
+        """Only the name of the file or folder is known."""
+        return Origin(name=self.train.stem or self.train.name)

@@ -11,7 +11,11 @@ from lockstep.base.errors import DataError
 from lockstep.base.events import Preparing
 from lockstep.data.augment import Augmented
 from lockstep.data.data_config import DataSection
-from lockstep.data.token_cache import tokenized
+from lockstep.data.packing import Windows, document_starts
+from lockstep.data.stream import Stream
+from lockstep.data.text_tokenizers import TextTokenizer
+from lockstep.data.token_cache import TokenizedStream, Tokens, tokenized
+from lockstep.data.torch_dataset import DatasetSource
 
 
 class EvenRows:
@@ -27,10 +31,23 @@ class EvenRows:
         return np.asarray(indices, dtype=np.int64) * self.whole // self.count
 
 
+class FirstRows:
+    """Indices of the first `count` samples, and of those after them: a stream has any number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, indices: Any) -> Any:
+        return np.asarray(indices, dtype=np.int64)
+
+
 class Subset:
     """Some samples of a source, by index."""
 
-    def __init__(self, source: Source, rows: np.ndarray | EvenRows) -> None:
+    def __init__(self, source: Source, rows: np.ndarray | EvenRows | FirstRows) -> None:
         self.source, self.rows, self.spec = source, rows, source.spec
         self.lengths = None if source.lengths is None else source.lengths[rows[np.arange(len(rows))]]
 
@@ -42,7 +59,15 @@ class Subset:
         return self.source.__getitems__(self.rows[np.asarray(indices)].tolist())
 
 
-def select(source: Source, rows: np.ndarray | EvenRows) -> Source:
+def stream_of(source: Source) -> Stream | None:
+    """The stream that a source reads from; None where it has random access."""
+    while isinstance(source, Augmented | Subset | TokenizedStream):
+        source = source.source
+    dataset = source.dataset if isinstance(source, DatasetSource) else None
+    return dataset if isinstance(dataset, Stream) else None
+
+
+def select(source: Source, rows: np.ndarray | EvenRows | FirstRows) -> Source:
     """Return a subset of a source, with its augmentation."""
     if isinstance(source, Augmented):
         return Augmented(select(source.source, rows), source.augment, source.seed)
@@ -50,8 +75,11 @@ def select(source: Source, rows: np.ndarray | EvenRows) -> Source:
 
 
 def spread_evenly(source: Source, count: int) -> Source:
-    """Return `count` samples of a source, spread evenly over it; the source itself if it has no more."""
-    return source if count >= len(source) else select(source, EvenRows(count, len(source)))
+    """Return `count` samples of a source, spread evenly over it, or the first of a stream; the source itself if it has
+    no more."""
+    if count >= len(source):
+        return source
+    return select(source, EvenRows(count, len(source)) if stream_of(source) is None else FirstRows(count))
 
 
 def open_source(section: DataSection, split: str) -> Source:
@@ -62,7 +90,23 @@ def open_source(section: DataSection, split: str) -> Source:
             f"the {split} split of data.kind={section.kind} holds no sample: check the paths, columns and options that "
             "`data` names"
         )
+    return limited(source, section, split) if not section.PACKS else source
+
+
+def limited(source: Source, section: DataSection, split: str) -> Source:
+    """The samples that data.limit leaves of a split; of a stream, the first of each pass."""
+    if (stream := stream_of(source)) is not None:
+        if split == "train" and section.limit is not None:
+            stream.limit_to(section.limit)
+        return source
     return spread_evenly(source, section.limit) if split == "train" and section.limit is not None else source
+
+
+def measurable(source: Source, limit: int | None) -> Source:
+    """A split that is to be evaluated: of a stream, the first `limit` samples. Raises DataError."""
+    if (stream := stream_of(source)) is not None:
+        stream.measure(limit)
+    return source
 
 
 def with_tokens(
@@ -72,8 +116,22 @@ def with_tokens(
     *,
     publish: Callable[[object], None] = lambda _: None,
     is_checked: bool = False,
-) -> Source:
-    """Tokenize a text source with the token cache. Publishes Preparing meanwhile; `is_checked` verifies every byte."""
+) -> Tokens | TokenizedStream:
+    """Tokenize a text source with the token cache, or a stream while it is read. Publishes Preparing meanwhile;
+    `is_checked` verifies every byte."""
+    if stream_of(source) is not None:
+        return TokenizedStream(source, tokenizer)
+    return _cached(source, section, tokenizer, publish=publish, is_checked=is_checked)
+
+
+def _cached(
+    source: Source,
+    section: DataSection,
+    tokenizer: Tokenizer,
+    *,
+    publish: Callable[[object], None],
+    is_checked: bool,
+) -> Tokens:
     return tokenized(
         source,
         tokenizer,
@@ -81,3 +139,17 @@ def with_tokens(
         progress=lambda done, total: publish(Preparing(what="tokenising texts", done=done, total=total)),
         is_checked=is_checked,
     )
+
+
+def packed(
+    source: Source,
+    section: Any,
+    tokenizer: TextTokenizer,
+    *,
+    publish: Callable[[object], None] = lambda _: None,
+    is_checked: bool = False,
+) -> Windows:
+    """Tokenize texts, join them, and cut them into samples of section.context tokens."""
+    tokens = _cached(source, section, tokenizer, publish=publish, is_checked=is_checked)
+    starts = document_starts(tokens) if section.documents == "apart" else None
+    return Windows(tokens, tokenizer.token_bytes, context=section.context, starts=starts)

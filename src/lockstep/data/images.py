@@ -2,27 +2,126 @@
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
 from PIL import Image, ImageOps
 
 from lockstep.base.errors import DataError
+from lockstep.core.host.image_processor import ImageProcessor
 from lockstep.data.columns import Place
-from lockstep.data.data_config import ImageSection
+from lockstep.data.data_config import AUTO, NO_PROCESSOR, DataSection, ImageSection, PixelSection
 
 MAX_PIXELS = 64_000_000
 """Per image: a small file may decompress to gigabytes."""
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # MAX_PIXELS is checked instead
-ImageFile = Path | bytes | None
-"""Path or contents of an image file; None for an empty cell of a table."""
+ImageFile = Path | bytes | Image.Image | None
+"""Path or contents of an image file, or an image of Pillow; None for an empty cell of a table."""
 
 
 class TooLarge(DataError):
     """An image of more than MAX_PIXELS pixels."""
+
+
+class Fit(Protocol):
+    """Brings an image to the size that a model takes."""
+
+    shape: tuple[int, int, int]
+    """(C, H, W) of what it gives."""
+
+    def __call__(self, image: Image.Image) -> np.ndarray:
+        """Pixels, uint8 [C, H, W]."""
+
+
+class Scaling:
+    """Scales an image, whatever its proportions."""
+
+    def __init__(self, shape: tuple[int, int, int]) -> None:
+        self.shape = shape
+
+    def __call__(self, image: Image.Image) -> np.ndarray:
+        channels, height, width = self.shape
+        image = _converted(image, channels)
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        pixels = np.asarray(image)
+        return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+class ImageReader:
+    """Turns an image file into a model's input, uint8 [C, H, W]."""
+
+    modality, noun, column = "image", "an image", "image"
+
+    def __init__(self, fit: Fit) -> None:
+        self.fit = fit
+        self.spec: dict[str, Any] = {"image_shape": fit.shape}
+
+    def __call__(self, file: ImageFile, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
+        """Pixels of a file; `formats` are those allowed, by default all of Pillow's. Raises DataError."""
+        return self.fit(_open(file, where, formats))
+
+    def blank(self) -> np.ndarray:
+        """A black image."""
+        return np.zeros(self.fit.shape, dtype=np.uint8)
+
+    def lengths(self, files: Sequence[Path], *, skips: bool) -> None:
+        """All have the same."""
+
+
+def image_processor_of(section: DataSection) -> ImageProcessor | None:
+    """The image processor that data.image_processor names, of a source of images. Raises DataError."""
+    if not isinstance(section, PixelSection) or section.modality != "image":
+        return None
+    return None if section.image_processor in (AUTO, NO_PROCESSOR) else ImageProcessor(section.image_processor)
+
+
+def fitted(images: np.ndarray, section: PixelSection) -> np.ndarray:
+    """Images uint8 [N, C, H, W], in the size that data.image_processor gives them. Raises DataError."""
+    processor = image_processor_of(section)
+    if processor is None:
+        return images
+    found = _empty((len(images), *processor.shape))
+    for row, image in zip(found, images, strict=True):
+        row[...] = processor(Image.fromarray(image[0] if len(image) == 1 else image.transpose(1, 2, 0)))
+    return found
+
+
+class SizedImages:
+    """Decodes image files to one size: that of data.image_processor, or `image_size`, or that of the first of `like`,
+    the training images, which all others must have then.
+
+    Photos are rotated by their EXIF tag, transparency is dropped, 16-bit grey keeps its upper 8 bits.
+    """
+
+    def __init__(self, section: ImageSection, like: Iterable[ImageFile]) -> None:
+        self.fit: Fit = image_processor_of(section) or Scaling(
+            (section.channels, *(section.image_size or _size(like, section)))
+        )
+        self.is_scaled = section.image_size is not None or isinstance(self.fit, ImageProcessor)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W)."""
+        return self.fit.shape
+
+    def open(self, file: ImageFile, where: str) -> Image.Image:
+        """Raises DataError for an unreadable file."""
+        return _open(file, where)
+
+    def pixels(self, image: Image.Image, where: str) -> np.ndarray:
+        """uint8 [C, H, W]. Raises DataError, where nothing scales images, for one of another size."""
+        _, height, width = self.shape
+        if not self.is_scaled and image.size != (width, height):
+            raise DataError(
+                f"{where} is {image.height} x {image.width} (height x width), but the first training "
+                f"image is {height} x {width}: set data.image_size='[{height},{width}]' to scale them all"
+            )
+        return self.fit(image)
 
 
 def decode(
@@ -30,28 +129,22 @@ def decode(
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Decode `count` image files to uint8 [count, C, H, W]; returns also index -> reason of the unreadable ones.
 
-    Without `image_size`, the size is that of the first of `like`, the training images. Photos are rotated by their EXIF
-    tag, transparency is dropped, 16-bit grey keeps its upper 8 bits. Raises DataError for an unreadable file, unless
-    such are skipped, and, without `image_size`, for an image of another size.
+    Raises DataError for an unreadable file, unless such are skipped, and for an image of another size than SizedImages
+    allows.
     """
     if count == 0:
         raise DataError("there is no image in this split: check the folders or the splits named in `data`")
-    height, width = section.image_size or _size(like, section)
-    images, unreadable = _empty((count, section.channels, height, width)), {}
+    sized = SizedImages(section, like)
+    images, unreadable = _empty((count, *sized.shape)), {}
     for number, file in enumerate(files):
         try:
-            image = _converted(_open(file, place(number)), section.channels)
+            image = sized.open(file, place(number))
         except DataError as error:
             if not section.skips:
                 raise
             unreadable[number] = str(error)
             continue
-        if section.image_size is None and image.size != (width, height):
-            raise DataError(
-                f"{place(number)} is {image.height} x {image.width} (height x width), but the first training "
-                f"image is {height} x {width}: set data.image_size='[{height},{width}]' to scale them all"
-            )
-        images[number] = _pixels(image, height, width)
+        images[number] = sized.pixels(image, place(number))
     return images, unreadable
 
 
@@ -83,31 +176,16 @@ def _empty(shape: tuple[int, int, int, int]) -> np.ndarray:
     return np.empty(shape, dtype=np.uint8)
 
 
-def pixels_of(
-    file: ImageFile, where: str, shape: tuple[int, int, int], *, formats: tuple[str, ...] | None = None
-) -> np.ndarray:
-    """Decode one image file and scale it to uint8 [C, H, W] for a model; `formats` are those allowed, by default all of
-    Pillow's. Raises DataError."""
-    channels, height, width = shape
-    return _pixels(_converted(_open(file, where, formats), channels), height, width)
-
-
 def _converted(image: Image.Image, channels: int) -> Image.Image:
     return image.convert("L" if channels == 1 else "RGB")
-
-
-def _pixels(image: Image.Image, height: int, width: int) -> np.ndarray:
-    """Scale to [C, H, W]."""
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-    pixels = np.asarray(image)
-    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
 
 
 def _open(file: ImageFile, where: str, formats: tuple[str, ...] | None = None) -> Image.Image:
     """Load an image, rotated by its EXIF tag, in a mode that `convert` accepts."""
     if file is None:
         raise DataError(f"{where} has no image: remove the row")
+    if isinstance(file, Image.Image):
+        return _plain(ImageOps.exif_transpose(file))
     if isinstance(file, Path) and file.exists() and not file.is_file():  # opening a pipe would block forever
         raise DataError(f"{where} is no file but a pipe, a device or a folder: remove it")
     try:
@@ -120,6 +198,11 @@ def _open(file: ImageFile, where: str, formats: tuple[str, ...] | None = None) -
         raise TooLarge(f"{where} has more than {MAX_PIXELS:,} pixels") from error
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(f"{where} cannot be read as an image ({error}): replace or remove it") from error
+    return _plain(image)
+
+
+def _plain(image: Image.Image) -> Image.Image:
+    """An image in a mode that `convert` accepts."""
     if image.mode.startswith("I"):
         # Pillow would clip 16-bit grey at 255, which gives a white image
         return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))

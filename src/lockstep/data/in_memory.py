@@ -1,40 +1,43 @@
-"""Splits held in memory: images as one array, texts as one list."""
+"""Splits held in memory: images as one array, texts as one list, unless they are mapped."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from lockstep.base.contracts import Columns, DataSpec
 from lockstep.base.errors import DataError
+from lockstep.data.targets import Targets
 
 
 class Images:
-    """Images of one size, uint8 [N, C, H, W], and labels, int64 [N] (indices into `names`); `unreadable`: index ->
-    reason of the images that could not be decoded."""
+    """Images of one size, uint8 [N, C, H, W], and their targets, or labels int64 [N] (indices into `names`);
+    `unreadable`: index -> reason of the images that could not be decoded."""
 
     lengths: np.ndarray | None = None
 
     def __init__(
         self,
         images: np.ndarray,
-        labels: np.ndarray,
-        names: Sequence[str],
+        labels: np.ndarray | Targets,
+        names: Sequence[str] = (),
         *,
         unreadable: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         assert images.dtype == np.uint8, images.dtype
         assert images.ndim == 4, images.shape
         self.images, self.unreadable = images, unreadable
-        self.labels = _checked(labels, len(images), names)
+        targets = _checked(labels, len(images), names)
+        self.labels = targets.values
         channels, height, width = images.shape[1:]
-        self.spec = DataSpec(modality="image", labels=tuple(names), image_shape=(channels, height, width))
+        self.spec = DataSpec(modality="image", image_shape=(channels, height, width), **_described(targets))
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"image": uint8 [m, C, H, W], "label": int64 [m]}. Raises DataError for an unreadable one."""
+        """{"image": uint8 [m, C, H, W], "label": [m] or [m, K]}. Raises DataError for an unreadable one."""
         bad = next((index for index in indices if index in self.unreadable), None) if self.unreadable else None
         if bad is not None:
             raise DataError(self.unreadable[bad])
@@ -43,33 +46,40 @@ class Images:
 
 
 class Texts:
-    """N texts and their labels, int64 [N]; token_cache.py tokenizes them."""
+    """N texts and their targets, or labels int64 [N]; token_cache.py tokenizes them."""
 
     lengths: np.ndarray | None = None
 
-    def __init__(self, texts: Sequence[str], labels: np.ndarray, names: Sequence[str]) -> None:
+    def __init__(self, texts: Sequence[str], labels: np.ndarray | Targets, names: Sequence[str] = ()) -> None:
         self.texts = texts
-        self.labels = _checked(labels, len(texts), names)
-        self.spec = DataSpec(modality="text", labels=tuple(names))
+        targets = _checked(labels, len(texts), names)
+        self.labels = targets.values
+        self.spec = DataSpec(modality="text", **_described(targets))
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"text": m strings, "label": int64 [m]}."""
+        """{"text": m strings, "label": [m], [m, K] or, for each word, m arrays [W]}."""
         return {
             "text": [self.texts[i] for i in indices],
             "label": self.labels[np.asarray(indices, dtype=np.int64)],
         }
 
 
-def _checked(labels: np.ndarray, samples: int, names: Sequence[str]) -> np.ndarray:
-    labels = np.asarray(labels, dtype=np.int64)
-    if len(labels) != samples:
-        raise DataError(f"{samples} samples but {len(labels)} labels: the files do not belong together")
+def _described(targets: Targets) -> dict[str, Any]:
+    return {"labels": targets.labels, "numbers": targets.numbers, "objective": targets.objective}
+
+
+def _checked(labels: np.ndarray | Targets, samples: int, names: Sequence[str]) -> Targets:
+    targets = labels if isinstance(labels, Targets) else Targets(values=np.asarray(labels, np.int64), labels=(*names,))
+    values = targets.values
+    if len(values) != samples:
+        raise DataError(f"{samples} samples but {len(values)} labels: the files do not belong together")
     if samples == 0:
         raise DataError("there is no sample in this split: check the path and the columns named in `data`")
-    if labels.min() < 0 or labels.max() >= len(names):
-        wrong = int(np.flatnonzero((labels < 0) | (labels >= len(names)))[0])
-        raise DataError(f"sample {wrong} has label {labels[wrong]}, but labels run from 0 to {len(names) - 1}")
-    return labels
+    if values.dtype == np.int64 and (values.min() < 0 or values.max() >= len(targets.labels)):
+        most = len(targets.labels)
+        wrong = int(np.flatnonzero((values < 0) | (values >= most))[0])
+        raise DataError(f"sample {wrong} has label {values[wrong]}, but labels run from 0 to {most - 1}")
+    return targets

@@ -49,13 +49,17 @@ class Loader:
             options["multiprocessing_context"] = "fork"  # a user's source from a file could not be pickled
             options["worker_init_fn"] = partial(_start_worker, stacks=StackFiles(workers))
         self.batches = DataLoader(
-            MicroBatchDataset(source, self.faults, seed=seed, pad_id=pad_id),
+            self.micro_batches(source, seed=seed, pad_id=pad_id),
             batch_sampler=requests,  # type: ignore[arg-type]
             collate_fn=_identity,  # type: ignore[arg-type]
             num_workers=workers,
             pin_memory=False,
             **options,
         )
+
+    def micro_batches(self, source: Source, *, seed: int, pad_id: int) -> MicroBatchDataset:
+        """What the DataLoader fetches from."""
+        return MicroBatchDataset(source, self.faults, seed=seed, pad_id=pad_id)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         try:

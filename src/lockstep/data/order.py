@@ -5,6 +5,7 @@ Steps count from 0 over the whole run: step s is step s % S of epoch s // S.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -107,6 +108,8 @@ class Order:
     """Length of each sample [N]; if given, a step holds samples of similar length, and so does each of its shards."""
     window: int = 1
     """K: the samples of this many steps are sorted by length together, then cut into steps, in random order."""
+    mixed: Callable[[int, np.ndarray], np.ndarray] | None = None
+    """Where several sources are mixed, the sample that each number 0..N-1 stands for in an epoch: see Mixture.rows."""
     _kept: tuple[int, int, np.ndarray] | None = field(default=None, init=False, repr=False)
     """The newest window: its epoch, its number and its samples, sorted by length."""
 
@@ -123,6 +126,11 @@ class Order:
         """Epoch of a step, from 0."""
         return step // self.steps_per_epoch
 
+    def samples_at(self, step: int) -> int:
+        """Samples seen after `step` steps."""
+        epochs, steps = divmod(step, self.steps_per_epoch)
+        return epochs * self.samples + min(steps * self.global_batch, self.samples)
+
     def shards(self, step: int) -> list[np.ndarray]:
         """Sample indices of each of the V shards of a step, V arrays of int64 [0..m]."""
         epoch, place = self.epoch(step), step % self.steps_per_epoch
@@ -137,8 +145,10 @@ class Order:
         first = place * self.global_batch
         last = min(first + steps * self.global_batch, self.samples)
         if self.samples <= MAX_CACHED:
-            return permutation(self.seed, epoch, self.samples)[first:last]
-        return permuted(np.arange(first, last), seed=self.seed, epoch=epoch, samples=self.samples)
+            rows = permutation(self.seed, epoch, self.samples)[first:last]
+        else:
+            rows = permuted(np.arange(first, last), seed=self.seed, epoch=epoch, samples=self.samples)
+        return rows if self.mixed is None else self.mixed(epoch, rows)
 
     def _of_window(self, epoch: int, place: int) -> np.ndarray:
         """The samples of step `place` of an epoch, sorted by length.

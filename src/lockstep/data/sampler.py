@@ -79,8 +79,9 @@ class EvaluationRequests:
         return -(-self.samples // self.micro_batch)
 
     def __iter__(self) -> Iterator[ShardRequest]:
-        rows = range(self.samples) if self.lengths is None else np.argsort(self.lengths, kind="stable").tolist()
+        rows = None if self.lengths is None else np.argsort(self.lengths, kind="stable")
         for first in range(0, self.total, self.world_size):
             number = min(first + self.rank, self.total - 1)
-            indices = tuple(rows[number * self.micro_batch : (number + 1) * self.micro_batch])
+            places = range(self.samples)[number * self.micro_batch : (number + 1) * self.micro_batch]
+            indices = tuple(places if rows is None else rows[places.start : places.stop].tolist())
             yield ShardRequest(step=-1, shard=number, epoch=-1, indices=indices, ghost=first + self.rank >= self.total)

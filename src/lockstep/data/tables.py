@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ MAX_LINE_CHARACTERS = 1 << 25
 """Of JSON lines: a file of zeros is one endless line."""
 LARGE_BLOCK_BYTES = 1 << 26
 """Of CSV, for tables that are held in memory as a whole; the reader's default of 1 MiB is less than a book."""
+BLOCK_BYTES, BATCH_ROWS = 1 << 23, 1 << 12
+"""Of CSV, and of other tables, where some rows are read at a time."""
 Check = Callable[[Sequence[str], object], None]
 """Takes the names of the columns and where they are; raises DataError if a required one is missing or ambiguous."""
 
@@ -39,31 +42,39 @@ def read_errors(path: Path) -> Iterator[None]:
 
 def read_columns(path: Path, columns: Sequence[str], check: Check) -> list[list[Any]]:
     """All values of some columns of a file with one of the TABLE_SUFFIXES. Raises DataError."""
-    values: list[list[Any]] = [[] for _ in columns]
+    if path.suffix.lower() in (".jsonl", ".parquet"):
+        values: list[list[Any]] = [[] for _ in columns]
+        for batch in column_batches(path, columns, check):
+            for column, found in zip(values, batch, strict=True):
+                column += found
+        return values
+    with read_errors(path):  # at once: the streaming reader would hold up to 32 large blocks of all columns
+        table = csv.read_csv(path, *_csv_options(path, check, columns=columns, block_bytes=LARGE_BLOCK_BYTES))
+        return [table.column(name).to_pylist() for name in columns]
+
+
+def column_batches(path: Path, columns: Sequence[str], check: Check) -> Iterator[list[list[Any]]]:
+    """Values of some columns of a file with one of the TABLE_SUFFIXES, some rows at a time. Raises DataError."""
     with read_errors(path):
         if path.suffix.lower() == ".jsonl":
-            for _, row in json_rows(path, check):
-                for column, name in zip(values, columns, strict=True):
-                    column.append(row[name])
-            return values
+            rows = json_rows(path, check)
+            while some := list(islice(rows, BATCH_ROWS)):
+                yield [[row[name] for _, row in some] for name in columns]
+            return
         if path.suffix.lower() == ".parquet":
-            batches: Iterator[Any] = parquet_batches(path, check, columns=columns)
-        else:  # at once: the streaming reader would hold up to 32 large blocks of all columns
-            batches = iter(
-                [csv.read_csv(path, *_csv_options(path, check, columns=columns, block_bytes=LARGE_BLOCK_BYTES))]
-            )
+            batches = parquet_batches(path, check, columns=columns, rows=BATCH_ROWS)
+        else:
+            batches = csv_batches(path, check, columns=columns, block_bytes=BLOCK_BYTES)
         for batch in batches:
-            for column, name in zip(values, columns, strict=True):
-                column += batch.column(name).to_pylist()
-    return values
+            yield [batch.column(name).to_pylist() for name in columns]
 
 
-def csv_batches(path: Path, check: Check, *, block_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Rows of all columns, every value as the text it is.
+def csv_batches(path: Path, check: Check, *, columns: Sequence[str] = (), block_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Every value as the text it is; by default of all columns.
 
     `block_bytes` are read at a time, which limits the length of a row; the reader is up to 32 blocks ahead.
     """
-    with csv.open_csv(path, *_csv_options(path, check, columns=(), block_bytes=block_bytes)) as reader:
+    with csv.open_csv(path, *_csv_options(path, check, columns=columns, block_bytes=block_bytes)) as reader:
         yield from reader
 
 

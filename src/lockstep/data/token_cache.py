@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 from zipfile import BadZipFile
 
 import numpy as np
@@ -13,16 +14,26 @@ from filelock import FileLock
 from lockstep.base import storage
 from lockstep.base.contracts import Columns, Source, Tokenizer
 from lockstep.base.errors import DataError
+from lockstep.core.numerics.word_tokens import ids_of, spread
 
-CHUNK = 8192
+CHUNK = 1024
 """Texts per chunk; a killed build loses at most one."""
+
+
+@runtime_checkable
+class Fingerprinted(Protocol):
+    """A source of so many texts that something else than all of them tells whether they have changed."""
+
+    fingerprint: str
+
 
 Progress = Callable[[int, int], None]
 """Called with (texts done, total texts)."""
 
 
 class Tokens:
-    """A text source with "input_ids", a list of int32 arrays [T_i] from the cache, in place of the column "text"."""
+    """A text source with "input_ids", a list of int32 arrays [T_i] from the cache, in place of the column "text"; of
+    words with a "label" for each token."""
 
     def __init__(self, source: Source, folder: Path) -> None:
         self.source, self.folder, self.spec = source, folder, source.spec
@@ -38,7 +49,33 @@ class Tokens:
         columns = dict(self.source.__getitems__(indices))
         del columns["text"]
         ids = [np.asarray(self.ids[self.offsets[i] : self.offsets[i + 1]]) for i in indices]
-        return {"input_ids": ids, **columns}
+        return _with_ids(columns, ids, indices, objective=self.spec.objective)
+
+
+class TokenizedStream:
+    """A text stream with "input_ids", tokenized when they are asked for, in place of the column "text"."""
+
+    lengths: np.ndarray | None = None
+
+    def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
+        self.source, self.tokenizer, self.spec = source, tokenizer, source.spec
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitems__(self, indices: Sequence[int]) -> Columns:
+        """Return the source's columns for these samples, with tokens in place of texts."""
+        columns = dict(self.source.__getitems__(indices))
+        ids = self.tokenizer([_without_surrogates(text) for text in columns.pop("text")])
+        return _with_ids(columns, ids, indices, objective=self.spec.objective)
+
+
+def _with_ids(columns: Columns, ids: list[np.ndarray], indices: Sequence[int], *, objective: str) -> Columns:
+    """The columns with tokens; of words, with a "label" for each token."""
+    if objective == "token_classification":
+        columns["label"] = [_spread(*each) for each in zip(columns["label"], ids, indices, strict=True)]
+        ids = [ids_of(tokens) for tokens in ids]
+    return {"input_ids": ids, **columns}
 
 
 def tokenized(
@@ -55,7 +92,7 @@ def tokenized(
     Safe to call from many processes at once: one builds, the others wait for it. A killed build resumes after the last
     complete chunk. Raises DataError when the cache folder cannot be written.
     """
-    key = hashlib.sha256(f"{_fingerprint(source)} {tokenizer.key}".encode()).hexdigest()[:24]
+    key = hashlib.sha256(f"{fingerprint(source)} {tokenizer.key}".encode()).hexdigest()[:24]
     folder = cache / "tokens" / key
 
     def is_usable() -> bool:
@@ -74,6 +111,13 @@ def tokenized(
     return Tokens(source, folder)
 
 
+def _spread(classes: Any, tokens: np.ndarray, index: int) -> np.ndarray:
+    try:
+        return spread(np.asarray(classes), tokens)
+    except ValueError as error:
+        raise DataError(f"the label of sample {index} does not fit its text: {error}") from None
+
+
 def _chunks(source: Source) -> Iterator[tuple[int, list[str]]]:
     """Yield (index of the first text, texts) of each chunk."""
     for start in range(0, len(source), CHUNK):
@@ -81,7 +125,10 @@ def _chunks(source: Source) -> Iterator[tuple[int, list[str]]]:
         yield start, source.__getitems__(rows)["text"]
 
 
-def _fingerprint(source: Source) -> str:
+def fingerprint(source: Source) -> str:
+    """Changes with any of the texts."""
+    if isinstance(source, Fingerprinted):
+        return source.fingerprint
     digest = hashlib.sha256()
     for _, texts in _chunks(source):
         for text in texts:
@@ -108,7 +155,7 @@ def verify(folder: Path) -> list[str]:
 def _build(source: Source, tokenizer: Tokenizer, folder: Path, *, progress: Progress) -> None:
     partial = folder.with_suffix(".partial")
     partial.mkdir(exist_ok=True)
-    ids, lengths = [], [np.zeros(1, np.int64)]
+    files, lengths = [], [np.zeros(1, np.int64)]
     for start, texts in _chunks(source):
         stop = start + len(texts)
         file = partial / f"{start:09}-{stop:09}.npz"
@@ -119,19 +166,32 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path, *, progress: Prog
             temporary = file.with_suffix(".tmp.npz")
             np.savez(temporary, ids=chunk[0], lengths=chunk[1])
             temporary.replace(file)
-        ids.append(chunk[0])
+        files.append(file)
         lengths.append(chunk[1])
         progress(stop, len(source))
     whole = folder.with_suffix(".whole")
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
-    np.save(whole / "ids.npy", _concatenated(ids))
-    np.save(whole / "offsets.npy", np.cumsum(np.concatenate(lengths)))
+    offsets = np.cumsum(np.concatenate(lengths))
+    _join(files, whole / "ids.npy", count=int(offsets[-1]))
+    np.save(whole / "offsets.npy", offsets)
     sums = {path.name: (path.stat().st_size, storage.sha256(path)) for path in sorted(whole.iterdir())}
     storage.write(whole / "manifest.json", json.dumps(sums))
     shutil.rmtree(folder, ignore_errors=True)
     whole.replace(folder)
     shutil.rmtree(partial)
+
+
+def _join(files: Sequence[Path], target: Path, *, count: int) -> None:
+    """Write the tokens of all chunks into one file, one chunk after the other: all at once may not fit into memory."""
+    with target.open("wb") as out:
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(np.int32)), "fortran_order": False, "shape": (count,)}
+        np.lib.format.write_array_header_1_0(out, header)
+        for file in files:
+            chunk = _read_chunk(file)
+            if chunk is None:
+                raise OSError(f"{file} has gone")
+            out.write(chunk[0].tobytes())
 
 
 def _read_chunk(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
@@ -153,4 +213,4 @@ def _without_surrogates(text: str) -> str:
 
 
 def _concatenated(rows: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(rows).astype(np.int32) if rows else np.empty(0, np.int32)
+    return np.concatenate(rows, dtype=np.int32, casting="same_kind") if rows else np.empty(0, np.int32)

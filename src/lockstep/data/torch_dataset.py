@@ -1,4 +1,4 @@
-"""Adapter from a map-style torch Dataset to a Source."""
+"""Adapter from a torch Dataset, map-style or iterable, to a Source."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.base.contracts import Columns, DataSpec, Source
 from lockstep.base.errors import DataError
 from lockstep.data.collate import Collated, pixels
+from lockstep.data.stream import Stream, is_iterable_only
 
 Collate = Callable[[list[Any]], Any]
 """The user's collate function: samples of a micro-batch -> a dict of tensors."""
@@ -40,7 +41,7 @@ class DatasetSource:
 
     def __init__(self, dataset: Any, collate: Collate | None, where: str) -> None:
         self.dataset, self.collate, self.where = dataset, collate, where
-        _check(dataset, where)
+        check_indexed(dataset, where)
         self.lengths = lengths_of(dataset, where)
         spec = getattr(dataset, "spec", None)
         self.spec: DataSpec = spec if isinstance(spec, DataSpec) else self._inferred_spec()
@@ -105,9 +106,11 @@ class DatasetSource:
 
 def as_source(dataset: Any, collate: Collate | None, where: str) -> Source:
     """Adapt what a user's `source` returned; a Source is returned unchanged. Raises DataError, naming `where`."""
+    if is_iterable_only(dataset):
+        return DatasetSource(Stream(dataset, where), collate, where)
     is_source = all(hasattr(dataset, name) for name in ("__len__", "__getitems__", "spec", "lengths"))
     if is_source and collate is None:
-        _check(dataset, where)
+        check_indexed(dataset, where)
         return dataset
     return DatasetSource(dataset, collate, where)
 
@@ -149,7 +152,7 @@ def _is_class(label: Any) -> bool:
     return array is not None and array.ndim == 0 and array.dtype.kind in "biu"
 
 
-def _check(dataset: Any, where: str) -> None:
+def check_indexed(dataset: Any, where: str) -> None:
     """Raise DataError unless samples can be fetched by index."""
     try:
         len(dataset)

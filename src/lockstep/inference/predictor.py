@@ -1,27 +1,29 @@
-"""A model with its tokenizer or image decoder: from texts or images to probabilities."""
+"""A model with its tokenizer or file reader: from texts, images or sounds to predictions."""
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from lockstep.base.contracts import Tokenizer, samples_of
 from lockstep.base.errors import DataError, LockstepError, ModelError
 from lockstep.base.model_contracts import Batch, Forward
-from lockstep.core.modules.outputs import logits_of
+from lockstep.core.numerics.word_tokens import ids_of
 from lockstep.data.collate import collate
-from lockstep.data.images import pixels_of
+from lockstep.data.processors import FileReader, Processor, reader_of
 from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.models.objectives._objective import PredictingObjective
 
-Input = str | bytes | Path
-"""A text; an image file, or its bytes."""
+Input = str | bytes | Path | Image.Image
+"""A text; an image or sound file, or its bytes; an image of Pillow."""
 Sample = np.ndarray
-"""Token ids int32 [T], or an image uint8 [C, H, W]."""
+"""Token ids int32 [T], of words marked ones; an image uint8 [C, H, W]; features of a sound, float32 [T] or [T, B]."""
 DTypeName = Literal["fp32", "fp16", "bf16"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -33,11 +35,11 @@ class Predictor:
     facts: ExportFacts
     forward: Forward
     tokenizer: Tokenizer | None
+    reader: FileReader | None
+    """Turns a file into the model's input; None for a model of texts."""
     device: torch.device
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return self.facts.labels
+    objective: PredictingObjective
 
     @property
     def is_parallel(self) -> bool:
@@ -46,34 +48,49 @@ class Predictor:
         return self.device.type == "cpu" and isinstance(self.forward, nn.Module)
 
     def encode(self, inputs: Sequence[Input]) -> list[Sample]:
-        """The model's inputs; raises DataError for an invalid text or image."""
+        """The model's inputs; raises DataError for an invalid text, image or sound."""
         if self.tokenizer is not None:
             texts = [_checked_text(each) for each in inputs]
             return self.tokenizer(texts) if texts else []
-        shape = self.facts.image_shape
-        assert shape is not None
+        assert self.reader is not None
         if any(isinstance(each, str) for each in inputs):
-            raise DataError(f"{self.facts.name} takes images: give files or their contents, not texts")
-        return [pixels_of(each, "the image", shape) for each in inputs]  # type: ignore[arg-type]
+            takes = samples_of(self.reader.modality)
+            raise DataError(f"{self.facts.name} takes {takes}: give files or their contents, not texts")
+        return [
+            self.reader(each, str(each) if isinstance(each, Path) else f"the {self.reader.modality}") for each in inputs
+        ]
 
-    def logits(self, samples: Sequence[Sample]) -> Tensor:
-        """Outputs for one batch, float32 [m, classes], on the CPU."""
-        column = [*samples] if self.tokenizer is not None else np.stack(samples)
-        name = "input_ids" if self.tokenizer is not None else "image"
-        batch = collate({name: column}, self.tokenizer.pad_id if self.tokenizer else 0, multiple=1)
+    def outputs(self, samples: Sequence[Sample]) -> Tensor:
+        """Outputs for one batch, float32 [m, K] or [m, T, K], on the CPU. Raises ModelError for those of another
+        shape."""
+        if self.reader is None:
+            return self._batch_outputs("input_ids", [ids_of(sample) for sample in samples])
+        if self.reader.spec.get("masks"):
+            return self._batch_outputs(self.reader.column, samples)
+        rows: dict[int, list[int]] = {}
+        for row, sample in enumerate(samples):
+            rows.setdefault(len(sample), []).append(row)
+        found = [self._batch_outputs(self.reader.column, [samples[row] for row in group]) for group in rows.values()]
+        return torch.cat(found)[np.argsort(np.concatenate([*rows.values()]))]
+
+    def _batch_outputs(self, column: str, samples: Sequence[Sample]) -> Tensor:
+        """Outputs for samples that are padded to one length; without a mask, the padding changes them."""
+        spec = replace(self.facts.spec, **self.reader.spec) if self.reader else None
+        pad_id = self.tokenizer.pad_id if self.tokenizer else 0
+        batch = collate({column: list(samples)}, pad_id, multiple=1, spec=spec)
         with torch.inference_mode():
             outputs = self.forward({name: tensor.to(self.device) for name, tensor in batch.items()})
-        logits = logits_of(outputs)
-        if logits is None or logits.ndim != 2:
-            raise ModelError(
-                f"{self.facts.name} gives no logits [samples, classes]: what can be predicted is which class fits; "
-                "return them as one tensor, or as `logits` among several"
-            )
-        return logits.float().cpu()
+        return self.objective.raw(outputs, self.facts.spec)
 
-    def probabilities(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Of each class, float32 [m, classes]; calibrated if the export is."""
-        return (self.logits(samples) / self.facts.temperature).softmax(-1).numpy()
+    def scores(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Probabilities or numbers, float32 [m, K], or [m] arrays [W, K]; calibrated if the export is."""
+        scores = self.objective.scores(self.outputs(samples), self.facts.temperature).numpy()
+        return self.objective.of_samples(scores, samples)
+
+    def answer(self, scores: np.ndarray, asked: Input) -> dict[str, Any]:
+        """The prediction for the scores of a sample, as JSON; `asked` is the text, image or sound."""
+        text = asked if isinstance(asked, str) and self.tokenizer is not None else ""
+        return self.objective.answer(scores, self.facts.spec, text)
 
 
 def predictor(
@@ -81,52 +98,62 @@ def predictor(
     forward: Forward,
     tokenizer: Tokenizer | None,
     *,
+    processor: Processor | None = None,
     device: torch.device | None = None,
     dtype: DTypeName | None = None,
 ) -> Predictor:
     """A predictor on a device and in a dtype, by default on the CPU as exported.
 
-    Raises ModelError for a model that does not support them, or that takes neither texts nor images.
+    Raises ModelError for a model that does not support them, or that takes neither texts nor files.
     """
-    device = device or torch.device("cpu")
-    if isinstance(forward, nn.Module):
-        forward = forward.to(device, DTYPES[dtype] if dtype else None).eval()
-    elif device.type != "cpu" or dtype not in (None, facts.dtype):
+    forward, device = placed(facts, forward, device=device, dtype=dtype)
+    reader = reader_of(facts.image_shape, processor)
+    if tokenizer is None and reader is None:
         raise ModelError(
-            f"an export of kind {facts.kind} runs on the processor as {facts.dtype}: leave --device and --dtype out, "
-            "or export the run with export.kind=pretrained"
+            f"{facts.name} takes {samples_of(facts.modality)}: what can be predicted is images, sounds of "
+            "data.kind=audio, and texts with a model's tokenizer"
         )
-    if tokenizer is None and facts.image_shape is None:
+    if not isinstance(facts.learned, PredictingObjective):
         raise ModelError(
-            f"{facts.name} takes {samples_of(facts.modality)}: what can be predicted is images, and texts with a "
-            "model's tokenizer"
+            f"{facts.title} has neither labels nor numbers to predict: what can be predicted is which labels fit, and "
+            "numbers (model.objective)"
         )
     if facts.model["kind"] == "user":
         forward = _with_lock(forward)
-    made = Predictor(facts=facts, forward=forward, tokenizer=tokenizer, device=device)
+    made = Predictor(
+        facts=facts, forward=forward, tokenizer=tokenizer, reader=reader, device=device, objective=facts.learned
+    )
     _check(made)
     return made
 
 
+def placed(
+    facts: ExportFacts, forward: Forward, *, device: torch.device | None, dtype: DTypeName | None
+) -> tuple[Forward, torch.device]:
+    """A model on a device and in a dtype, by default on the CPU as exported. Raises ModelError for a graph that does
+    not support them."""
+    device = device or torch.device("cpu")
+    if isinstance(forward, nn.Module):
+        return forward.to(device, DTYPES[dtype] if dtype else None).eval(), device
+    if device.type != "cpu" or dtype not in (None, facts.dtype):
+        raise ModelError(
+            f"an export of kind {facts.kind} runs on the processor as {facts.dtype}: leave --device and --dtype out, "
+            "or export the run with export.kind=pretrained"
+        )
+    return forward, device
+
+
 def _check(predictor: Predictor) -> None:
-    """Predict one blank sample; raises ModelError for a model that fails, or whose outputs do not match its labels."""
+    """Predict one blank sample; raises ModelError for a model that fails, or whose outputs do not match its targets."""
     facts = predictor.facts
-    if predictor.tokenizer is not None:
-        samples = predictor.encode(["a"])
-    else:
-        samples = [np.zeros(facts.image_shape or (), dtype=np.uint8)]
+    samples = [predictor.reader.blank()] if predictor.reader is not None else predictor.encode(["a"])
     try:
-        shape = tuple(predictor.logits(samples).shape)
-    except LockstepError:
-        raise
+        predictor.scores(samples)
+    except LockstepError as error:
+        raise ModelError(f"{facts.title} cannot be used: {error}") from error
     except Exception as error:  # of any library, and of a user's code
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"{facts.title} cannot predict a blank sample ({type(error).__name__}: {reason})") from error
-    if facts.labels and shape != (1, len(facts.labels)):
-        raise ModelError(
-            f"{facts.title} gives outputs {list(shape)} for one sample, where its {len(facts.labels)} labels need "
-            f"[1, {len(facts.labels)}]: its labels are of another model"
-        )
 
 
 def _with_lock(forward: Forward) -> Forward:

@@ -17,12 +17,17 @@ from lockstep.checkpoint.weights import restore_model
 from lockstep.core.numerics.digest import digest as digest_of
 from lockstep.data.data_config import Origin
 from lockstep.data.dataset import open_source
+from lockstep.data.processors import Processor, processor_of
+from lockstep.data.text_tokenizers import TextTokenizer
 from lockstep.inference.export import export_facts, export_reader, export_writer, space
 from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.inference.generation.generator import Generator, generator
 from lockstep.inference.predictor import DTypeName, Predictor, predictor
 from lockstep.launch.run_folder import is_run, locate, run_of
+from lockstep.models._adapter import merged
+from lockstep.models.objectives._choice import with_objective
 from lockstep.run import build, recipe_trust
-from lockstep.run.recipe import Recipe
+from lockstep.run.recipe import Recipe, joined
 from lockstep.run.splits import open_splits
 
 FIRST_BATCHES = (16, 1, 7)
@@ -49,8 +54,10 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
     recipe, checkpoint = run_of(path, overrides)
     recipe_trust.require_known_code(recipe)
     export_writer.check(recipe.export)
-    data = open_splits(recipe)
+    data = open_splits(joined(recipe))  # in use, a model reads one document
     model, facts = _model(recipe, checkpoint, data.train.spec)
+    if recipe.export.kind != "adapter":
+        model = merged(model)
 
     def batches() -> Iterator[Batch]:
         rows = range(len(data.test))
@@ -63,6 +70,8 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
         """The tokenizer's files, the user's own code."""
         if data.tokenizer is not None:
             data.tokenizer.save(folder)
+        if data.processor is not None:
+            data.processor.save(folder)
         if recipe.model.code is not None:
             shutil.copy(recipe.model.code, folder)
 
@@ -91,33 +100,55 @@ def export_space(path: Path, overrides: Sequence[str] | None, to: Path | None) -
     return facts, target
 
 
-def open_predictor(path: Path, *, device: torch.device | None = None, dtype: DTypeName | None = None) -> Predictor:
-    """The predictor of an export, a run or a checkpoint. Raises UserError."""
+def open_predictor(
+    path: Path, *, device: torch.device | None = None, dtype: DTypeName | None = None
+) -> Predictor | Generator:
+    """What answers with an export, a run or a checkpoint: for a language model a generator. Raises UserError."""
     folder = resolve(path)
     if export_reader.is_export(folder):
-        facts, forward, tokenizer = _read(folder)
-        return predictor(facts, forward, tokenizer, device=device, dtype=dtype)
+        facts, forward, tokenizer, processor = _read(folder)
+        return _opened(facts, forward, tokenizer, processor=processor, device=device, dtype=dtype)
     recipe, checkpoint = run_of(folder)
     recipe_trust.require_known_code(recipe)
+    if recipe.data.PACKS:
+        data = open_splits(joined(recipe))
+        model, facts = _model(recipe, checkpoint, data.train.spec)
+        return _opened(facts, model, data.tokenizer, device=device, dtype=dtype)
     model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
     takes_tokens = recipe.model.TAKES_TOKENS and facts.modality == "text"
-    tokenizer = plugins.implementation("models", recipe.model.kind).tokenizer(recipe.model) if takes_tokens else None
-    return predictor(facts, model, tokenizer, device=device, dtype=dtype)
+    plugin = plugins.implementation("models", recipe.model.kind)
+    tokenizer = plugin.tokenizer(recipe.model, facts.spec) if takes_tokens else None
+    return _opened(facts, model, tokenizer, processor=processor_of(recipe.data), device=device, dtype=dtype)
 
 
-def _read(folder: Path) -> tuple[ExportFacts, Forward, Tokenizer | None]:
+def _opened(
+    facts: ExportFacts,
+    forward: Forward,
+    tokenizer: Tokenizer | None,
+    *,
+    processor: Processor | None = None,
+    device: torch.device | None,
+    dtype: DTypeName | None,
+) -> Predictor | Generator:
+    if facts.learned.GENERATES and isinstance(tokenizer, TextTokenizer):
+        return generator(facts, forward, tokenizer, device=device, dtype=dtype)
+    return predictor(facts, forward, tokenizer, processor=processor, device=device, dtype=dtype)
+
+
+def _read(folder: Path) -> tuple[ExportFacts, Forward, Tokenizer | None, Processor | None]:
     """Read an export, again if another one replaced it meanwhile."""
     while True:
         before = _version(folder)
         try:
             facts = export_facts.read(folder)
             forward, tokenizer = export_reader.forward_of(folder, facts), export_reader.tokenizer_of(folder, facts)
+            processor = export_reader.processor_of(folder, facts)
         except ModelError:
             if _version(folder) == before:
                 raise
         else:
             if _version(folder) == before:
-                return facts, forward, tokenizer
+                return facts, forward, tokenizer, processor
 
 
 def _version(folder: Path) -> bytes | None:
@@ -148,7 +179,15 @@ def text_column(path: Path) -> str:
     return run_of(folder)[0].data.table_columns[0] or "text"
 
 
-def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -> Callable[[], Predictor]:
+def modality_of(path: Path) -> str:
+    """The kind of the samples that a model takes. Raises UserError."""
+    folder = resolve(path)
+    if export_reader.is_export(folder):
+        return export_facts.read(folder).modality
+    return str(run_of(folder)[0].data.modality)
+
+
+def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -> Callable[[], Predictor | Generator]:
     """A function that opens a predictor, for reloading. Raises LaunchError for an unavailable device."""
     try:
         opened = torch.device(device)
@@ -161,7 +200,7 @@ def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -
 
 def _model(recipe: Recipe, checkpoint: Path, spec: DataSpec) -> tuple[Model, ExportFacts]:
     """The model of a checkpoint, and its facts."""
-    model = build.build_model(recipe, spec)
+    model, spec = build.build_model(recipe, spec), with_objective(spec, recipe.model.objective)
     restore_model(model, checkpoint)
     manifest = layout.read_manifest(checkpoint)
     digest = digest_of(model.state_dict())

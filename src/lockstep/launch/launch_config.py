@@ -23,6 +23,8 @@ class LaunchSection(PluginSection):
 
     REJOINS: ClassVar[bool] = True
     """Whether a node that was lost may rejoin within join_timeout_seconds."""
+    SUBMITS: ClassVar[bool] = False
+    """Whether the run is handed to a scheduler, so that the launching command ends before it does."""
     nodes: int | str = 1
     """Number of machines, or MIN:MAX: the run goes on while MIN are left, and lets more join up to MAX."""
     processes: Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Literal["auto"] = "auto"

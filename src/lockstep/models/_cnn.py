@@ -5,9 +5,10 @@ from torch import Tensor, nn
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
-from lockstep.base.model_contracts import Batch, LossSum, Model
-from lockstep.core.numerics.loss import classification_loss
+from lockstep.base.model_contracts import Batch, Model
+from lockstep.models._objective_model import ObjectiveModel
 from lockstep.models.cnn import Config
+from lockstep.models.objectives._choice import width_of
 
 
 def channels_last(images: Tensor) -> Tensor:
@@ -37,34 +38,31 @@ class Features(nn.Module):
 
 
 class Head(nn.Module):
-    """Features [m, F] -> logits [m, classes]."""
+    """Features [m, F] -> outputs [m, K], such as logits of classes."""
 
-    def __init__(self, features: int, classes: int) -> None:
+    def __init__(self, features: int, outputs: int) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(features, 128), nn.Linear(128, classes)
+        self.fc1, self.fc2 = nn.Linear(features, 128), nn.Linear(128, outputs)
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, features: Tensor) -> Tensor:
         return self.fc2(self.dropout(F.relu(self.fc1(features))))
 
 
-class CNN(Model):
-    """Image classifier for one fixed image size."""
+class CNN(ObjectiveModel):
+    """For images of one size."""
 
     def __init__(self, spec: DataSpec, config: Config) -> None:
-        super().__init__()
+        super().__init__(spec)
         if spec.image_shape is None or min(spec.image_shape[1:]) < 6:
             raise ModelError(f"model.kind=cnn needs images of at least 6x6, but the data gives {spec.image_shape}")
         channels, height, width = spec.image_shape
         self.features = Features(channels, config)
-        self.head = Head(64 * ((height - 4) // 2) * ((width - 4) // 2), len(spec.labels))
+        self.head = Head(64 * ((height - 4) // 2) * ((width - 4) // 2), width_of(spec))
 
     def forward(self, batch: Batch) -> Tensor:
-        """batch["image"] uint8 [m, C, H, W] -> logits [m, classes]."""
+        """batch["image"] uint8 [m, C, H, W] -> outputs [m, K], such as logits of classes."""
         return self.head(self.features(batch["image"]))
-
-    def loss(self, outputs: Tensor, batch: Batch) -> LossSum:
-        return classification_loss(outputs, batch)
 
     def blocks(self) -> list[nn.Module]:
         """Return the convolutions and the fully connected layers."""

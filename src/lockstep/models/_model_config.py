@@ -4,14 +4,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep.base.config import PluginSection
+from pydantic import field_validator
+
+from lockstep.base import plugins
+from lockstep.base.config import LocalPath, PluginSection
+from lockstep.base.errors import nearest
+from lockstep.base.name_patterns import Patterns
+from lockstep.models._adapter_config import AdapterSection
 
 
 class ModelSection(PluginSection):
     """What is trained."""
 
+    incidental: ClassVar[frozenset[str]] = frozenset({"init"})  # the digest of its weights is a fact of the run
+
     PRETRAINED: ClassVar[bool] = False
     """Whether its weights come from a checkpoint."""
+    HAS_NEW_HEAD: ClassVar[bool] = False
+    """Whether a pretrained body of transformers gets a head for the data's targets."""
     TAKES_TOKENS: ClassVar[bool] = False
     """Whether it has a tokenizer and takes token ids."""
     MEASURES_ITSELF: ClassVar[bool] = False
@@ -21,10 +31,46 @@ class ModelSection(PluginSection):
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Settings that `lockstep init` writes for it, by section."""
 
+    objective: str = "auto"
+    """What is learned: classification, multilabel, regression, token_classification, causal_lm, or own, what the loss
+    in the model's file says. auto: what the data has targets for."""
+
+    init: LocalPath | None = None
+    """Where to take the first weights from (a warm start): a run, a checkpoint, an export, a folder with *.safetensors,
+    or a file of weights. Those that have a name and a shape of the model's are copied; the others are reported."""
+    adapter: AdapterSection | None = None
+    """Train an adapter beside frozen weights: {kind: lora, rank: 8} and more (extra `adapters`)."""
+    freeze: Patterns = ()
+    """Parameters that are not trained: names of them or of modules, or shell patterns of them, such as "encoder" or
+    "*.layer.[0-3]"."""
+
+    @field_validator("objective")
+    @classmethod
+    def _check_objective(cls, name: str) -> str:
+        known = ["auto", *plugins.names("models.objectives")]
+        if name not in known:
+            raise ValueError(f"there is no objective {name!r}{nearest(name, known)} (there is: {', '.join(known)})")
+        return name
+
     @property
     def modality(self) -> str:
-        """Input type: "image", "text", or "any"."""
+        """Input type: "image", "audio", "text", or "any"."""
         return "any"
+
+    @property
+    def own_tokenizer(self) -> str | None:
+        """Hub name or folder of the tokenizer that it was trained with, which data.tokenizer=auto stands for."""
+        return None
+
+    @property
+    def own_image_processor(self) -> str | None:
+        """Hub name or folder of the image processor saved with it, which data.image_processor=auto stands for."""
+        return None
+
+    @property
+    def own_feature_extractor(self) -> str | None:
+        """Hub name or folder of the feature extractor saved with it, which data.feature_extractor=auto stands for."""
+        return None
 
     @property
     def code(self) -> Path | None:

@@ -1,97 +1,73 @@
-"""Text classifiers and tokenizers from transformers: load, check, save."""
+"""Classifiers of texts and of words, and tokenizers, from transformers: load, check, save."""
 
 import hashlib
-import json
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.base import storage
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
-from lockstep.base.model_contracts import Batch, LossSum, Model, TensorPlan
-from lockstep.core.host.hub_access import hub_answers
-from lockstep.core.modules.blocks import blocks_of
-from lockstep.core.numerics.loss import classification_loss
+from lockstep.base.model_contracts import Batch, Model
+from lockstep.core.numerics.word_tokens import marked, words_of
+from lockstep.models._pretrained import (
+    WITHOUT_CODE,
+    NetworkModel,
+    check_folder,
+    from_pretrained,
+    head_of,
+    mismatches,
+    save_architecture,
+    save_network,
+    silence,
+)
+from lockstep.models.objectives._choice import TAGS, name_of
 from lockstep.models.transformer import Config
 
-WITHOUT_CODE: dict[str, Any] = {"trust_remote_code": False}
-"""Without it, transformers asks on the terminal whether to import the code that config.json names."""
-MAX_CONFIG_BYTES = 64 << 20
-MAX_LAYERS = 10_000
 MIN_VOCABULARY = 3
 """Tokens besides the special ones; without tokenizer files, transformers makes up a tokenizer with 0 to 2."""
 SHORT = 256
 """Tokens up to which plain attention is faster on a CPU."""
-MAX_NAMES = 3
-"""Weights named in a message."""
 CHARACTERS_PER_TOKEN = 64
 """Only this much of a long text is tokenized at first; typical text has five characters per token."""
 
 
-class TextClassifier(Model):
-    """Adapter from a transformers model (`network`) to Lockstep's Model."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
+class TextModel(NetworkModel):
+    """A classifier of texts, or of each token."""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Token ids and mask, int64 [m, T] -> logits [m, classes]."""
+        """Token ids and mask, int64 [m, T] -> outputs [m, K], such as logits of classes, or [m, T, K]."""
         return self.network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-
-    def loss(self, outputs: Tensor, batch: Batch) -> LossSum:
-        return classification_loss(outputs, batch)
-
-    def blocks(self) -> list[nn.Module]:
-        """Return the embeddings, each layer, and each module of the head."""
-        return blocks_of(self.network)
-
-    def tensor_plan(self) -> TensorPlan | None:
-        """Return the plan that transformers ships (base_model_tp_plan of the config): most decoders have one, few
-        encoders do."""
-        network: Any = self.network
-        styles = {f"network.{name}": style for name, style in (getattr(network, "_tp_plan", None) or {}).items()}
-        if not styles:
-            return None
-        config = network.config.get_text_config()
-        heads = config.num_attention_heads
-        key_value_heads = getattr(config, "num_key_value_heads", None) or heads
-        return TensorPlan(styles=styles, counts={"attention heads": heads, "key/value heads": key_value_heads})
 
 
 def build(config: Config, spec: DataSpec) -> Model:
-    """Load pretrained weights, with a new head for the data's labels; label names go into the model's config.
+    """Load pretrained weights, with a new head for the data's targets, whose names go into the model's config.
 
     Raises ModelError when the model cannot be loaded.
     """
-    from transformers import AutoModelForSequenceClassification
-
-    network, loading = _from_pretrained(
-        AutoModelForSequenceClassification,
+    network, loading = from_pretrained(
+        _auto_class(spec),
         config,
-        num_labels=len(spec.labels),
-        id2label=dict(enumerate(spec.labels)),
-        label2id={name: number for number, name in enumerate(spec.labels)},
+        check=partial(_check_task, config, spec),
         ignore_mismatched_sizes=True,
         output_loading_info=True,
         attn_implementation=_attention(config),
+        **head_of(spec),
     )
-    notes = _mismatches(network, loading)
+    notes = mismatches(loading, prefix=f"{network.base_model_prefix}.")  # the head is always new
     text_config = network.config.get_text_config()
     text_config.use_cache = False  # in a decoder, a recomputed layer would append its keys twice
     if text_config.pad_token_id is None:
-        pad = PretrainedTokenizer(config)
+        pad = PretrainedTokenizer(config, spec)
         network.config.pad_token_id = text_config.pad_token_id = pad.pad_id
         notes.append(
             f"{config.name} has no padding token: texts are padded with {pad.pad_token!r} (id {pad.pad_id}), "
             "which the model's config now names"
         )
-    model = TextClassifier(network.float())
+    model = TextModel(network.float(), spec)
     model._lockstep_notes = tuple(notes)
     return model
 
@@ -108,47 +84,44 @@ def _attention(config: Config) -> str | None:
     return "eager" if is_short else None
 
 
-def _mismatches(network: Any, loading: dict[str, Any]) -> list[str]:
-    """Weights of the pretrained encoder that only the model or only the checkpoint has; the head is always new."""
-    prefix = f"{network.base_model_prefix}."
-    missing, unexpected = (
-        sorted(name for name in loading[key] if name.startswith(prefix)) for key in ("missing_keys", "unexpected_keys")
-    )
-    notes = []
-    if missing:
-        notes.append(f"the checkpoint lacks {_listing(missing)}: they start at random and are trained")
-    if unexpected:
-        notes.append(f"the checkpoint has {_listing(unexpected)}, for which this model has no place: they are left out")
-    return notes
-
-
-def _listing(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"{', '.join(names[:MAX_NAMES])}{more} ({len(names)} weights)"
-
-
 class PretrainedTokenizer:
-    """The tokenizer saved with the model. Raises ModelError when it cannot be loaded."""
+    """The tokenizer saved with the model, which marks tokens where the data has classes of words. Raises ModelError
+    when it cannot be loaded."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, spec: DataSpec | None = None) -> None:
         from transformers import AutoTokenizer
 
-        self.tokenizer = _from_pretrained(AutoTokenizer, config)
+        check = partial(_check_task, config, spec)
+        self.tokenizer = from_pretrained(AutoTokenizer, config, check=check)
+        self.has_words = spec is not None and name_of(spec) == TAGS
+        if self.has_words and not self.tokenizer.is_fast:
+            raise ModelError(
+                f"the tokenizer of model.name={config.name} does not tell which word a token belongs to, as those with "
+                "a tokenizer.json do: choose another model for data.labels=tags"
+            )
+        if self.has_words and getattr(self.tokenizer, "add_prefix_space", None) is False:  # words begin with a space
+            self.tokenizer = from_pretrained(AutoTokenizer, config, check=check, add_prefix_space=True)
         if len(self.tokenizer) - len(set(self.tokenizer.all_special_ids)) < MIN_VOCABULARY:
             raise ModelError(
                 f"model.name={config.name} has no tokenizer: no text would become more than special tokens. Save it "
                 "beside the model, with tokenizer.save_pretrained(FOLDER)"
             )
+        if self.has_words:
+            self.tokenizer.truncation_side = "right"
         self.max_length = config.max_length
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.unk_token
         self.pad_token = self.tokenizer.pad_token
         self.pad_id = int(self.tokenizer.pad_token_id or 0)
         vocabulary = self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else str(self.tokenizer)
-        self.key = hashlib.sha256(f"{self.max_length} {vocabulary}".encode()).hexdigest()
+        form = "words " if self.has_words else ""
+        self.key = hashlib.sha256(f"{form}{self.max_length} {vocabulary}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """Return token ids with special tokens, int32 [T_i] per text, T_i <= max_length; multi-threaded."""
+        """Return token ids with special tokens, int32 [T_i] per text, T_i <= max_length; multi-threaded. Of texts of
+        words they are marked."""
+        if self.has_words:
+            return self._marked([words_of(text)[: self.max_length] for text in texts])
         starts = [self._start(text) for text in texts]
         ids = self._ids(starts)
         for index, text in enumerate(texts):
@@ -168,112 +141,66 @@ class PretrainedTokenizer:
         encoded = self.tokenizer(texts, truncation=True, max_length=self.max_length, return_attention_mask=False)
         return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
+    def _marked(self, texts: list[list[str]]) -> list[np.ndarray]:
+        """Marked tokens of words. A word without a token, such as a control character, becomes the unknown one."""
+        found = []
+        for words, (ids, of_word) in zip(texts, self._encoded(texts), strict=True):
+            reached = len(words) if len(ids) < self.max_length else of_word.max(initial=-1) + 1
+            if lost := {*range(reached)} - {*of_word.tolist()}:
+                unknown = self.tokenizer.unk_token or "?"
+                ((ids, of_word),) = self._encoded([[unknown if i in lost else each for i, each in enumerate(words)]])
+            begins = (of_word >= 0) & (np.diff(of_word, prepend=-1) != 0)
+            found.append(marked(ids, begins) if len(ids) else marked(np.array([self.pad_id]), np.array([False])))
+        return found
+
+    def _encoded(self, texts: list[list[str]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids of words, and the number of the word that each belongs to, -1 for special tokens."""
+        if not texts:
+            return []
+        encoded = self.tokenizer(texts, is_split_into_words=True, truncation=True, max_length=self.max_length)
+        rows = range(len(texts))
+        words = [[-1 if word is None else word for word in encoded.word_ids(row)] for row in rows]
+        return [(np.array(encoded["input_ids"][row], np.int32), np.array(words[row], np.int32)) for row in rows]
+
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files beside the model's."""
         self.tokenizer.save_pretrained(folder)
 
 
-tokenizer = PretrainedTokenizer
+tokenizer, save, save_config = PretrainedTokenizer, save_network, save_architecture
 
 
-def save(model: TextClassifier, folder: Path) -> None:
-    """Write the model with transformers' save_pretrained."""
-    _silence()
-    model.network.save_pretrained(folder)  # type: ignore[operator]
-
-
-def read_back(folder: Path) -> Model:
+def read_back(folder: Path, spec: DataSpec) -> Model:
     """Load what `save` wrote with plain transformers."""
-    from transformers import AutoModelForSequenceClassification
-
-    _silence()
-    _check_folder(folder)
-    return TextClassifier(AutoModelForSequenceClassification.from_pretrained(folder, **WITHOUT_CODE))
+    silence()
+    check_folder(folder)
+    return TextModel(_auto_class(spec).from_pretrained(folder, **WITHOUT_CODE), spec)
 
 
-def save_config(model: TextClassifier, folder: Path) -> None:
-    network: Any = model.network
-    network.config.save_pretrained(folder)
-
-
-def from_config(folder: Path) -> Model:
+def from_config(folder: Path, spec: DataSpec) -> Model:
     """Build a model from what `save_config` wrote; its weights are random."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoConfig
 
-    _check_folder(folder)
+    check_folder(folder)
     shape = AutoConfig.from_pretrained(folder, **WITHOUT_CODE)
-    return TextClassifier(AutoModelForSequenceClassification.from_config(shape, **WITHOUT_CODE))
+    return TextModel(_auto_class(spec).from_config(shape, **WITHOUT_CODE), spec)
 
 
-def _from_pretrained(auto_class: Any, config: Config, **options: Any) -> Any:
-    folder = Path(config.name)
-    if config.name.startswith(("/", ".", "~")) and not folder.is_dir():
-        raise ModelError(f"model.name={config.name}: there is no such folder")
-    _silence()
-    if folder.is_dir():
-        _check_folder(folder)
-    origin = {"revision": config.revision, "local_files_only": folder.is_dir() or not hub_answers(), **WITHOUT_CODE}
-    _check_task(config, origin)
-    try:
-        return auto_class.from_pretrained(config.name, **origin, **options)
-    except Exception as error:  # a damaged config or tokenizer can raise anything inside the libraries
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ModelError(
-            f"cannot load model.name={config.name}: {reason}\n"
-            "  It is neither a local folder with config.json, weights and tokenizer files, nor a model that can be\n"
-            "  fetched from the hub right now. Give a folder with model.name=PATH, or go online once: `lockstep data`\n"
-            "  fetches everything a config needs."
-        ) from error
+def _auto_class(spec: DataSpec | None) -> Any:
+    """What loads a network with a head for the objective."""
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    has_words = spec is not None and name_of(spec) == TAGS
+    return AutoModelForTokenClassification if has_words else AutoModelForSequenceClassification
 
 
-def _check_task(config: Config, origin: dict[str, Any]) -> None:
-    """Raise ModelError for a model that transformers has no text classifier of, such as a vision model."""
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
-
-    try:
-        settings = AutoConfig.from_pretrained(config.name, **origin)
-    except Exception:
-        return  # loading the model or its tokenizer reports it
-    if type(settings) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+def _check_task(config: Config, spec: DataSpec | None, settings: Any) -> None:
+    """Raise ModelError for a model that transformers has no classifier of texts, or of words, of, such as a vision
+    model."""
+    auto_class = _auto_class(spec)
+    if type(settings) not in auto_class._model_mapping:
+        what = "words" if "Token" in auto_class.__name__ else "texts"
         raise ModelError(
             f"model.name={config.name} is a {settings.model_type} model, with which transformers does not classify "
-            "texts: give a model of texts, such as distilbert-base-uncased, or bring this one with model.kind=user"
+            f"{what}: give a model of texts, such as distilbert-base-uncased, or bring this one with model.kind=user"
         )
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise ModelError for a config that names Python code of its own, which transformers would import, or more layers
-    than can be built."""
-    for path in (folder / "config.json", folder / "tokenizer_config.json"):
-        try:
-            settings = json.loads(storage.read(path, MAX_CONFIG_BYTES))
-            has_code = "auto_map" in settings
-        except (OSError, ValueError, TypeError, RecursionError):
-            continue  # loading the model reports it
-        if has_code:
-            raise ModelError(
-                f"{path} names code of its own (auto_map), which is not executed: save the model without it where "
-                "transformers knows its kind, or bring it as your own file with model.kind=user"
-            )
-        for key, layers in _layer_counts(settings):
-            if layers > MAX_LAYERS:
-                raise ModelError(f"{path} asks for {layers:,} layers ({key}), more than {MAX_LAYERS:,}")
-
-
-def _layer_counts(settings: Any) -> Iterator[tuple[str, int]]:
-    """Yield (key, value) of every number of layers in a config, at any depth, without recursion."""
-    pending = [settings]
-    while pending:
-        current = pending.pop()
-        for key, value in current.items() if isinstance(current, dict) else ():
-            if isinstance(value, int) and key.endswith(("layers", "layer")):
-                yield key, value
-            pending.append(value)
-
-
-def _silence() -> None:
-    """Turn off transformers' own warnings and progress bars."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

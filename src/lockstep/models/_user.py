@@ -14,20 +14,32 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Model, Outputs
 from lockstep.core.modules.blocks import blocks_of
 from lockstep.core.modules.outputs import register
-from lockstep.core.numerics.loss import checked, classification_loss
+from lockstep.core.numerics.loss import checked
+from lockstep.models._documents import keeps_apart, not_apart
+from lockstep.models.objectives._choice import AUTO, objective_of
+from lockstep.models.objectives._objective import Objective
 from lockstep.models.user import Config
 
 TermCounts = Callable[[Batch], Mapping[str, float]]
+Derived = Callable[[Mapping[str, float]], Mapping[str, float]]
 
 
 class UserModel(Model):
     """Adapter from a user's module (`network`) to Lockstep's Model."""
 
     def __init__(
-        self, network: nn.Module, loss: Callable[[Outputs, Batch], LossSum], term_counts: TermCounts | None = None
+        self,
+        network: nn.Module,
+        loss: Callable[[Outputs, Batch], LossSum],
+        *,
+        term_counts: TermCounts | None = None,
+        derived: Derived | None = None,
+        objective: Objective | None = None,
     ) -> None:
+        """`objective`: whose loss it is."""
         super().__init__()
-        self.network, self._loss, self.term_counts = network, loss, term_counts
+        self.network, self._loss, self.term_counts, self._derived = network, loss, term_counts, derived
+        self.objective = objective
 
     def forward(self, batch: Batch) -> Outputs:
         """Call the module; returns a tensor or a pytree of tensors."""
@@ -36,7 +48,7 @@ class UserModel(Model):
         return outputs
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
-        """Compute the module's loss, else the file's, else cross-entropy against batch["label"].
+        """Compute the module's loss, else the file's, else that of the objective.
 
         Raises ModelError when it does not return sums, or returns terms without `term_counts`.
         """
@@ -47,6 +59,9 @@ class UserModel(Model):
                 "it, which tells what they count: the counts of all processes have to be known before the backward pass"
             )
         return result
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        return self._derived(means) if self._derived else {}
 
     def blocks(self) -> list[nn.Module]:
         """Return the module's own blocks, else its layers or children."""
@@ -61,9 +76,18 @@ def build(config: Config, spec: DataSpec) -> Model:
     network = module.build(config.options, spec)
     if not isinstance(network, nn.Module):
         raise ModelError(f"build() in {config.file} returned {type(network).__name__}, not a torch.nn.Module")
-    loss = own_loss(network, getattr(module, "loss", None)) or classification_loss
+    loss, objective = own_loss(network, getattr(module, "loss", None)), objective_of(spec)
     candidates = (getattr(owner, "term_counts", None) for owner in (network, module))
-    return UserModel(network, loss, next((each for each in candidates if _is_function(each, arguments=1)), None))
+    model = UserModel(
+        network,
+        loss or objective.loss,
+        term_counts=next((each for each in candidates if _is_function(each, arguments=1)), None),
+        derived=objective.derived if loss is None or spec.objective != AUTO else None,
+        objective=objective if loss is None else None,
+    )
+    if spec.documents and spec.vocabulary and not keeps_apart(model, model, vocabulary=spec.vocabulary):
+        raise not_apart(f"the model in {config.file}, which gets them as batch['document'],")
+    return model
 
 
 def own_blocks(network: nn.Module) -> list[nn.Module]:
@@ -81,7 +105,7 @@ def own_blocks(network: nn.Module) -> list[nn.Module]:
 
 
 def own_loss(network: nn.Module, of_file: Any) -> Callable[..., Any] | None:
-    """Return the module's `loss(outputs, batch)`, else the file's; None for cross-entropy.
+    """Return the module's `loss(outputs, batch)`, else the file's; None for that of the objective.
 
     An nn.Module named `loss` is not used, since it takes other arguments and returns a mean. Raises ModelError unless
     it is plain cross-entropy.

@@ -1,6 +1,7 @@
 """history.jsonl: when things happened to a run, over all of its starts; unlike metrics.jsonl, lines are never dropped.
 
-Each line has `time` (seconds since 1970) and `kind`: started, steps, ranks, evaluated, saved, steered, warned or ended.
+Each line has `time` (seconds since 1970) and `kind`: started, steps, ranks, evaluated, texts, saved, steered, warned or
+ended.
 """
 
 import json
@@ -12,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base import storage
-from lockstep.base.events import CheckpointSaved, Evaluated, RankTimes, RunEnded, RunStarted, Steered, StepDone, Warned
+from lockstep.base.events import (
+    CheckpointSaved,
+    Evaluated,
+    RankTimes,
+    RunEnded,
+    RunStarted,
+    Steered,
+    StepDone,
+    TextsGenerated,
+    Warned,
+)
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.phases import BUSY
 
@@ -79,6 +90,11 @@ class RunHistory:
     def _(self, event: Evaluated) -> None:
         seconds, self.mark = time.monotonic() - self.mark, time.monotonic()
         self._write("evaluated", event.step, seconds=round(seconds, 3))
+
+    @notice.register
+    def _(self, event: TextsGenerated) -> None:
+        self.mark = time.monotonic()
+        self._write("texts", event.step, texts=[[sample.prompt, sample.text] for sample in event.samples])
 
     @notice.register
     def _(self, event: CheckpointSaved) -> None:

@@ -31,6 +31,7 @@ def draw_svg(
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its first import on a machine builds a font cache
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter, LogFormatterMathtext
 
     file = StringIO()
     parameters: Any = {**SETTINGS, **(settings or {})}
@@ -40,5 +41,9 @@ def draw_svg(
         matplotlib.rcParams.update(parameters)
         figure = Figure()
         draw(figure)
+        for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+            if isinstance(axis.get_major_formatter(), LogFormatterMathtext):  # mathematics would be shown as it is
+                axis.set_major_formatter(LogFormatter())
+                axis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
         figure.savefig(file, format="svg", metadata={**dict.fromkeys(METADATA), **(metadata or {})}, **options)
     return file.getvalue()

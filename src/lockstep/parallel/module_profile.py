@@ -6,6 +6,7 @@ B = blocks; units as in partition.py.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from lockstep.core.modules.buffers import copied_buffers
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.loss import unweighted
 from lockstep.parallel.micro_batches import refuse_weights_in_loss
-from lockstep.parallel.partition import PartitionedModel, Run
+from lockstep.parallel.partition import PartitionedModel, Run, in_order, order_of
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def profile_modules(partitioned: PartitionedModel, batch: Batch, autocast: Calla
             _ProfiledPass(partitioned, batch, autocast)  # warm-up
         with copied_buffers(partitioned.model):
             refuse_state_between_blocks(partitioned, batch, autocast)
+        partitioned.gradient_orders.clear()
         with copied_buffers(partitioned.model):
             return _ProfiledPass(partitioned, batch, autocast).profile()
     finally:
@@ -118,8 +120,11 @@ class _ProfiledPass:
 
     def __init__(self, partitioned: PartitionedModel, batch: Batch, autocast: Callable[[], Any]) -> None:
         self.model, self.count = partitioned.model, len(partitioned.blocks)
+        self.gradient_orders = partitioned.gradient_orders
         self.ends: list[tuple[list[Tensor], list[Tensor]]] = []
         """Unit -> its outputs that require a gradient, and the leaves that replace them for the next; last the loss."""
+        self.outputs: list[list[tuple[int, int]]] = []
+        """Unit -> for each of its leaves the numbers of the unit, and of the output that it replaces."""
         self.entered: dict[nn.Module, int] = {}
         self.times = [time.perf_counter()]
         handle = register_module_forward_pre_hook(self._enter)
@@ -133,6 +138,7 @@ class _ProfiledPass:
             handle.remove()
         self.times.append(time.perf_counter())
         self.ends.append(([loss], []))
+        self.outputs.append([])
         self.reached = [self._reached(tensors) for tensors, _ in self.ends]
         self.backward = [self._backward(unit) for unit in reversed(range(self.count + 1))][::-1]
 
@@ -150,10 +156,19 @@ class _ProfiledPass:
         with_gradient = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         detached = {id(leaf): leaf.detach().requires_grad_() for leaf in with_gradient}
         cloned = [detached.get(id(leaf), leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        for number, tensor in enumerate(leaf for leaf in cloned if isinstance(leaf, Tensor)):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._note_order, (len(self.ends), number)))
+        numbers = {id(leaf): number for number, leaf in enumerate(leaf for leaf in leaves if isinstance(leaf, Tensor))}
+        self.outputs.append([(len(self.ends), numbers[leaf]) for leaf in detached])
         self.uses.add(len(self.ends), [leaf for leaf in cloned if isinstance(leaf, Tensor)])
         self.ends.append((with_gradient, list(detached.values())))
         self.times.append(time.perf_counter())
         return pytree.tree_unflatten(cloned, spec)
+
+    def _note_order(self, output: tuple[int, int], gradient: Tensor) -> None:
+        """Of what several units use, the gradient of the last of them: autograd adds the others to it."""
+        self.gradient_orders.setdefault(output, order_of(gradient))
 
     def _reached(self, tensors: Sequence[Tensor]) -> set[Tensor]:
         """The leaves of tensors' autograd graphs: parameters, and detached outputs of other units."""
@@ -172,7 +187,10 @@ class _ProfiledPass:
     def _backward(self, unit: int) -> float:
         """Seconds of a unit's backward pass, after those of all later units."""
         outputs, detached = self.ends[unit]
-        gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in detached]
+        gradients = [
+            torch.zeros_like(t) if t.grad is None else in_order(self.gradient_orders[output], t.grad)
+            for t, output in zip(detached, self.outputs[unit], strict=True)
+        ]
         if unit == self.count:
             gradients = [torch.ones_like(t) for t in outputs]
         start = time.perf_counter()

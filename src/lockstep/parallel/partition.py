@@ -33,6 +33,17 @@ Intercept = Callable[[int, Run], Any]
 CONSTANTS = (type(None), bool, int, float, str)
 
 
+def order_of(tensor: Tensor) -> tuple[int, ...]:
+    """The axes by falling stride; as they are where the tensor has gaps or repeats its elements."""
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tuple(order) if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))
+
+
+def in_order(order: tuple[int, ...], tensor: Tensor) -> Tensor:
+    """The same numbers, laid out with these axes by falling stride."""
+    return tensor.permute(order).contiguous().permute(tuple(order.index(axis) for axis in range(len(order))))
+
+
 @dataclass(frozen=True)
 class TensorLayout:
     """Shape, dtype and order of strides of a tensor that is sent between ranks. It is sent with its axes permuted to be
@@ -45,9 +56,7 @@ class TensorLayout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorLayout":
-        order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-        is_dense = tensor.permute(order).is_contiguous()
-        return cls(tuple(tensor.shape), tuple(order) if is_dense else tuple(range(tensor.ndim)), tensor.dtype)
+        return cls(tuple(tensor.shape), order_of(tensor), tensor.dtype)
 
     @property
     def packed_shape(self) -> list[int]:
@@ -116,6 +125,9 @@ class PartitionedModel:
         self._intercept: Intercept | None = None
         self._layouts: dict[Any, tuple[OutputLayout, ...]] = {}
         self._zeros: dict[torch.dtype, Tensor] = {}
+        self.gradient_orders: dict[tuple[int, int], tuple[int, ...]] = {}
+        """(number of a block, number of one of its output tensors) -> the order of its gradient's axes, as the backward
+        pass of the next block gives it."""
         self.unit_of = {block: number for number, block in enumerate(self.blocks)}
         for block in self.blocks:
             block.forward = partial(self._forward, block, block.forward)
@@ -219,15 +231,25 @@ class PartitionedModel:
             with torch.set_grad_enabled(has_gradient and first == 0), self.intercepted(skip_or_run):
                 return self.model(batch)
         except _StopForward as stop:
+            self._keep_gradient_orders(last - 1, stop.outputs)
             return layouts[last - 1].pack(stop.outputs)
         finally:
             torch.set_grad_enabled(has_gradient)
 
+    def _keep_gradient_orders(self, block: int, outputs: Any) -> None:
+        """Gradients are received in the order of the outputs' axes: bring them into that which they have where nothing
+        is cut, as the kernels of the backward pass, and so its bits, depend on it."""
+        for number, tensor in enumerate(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)):
+            order = self.gradient_orders.get((block, number))
+            if order is not None and tensor.requires_grad:
+                tensor.register_hook(partial(in_order, order))
+
     def _zero(self, layout: TensorLayout, like: Tensor) -> Tensor:
-        """Zeros in place of an output of a skipped block."""
+        """Zeros in place of an output of a skipped block; new ones, where the model has written into the last."""
         size, zeros = math.prod(layout.shape), self._zeros.get(layout.dtype)
-        if zeros is None or zeros.numel() < size:
-            zeros = self._zeros[layout.dtype] = torch.zeros(size, dtype=layout.dtype, device=like.device)
+        if zeros is None or zeros.numel() < size or zeros._version:
+            with torch.inference_mode(mode=False):  # tensors of that mode have no versions
+                zeros = self._zeros[layout.dtype] = torch.zeros(size, dtype=layout.dtype, device=like.device)
         return zeros[:size].view(layout.packed_shape)
 
     def check(self, bounds: Sequence[int], batch: Batch) -> None:

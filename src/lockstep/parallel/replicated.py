@@ -1,6 +1,7 @@
-"""Base class of strategies that replicate the model: `single` and `ddp`."""
+"""Base class of strategies that replicate the model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,10 @@ from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
+from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.gradient_norm import gradients, row_squares
+from lockstep.core.reduction.shard_assignment import contiguous, contiguous_by_rank
+from lockstep.core.reduction.tree import Shards
 from lockstep.parallel.accumulation import Accumulation
 from lockstep.parallel.embedding_rows import EmbeddingRows, large_embeddings
 from lockstep.parallel.micro_batches import MicroBatches
@@ -21,16 +25,19 @@ from lockstep.parallel.micro_batches import MicroBatches
 class Replicated:
     """Evaluation, gradient norm and state of a model that is replicated on every rank."""
 
+    LEAVES_LAST: ClassVar[bool] = True
+    """See Accumulation."""
+
     def __init__(self, randomness: Randomness, precision: Precision, *, exact: bool) -> None:
         self.randomness, self.precision, self.exact = randomness, precision, exact
         self.copies: tuple[int, ...] = ()
         self.placed: tuple[MicroBatches, Accumulation, EmbeddingRows] | None = None
+        self._all_reduces: dict[tuple[int, Shards], AllReduce] = {}
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Prepare the model; its own parameters are optimised. May be called again."""
-        if self.placed is not None:
-            self.accumulation.remove()
-            self.embedding_rows.remove()
+        self.release()
+        self._all_reduces.clear()
         if self.precision.device.type == "cpu":
             keep_freed_memory()
         self.model = model
@@ -39,8 +46,24 @@ class Replicated:
         passes = MicroBatches(model, self.randomness, self.precision)
         rows = EmbeddingRows(() if self.randomness.compiles else large_embeddings(model), passes)
         accumulated = [p for p in self.parameters if p not in rows.gradients] if self.exact else []
-        self.placed = passes, Accumulation(accumulated, passes), rows
+        self.placed = passes, Accumulation(accumulated, passes, leaves_last=self.LEAVES_LAST), rows
         return model
+
+    def release(self) -> None:
+        """Remove the hooks from the placed model."""
+        if self.placed is not None:
+            self.accumulation.remove()
+            self.embedding_rows.remove()
+
+    def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
+        return contiguous(dist.get_rank(), dist.get_world_size(), shards=shards, present=present) or [None]
+
+    def all_reduce_of(self, shards: int, present: Shards, group: dist.ProcessGroup) -> AllReduce:
+        """Cached: a run has two kinds of steps, full and ragged."""
+        if (shards, present) not in self._all_reduces:
+            owned = contiguous_by_rank(group.size(), shards=shards, present=frozenset(range(shards)))
+            self._all_reduces[shards, present] = AllReduce(owned, present, group)
+        return self._all_reduces[shards, present]
 
     @property
     def buffer_updates(self) -> Sequence[BufferUpdates]:

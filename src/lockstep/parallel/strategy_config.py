@@ -11,6 +11,8 @@ class StrategySection(PluginSection):
 
     FILLS: ClassVar[bool] = False
     """Whether it takes a model without weights (deferred_init) and initialises those that a process holds."""
+    SPLITS_TENSORS: ClassVar[bool] = False
+    """Whether a process holds parts of parameters."""
     SHARES_SHARDS: ClassVar[bool] = False
     """Whether several processes share micro-batches."""
     MOST_PROCESSES: ClassVar[int | None] = None

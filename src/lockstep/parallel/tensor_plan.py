@@ -46,8 +46,8 @@ def planned(model: Model, size: int, world: int) -> dict[str, str]:
     if plan is None or not set(styles.values()).difference(REPLICATED):
         raise ModelError(
             "parallel.kind=tensor needs a model that says how it can be split, and this one does not: take a "
-            "model.kind=transformer whose transformers config has a tp_plan, such as Llama, Qwen2 or Mistral, or use "
-            "parallel.kind=fsdp or pipeline"
+            "model.kind=transformer or causal_lm whose transformers config has a tp_plan, such as Llama, Qwen2 or "
+            "Mistral, or use parallel.kind=fsdp or pipeline"
         )
     unknown = {name: style for name, style in styles.items() if style not in STYLES and style not in REPLICATED}
     if unknown:

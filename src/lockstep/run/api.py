@@ -1,31 +1,37 @@
-"""Runs started from Python: `lockstep.spawn(...)` in a notebook or script."""
+"""The Python API: `lockstep.train`, `evaluate`, `export` and `load`, in a script or a notebook."""
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from lockstep.base.errors import HangDetected, Interrupted, LockstepError, NonFiniteLoss, PeerLost, RunFailed, UserError
-from lockstep.launch import launch_run
-from lockstep.launch.elastic.failure import TAIL_LINES, Failure
-from lockstep.launch.launchers._spawn import OutputPipe, Spawn
+from lockstep.checkpoint import layout
+from lockstep.inference import trained_model
+from lockstep.inference.evaluate import evaluate_model, evaluation_result
+from lockstep.inference.evaluate.evaluation_result import EvaluationResult
+from lockstep.inference.export import hub_upload
+from lockstep.inference.export import space as space_files
+from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.inference.loaded_model import LoadedModel, load
+from lockstep.inference.predictor import DTypeName
+from lockstep.launch.launch_here import launch_here
 from lockstep.run import recipe as recipes
 from lockstep.run import recipe_trust
 from lockstep.run.recipe import Recipe
 
-ERRORS: dict[int, type[LockstepError]] = {
-    error.exit_code: error for error in (UserError, NonFiniteLoss, PeerLost, HangDetected, Interrupted)
-}
+PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run."""
+    """A run, by its folder; stands for the folder where a path is asked for."""
 
     folder: Path
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -39,9 +45,46 @@ class Run:
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         return [json.loads(line) for line in lines]
 
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The folders of the checkpoints that are kept, oldest first; load() takes any of them."""
+        return layout.listed(self.folder / "checkpoints")[::-1]
 
-def spawn(
-    config: str | os.PathLike[str] | Mapping[str, Any],
+    def load(self, *, device: str = "cpu", dtype: DTypeName | None = None, trust_code: bool = False) -> LoadedModel:
+        """As lockstep.load(run)."""
+        return load(self, device=device, dtype=dtype, trust_code=trust_code)
+
+    def evaluate(self, *overrides: str, split: str = "test", trust_code: bool = False) -> EvaluationResult:
+        """As lockstep.evaluate(run), which has more options."""
+        return evaluate(self, *overrides, split=split, trust_code=trust_code)
+
+    def export(self, *overrides: str, to: PathLike | None = None, trust_code: bool = False) -> "Export":
+        """As lockstep.export(run), which has more options."""
+        return export(self, *overrides, to=to, trust_code=trust_code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """An export, by its folder; stands for the folder where a path is asked for."""
+
+    folder: Path
+    facts: ExportFacts
+    """What lockstep.json says: digest, labels, metrics, recipe, how well the outputs agree."""
+    space: Path | None = None
+    """The folder of the Hugging Face Space that the export is in."""
+    url: str | None = None
+    """Where it is on the hub."""
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
+    def load(self, *, device: str = "cpu", dtype: DTypeName | None = None, trust_code: bool = False) -> LoadedModel:
+        """As lockstep.load(export)."""
+        return load(self, device=device, dtype=dtype, trust_code=trust_code)
+
+
+def train(
+    config: PathLike | Mapping[str, Any],
     *overrides: str,
     processes: int | None = None,
     resume: str = "auto",
@@ -61,58 +104,77 @@ def spawn(
     """
     if processes is not None:
         overrides = (*overrides, f"launch.processes={processes}")
-    recipe = launch_run.on_this_machine(_recipe(config, overrides), "spawn")
+    recipe = _recipe(config, overrides)
     path = None if isinstance(config, Mapping) else Path(config)
     trust = recipe_trust.authorize(recipe, path or Path("spawn"), trusts=trust_code)
     drift = ["--allow-drift"] if allow_drift else []
-    request = launch_run.build_request(recipe, ("--resume", resume, *drift, *trust))
-    launcher = Spawn(recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards)
-    plan = launch_run.write_plan(recipe, request, launcher)
-    outlets = _outlets()
-    try:
-        failure = launcher.failure(plan, recipe.folder / "logs", outlets)
-    except Interrupted as error:
-        raise Interrupted(f"{error}; {_how_to_resume(recipe)}") from None
-    if failure is not None:
-        raise _error(failure, outlets, recipe)
+    launch_here(recipe, ("--resume", resume, *drift, *trust))
     return Run(recipe.folder)
 
 
-def _recipe(config: str | os.PathLike[str] | Mapping[str, Any], overrides: tuple[str, ...]) -> Recipe:
+spawn = train
+"""Its earlier name."""
+
+
+def evaluate(
+    target: PathLike,
+    *overrides: str,
+    split: str = "test",
+    file: PathLike | None = None,
+    worst: int = 20,
+    calibrate: bool = False,
+    to: PathLike | None = None,
+    trust_code: bool = False,
+) -> EvaluationResult:
+    """Measure a run's best or newest checkpoint, a checkpoint or an export: every sample once.
+
+    `split` is test or train; `file` is a table, or a folder of images or sounds, in place of a split; `worst` is the
+    number of samples with the highest loss in the report; `calibrate` fits a temperature and stores it; `to` is the
+    folder of the results, by default the run's or the export's. Progress and errors come as in `train`.
+    """
+    options = evaluate_model.EvaluateOptions(
+        split=split, file=_path(file), worst=worst, calibrates=calibrate, to=_path(to), trusts=trust_code
+    )
+    _, folder = evaluate_model.measure(Path(target), overrides, options, launch=_measured_here)
+    return evaluation_result.read(folder)
+
+
+def _measured_here(recipe: Recipe, arguments: tuple[str, ...]) -> int:
+    launch_here(recipe, arguments, name=evaluate_model.NAME)
+    return 0
+
+
+def export(
+    run: PathLike,
+    *overrides: str,
+    to: PathLike | None = None,
+    space: bool = False,
+    push: str | None = None,
+    private: bool = False,
+    trust_code: bool = False,
+) -> Export:
+    """Write the model of a run or checkpoint for others to load, read it back, and compare.
+
+    `overrides` are such as "export.kind=onnx"; `to` is the folder to write, by default export, or export-KIND, in the
+    run's folder; with `space` it becomes the folder of a Hugging Face Space. `push` uploads the folder as OWNER/NAME to
+    the hub, in one commit, and needs a token (HF_TOKEN, or `hf auth login`); `private` is for a repository that is
+    not there yet. Raises UserError.
+    """
+    trained_model.authorize(Path(run), overrides, trusts=trust_code)
+    upload = hub_upload.prepared(push, is_space=space, is_private=private) if push is not None else None
+    write = trained_model.export_space if space else trained_model.export
+    facts, folder = write(Path(run), overrides, _path(to))
+    url = upload(folder, facts) if upload is not None else None
+    if space:
+        return Export(folder=folder / space_files.MODEL, facts=facts, space=folder, url=url)
+    return Export(folder=folder, facts=facts, url=url)
+
+
+def _path(given: PathLike | None) -> Path | None:
+    return None if given is None else Path(given)
+
+
+def _recipe(config: PathLike | Mapping[str, Any], overrides: tuple[str, ...]) -> Recipe:
     if isinstance(config, Mapping):
         return recipes.with_run_name(recipes.of_sections(config, overrides), Path("spawn"))
     return recipes.with_run_name(recipes.load(Path(config), overrides), Path(config))
-
-
-def _outlets() -> dict[int, OutputPipe]:
-    """By file descriptor of rank 0. Its errors always come this way: they are the last words."""
-    if sys.platform == "win32":
-        return {}
-    found = {2: OutputPipe(sys.stderr)}
-    return found if _is_own_terminal(sys.stdout) else found | {1: OutputPipe(sys.stdout)}
-
-
-def _is_own_terminal(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that a child process inherits, and can show a progress bar on."""
-    try:
-        return stream.fileno() == 1 and stream.isatty()
-    except (OSError, ValueError, AttributeError):  # a notebook's, or of redirect_stdout
-        return False
-
-
-def _error(failure: Failure, outlets: Mapping[int, OutputPipe], recipe: Recipe) -> LockstepError:
-    last_words = outlets[2].tail.splitlines()[-TAIL_LINES:] if 2 in outlets else []
-    is_of_another = "last lines of" in failure.text
-    lines = [*([failure.text] if failure.text else []), *([] if is_of_another else last_words)]
-    if failure.code == Interrupted.exit_code:
-        return Interrupted("\n".join([*lines, _how_to_resume(recipe)]))
-    text = "\n".join(lines) or f"the run has failed (exit code {failure.exit_code}); see {recipe.folder / 'logs'}"
-    kind = ERRORS.get(failure.code)
-    return kind(text) if kind else RunFailed(text, failure.exit_code)
-
-
-def _how_to_resume(recipe: Recipe) -> str:
-    file = recipe.folder / "recipe.yaml"
-    if not file.is_file():
-        return "nothing has been trained yet"
-    return f'go on with lockstep.spawn("{file}"), or: lockstep train {file}'

@@ -1,6 +1,6 @@
 """Build what a recipe describes: data, model, strategy and optimizer of one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from lockstep.base import plugins
 from lockstep.base.contracts import DataSpec
 from lockstep.base.model_contracts import Batch, Model
+from lockstep.base.name_patterns import matching
 from lockstep.base.world import World
 from lockstep.core.distributed.collectives import raise_on_all_ranks
 from lockstep.core.modules.deferred_init import deferred
@@ -15,26 +16,57 @@ from lockstep.core.numerics.batchnorm import synchronise
 from lockstep.core.numerics.compiled import prepare_compiler
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
+from lockstep.models._adapter import attach
+from lockstep.models.objectives._choice import smooth_labels, with_objective
 from lockstep.run.components import Components, requested_metrics
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import open_splits
+from lockstep.run.token_flops import token_flops
+from lockstep.run.warm_start import warm_start
 from lockstep.training import optim
 from lockstep.training.ema import MovingAverage
-from lockstep.training.state import TrainState, initialise
+from lockstep.training.learning_rate import learning_rate, own_schedule
+from lockstep.training.optim_config import OWN
+from lockstep.training.parameter_groups import rules_of
+from lockstep.training.state import TrainState
 
 
 def build_model(recipe: Recipe, spec: DataSpec) -> Model:
     """Build the model with its initial weights, which are the same on every rank and at every start."""
     seed_all(seed_of(recipe.run.seed, "weights"))
-    return plugins.implementation("models", recipe.model.kind).build(recipe.model, spec)
+    model: Model = plugins.implementation("models", recipe.model.kind).build(
+        recipe.model, with_objective(spec, recipe.model.objective)
+    )
+    if recipe.model.adapter:
+        seed_all(seed_of(recipe.run.seed, "adapter"))
+        attach(model, recipe.model.adapter, has_new_head=recipe.model.HAS_NEW_HEAD)
+    freeze(model, recipe.model.freeze)
+    if recipe.train.label_smoothing:
+        smooth_labels(model, recipe.train.label_smoothing)
+    return model
+
+
+def initial_model(recipe: Recipe, spec: DataSpec) -> Model:
+    """The model as training starts with it, also after a warm start; not for several processes."""
+    model = build_model(recipe, spec)
+    if recipe.model.init:
+        warm_start(model, recipe.model.init)
+    return model
+
+
+def freeze(model: Model, patterns: Sequence[str]) -> None:
+    """Exclude parameters from training. Raises ConfigError for a pattern that matches none."""
+    parameters = dict(model.named_parameters())
+    for name in matching(patterns, list(parameters), setting="model.freeze"):
+        parameters[name].requires_grad = False
 
 
 def _deferred_model(recipe: Recipe, spec: DataSpec) -> Model | None:
     """Build the model without memory for its weights, for strategies that materialize only their own shards.
 
-    None where the model loads pretrained weights, or its constructor reads values.
+    None where the model loads weights or has an adapter, or its constructor reads values.
     """
-    if not recipe.parallel.FILLS or recipe.model.PRETRAINED:
+    if not recipe.parallel.FILLS or recipe.model.PRETRAINED or recipe.model.init or recipe.model.adapter:
         return None
     return deferred(partial(build_model, recipe, spec))
 
@@ -43,10 +75,14 @@ def assemble(recipe: Recipe, world: World, device: torch.device) -> Components:
     """Build everything for this process; the process group is open and the data has been prepared."""
     with raise_on_all_ranks():
         data = open_splits(recipe)
+    data.check_streams()
+    with raise_on_all_ranks():
         requested_metrics(recipe, data.test.spec)
         model = _deferred_model(recipe, data.train.spec) or build_model(recipe, data.train.spec).to(device)
         if recipe.train.batchnorm == "sync" and world.size > 1:
             synchronise(model, device)
+    started = warm_start(model, recipe.model.init) if recipe.model.init else None
+    flops = token_flops(model, recipe.data.context) if recipe.data.PACKS and world.is_main else None
     order = data.order()
     total_steps = recipe.train.total_steps(order.steps_per_epoch)
     sample = partial(data.first_training_batch, order, device)
@@ -59,6 +95,8 @@ def assemble(recipe: Recipe, world: World, device: torch.device) -> Components:
         state=distribute(recipe, model, sample, total_steps=total_steps, device=device),
         data=data,
         total_steps=total_steps,
+        token_flops=flops,
+        warm_start=started,
     )
 
 
@@ -70,7 +108,8 @@ def distribute(
     `sample` loads a batch like those of training.
     """
     randomness = Randomness(seed_of(recipe.run.seed, "training"))
-    precision, exact = Precision(recipe.train.precision, device), recipe.run.reproducibility == "exact"
+    targets = recipe.data.context if recipe.data.PACKS else 1
+    precision, exact = Precision(recipe.train.precision, device, targets=targets), recipe.run.reproducibility == "exact"
     if recipe.train.compile:
         with raise_on_all_ranks():
             prepare_compiler(device, exact=exact)
@@ -78,16 +117,23 @@ def distribute(
     strategy = plugins.implementation("parallel.strategies", recipe.parallel.kind).build(
         recipe.parallel, randomness=randomness, precision=precision, exact=exact
     )
+    with raise_on_all_ranks():
+        rules, own = rules_of(recipe.optim, model), own_schedule(recipe.schedule, recipe.model.code)
     module = strategy.place(model.train(), sample)
-    optimizer = optim.build(recipe.optim, module)
-    initialise(module, optimizer)
+    with raise_on_all_ranks():
+        if recipe.optim.kind == OWN:
+            optimizer = optim.build_own(recipe.optim, module, recipe.model.code)
+        else:
+            optimizer = optim.build(recipe.optim, module, rules)
+        optim.initialise(module, optimizer)
     sizes = {"total_steps": total_steps, "global_batch": recipe.train.global_batch}
     return TrainState(
         strategy=strategy,
         module=module,
         optimizer=optimizer,
         precision=precision,
-        rate=lambda step: optim.learning_rate(recipe.optim, recipe.schedule, step=step, **sizes),
+        rate=lambda step: learning_rate(recipe.optim, recipe.schedule, step=step, own=own, **sizes),
+        clip_value=recipe.optim.clip_value,
         randomness=randomness,
         term_counts=model.term_counts,
         ema=MovingAverage(module, recipe.train.ema) if recipe.train.ema else None,

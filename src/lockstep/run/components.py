@@ -22,8 +22,10 @@ from lockstep.data.dataset import spread_evenly
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
+from lockstep.models.objectives._choice import objective_of, with_objective
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import Splits
+from lockstep.run.warm_start import WarmStart
 from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions, evaluate, trial_evaluation
 from lockstep.training.findings import Finding
 from lockstep.training.metrics.declared_metrics import DeclaredMetric, declared_metrics
@@ -44,6 +46,9 @@ class Components:
     state: TrainState
     data: Splits
     total_steps: int
+    warm_start: WarmStart | None = None
+    token_flops: int | None = None
+    """Of a language model, on the main rank: floating-point operations per token."""
 
     @property
     def strategy(self) -> Strategy:
@@ -62,8 +67,7 @@ class Components:
 
     def samples_at(self, step: int) -> int:
         """Training samples seen after `step` steps."""
-        epochs, steps = divmod(step, self.order.steps_per_epoch)
-        return epochs * self.order.samples + min(steps * self.order.global_batch, self.order.samples)
+        return self.order.samples_at(step)
 
     def describe(self, step: int, shard: int) -> str:
         """Name the rank that ran a shard and its samples, for a message. Collective."""
@@ -76,6 +80,7 @@ class Components:
         return EvaluationTarget(
             forward=self.strategy.forward,
             loss=self.model.loss,
+            derived=self.model.derived,
             metrics=requested_metrics(self.recipe, self.data.test.spec),
             requested=self.recipe.evaluate.metrics,
             device=self.device,
@@ -224,6 +229,6 @@ def evaluation_requests(recipe: Recipe, source: Source, world: World) -> Evaluat
 
 def requested_metrics(recipe: Recipe, spec: DataSpec) -> dict[str, DeclaredMetric]:
     """The metrics of an evaluation by name, including those of the user's code. Raises ModelError."""
-    own = plugins.hook("models", recipe.model.kind, "metrics")
-    known = declared_metrics(spec, own(recipe.model, spec) if own else {})
+    spec, own = with_objective(spec, recipe.model.objective), plugins.hook("models", recipe.model.kind, "metrics")
+    known = declared_metrics(objective_of(spec).metrics(spec), own(recipe.model, spec) if own else {})
     return {name: metric for name, metric in known.items() if is_requested(name, recipe.evaluate.metrics)}

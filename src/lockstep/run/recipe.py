@@ -14,10 +14,11 @@ from lockstep.base.config import Complaint, Kind, LocalPath, Section
 from lockstep.base.contracts import samples_of
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.checkpoint.layout import CheckpointSection
+from lockstep.data.data_config import AUTO, BYTES, NO_PROCESSOR, AudioSection, PixelSection
 from lockstep.inference.export.export_config import ExportSection
 from lockstep.observe.observe_config import ObserveSection
-from lockstep.training.optim_config import OptimSection, ScheduleSection
-from lockstep.training.training_config import METRICS, EvaluateSection, TrainSection
+from lockstep.training.optim_config import WHOLE_TENSORS, OptimSection, ScheduleSection
+from lockstep.training.training_config import EvaluateSection, TrainSection
 
 
 def plugin(family: str, default: str) -> Kind:
@@ -28,6 +29,8 @@ def plugin(family: str, default: str) -> Kind:
 LONGEST_NAME = 200
 """Bytes; file systems allow 255, and names of temporary files are longer."""
 DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{port}{i}" for port in ("COM", "LPT") for i in range(1, 10))}
+PROCESSORS = ("image_processor", "feature_extractor")
+"""Settings whose default becomes `none` for a model without one."""
 MOST_SHARDS = 2**16
 """Micro-batches of one step; each is a forward and a backward pass."""
 
@@ -84,7 +87,15 @@ class Recipe(Section):
 
 def contradictions(recipe: Recipe) -> list[Complaint]:
     """Settings that are valid one by one but not together."""
-    return [*_length(recipe), *_modality(recipe), *_parallelism(recipe), *_unknown_metrics(recipe)]
+    return [
+        *_length(recipe),
+        *_modality(recipe),
+        *_processor(recipe),
+        *_parallelism(recipe),
+        *_unknown_metrics(recipe),
+        *_optimizer(recipe),
+        *_adapter(recipe),
+    ]
 
 
 def _length(recipe: Recipe) -> Iterator[Complaint]:
@@ -110,6 +121,19 @@ def _modality(recipe: Recipe) -> Iterator[Complaint]:
         yield ("model", "kind"), f"{recipe.model.kind} takes {samples_of(takes)}, but {given}"
 
 
+def _processor(recipe: Recipe) -> Iterator[Complaint]:
+    """Also of the recipe that a run keeps, which names the model's own."""
+    asked = recipe.data.image_processor if isinstance(recipe.data, PixelSection) else AUTO
+    if asked not in (AUTO, NO_PROCESSOR, recipe.model.own_image_processor):
+        what = "auto, that of a model of transformers, and none"
+        yield ("data", "image_processor"), f"it is {asked}, which is not saved with the model; there is: {what}"
+    own = recipe.model.own_feature_extractor
+    if isinstance(recipe.data, AudioSection) and recipe.data.feature_extractor not in (AUTO, own or NO_PROCESSOR):
+        why = f"it is {recipe.data.feature_extractor}, but model.kind={recipe.model.kind} takes what "
+        why += "its own gives: leave it out" if own else "a sound itself is: set it to none"
+        yield ("data", "feature_extractor"), why
+
+
 def _parallelism(recipe: Recipe) -> Iterator[Complaint]:
     train, launch, parallel = recipe.train, recipe.launch, recipe.parallel
     if parallel.MOST_PROCESSES == 1 and launch.max_nodes > 1:
@@ -128,14 +152,44 @@ def _parallelism(recipe: Recipe) -> Iterator[Complaint]:
         yield ("train", "batchnorm"), f"sync counts what all processes hold; {what}; set it to shard"
 
 
+def _optimizer(recipe: Recipe) -> Iterator[Complaint]:
+    parallel, needs = recipe.parallel, sorted(recipe.optim.kinds & set(WHOLE_TENSORS))
+    if needs and parallel.SPLITS_TENSORS:
+        what = f"{needs[0]} needs whole parameters, and with parallel.kind={parallel.kind} a process holds parts"
+        yield ("optim", "kind"), f"{what}; set parallel.kind=ddp or pipeline, or take another optimizer"
+    schedule, steps = recipe.schedule, recipe.train.steps
+    if steps is not None and schedule.shape == "wsd":
+        both = schedule.warmup_steps(steps) + schedule.decay_steps(steps)
+        if both > steps:
+            what = f"warm-up and decay are {both} steps, more than the run has"
+            yield ("schedule", "decay"), f"{what} (train.steps={steps})"
+
+
+def _adapter(recipe: Recipe) -> Iterator[Complaint]:
+    adapter, parallel = recipe.model.adapter, recipe.parallel
+    if adapter is not None and parallel.SPLITS_TENSORS and parallel.SHARES_SHARDS:
+        what = f"layers with an adapter are not split as parallel.kind={parallel.kind} splits layers"
+        yield ("model", "adapter"), f"{what}; set parallel.kind=ddp, fsdp or pipeline"
+    if adapter is None and recipe.export.kind == "adapter":
+        yield ("export", "kind"), "adapter writes an adapter alone, but the model has none: set model.adapter={rank: 8}"
+
+
 def _unknown_metrics(recipe: Recipe) -> list[Complaint]:
     """Metrics that decide something but are not measured; a model of the user's may measure any."""
     settings = {("checkpoint", "best"): recipe.checkpoint.best, ("train", "stop_metric"): recipe.train.stop_metric}
+    known = metric_names(recipe)
     return [
-        (path, f"there is no metric {name!r}{nearest(name, METRICS)} (there is: {', '.join(METRICS)})")
+        (path, f"there is no metric {name!r}{nearest(name, known)} (there is: {', '.join(known)})")
         for path, name in settings.items()
-        if name is not None and name not in METRICS and not recipe.model.MEASURES_ITSELF
+        if name is not None and name not in known and not recipe.model.MEASURES_ITSELF
     ]
+
+
+def metric_names(recipe: Recipe) -> list[str]:
+    """Names of the metrics of the objective, or of all where the settings do not tell which it is."""
+    named = [name for name in (recipe.model.objective, recipe.data.objective) if name != "auto"]
+    objectives = named[:1] or plugins.names("models.objectives")
+    return ["loss", *(name for each in objectives for name in plugins.find("models.objectives", each).METRICS)]
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -145,7 +199,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     if path.name == "recipe.yaml" and (path.parent / "checkpoints").is_dir():
         overrides = [*run_folder_overrides(path.absolute().parent), *overrides]
-    return _with_strategy_defaults(config.load(Recipe, path, overrides, check=contradictions))
+    return _with_defaults(config.load(Recipe, path, overrides, check=contradictions))
 
 
 def run_folder_overrides(run: Path) -> list[str]:
@@ -161,19 +215,34 @@ def of_sections(sections: Mapping[str, Any], overrides: Sequence[str] = ()) -> R
     except (TypeError, ValueError) as error:
         raise ConfigError(f"a config holds numbers, texts, lists and sections: {error}") from None
     try:
-        return _with_strategy_defaults(
-            config.parse(Recipe, text, file="config", overrides=overrides, check=contradictions)
-        )
+        return _with_defaults(config.parse(Recipe, text, file="config", overrides=overrides, check=contradictions))
     except ConfigError as error:
         raise ConfigError(re.sub(r"^config:1: ", "config: ", str(error), flags=re.MULTILINE)) from None
 
 
-def _with_strategy_defaults(recipe: Recipe) -> Recipe:
-    """Limit launch.processes=auto to the most processes that the strategy can use."""
+def _with_defaults(recipe: Recipe) -> Recipe:
+    """Limit launch.processes=auto to the most processes that the strategy can use; name the tokenizer, the image
+    processor or the feature extractor that auto stands for, as an export needs its name."""
+    named: dict[str, str] = {}
+    if recipe.data.PACKS and recipe.data.tokenizer == AUTO:
+        named = {"tokenizer": recipe.model.own_tokenizer or BYTES}
+    if isinstance(recipe.data, PixelSection) and recipe.data.image_processor == AUTO:
+        named = {"image_processor": recipe.model.own_image_processor or NO_PROCESSOR}
+    if isinstance(recipe.data, AudioSection) and recipe.data.feature_extractor == AUTO:
+        named = {"feature_extractor": recipe.model.own_feature_extractor or NO_PROCESSOR}
+    if named:
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=named)})
     if recipe.parallel.MOST_PROCESSES is not None and recipe.launch.processes == "auto":
         launch = recipe.launch.model_copy(update={"processes": recipe.parallel.MOST_PROCESSES})
         recipe = recipe.model_copy(update={"launch": launch})
     return recipe
+
+
+def joined(recipe: Recipe) -> Recipe:
+    """The recipe without documents that are kept apart."""
+    if not recipe.data.PACKS:
+        return recipe
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"documents": "joined"})})
 
 
 def with_run_name(recipe: Recipe, path: Path) -> Recipe:
@@ -191,22 +260,35 @@ def numeric_recipe(recipe: Recipe, facts: dict[str, Any], *, processes: int = 1)
     Not in it: the world size, and how often a run logs, saves and evaluates. Of the strategy, only what it names
     itself (StrategySection.numeric).
     """
-    is_open_ended = recipe.schedule.shape == "constant" and not 0 < recipe.schedule.warmup < 1
-    total = {"train.epochs", "train.steps"} if is_open_ended else set()
+    total = {"train.epochs", "train.steps"} if recipe.schedule.is_open_ended else set()
     numeric: dict[str, Any] = {"run.seed": recipe.run.seed, "run.reproducibility": recipe.run.reproducibility}
     numeric |= {f"parallel.{name}": value for name, value in recipe.parallel.numeric(processes).items()}
     for name in ("data", "model", "optim", "schedule", "train"):
         section: Section = getattr(recipe, name)
-        values = section.model_dump(mode="json", exclude=set(section.incidental))
+        values = section.numeric_settings()
         numeric |= {f"{name}.{key}": value for key, value in values.items() if f"{name}.{key}" not in total}
     for setting, file in (
         ("model.file", recipe.model.code),
         ("data.file", recipe.data.code),
         ("data.augment", recipe.data.augment),
+        ("optim.file", recipe.optim.file),
+        ("schedule.file", recipe.schedule.file),
     ):
         if file is not None and file.is_file():
             numeric[f"{setting}_sha256"] = storage.sha256(file)
     return numeric | facts
+
+
+def unset(recipe: Recipe) -> set[str]:
+    """The settings that have their default, by dotted name: a checkpoint of an earlier version may not have them."""
+    found = set()
+    for name in ("data", "model", "optim", "schedule", "train"):
+        section: Section = getattr(recipe, name)
+        for key, field in type(section).model_fields.items():
+            defaults = (field.get_default(call_default_factory=True), NO_PROCESSOR)
+            if getattr(section, key) in (defaults if key in PROCESSORS else defaults[:1]):
+                found.add(f"{name}.{key}")
+    return found
 
 
 def kind_of(section: str) -> Kind | None:
@@ -224,22 +306,53 @@ def settings() -> list[str]:
     return sorted(found)
 
 
-def starter(source: str, code: Path = Path("user.py")) -> Recipe:
-    """A recipe to start from for a data source, with a model and settings that suit it.
+def tasks() -> list[str]:
+    """What there is to start with: data sources, and models that name data to start with."""
+    models = (name for name in plugins.names("models") if "data" in plugins.find("models", name).Config.STARTER)
+    return sorted([*plugins.names("data.sources"), *models])
 
-    `code` is the user's Python file, for a source that has a template of one. Raises ConfigError for an unknown source.
+
+def starter(task: str, code: Path = Path("user.py")) -> Recipe:
+    """A recipe to start from for a data source, with a model and settings that suit it; or for a model, with its data.
+
+    `code` is the user's Python file, for a source that has a template of one. Raises ConfigError for an unknown task.
     """
+    source = _source_of(task)
     module = plugins.find("data.sources", source)
     own = module.Config.STARTER
     file = {} if module.Config.TEMPLATE is None else {"file": str(code)}
+    suits = {"text": "transformer", "audio": "audio_classifier", "tokens": "gpt", "any": "user"}
     data = module.Config.model_validate({"kind": source, **own.get("data", {}), **file})
-    model = {"kind": {"text": "transformer", "any": "user"}.get(data.modality, "cnn")}
+    model = {"kind": suits.get(data.modality, "cnn") if task == source else task}
     suited = plugins.find("models", model["kind"]).Config.STARTER
+    if suited.get("data", {}).get("kind") == source:
+        data = module.Config.model_validate(data.model_dump(exclude_unset=True) | dict(suited["data"]))
     rest = {name: {**suited.get(name, {}), **own.get(name, {})} for name in ("train", "optim", "schedule")}
-    return Recipe.model_validate({"data": data, "model": model | file, **{k: v for k, v in rest.items() if v}})
+    recipe = Recipe.model_validate({"data": data, "model": model | file, **{k: v for k, v in rest.items() if v}})
+    return _with_defaults(recipe)
 
 
-def template(source: str) -> Path | None:
-    """The Python file that `lockstep init` copies for a source, if any. Raises ConfigError for an unknown source."""
-    file: Path | None = plugins.find("data.sources", source).Config.TEMPLATE
+def with_auto(recipe: Recipe) -> Recipe:
+    """The recipe with auto in place of the names of what was saved with its model: that suits any model.name."""
+    own = {
+        "tokenizer": recipe.model.own_tokenizer,
+        "image_processor": recipe.model.own_image_processor,
+        "feature_extractor": recipe.model.own_feature_extractor,
+    }
+    named = {key: AUTO for key, name in own.items() if name and getattr(recipe.data, key, None) == name}
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=named)})
+
+
+def _source_of(task: str) -> str:
+    """Raises ConfigError for an unknown task."""
+    if task in plugins.names("data.sources"):
+        return task
+    if task not in (known := tasks()):
+        raise ConfigError(f"there is no {task!r}{nearest(task, known)} (there is: {', '.join(known)})")
+    return str(plugins.find("models", task).Config.STARTER["data"]["kind"])
+
+
+def template(task: str) -> Path | None:
+    """The Python file that `lockstep init` copies for a task, if any. Raises ConfigError for an unknown task."""
+    file: Path | None = plugins.find("data.sources", _source_of(task)).Config.TEMPLATE
     return file

@@ -7,6 +7,9 @@ from lockstep.base import trust
 from lockstep.base.config import Section
 from lockstep.run.recipe import Recipe
 
+SWEEP = "sweep.json"
+"""In the folder of a sweep, beside a copy of its config."""
+
 
 def executable_code(recipe: Recipe) -> list[trust.Code]:
     """Everything that a run of this recipe executes besides Lockstep: Python files, and launch settings that name
@@ -24,13 +27,16 @@ def executable_code(recipe: Recipe) -> list[trust.Code]:
 
 
 def _python_files(recipe: Recipe) -> list[Path]:
-    files = (recipe.model.code, recipe.data.code, recipe.observe.file, recipe.data.augment)
+    own = (recipe.optim.file, recipe.schedule.file)
+    files = (recipe.model.code, recipe.data.code, recipe.observe.file, recipe.data.augment, *own)
     return [file for file in dict.fromkeys(files) if file is not None]
 
 
 def is_in_run_folder(path: Path) -> bool:
-    """Whether a config file was written into a run folder by Lockstep, instead of by the user."""
-    return (path.parent / "checkpoints").is_dir() or (path.parent / "recipe.yaml").is_file()
+    """Whether a config file was written by Lockstep, into the folder of a run or a sweep, instead of by the user."""
+    return (path.parent / "checkpoints").is_dir() or any(
+        (path.parent / name).is_file() for name in ("recipe.yaml", SWEEP)
+    )
 
 
 def authorize(recipe: Recipe, path: Path, *, trusts: bool) -> tuple[str, ...]:

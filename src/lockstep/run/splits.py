@@ -1,5 +1,6 @@
 """The data of a run: its opened train and test split, and the batches loaded from them."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -9,15 +10,27 @@ import torch
 
 from lockstep.base import plugins
 from lockstep.base.contracts import Source, Tokenizer
+from lockstep.base.errors import ConfigError
 from lockstep.base.events import Warned
 from lockstep.base.model_contracts import Batch
 from lockstep.data.augment import augmented
 from lockstep.data.bad_samples import Faults
-from lockstep.data.dataset import open_source, with_tokens
+from lockstep.data.chat import ChatTokenizer, Contents
+from lockstep.data.data_config import StreamSection
+from lockstep.data.dataset import limited, measurable, open_source, packed, stream_of, with_tokens
 from lockstep.data.loader import Loader
+from lockstep.data.mixture import Joined, Mixture
 from lockstep.data.order import Order
+from lockstep.data.processors import Processor, processor_of
 from lockstep.data.sampler import ShardRequest, TrainingRequests
+from lockstep.data.stream_check import check_stream
+from lockstep.data.stream_order import Blocks, StreamOrder
+from lockstep.data.text_tokenizers import TextTokenizer, open_tokenizer
 from lockstep.run.recipe import Recipe
+
+CHECKED_SAMPLES = 32
+"""First samples of a stream that all ranks compare."""
+MANY_SAMPLES = sys.maxsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +41,13 @@ class Splits:
     train: Source
     test: Source
     tokenizer: Tokenizer | None
+    processor: Processor | None
     faults: Mapping[str, Faults]
     """Handling of unreadable samples, by split."""
+    mixture: Mixture | None = None
+    """How training draws from several sources."""
+    blocks: Blocks | None = None
+    """How training takes the samples of a stream."""
 
     @property
     def pad_id(self) -> int:
@@ -38,16 +56,24 @@ class Splits:
 
     def numeric(self) -> dict[str, Any]:
         """What of the samples themselves changes the weights, for the numeric recipe."""
+        if self.blocks is not None:
+            samples = None if self.blocks.is_endless else self.blocks.samples
+            return {"data.samples": samples, "data.shuffle_block": self.blocks.size}
         window = {} if self.train.lengths is None else {"data.group_by_length": self.recipe.data.group_by_length}
-        return {"data.samples": len(self.train)} | window
+        sizes = {} if self.mixture is None else {"data.samples_of_sources": list(self.mixture.sizes)}
+        return {"data.samples": len(self.train)} | window | sizes
 
     def order(self) -> Order:
         """The order in which training visits the samples."""
+        train = self.recipe.train
+        sizes: dict[str, Any] = {"global_batch": train.global_batch, "micro_batch": train.micro_batch}
+        if self.blocks is not None:
+            return StreamOrder(seed=self.recipe.run.seed, samples=self.blocks.samples, blocks=self.blocks, **sizes)
         return Order(
             seed=self.recipe.run.seed,
-            samples=len(self.train),
-            global_batch=self.recipe.train.global_batch,
-            micro_batch=self.recipe.train.micro_batch,
+            samples=len(self.train) if self.mixture is None else self.mixture.samples,
+            mixed=None if self.mixture is None else self.mixture.rows,
+            **sizes,
             lengths=self.train.lengths,
             window=self.recipe.data.group_by_length,
         )
@@ -76,6 +102,16 @@ class Splits:
         for micro_batch in self.test_loader(requests, torch.device("cpu")):
             yield micro_batch.batch
 
+    def check_streams(self) -> None:
+        """Raise DataError, on all ranks, where a stream gives them different samples. A collective."""
+        first = ShardRequest(step=-1, shard=0, epoch=0, indices=tuple(range(CHECKED_SAMPLES)))
+        cpu = torch.device("cpu")
+        if stream := stream_of(self.train):
+            check_stream(stream, lambda: next(iter(self.training_loader([first], cpu, workers=0))).batch)
+        if stream := stream_of(self.test):
+            number = min(CHECKED_SAMPLES, len(self.test))
+            check_stream(stream, lambda: next(self.test_batches([range(number)])))
+
     def first_test_batches(self, sizes: Iterable[int]) -> list[Batch]:
         """Load the first test samples in batches of these sizes, starting over where there are too few."""
         indices = cycle(range(len(self.test)))
@@ -90,12 +126,20 @@ def open_splits(
     `is_checked` verifies every byte of tokens made before.
     """
     train, test = (open_source(recipe.data, split) for split in ("train", "test"))
+    mixture, blocks = _mixture(recipe, train), _blocks(recipe, train)
+    test = measurable(test, recipe.evaluate.limit)
     tokenizer = None
     if recipe.model.TAKES_TOKENS and train.spec.modality == "text":
-        tokenizer = plugins.implementation("models", recipe.model.kind).tokenizer(recipe.model)
+        tokenizer = plugins.implementation("models", recipe.model.kind).tokenizer(recipe.model, train.spec)
         train, test = (
             with_tokens(source, recipe.data, tokenizer, publish=publish, is_checked=is_checked)
             for source in (train, test)
+        )
+    if recipe.data.PACKS:
+        tokenizer = _packing_tokenizer(recipe.data, train)
+        train, test = (
+            limited(packed(source, recipe.data, tokenizer, publish=publish, is_checked=is_checked), recipe.data, split)
+            for split, source in (("train", train), ("test", test))
         )
     names = {"train": f"the training split of data.kind={recipe.data.kind}", "test": "the test split"}
     skips = recipe.data.skips
@@ -104,8 +148,57 @@ def open_splits(
         train=augmented(train, recipe.data, recipe.run.seed),
         test=test,
         tokenizer=tokenizer,
+        processor=processor_of(recipe.data),
         faults={split: Faults(name=name, split=split, skips=skips) for split, name in names.items()},
+        mixture=mixture,
+        blocks=blocks,
     )
+
+
+def _mixture(recipe: Recipe, train: Source) -> Mixture | None:
+    """How an epoch draws from the sources of a mix."""
+    if not isinstance(train, Joined):
+        return None
+    data = recipe.data
+    return Mixture(
+        seed=recipe.run.seed, sizes=train.sizes, weights=data.weights, samples_per_epoch=data.samples_per_epoch
+    )
+
+
+def _blocks(recipe: Recipe, train: Source) -> Blocks | None:
+    """How training takes the samples of a stream. Raises ConfigError for settings that do not fit one."""
+    data, stream = recipe.data, stream_of(train)
+    asked = data.samples_per_epoch if isinstance(data, StreamSection) else None
+    if stream is None:
+        if asked is not None:
+            raise ConfigError(
+                "data.samples_per_epoch belongs to a stream, and the training split has random access: leave it out"
+            )
+        return None
+    if data.skips:
+        raise ConfigError(
+            f"data.on_bad_sample=skip leaves samples out by their number, but {stream.where} is a stream: leave them "
+            "out where it is read, the same ones each time"
+        )
+    samples, steps = asked or min(stream.length or MANY_SAMPLES, data.limit or MANY_SAMPLES), recipe.train.steps
+    is_endless = samples == MANY_SAMPLES
+    if is_endless:
+        if steps is None:
+            raise ConfigError(
+                f"{stream.where} is a stream without a length: set train.steps, or data.samples_per_epoch to the "
+                "number of samples that count as an epoch"
+            )
+        samples = steps * recipe.train.global_batch
+    stream.train(samples, seed=recipe.run.seed, held_samples=recipe.train.global_batch + 2 * data.shuffle_block)
+    return Blocks(size=data.shuffle_block, samples=samples, is_endless=is_endless)
+
+
+def _packing_tokenizer(section: Any, train: Source) -> TextTokenizer:
+    """The tokenizer of data that is packed. Raises DataError."""
+    options = {"vocabulary": section.vocabulary, "cache": section.cache}
+    if section.CHATS:
+        return ChatTokenizer(open_tokenizer(section.tokenizer, Contents(train), **options))
+    return open_tokenizer(section.tokenizer, train, **options)
 
 
 def prepare_splits(recipe: Recipe, publish: Callable[[object], None]) -> Splits:

@@ -20,7 +20,7 @@ from rich.console import Console
 from lockstep.base import config, plugins, storage
 from lockstep.base.errors import ConfigError, LockstepError
 from lockstep.base.events import Bus
-from lockstep.base.lifetime import end_family
+from lockstep.base.lifetime import Started, end_family
 from lockstep.core.host.memory_meter import descendants_bytes
 from lockstep.parallel.strategy_config import StrategySection
 from lockstep.run.recipe import Recipe
@@ -142,19 +142,27 @@ def run(
 
 def _run_launcher(command: Sequence[str], log: Path, poll: Callable[[], None]) -> tuple[int, int]:
     """Exit code, and the peak memory of the processes it started."""
-    peak = polls = 0
     with log.open("w", encoding="utf-8") as file:
         launcher = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            while launcher.poll() is None:
-                poll()
-                polls += 1
-                if polls % POLLS_PER_MEASUREMENT == 0:
-                    peak = max(peak, descendants_bytes(launcher.pid))
-                time.sleep(POLL_SECONDS)
-        finally:
-            end_family(launcher, grace_seconds=GRACE_SECONDS + 2)
-    return launcher.returncode, peak
+        return followed(launcher, poll, grace_seconds=GRACE_SECONDS + 2)
+
+
+def followed(launcher: Started, poll: Callable[[], None], *, grace_seconds: float) -> tuple[int, int]:
+    """Wait for a launcher's end -> exit code, and the peak memory of the processes it started.
+
+    After an exception, such as KeyboardInterrupt, it gets SIGTERM and may take `grace_seconds` to end.
+    """
+    peak = polls = 0
+    try:
+        while launcher.poll() is None:
+            poll()
+            polls += 1
+            if polls % POLLS_PER_MEASUREMENT == 0:
+                peak = max(peak, descendants_bytes(launcher.pid))
+            time.sleep(POLL_SECONDS)
+    finally:
+        end_family(launcher, grace_seconds=grace_seconds)
+    return launcher.wait(), peak
 
 
 def prepared(recipe: Recipe) -> Splits:

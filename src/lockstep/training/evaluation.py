@@ -1,6 +1,6 @@
 """Evaluate a model on every sample of a split exactly once; any number of processes gives the same result."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,13 +16,16 @@ from lockstep.base.model_contracts import Batch, Forward, LossSum, MicroBatch, O
 from lockstep.core.distributed.collectives import broadcast_object, gather_object, raise_on_all_ranks
 from lockstep.core.distributed.process_group import is_lost_peer
 from lockstep.core.host.activity import progress
+from lockstep.core.numerics.loss import shown
 from lockstep.core.numerics.seeds import seed_all, seed_of
 from lockstep.training.metrics.classifier_metrics import CONFUSION
-from lockstep.training.metrics.declared_metrics import DeclaredMetric, classified
+from lockstep.training.metrics.declared_metrics import DeclaredMetric
 from lockstep.training.metrics.metric_tally import Contribution, numbers, tally
 from lockstep.training.metrics.requested_metrics import Requested, is_requested
 
 T = TypeVar("T")
+Rows = Callable[[Outputs, Batch], tuple[Any, Any] | None]
+"""Objective.rows."""
 MAX_CONFUSION_CLASSES = 100
 """With more classes the confusion matrix is left out of the result."""
 
@@ -35,8 +38,10 @@ class EvaluationTarget:
     """Called equally often on every rank."""
     loss: Callable[[Outputs, Batch], LossSum]
     metrics: dict[str, DeclaredMetric]
+    derived: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda _: {}
+    """Model.derived."""
     requested: Requested = "auto"
-    """Which of LossSum.sums are reported."""
+    """Which of LossSum.sums, and of what is derived, are reported."""
     device: torch.device
     """Device of the outputs."""
     is_local: bool = True
@@ -47,17 +52,44 @@ class EvaluationTarget:
 
 
 class Predictions:
-    """Logits and labels of N samples in C classes, filled in on the main process."""
+    """Outputs and targets of N samples, filled in on the main process."""
 
-    def __init__(self, samples: int, classes: int) -> None:
-        self.logits = torch.zeros(samples, classes)
-        """float32 [N, C]."""
-        self.labels = torch.zeros(samples, dtype=torch.int64)
+    def __init__(self, samples: int, rows: Rows) -> None:
+        self.samples, self.rows = samples, rows
+        self.outputs: Any = None
+        """float32 [N, K], or a list of N tensors [W, K]."""
+        self.targets: Any = None
+        """[N], [N, K], or a list of N tensors [W]."""
 
-    def rows(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """Return logits [m, C] and labels [m] of a micro-batch; None unless there is one label per sample."""
-        pair = classified(outputs, batch, self.logits.shape[1])
-        return None if pair is None or pair[1].ndim != 1 else (pair[0].float().cpu(), pair[1].cpu())
+    def add(self, indices: tuple[int, ...], rows: tuple[Any, Any]) -> None:
+        """Fill in the rows of some samples."""
+        outputs, targets = rows
+        if self.outputs is None:
+            self.outputs, self.targets = _blank(outputs, self.samples), _blank(targets, self.samples)
+        _fill(self.outputs, indices, outputs)
+        _fill(self.targets, indices, targets)
+
+    def part(self, kept: Any) -> "Predictions":
+        """Those of some samples, by their indices."""
+        found = Predictions(len(kept), self.rows)
+        found.outputs, found.targets = (
+            each[kept] if isinstance(each, Tensor) else [each[index] for index in kept]
+            for each in (self.outputs, self.targets)
+        )
+        return found
+
+
+def _blank(rows: Any, samples: int) -> Any:
+    """A tensor, or a list, that can hold such rows of all samples."""
+    return rows.new_zeros(samples, *rows.shape[1:]) if isinstance(rows, Tensor) else [None] * samples
+
+
+def _fill(whole: Any, indices: tuple[int, ...], rows: Any) -> None:
+    if isinstance(whole, Tensor):
+        whole[list(indices)] = rows
+    else:
+        for index, row in zip(indices, rows, strict=True):
+            whole[index] = row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +102,7 @@ class Evaluation:
     confusion: list[list[int]] | None
     """Counts [classes][classes]: row = true label, column = predicted."""
     predictions: Predictions | None = None
-    """On the main process, if requested and the model is a classifier."""
+    """On the main process, if requested and each sample has outputs and a target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +116,8 @@ class MicroBatchResult:
     """(total, count) of each term of the loss."""
     contributions: dict[str, Contribution]
     """To each metric."""
-    rows: tuple[Tensor, Tensor] | None
+    rows: tuple[Any, Any] | None
+    """Of its samples, as Objective.rows gives them."""
 
 
 class SplitTotals:
@@ -123,8 +156,7 @@ class SplitTotals:
         if self.predictions is None or result.rows is None:
             self.predictions = None
         else:
-            rows = list(result.indices)
-            self.predictions.logits[rows], self.predictions.labels[rows] = result.rows
+            self.predictions.add(result.indices, result.rows)
 
     def add_all(self, results: Iterable[MicroBatchResult]) -> None:
         for result in results:
@@ -133,8 +165,7 @@ class SplitTotals:
     def means(self) -> tuple[int, dict[str, float]]:
         """Return the number of samples, and name -> mean of the loss and what is reported with it."""
         total, count, samples = _column_sums(self.losses)
-        requested = self.target.requested
-        names = sorted({name for row in self.sums for name in row if is_requested(name, requested)})
+        names = sorted({name for row in self.sums for name in row})
         sums = _column_sums([[row.get(name, 0.0) for name in names] for row in self.sums])
         means = {
             name: value / count if count else float("nan")
@@ -145,7 +176,8 @@ class SplitTotals:
             term_total, term_count = _column_sums([row.get(name, (0.0, 0.0)) for row in self.terms])
             terms[name] = term_total / term_count if term_count else 0.0
         means["loss"] += sum(terms.values())
-        return int(samples), {**{n: value for n, value in terms.items() if is_requested(n, requested)}, **means}
+        every = shown({**terms, **means, **(self.target.derived(means) if count else {})})
+        return int(samples), {n: v for n, v in every.items() if n == "loss" or is_requested(n, self.target.requested)}
 
     def result(self) -> Evaluation:
         samples, means = self.means()

@@ -2,19 +2,20 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from lockstep.base import user_code
 from lockstep.base.errors import CheckpointError, ConfigError, Interrupted, LockstepError, NonFiniteLoss
-from lockstep.base.events import Bus, EpochDone, Evaluated, StepDone, Warned
-from lockstep.base.model_contracts import MicroBatch
+from lockstep.base.events import Bus, EpochDone, Evaluated, StepDone, TextSample, TextsGenerated, Warned
+from lockstep.base.model_contracts import SAMPLES, MicroBatch
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.checkpoint.retention import is_better
 from lockstep.core.distributed.collectives import Agreement, broadcast_object
 from lockstep.core.host.phases import phase
+from lockstep.core.numerics.loss import shown
 from lockstep.observe.meters import Throughput
 from lockstep.training.deadline import Deadline
 from lockstep.training.digest_chain import link
@@ -35,8 +36,8 @@ class Training:
     evaluation: EvaluateSection
     steps: Callable[[int], Iterator[list[MicroBatch]]]
     """Step to start at -> this rank's micro-batches, a list per step."""
-    evaluate: Callable[[], tuple[int, dict[str, float]]]
-    """Evaluate the model: (samples, name -> value)."""
+    evaluate: Callable[[], tuple[int, dict[str, float], tuple[TextSample, ...]]] | None
+    """Evaluate the model: (samples, name -> value, what a language model generates). None: somebody else does."""
     saving: Saving
     compare_ranks: Callable[[int], None]
     """Raise Desync if the ranks' weights differ; takes the step."""
@@ -47,6 +48,8 @@ class Training:
     steps_per_epoch: int
     samples_at: Callable[[int], int]
     """Number of steps -> training samples seen."""
+    derived: Callable[[Mapping[str, float]], Mapping[str, float]]
+    """Model.derived."""
     clip: float | None
     log_every: int
     desync_every: int | None
@@ -59,16 +62,28 @@ class Training:
     steering: Steering
     stopping: Callable[[], None]
     """Called before the last save, which has no time limit."""
+    token_seconds: float | None = None
+    """Of a language model, on the main rank: seconds that all processes would take for a token at their peak."""
     owes_evaluation: bool = False
     """Whether the evaluation due after the resumed step failed and has to be repeated."""
     throughput: Throughput = field(default_factory=Throughput)
     unread: list[tuple[int, Outcome]] = field(default_factory=list)
     """(step, outcome) since the last logged step, still on the device: reading them waits for it."""
+    outcome: Outcome | None = None
+    """Of the step that `stepping` has yielded last."""
+    ended: tuple[str, dict[str, float]] = ("failed", {})
+    """How it ended, and the last evaluation."""
 
     @property
     def is_over(self) -> bool:
         """Whether this was the last step."""
         return self.state.step == self.total_steps
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether the settings ask for an evaluation after this step."""
+        is_due = self.is_over or self.evaluation.is_due(self.state.step, self.steps_per_epoch)
+        return is_due and self.evaluate is not None
 
     @property
     def epoch(self) -> int:
@@ -79,6 +94,18 @@ class Training:
 def train(run: Training) -> tuple[str, dict[str, float]]:
     """Train from the state's step to the end; returns how it ended and the last evaluation.
 
+    Raises what `stepping` does.
+    """
+    for micro_batches in stepping(run):
+        with user_code.noting_step(run.state.step + 1):
+            run.outcome = step(run.state, micro_batches, clip=run.clip, skip_non_finite=run.train.non_finite == "skip")
+    return run.ended
+
+
+def stepping(run: Training) -> Iterator[list[MicroBatch]]:
+    """Yield this rank's micro-batches of one step after the other, each to be run before the next is asked for, with
+    the outcome in `run.outcome`.
+
     Raises NonFiniteLoss (train.non_finite=stop), Desync, and, after a checkpoint, Interrupted on a signal or at
     train.max_minutes.
     """
@@ -88,15 +115,15 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
     agreement.post([False, False, False, *run.steering.flags(state.step)])
     for micro_batches in () if stop_early else _loaded(run.steps(state.step)):
         is_logged = (state.step + 1) % run.log_every == 0 or state.step + 1 == run.total_steps
-        with user_code.noting_step(state.step + 1):
-            outcome = step(state, micro_batches, clip=run.clip, skip_non_finite=run.train.non_finite == "skip")
+        yield micro_batches
+        assert run.outcome is not None
         _publish_times(run, ranks)
-        _publish_step(run, outcome, is_logged=is_logged)
+        _publish_step(run, run.outcome, is_logged=is_logged)
         ranks.step_done(state.step, micro_batches, is_logged=is_logged)
         stop, save, out_of_time, *asked = agreement.read()
         steered = run.steering.apply(asked, state, is_last=run.is_over)
         metrics = {}
-        if run.evaluation.is_due(state.step, run.steps_per_epoch) or run.is_over or steered.evaluate:
+        if run.is_evaluation_due or (steered.evaluate and run.evaluate is not None):
             metrics = _evaluate(run)
         improved, stop_early = _compare_metrics(run, metrics)
         stop_early = stop_early or steered.stop
@@ -121,7 +148,7 @@ def train(run: Training) -> tuple[str, dict[str, float]]:
         agreement.post([*clock, *requests])
     agreement.read()
     _publish_times(run, ranks)
-    return "stopped early" if stop_early else "finished", metrics
+    run.ended = "stopped early" if stop_early else "finished", metrics
 
 
 def _loaded(steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
@@ -171,11 +198,16 @@ def _publish_step(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
         run.bus.publish(StepDone(step=state.step, epoch=run.epoch))
         return
     mean, norm = _read_outcomes(run)
-    values = {**{name: float(outcome.mean(value)) for name, value in loss.sums.items()}, "loss": mean}
+    means = {**{name: float(outcome.mean(value)) for name, value in loss.sums.items()}, "loss": mean}
+    values = shown({**means, **run.derived(means)})
     values |= {"learning_rate": outcome.rate, "gradient_norm": norm}
     speed = run.throughput.look(run.samples_at(state.step))
     if speed is not None:
         values["samples_per_second"] = speed
+        if samples_per_token := means.get(SAMPLES):
+            values["tokens_per_second"] = speed / samples_per_token
+            if run.token_seconds is not None:
+                values["mfu"] = values["tokens_per_second"] * run.token_seconds
     run.bus.publish(StepDone(step=state.step, epoch=run.epoch, values=values, chain=state.chain))
 
 
@@ -219,11 +251,12 @@ def _check_finite(run: Training, failed: list[tuple[int, Outcome]]) -> None:
 
 
 def _evaluate(run: Training) -> dict[str, float]:
+    assert run.evaluate is not None
     _read_outcomes(run)
     run.throughput.pause()
     try:
         with phase("evaluation"), run.state.for_use():
-            samples, values = run.evaluate()
+            samples, values, texts = run.evaluate()
         _check_measured(run, values)
     except LockstepError as error:
         if error.is_shared:  # else the other ranks are in other collectives
@@ -231,6 +264,8 @@ def _evaluate(run: Training) -> dict[str, float]:
         raise
     run.throughput.resume()
     run.bus.publish(Evaluated(step=run.state.step, epoch=run.epoch, samples=samples, values=values))
+    if texts:
+        run.bus.publish(TextsGenerated(step=run.state.step, samples=texts))
     return values
 
 

@@ -1,50 +1,179 @@
-"""The optimizer, and the learning rate as a function of the step."""
+"""The optimizer: a class of torch.optim or the user's own, several of them for several kinds of parameters."""
 
-import math
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lockstep.base import plugins
+from lockstep.base.errors import ConfigError
 from lockstep.training.fused_optimizer_tails import FusedTails
-from lockstep.training.optim_config import OptimSection, ScheduleSection
+from lockstep.training.learning_rate import SCALE
+from lockstep.training.optim_config import OptimSection
+from lockstep.training.parameter_groups import MATRICES, ParameterRule, Rules
+
+CLASSES: dict[str, type[Optimizer]] = {
+    name.lower(): found for name, found in vars(torch.optim).items() if isinstance(found, type)
+}
 
 
-def build(config: OptimSection, module: nn.Module) -> torch.optim.Optimizer:
-    """Build a fused optimizer whose results do not depend on how the parameters are sharded."""
-    optimizer = _fused(config, module)
-    if any(p.device.type == "cpu" for p in module.parameters()):
-        FusedTails(optimizer)
+class SeveralOptimizers(Optimizer):
+    """Optimizers of one model, each with parameters of its own, stepped together."""
+
+    def __init__(self, parts: list[Optimizer]) -> None:
+        self.parts = parts
+        self.defaults: dict[str, Any] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 (as in torch)
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    return optimizer.parts if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+
+
+def build(config: OptimSection, module: nn.Module, rules: Rules) -> Optimizer:
+    """Build the optimizer of a placed module, whose results do not depend on how the parameters are sharded. `rules`:
+    those of the whole model. Raises ConfigError for options that its class does not take."""
+    members: dict[tuple[str, int], list[tuple[ParameterRule, nn.Parameter]]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            members.setdefault(rules[name].owner, []).append((rules[name], parameter))
+    parts = [_of_one_kind(config, own) for own in members.values()]
+    for part in parts:
+        if part.defaults.get("fused") and any(p.device.type == "cpu" for p in module.parameters()):
+            FusedTails(part)
+    return parts[0] if len(parts) == 1 else SeveralOptimizers(parts)
+
+
+def _of_one_kind(config: OptimSection, members: list[tuple[ParameterRule, nn.Parameter]]) -> Optimizer:
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for rule, parameter in members:
+        groups.setdefault((rule.lr_scale, rule.weight_decay), []).append(parameter)
+    made = CLASSES[members[0][0].kind]
+    takes_decay = "weight_decay" in inspect.signature(made).parameters
+    return made(
+        [
+            {"params": own, "lr": config.lr * scale, SCALE: scale, **({"weight_decay": decay} if takes_decay else {})}
+            for (scale, decay), own in groups.items()
+        ],
+        **_arguments(members[0][0], config),
+    )
+
+
+def _arguments(rule: ParameterRule, config: OptimSection) -> dict[str, Any]:
+    """Further arguments of the optimizer's class. Raises ConfigError for those that it does not take."""
+    known = inspect.signature(CLASSES[rule.kind]).parameters
+    own = rule.section is not config and rule.section.kind is not None
+    made: dict[str, Any] = {"fused": True} if "fused" in known else {}
+    if rule.kind == MATRICES:
+        made["adjust_lr_fn"] = "match_rms_adamw"  # so that one learning rate suits all parameters
+    if rule.kind == "sgd" and not own:
+        made["momentum"] = config.momentum
+    if rule.kind == "adamw" and not own:
+        made["betas"] = (config.momentum, config.beta2)
+    given = {} if own or rule.kind != config.kind else dict(config.options)
+    if rule.kind == (rule.section.kind or config.kind):
+        given |= rule.section.options
+    taken = [name for name in known if name not in ("params", "lr", "weight_decay")]
+    if unknown := sorted(given.keys() - set(taken)):
+        raise ConfigError(f"optim: {rule.kind} has no option {unknown[0]!r} (it has: {', '.join(taken)})")
+    made |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    try:
+        CLASSES[rule.kind]([nn.Parameter(torch.zeros(1, 1))], **made)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optim: {rule.kind} does not take these options: {error}") from None
+    return made
+
+
+def build_own(config: OptimSection, module: nn.Module, model_file: Path | None) -> Optimizer:
+    """Call the user's `optimizer(module, options)`. Raises ConfigError where it is missing or returns another thing."""
+    setting, file = ("optim.file", config.file) if config.file else ("model.file", model_file)
+    if file is None:
+        raise ConfigError("optim.kind=user needs optim.file: the Python file with optimizer(module, options)")
+    function = getattr(plugins.load_file(file, setting), "optimizer", None)
+    if not callable(function):
+        raise ConfigError(f"{file} has no function optimizer(module, options) that returns a torch.optim.Optimizer")
+    optimizer = function(module, config.options)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optimizer() in {file} returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if left := [name for name, p in module.named_parameters() if p.requires_grad and p not in held]:
+        raise ConfigError(f"optimizer() in {file} leaves out {left[0]}: give it all trained parameters, or freeze some")
+    for group in optimizer.param_groups:
+        group[SCALE] = group["lr"] / config.lr
     return optimizer
 
 
-def _fused(config: OptimSection, module: nn.Module) -> torch.optim.Optimizer:
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if config.kind == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.momentum, config.beta2), fused=True)
+def initialise(module: nn.Module, optimizer: Optimizer) -> None:
+    """Create the optimizer's state (moments, momentum) of every parameter before the first step.
+
+    The first step would leave it out for unused parameters, and the fused SGD on a CPU would leave it uninitialised
+    when that step's fp16 gradients overflow. Raises ConfigError for state that a checkpoint cannot hold.
+    """
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    for part in parts_of(optimizer):
+        if type(part) in CLASSES.values() and not isinstance(part, torch.optim.SGD):
+            _create_state(part)
+        else:
+            _step_without_effect(part)
+    optimizer.zero_grad(set_to_none=True)
 
 
-def learning_rate(
-    optim: OptimSection, schedule: ScheduleSection, *, step: int, total_steps: int, global_batch: int
-) -> float:
-    """Learning rate of step `step` (from 0): peak x warm-up x schedule."""
-    peak = optim.lr * (global_batch / optim.base_batch if optim.base_batch else 1.0)
-    warmup = schedule.warmup_steps(total_steps)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if schedule.shape == "constant":
-        return peak
-    done = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
-    return peak * ((1 - done) if schedule.shape == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of every parameter group."""
+def _create_state(optimizer: Optimizer) -> None:
+    """By the method that each step of a class of torch.optim begins with."""
+    create: Any = optimizer._init_group  # type: ignore[attr-defined]
+    lists = len(inspect.signature(create).parameters) - 1
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        create(group, *([] for _ in range(lists)))
+
+
+def _step_without_effect(optimizer: Optimizer) -> None:
+    """At learning rate 0 with gradients of 0; its count of steps is taken back. Raises ConfigError."""
+    before = [_scalars(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = old["lr"]
+    states = list(optimizer.state.values())
+    others = {name for state in states for name, value in state.items() if not isinstance(value, Tensor | None)}
+    changed = {
+        name
+        for group, old in zip(optimizer.param_groups, before, strict=True)
+        for name, value in _scalars(group).items()
+        if old.get(name) != value
+    }
+    if unsaved := sorted(others | changed):
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps {unsaved[0]!r} as a Python number, which no checkpoint holds: keep it "
+            "as a tensor in the state of each parameter"
+        )
+    for state in states:
+        for name, value in state.items():
+            if isinstance(value, Tensor) and (name == "step" or isinstance(optimizer, torch.optim.SGD)):
+                value.zero_()
+
+
+def _scalars(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if isinstance(value, int | float | None)}

@@ -1,7 +1,7 @@
 """Resume a run: choose a checkpoint, check that it fits the config, load it."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -80,23 +80,36 @@ def problem(folder: Path) -> str | None:
     return None if progress.step == manifest.step else f"its progress is one of step {progress.step}"
 
 
+@dataclass(frozen=True)
+class NumericRecipe:
+    """Everything that may change bits."""
+
+    values: Mapping[str, Any]
+    unset: Collection[str] = ()
+    """Names of settings with their default: a checkpoint of an earlier version may lack them."""
+
+
 def resumed(
     state: TrainState,
     root: Path,
     how: str,
     *,
-    numeric: Mapping[str, Any],
+    numeric: NumericRecipe,
     allow_drift: bool,
     warn: Callable[[str], None],
+    prepare: Callable[[Path], None] = lambda _: None,
 ) -> Path | None:
     """Load the checkpoint that `how` (auto, never or a path) selects and return it; None to start from scratch.
+    `prepare` is called with it before its tensors are loaded into those of the state.
 
     "auto" also skips checkpoints whose tensors cannot be read. Raises CheckpointError on every rank.
     """
     unreadable: set[Path] = set()
     while (folder := _checkpoint(root, how, warn, skip=unreadable)) is not None:
         try:
-            _load(state, folder, numeric, allow_drift=allow_drift, warn=warn)
+            drift = _drift(folder, numeric, allow_drift=allow_drift, warn=warn)
+            prepare(folder)
+            _load(state, folder, drift)
         except reader.DamagedError as error:
             if how != "auto":
                 raise
@@ -166,18 +179,18 @@ def set_aside(root: Path, step: int, warn: Callable[[str], None]) -> None:
         warn(f"{folder.name} is newer than where the run goes on; it is kept as {renamed.name}")
 
 
-def _load(
-    state: TrainState,
+def _drift(
     folder: Path,
-    numeric: Mapping[str, Any],
+    numeric: NumericRecipe,
     *,
     allow_drift: bool,
     warn: Callable[[str], None],
-) -> None:
-    """Load a checkpoint into the state. Raises CheckpointError, listing the settings in `numeric` that differ, unless
-    `allow_drift`."""
-    manifest = layout.read_manifest(folder)
-    drift = layout.differences(manifest.numeric, numeric)
+) -> list[tuple[str, Any, Any]]:
+    """The settings of a checkpoint that differ from those in `numeric`: name, before, now. Raises CheckpointError,
+    listing them, unless `allow_drift`."""
+    known = layout.read_manifest(folder).numeric
+    differing = layout.differences(known, numeric.values)
+    drift = [each for each in differing if each[0] in known or each[0] not in numeric.unset]
     lines = [f"{name}: {before!r} in the checkpoint, {now!r} now" for name, before, now in drift]
     with raise_on_all_ranks():
         if drift and not allow_drift:
@@ -188,6 +201,12 @@ def _load(
             )
     for line in lines:
         warn(f"numeric recipe changed on resume: {line}")
+    return drift
+
+
+def _load(state: TrainState, folder: Path, drift: Sequence[tuple[str, Any, Any]]) -> None:
+    """Load a checkpoint into the state."""
+    manifest = layout.read_manifest(folder)
     reader.load(folder, state.tensors())
     state.load_state_dict({"rate_factor": 1.0, "is_stopped": False, **manifest.progress})
     state.drift += [{"step": state.step, "field": name, "before": before, "now": now} for name, before, now in drift]

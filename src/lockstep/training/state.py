@@ -13,7 +13,6 @@ from lockstep.core.modules.dtensors import local_tensor
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.training.ema import MovingAverage
-from lockstep.training.optim import set_learning_rate
 
 
 @dataclass(kw_only=True)
@@ -33,8 +32,10 @@ class TrainState:
     """What Strategy.place returned: this rank's parameters, under canonical names."""
     optimizer: torch.optim.Optimizer
     precision: Precision
-    rate: Callable[[int], float]
-    """Step -> learning rate."""
+    rate: Callable[[int], float] | None
+    """Step -> learning rate; None where the parameter groups have rates that somebody else sets."""
+    clip_value: float | None = None
+    """Largest absolute value of each number in a gradient."""
     randomness: Randomness | None = None
     """Seeds the forward passes."""
     term_counts: Callable[[Batch], Mapping[str, float]] | None = None
@@ -60,14 +61,14 @@ class TrainState:
 
         Not copies: a checkpoint is loaded into them.
         """
-        sharded = self.strategy.sharded
+        sharded, optimized = self.strategy.sharded, self.optimizer.state
         return {
             **{f"model.{name}": tensor for name, tensor in self.strategy.state().items()},
             **{f"ema.{name}": sharded(name, tensor) for name, tensor in self._average().items()},
             **{
                 f"optimizer.{name}.{key}": sharded(name, value) if value.shape == parameter.shape else value
                 for name, parameter in self.module.named_parameters()  # DCP's names, in a tenth of its time
-                for key, value in self.optimizer.state.get(parameter, {}).items()
+                for key, value in optimized.get(parameter, {}).items()
                 if isinstance(value, Tensor)
             },
         }
@@ -125,21 +126,3 @@ class TrainState:
 def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
     """A key that tied weights share."""
     return local_tensor(tensor).data_ptr(), tensor.shape
-
-
-def initialise(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's state (moments, momentum) of every parameter, as zeros, before the first step.
-
-    The first step would leave it out for unused parameters, and the fused SGD on a CPU would leave it uninitialised
-    when that step's fp16 gradients overflow.
-    """
-    set_learning_rate(optimizer, 0.0)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # without effect: optimizers create their state in the first step
-    optimizer.zero_grad(set_to_none=True)
-    for values in optimizer.state.values():
-        for value in values.values():
-            if isinstance(value, Tensor):
-                value.zero_()

@@ -10,7 +10,7 @@ from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.core.host.phases import phase
 from lockstep.core.numerics.loss import with_term_weights
 from lockstep.core.reduction.gradient_norm import average_, gradients
-from lockstep.training.optim import set_learning_rate
+from lockstep.training.learning_rate import set_learning_rate
 from lockstep.training.state import TrainState
 
 
@@ -53,23 +53,27 @@ def step(
         micro_batches = with_term_weights(micro_batches, state.term_counts)
     loss = state.strategy.forward_backward(micro_batches)
     with phase("optimizer"):
-        return _update(state, loss, clip=clip, skip_non_finite=skip_non_finite)
+        return update(state, loss, clip=clip, skip_non_finite=skip_non_finite)
 
 
-def _update(state: TrainState, loss: LossSum, *, clip: float | None, skip_non_finite: bool) -> Outcome:
-    """Apply the gradients of a step."""
+def update(state: TrainState, loss: LossSum, *, clip: float | None, skip_non_finite: bool) -> Outcome:
+    """Apply the gradients of a step, sums over all ranks, and count it."""
     state.precision.unscale(state.optimizer)
     norm = state.strategy.norm()
     is_empty = not loss.is_counted and bool(loss.count == 0)
     if not is_empty:
         grads, count = gradients(list(state.module.parameters())), torch.as_tensor(loss.count).to(torch.float64)
-        norm = average_(grads, norm, count=count, max_norm=clip, touched_rows=state.strategy.touched_rows)
+        limits = {"max_norm": clip, "max_value": state.clip_value}
+        norm = average_(grads, norm, count=count, touched_rows=state.strategy.touched_rows, **limits)
     is_finite = torch.isfinite(loss.total)
     if not state.precision.is_scaled:
         is_finite = is_finite & torch.isfinite(norm)
 
-    rate = state.rate(state.step) * state.rate_factor
-    set_learning_rate(state.optimizer, rate)
+    if state.rate is None:
+        rate = float(state.optimizer.param_groups[0]["lr"])
+    else:
+        rate = state.rate(state.step) * state.rate_factor
+        set_learning_rate(state.optimizer, rate)
     commit = not is_empty and (not skip_non_finite or bool(is_finite))
     state.precision.apply(state.optimizer, commit=commit, is_empty=is_empty)
     if state.ema and commit:

@@ -7,9 +7,6 @@ from pydantic import Field
 from lockstep.base.config import MANY, Section
 from lockstep.base.contracts import Format
 
-METRICS = ["accuracy", "f1", "loss"]
-"""Names of the metrics of every classifier."""
-
 
 class TrainSection(Section):
     """How long to train, batch sizes and number format."""
@@ -42,13 +39,15 @@ class TrainSection(Section):
     """sample_wise: a sample's loss is its own; batch_wise: it depends on the others of its micro-batch by design, as a
     contrastive loss does. The weights are then the same on any number of processes at this micro_batch, not at
     another one."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """How much of a target's weight is spread evenly over all classes, in training but not in evaluations; e.g. 0.1."""
     non_finite: Literal["stop", "skip", "continue"] = "stop"
     """When a loss is NaN or infinite: stop and say where (noticed at the next logged step, before anything is
     saved), skip the update, or go on."""
     ema: float | None = Field(None, gt=0, lt=1)
     """Decay of an exponential moving average (EMA) of the weights, which is then evaluated and exported; e.g. 0.999."""
     stop_metric: str | None = None
-    """Early stopping: stop when this metric (accuracy, f1, loss) has not improved ..."""
+    """Early stopping: stop when this metric of the evaluation (such as loss, accuracy or rmse) has not improved ..."""
     stop_patience: int = Field(3, ge=1, le=MANY)
     """... for this number of evaluations in a row."""
 
@@ -77,6 +76,9 @@ class EvaluateSection(Section):
     limit: int | None = Field(None, ge=1, le=MANY)
     """Measure so many test samples while training, also at its end: always the same, spread evenly over the split;
     `lockstep evaluate` measures all. Empty: all."""
+    sample_tokens: int = Field(100, ge=0, le=10_000)
+    """Tokens that a language model adds to the beginnings of two test samples, to be read before training and after
+    each evaluation; 0 for none."""
     metrics: Literal["auto"] | tuple[str, ...] = "auto"
     """What is reported besides the loss: names of metrics, and of sums returned with the loss; auto: all of them."""
 

@@ -23,6 +23,15 @@ def broadcast_object(value: T, group: dist.ProcessGroup | None = None, *, source
     return values[0]
 
 
+def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
+    """Give every rank the values of rank 0, in place."""
+    for tensor in tensors:
+        with waiting_in("the tensors of rank 0"), torch.no_grad():
+            plain = tensor.detach().contiguous()
+            dist.broadcast(plain, src=0)
+            tensor.copy_(plain)
+
+
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, on every rank, by rank."""
     values: list[Any] = [None] * dist.get_world_size()
@@ -112,6 +121,19 @@ def reported_once(terminal: TextIO) -> Iterator[None]:
             with waiting_in("the barrier before exit"):
                 dist.barrier()
         raise
+
+
+def finish_collectives() -> None:
+    """Wait for every collective begun so far in a Gloo group of this process, until its thread has left it. Collective.
+
+    To be called before a profiler stops: Gloo notes the end of a collective, begun under the profiler, in memory that
+    the profiler frees when it stops.
+    """
+    groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()  # in the order they were made
+    for group in groups:
+        if "gloo" in dist.get_backend_config(group):
+            backend: Any = group._get_backend(torch.device("cpu"))
+            backend.barrier().wait()  # which first waits for the works before it
 
 
 class Agreement:

@@ -1,11 +1,13 @@
 """The default process group: initialized once, destroyed on every exit."""
 
+import atexit
 import os
 import platform
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,15 @@ def device_of(world: World) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
+def device_model(device: torch.device) -> str:
+    """The name of the CPU or GPU: results may differ between models in the last bits."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error means that another process is lost, or was waited for too long; Gloo raises a plain
     RuntimeError."""
@@ -81,6 +92,28 @@ def opened(world: World, device: torch.device, timeout_seconds: float = TIMEOUT_
         _initialized(world, device, timedelta(seconds=timeout_seconds)),
     ):
         yield
+
+
+def joined() -> World:
+    """The processes of the group that a script has opened itself; else open one, until the process ends.
+
+    Raises LaunchError where a script's own group has no backend for tensors on the CPU.
+    """
+    world = World.from_environment()
+    if not dist.is_initialized():
+        stack = ExitStack()
+        stack.enter_context(opened(world, device_of(world)))
+        atexit.register(stack.close)
+        return world
+    if "gloo" not in dist.get_backend_config():
+        raise LaunchError(
+            "the process group has no backend for the CPU: leave out init_process_group, or give it "
+            '"cpu:gloo,cuda:nccl"'
+        )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (world.rank, world.size) == (rank, size):
+        return world
+    return World(rank=rank, size=size, local_rank=rank, local_size=size)
 
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

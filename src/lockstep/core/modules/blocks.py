@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     """The members of every ModuleList, and the modules beside them; a module without ModuleLists gives its children, or
-    itself."""
+    itself. What computes a weight from parameters, such as weight_norm, belongs to the module that has the weight."""
     if _has_list(module):
         return list(dict.fromkeys(_walk(module)))
     return list(dict.fromkeys(module.children())) or [module]
@@ -19,13 +20,17 @@ def with_weights(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _has_list(module: nn.Module) -> bool:
-    return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
+    return any(map(_is_list, module.modules()))
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList) and not isinstance(module, ParametrizationList)
 
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, nn.ModuleList):
-        for member in module:
-            yield from _walk(member) if isinstance(member, nn.ModuleList) else [member]
+    if _is_list(module):
+        for member in module.children():
+            yield from _walk(member) if _is_list(member) else [member]
     elif _has_list(module):
         for child in module.children():
             yield from _walk(child)

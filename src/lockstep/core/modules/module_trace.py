@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.model_contracts import MicroBatch
+from lockstep.core.numerics.tensor_bytes import bytes_of
 
 Line = dict[str, Any]
 
@@ -30,7 +31,7 @@ def _feed(sha: Any, value: Any) -> None:
         plain = value.detach()
         plain = (plain.to_dense() if plain.layout != torch.strided else plain).cpu().contiguous()
         sha.update(f"{plain.dtype} {tuple(plain.shape)} ".encode())
-        sha.update(plain.flatten().view(torch.uint8).numpy().data)
+        sha.update(bytes_of(plain.resolve_conj().resolve_neg()))
     elif isinstance(value, np.ndarray):
         sha.update(f"{value.dtype} {value.shape} ".encode() + np.ascontiguousarray(value).tobytes())
     elif isinstance(value, Mapping):

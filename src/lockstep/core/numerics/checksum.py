@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lockstep.core.modules.dtensors import local_tensor
+from lockstep.core.numerics.tensor_bytes import bytes_of
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDTH = 256
@@ -29,7 +30,7 @@ def checksum(tensor: Tensor) -> Tensor:
         flat = torch.view_as_real(flat).reshape(-1)
     bits = flat.view(WORDS[flat.element_size()])
     if bits.device.type == "cpu":
-        return torch.tensor(zlib.crc32(bits.numpy().data, kind))
+        return torch.tensor(zlib.crc32(bytes_of(bits), kind))
     whole = bits.numel() // WIDTH * WIDTH
     rows = bits[:whole].view(-1, WIDTH)
     total = torch.full((), kind, dtype=torch.int64, device=bits.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.modules.dtensors import global_offset, is_dtensor
+from lockstep.core.numerics.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def line(name: str, tensor: Tensor) -> str:
     """A tensor's name, dtype, shape and hex sha256 of its bytes."""
     plain = tensor.detach().cpu().contiguous()
-    sha256 = hashlib.sha256(plain.flatten().view(torch.uint8).numpy().data).hexdigest()
+    sha256 = hashlib.sha256(bytes_of(plain)).hexdigest()
     return f"{name} {plain.dtype} {tuple(plain.shape)} {sha256}"
 
 

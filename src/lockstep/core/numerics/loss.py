@@ -6,20 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch
 from lockstep.core.distributed.collectives import all_gather_object
-
-
-def classification_loss(outputs: Tensor, batch: Batch) -> LossSum:
-    """Cross-entropy of logits [m, classes] against batch["label"] [m], with the number of correct predictions."""
-    label = batch["label"]
-    total = F.cross_entropy(outputs, label, reduction="sum")
-    return LossSum(total, label.numel(), {"accuracy": (outputs.argmax(-1) == label).sum()})
-
 
 EXAMPLE = 'LossSum(F.cross_entropy(outputs, batch["label"], reduction="sum"), len(outputs))'
 
@@ -52,6 +43,11 @@ def checked(loss: Any) -> LossSum:
     count = loss.count.reshape(()) if isinstance(loss.count, Tensor) else loss.count
     sums = {name: torch.as_tensor(value, device=loss.total.device).reshape(()) for name, value in loss.sums.items()}
     return replace(loss, total=loss.total.reshape(()), count=count, sums=sums, terms=terms)
+
+
+def shown(values: Mapping[str, float]) -> dict[str, float]:
+    """Without those that are for Model.derived alone."""
+    return {name: value for name, value in values.items() if not name.startswith("_")}
 
 
 def unweighted(loss: LossSum) -> LossSum:

@@ -1,5 +1,6 @@
 """Precision of a run: autocast, gradient scaling, and the global switches that may change bits."""
 
+import os
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +12,8 @@ from lockstep.base.contracts import Format
 from lockstep.core.distributed.collectives import all_reduce_max
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FIRST_SCALE = 2.0**16
+"""Of the gradients in fp16, as in torch.amp.GradScaler."""
 
 
 class Scaler(torch.amp.GradScaler):
@@ -30,9 +33,12 @@ class Scaler(torch.amp.GradScaler):
 class Precision:
     """Autocast to a format, with a gradient scaler for fp16 (bf16 has fp32's range and needs none)."""
 
-    def __init__(self, kind: Format, device: torch.device) -> None:
+    def __init__(self, kind: Format, device: torch.device, *, targets: int = 1) -> None:
+        """`targets`: of a sample, such as its tokens. Losses are sums over them, so the first scale is smaller by about
+        that factor; as each overflow only halves it, many steps would be left out at the start."""
         self.kind, self.device = kind, device
-        self.scaler = Scaler(device.type, enabled=kind == "fp16")
+        first_scale = FIRST_SCALE / 2 ** (targets - 1).bit_length()
+        self.scaler = Scaler(device.type, enabled=kind == "fp16", init_scale=first_scale)
 
     @property
     def is_scaled(self) -> bool:
@@ -79,5 +85,7 @@ def fix_numerics(*, threads: int, exact: bool) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.benchmark = not exact
+        if exact:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else deterministic products are refused
         torch.use_deterministic_algorithms(exact)
     return {"threads": threads, "denormals_flushed": flushed, "torch_version": str(torch.__version__)}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.numerics.bernoulli import use_fast_bernoulli
 from lockstep.core.numerics.compiled import compiled
@@ -86,15 +87,25 @@ class Randomness:
         """Whether blocks are recomputed in the backward pass."""
         self.compiles = False
         """Whether blocks are compiled."""
+        self._watched: list[tuple[nn.Module, Any, RemovableHandle]] = []
+        """Each block with the `forward` that it had of its own, None where it had its class's, and the hook."""
 
     def watch(self, blocks: Sequence[nn.Module], *, recompute: bool = False, compiles: bool = False) -> None:
         """Reseed on entering and leaving each of these blocks; with `recompute`, checkpoint their activations
         (T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016); with `compiles`, compile them."""
         self.recomputes, self.compiles = recompute, compiles
         for number, block in enumerate(blocks):
+            own = vars(block).get("forward")
             seeded = partial(self._seeded, number, compiled(block.forward) if compiles else block.forward)
             block.forward = partial(_in_training, block, block.forward, _recomputed(seeded) if recompute else seeded)
-            block.register_forward_hook(partial(self._left, number))
+            self._watched.append((block, own, block.register_forward_hook(partial(self._left, number))))
+
+    def unwatch(self) -> None:
+        """Leave the blocks as they were."""
+        while self._watched:
+            block, own, handle = self._watched.pop()
+            handle.remove()
+            restore_forward(block, own)
 
     def at(self, step: int, shard: int) -> None:
         """Set the current step and shard, before every forward and every backward pass."""
@@ -108,6 +119,14 @@ class Randomness:
     def _left(self, number: int, block: nn.Module, *_: Any) -> None:
         if block.training:
             seed_all(seed_of(self.seed, self.step, self.shard, number, 0))
+
+
+def restore_forward(module: nn.Module, own: Any) -> None:
+    """Give a module back the `forward` that it had of its own, or that of its class where it had none."""
+    if own is None:
+        vars(module).pop("forward", None)
+    else:
+        module.forward = own
 
 
 def _in_training(block: nn.Module, plain: Forward, training: Forward, /, *args: Any, **kwargs: Any) -> Any:

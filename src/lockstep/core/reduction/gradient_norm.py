@@ -28,9 +28,11 @@ def average_(
     *,
     count: Tensor,
     max_norm: float | None,
+    max_value: float | None = None,
     touched_rows: Mapping[Tensor, Tensor] = NO_ROWS,
 ) -> Tensor:
-    """Divide summed gradients by a count, 0-dim, and scale them down to max_norm if the result is longer, in place.
+    """Divide summed gradients by a count, 0-dim, scale them down to max_norm if the result is longer, and clamp them to
+    max_value, in place.
 
     `norm`: of the sums, 0-dim; `touched_rows`: see Strategy. Returns the norm of the averages before clipping. Minus
     zero becomes zero, as in parameters that no sample used.
@@ -40,17 +42,23 @@ def average_(
     if max_norm is not None:
         factor = factor * (max_norm / (mean_norm + EPSILON)).clamp(max=1.0)
     for grad, rows in touched_rows.items():
-        grad[rows] = grad[rows].mul_(factor).add_(0.0)
+        grad[rows] = _clamp(grad[rows].mul_(factor).add_(0.0), max_value)
     whole = [grad for grad in grads if grad not in touched_rows]
     if whole and whole[0].device.type == "cpu":
         for grad in whole:
             parts = grad.view(-1).split(CACHED) if grad.is_contiguous() else (grad,)
             for part in parts:
-                part.mul_(factor).add_(0.0)  # while it is in the cache
+                _clamp(part.mul_(factor).add_(0.0), max_value)  # while it is in the cache
     else:
         torch._foreach_mul_(whole, factor)
         torch._foreach_add_(whole, 0.0)
+        for grad in whole if max_value is not None else ():
+            _clamp(grad, max_value)
     return mean_norm
+
+
+def _clamp(values: Tensor, largest: float | None) -> Tensor:
+    return values if largest is None else values.clamp_(-largest, largest)
 
 
 def row_squares(grads: Sequence[Tensor], touched_rows: Mapping[Tensor, Tensor] = NO_ROWS) -> Tensor:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from lockstep.base import plugins
+from lockstep.data.images import fitted
 from lockstep.data.in_memory import Images
 from lockstep.data.sources.digits import Config
 
@@ -20,4 +21,4 @@ def build(config: Config, split: str) -> Images:
     for label in range(10):
         is_test[np.flatnonzero(labels == label)[4::5]] = True
     rows = np.flatnonzero(is_test == (split == "test"))
-    return Images(images[rows], labels[rows], [str(digit) for digit in range(10)])
+    return Images(fitted(images[rows], config), labels[rows], [str(digit) for digit in range(10)])

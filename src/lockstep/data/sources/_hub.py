@@ -7,12 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError
-from lockstep.data.columns import Place, labels_of, names_of, positions, require, rows_of, texts_of
+from lockstep.data.columns import Place, require, rows_of
+from lockstep.data.hub_stream import hub_stream
 from lockstep.data.huggingface import load_split
 from lockstep.data.images import ImageFile, decode
 from lockstep.data.in_memory import Images, Texts
+from lockstep.data.mapped_texts import MappedTexts
 from lockstep.data.sources.hub import Config
+from lockstep.data.targets import COLUMNS, Targets
+from lockstep.data.text_table import LARGE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,14 @@ class HubSplit:
         """Read all values of a column of texts or labels."""
         return list(self.table.select_columns([name])[name])
 
+    def mapped_texts(self, name: str) -> MappedTexts | None:
+        """The texts where they are, in a large table; None of a small one, and of one with rows that are no text."""
+        column, order = self.table.data.column(name), self.table._indices
+        is_text = column.type in ("string", "large_string") and column.null_count == 0
+        if self.table.data.nbytes <= LARGE_BYTES or not is_text:
+            return None
+        return MappedTexts(column, None if order is None else order.column(0).to_numpy())
+
     def files(self, name: str) -> Iterator[ImageFile]:
         """Yield the image files of a column without decoding them."""
         from datasets import Image
@@ -34,26 +47,34 @@ class HubSplit:
             yield None if cell is None else cell["bytes"] or Path(cell["path"])
 
 
-def build(config: Config, split: str) -> Images | Texts:
+def build(config: Config, split: str) -> Source:
     """Load the "train" or "test" split: texts, or uint8 images [N, C, H, W]; the classes are the training split's.
 
     Raises DataError when the data set, a split or a column is missing, a sample damaged or not labelled.
     """
     train = _load(config, config.train_split)
+    if config.streaming:
+        return hub_stream(train.table, (train if split == "train" else _load(config, config.test_split)).table, config)
     data = train if split == "train" else _load(config, config.test_split)
-    labels, names = _labels(train, data, config.label_column)
+    targets = _targets(train, data, config)
     if config.modality == "text":
-        return Texts(texts_of(data.column(config.sample_column), data.place), labels, names)
+        mapped = None if config.labels == "tags" else data.mapped_texts(config.sample_column)
+        if mapped is not None:
+            return Texts(mapped, targets)
+        texts = COLUMNS[config.labels].read_texts(data.column(config.sample_column), [*targets.values], data.place)
+        return Texts(texts, targets)
     like, files = train.files(config.sample_column), data.files(config.sample_column)
     images, unreadable = decode(files, len(data.table), config, like=like, place=data.place)
-    return Images(images, labels, names, unreadable=unreadable)
+    return Images(images, targets, unreadable=unreadable)
 
 
 def _load(config: Config, split: str) -> HubSplit:
-    table = load_split(config.name, split, subset=config.subset, revision=config.revision)
+    table = load_split(config.name, split, subset=config.subset, revision=config.revision, streams=config.streaming)
     from datasets import Image
 
     where = f"{config.name}, split {split}"
+    if table.column_names is None:
+        raise DataError(f"the columns of {where} are not known before it is read: it cannot be streamed")
     require([config.sample_column, config.label_column], table.column_names, where, kind=config.modality)
     feature = table.features[config.sample_column]
     if config.modality == "image" and not isinstance(feature, Image):
@@ -64,17 +85,23 @@ def _load(config: Config, split: str) -> HubSplit:
     return HubSplit(table=table, place=rows_of(where))
 
 
-def _labels(train: HubSplit, data: HubSplit, column: str) -> tuple[np.ndarray, tuple[str, ...]]:
+def _targets(train: HubSplit, data: HubSplit, config: Config) -> Targets:
     from datasets import ClassLabel
 
+    column, kind = config.label_column, COLUMNS[config.labels]
     feature = train.table.features[column]
-    if not isinstance(feature, ClassLabel):
-        names = names_of(labels_of(train.column(column), train.place))
-        return positions(labels_of(data.column(column), data.place), names, data.place), names
+    names_in_list = getattr(getattr(feature, "feature", None), "names", None)
+    if config.labels in ("classes", "tags") and names_in_list:  # a list of class numbers
+        known = dict(enumerate(names_in_list))
+        rows = [[known.get(number, number) for number in row or ()] for row in data.column(column)]
+        return kind.encode(kind.read(rows, data.place), tuple(names_in_list), data.place)
+    if config.labels != "class" or not isinstance(feature, ClassLabel):
+        names = kind.names(kind.read(train.column(column), train.place), column)
+        return kind.encode(kind.read(data.column(column), data.place), names, data.place)
     numbers = [-1 if number is None else number for number in data.column(column)]
     if -1 in numbers:
         raise DataError(
             f"{data.place(numbers.index(-1))} is not labelled (the answers of some test splits are secret): "
             f"name another data.test_split, 'validation' or 'train[:10%]' with data.train_split='train[10%:]'"
         )
-    return np.array(numbers, dtype=np.int64), tuple(feature.names)
+    return Targets(values=np.array(numbers, dtype=np.int64), labels=tuple(feature.names))

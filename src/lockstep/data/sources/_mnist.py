@@ -9,6 +9,7 @@ import pooch
 import requests
 
 from lockstep.base.errors import DataError
+from lockstep.data.images import fitted
 from lockstep.data.in_memory import Images
 from lockstep.data.sources.mnist import Config
 
@@ -48,7 +49,7 @@ def build(config: Config, split: str) -> Images:
         )
     if labels.max(initial=0) > 9:
         raise DataError(f"{labels_file} holds the label {labels.max()}, but digits are 0 to 9: {HINT}")
-    return Images(images[:, None], labels, [str(digit) for digit in range(10)])
+    return Images(fitted(images[:, None], config), labels, [str(digit) for digit in range(10)])
 
 
 def _find(root: Path, archive: str) -> Path | None:

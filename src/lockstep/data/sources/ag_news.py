@@ -18,6 +18,10 @@ class Config(DataSection):
     def modality(self) -> str:
         return "text"
 
+    @property
+    def objective(self) -> str:
+        return "classification"
+
     def origin(self) -> Origin:
         """Same for files and the hub."""
         return Origin(name="AG News", hub=HUB_NAME, language=("en",))

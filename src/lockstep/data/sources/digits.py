@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lockstep.data.data_config import DataSection, Origin
+from lockstep.data.data_config import Origin, PixelSection
 
 
-class Config(DataSection):
+class Config(PixelSection):
     """scikit-learn's bundled handwritten digits: 1,442 training and 355 test images of 8x8, ten classes."""
 
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -18,6 +18,10 @@ class Config(DataSection):
     @property
     def modality(self) -> str:
         return "image"
+
+    @property
+    def objective(self) -> str:
+        return "classification"
 
     def origin(self) -> Origin:
         return Origin(name="Optical Recognition of Handwritten Digits (UCI, as in scikit-learn)")

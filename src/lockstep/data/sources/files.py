@@ -2,40 +2,38 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import model_validator
 
 from lockstep.base.config import LocalPath
-from lockstep.data.data_config import TABLE_SUFFIXES, ImageSection, Origin
+from lockstep.data.data_config import TABLE_SUFFIXES, ImageSection, OwnFilesSection
 
 
-class Config(ImageSection):
+class Config(ImageSection, OwnFilesSection):
     """Your own files: a folder holds images (FOLDER/CLASS/*.png), a file is a table with a text column."""
 
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"train": "data/train.csv"}}
 
-    incidental: ClassVar[frozenset[str]] = ImageSection.incidental | {"train", "test"}
-
     train: LocalPath
     """What to learn from: a .csv, .tsv, .jsonl or .parquet file, or a folder with a folder for each class."""
-    test: LocalPath | None = None
-    """What to test on, in the same form; without it a part of `train` is held out."""
-    test_fraction: float = Field(0.1, gt=0, lt=1)
-    """How much of `train` is held out when there is no `test`: always the same samples, whatever the seed."""
     text_column: str = "text"
     """The column of texts, in a table."""
     label_column: str = "label"
     """The column of labels, in a table."""
 
+    @model_validator(mode="after")
+    def _folders_are_classes(self) -> Self:
+        if self.labels != "class" and not is_table(self.train):
+            raise ValueError(
+                f"labels={self.labels} needs a table, but {self.train} is a folder, with one for each class"
+            )
+        return self
+
     @property
     def modality(self) -> str:
         """Image for a folder, text for a file; a path that does not exist yet is judged by its suffix."""
         return "text" if is_table(self.train) else "image"
-
-    def origin(self) -> Origin:
-        """Only the name of the file or folder is known."""
-        return Origin(name=self.train.stem or self.train.name)
 
     @property
     def table_columns(self) -> tuple[str, str]:

@@ -1,21 +1,23 @@
 """Settings of data sets of the Hugging Face hub."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from lockstep.data.data_config import ImageSection, Origin
+from lockstep.data.data_config import ImageSection, Origin, StreamSection, hub_origin
 
 
-class Config(ImageSection):
+class Config(ImageSection, StreamSection):
     """A Hugging Face data set: one text or image column, and one label column."""
 
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"name": "fancyzhx/ag_news", "text_column": "text"}}
 
+    incidental: ClassVar[frozenset[str]] = StreamSection.incidental | {"streaming"}
+
     name: str
-    """Name on the hub (fancyzhx/ag_news), or a local folder of CSV, JSON, Parquet or image files."""
+    """Name on the hub (fancyzhx/ag_news), or a local folder of CSV, JSON, Parquet or image files, or one that the
+    library `datasets` has saved (save_to_disk)."""
     subset: str | None = None
     """Which of its configurations, where it has several."""
     revision: str | None = None
@@ -30,11 +32,15 @@ class Config(ImageSection):
     """The column of images; either this or text_column."""
     label_column: str = "label"
     """The column of labels: class numbers with names, or any texts or numbers."""
+    streaming: bool = False
+    """Read the samples while training, as a stream, instead of downloading all of them first."""
 
     @model_validator(mode="after")
     def _one_modality(self) -> Self:
         if (self.text_column is None) == (self.image_column is None):
             raise ValueError("give exactly one of text_column and image_column: it says what a sample is")
+        if self.labels == "tags" and self.text_column is None:
+            raise ValueError("labels=tags are those of the words of a text: give text_column, not image_column")
         return self
 
     @property
@@ -49,11 +55,7 @@ class Config(ImageSection):
 
     def origin(self) -> Origin:
         """The hub's name, or that of the local folder."""
-        folder = Path(self.name).expanduser()
-        if folder.is_dir():
-            return Origin(name=folder.absolute().name, split=self.test_split)
-        subset, revision, split = self.subset, self.revision, self.test_split
-        return Origin(name=self.name, hub=self.name, subset=subset, revision=revision, split=split)
+        return hub_origin(self.name, subset=self.subset, revision=self.revision, split=self.test_split)
 
     @property
     def table_columns(self) -> tuple[str, str]:

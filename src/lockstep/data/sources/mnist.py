@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.base.config import LocalPath
-from lockstep.data.data_config import DataSection, Origin
+from lockstep.data.data_config import Origin, PixelSection
 
 
-class Config(DataSection):
+class Config(PixelSection):
     """MNIST: handwritten digits, grey, 28x28, ten classes."""
 
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -23,6 +23,10 @@ class Config(DataSection):
     @property
     def modality(self) -> str:
         return "image"
+
+    @property
+    def objective(self) -> str:
+        return "classification"
 
     def origin(self) -> Origin:
         return Origin(name="MNIST", hub="ylecun/mnist")

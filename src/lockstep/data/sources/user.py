@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.base.config import LocalPath
-from lockstep.data.data_config import DataSection
+from lockstep.data.data_config import StreamSection
 
 
-class Config(DataSection):
+class Config(StreamSection):
     """A Python file with `source(options, split)`, which returns a Source or a torch Dataset.
 
     `collate(samples)` may join a Dataset's samples (see docs: bring your own data)."""
@@ -16,7 +16,7 @@ class Config(DataSection):
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"train": {"epochs": 20, "global_batch": 32, "micro_batch": 8}}
     TEMPLATE: ClassVar[Path | None] = Path(__file__).with_name("_template.py")
 
-    incidental: ClassVar[frozenset[str]] = DataSection.incidental | {"file"}
+    incidental: ClassVar[frozenset[str]] = StreamSection.incidental | {"file"}
 
     file: LocalPath
     """The Python file."""

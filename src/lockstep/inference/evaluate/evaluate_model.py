@@ -1,9 +1,8 @@
 """Evaluates a run, a checkpoint or an export: resolves the arguments, starts processes, shows the results."""
 
-import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from lockstep.base import storage, trust
 from lockstep.base.errors import ConfigError, absence, nearest
-from lockstep.inference.evaluate import evaluation_table
+from lockstep.inference.evaluate import evaluation_result, evaluation_table
 from lockstep.inference.evaluate.evaluation_request import SPLITS, EvaluationRequest
 from lockstep.inference.evaluate.evaluation_samples import check_file
 from lockstep.inference.export import export_facts, export_reader
@@ -28,6 +27,8 @@ TEXT, LABEL = "data.text_column", "data.label_column"
 EXPORT_SECTIONS = ("run", "data", "model", "train", "evaluate")
 """Of an export's recipe: the others belong to the machine that trained it."""
 NAME = "evaluate"
+Launch = Callable[[Recipe, tuple[str, ...]], int]
+"""Starts the processes of a recipe with these arguments, on this machine -> exit code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +45,21 @@ class EvaluateOptions:
 
 
 def evaluate(target: Path, overrides: Sequence[str], options: EvaluateOptions, *, console: Console) -> int:
-    """Evaluate a run, a checkpoint or an export, each sample once, and print the results -> exit code.
+    """Evaluate a run, a checkpoint or an export, and print the results -> exit code. Raises UserError."""
 
-    Raises UserError.
-    """
+    def launch(recipe: Recipe, arguments: tuple[str, ...]) -> int:
+        return launch_run.launch(launch_run.on_this_machine(recipe), arguments, name=NAME)
+
+    exit_code, folder = measure(target, overrides, options, launch=launch)
+    if exit_code == 0:
+        evaluation_table.show(evaluation_result.read(folder).details, console)
+        console.print(f"written to {folder}: evaluation.html, evaluation.json", soft_wrap=True)
+    return exit_code
+
+
+def measure(target: Path, overrides: Sequence[str], options: EvaluateOptions, *, launch: Launch) -> tuple[int, Path]:
+    """Measure each sample once, by processes that `launch` starts -> its exit code, the folder of the results. Raises
+    UserError."""
     if options.split not in SPLITS:
         raise ConfigError(
             f"there is no split {options.split!r}{nearest(options.split, SPLITS)} (there is: test, train)"
@@ -73,11 +85,7 @@ def evaluate(target: Path, overrides: Sequence[str], options: EvaluateOptions, *
             calibrates=options.calibrates,
             to=_writable(to.absolute()),
         )
-        exit_code = _launch(recipe, request, trusts=trusts)
-    if exit_code == 0:
-        evaluation_table.show(json.loads((request.to / "evaluation.json").read_text(encoding="utf-8")), console)
-        console.print(f"written to {request.to}: evaluation.html, evaluation.json", soft_wrap=True)
-    return exit_code
+        return _launch(recipe, request, trusts=trusts, launch=launch), request.to
 
 
 def _is_column(override: str, options: EvaluateOptions) -> bool:
@@ -115,12 +123,12 @@ def _writable(folder: Path) -> Path:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another with --to") from None
 
 
-def _launch(recipe: Recipe, request: EvaluationRequest, *, trusts: bool) -> int:
+def _launch(recipe: Recipe, request: EvaluationRequest, *, trusts: bool, launch: Launch) -> int:
     """Run the evaluation on this machine, whatever launcher the recipe names -> exit code."""
     file = recipe.folder / f"{NAME}.json"
     arguments = ("--task", NAME, "--request", str(file), *([trust.OPTION] if trusts else []))
     with _locked_request(file, request.model_dump_json(indent=1)):
-        return launch_run.launch(launch_run.on_this_machine(recipe), arguments, name=NAME)
+        return launch(recipe, arguments)
 
 
 def _locked_request(file: Path, text: str) -> AbstractContextManager[object]:

@@ -8,17 +8,22 @@ from torch import nn
 
 from lockstep.base.contracts import DataSpec, Source, Tokenizer
 from lockstep.base.errors import DataError
+from lockstep.base.model_contracts import Model
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.weights import restore
 from lockstep.core.distributed.collectives import local_main_first, raise_on_all_ranks
 from lockstep.core.distributed.process_group import world_group
 from lockstep.core.numerics.digest import digest_of, world_lines
-from lockstep.data.dataset import open_source, with_tokens
+from lockstep.data.dataset import measurable, open_source, packed, with_tokens
+from lockstep.data.processors import Processor
+from lockstep.data.text_tokenizers import TextTokenizer
 from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.evaluate.evaluation_samples import of_file, without_augmentation
 from lockstep.inference.export import export_facts, export_reader
 from lockstep.inference.export.export_facts import Calibration
 from lockstep.inference.export.round_trip import outputs
+from lockstep.models.objectives._choice import objective_of, with_objective
+from lockstep.models.objectives._objective import Objective
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.evaluation import EvaluationTarget
 from lockstep.training.metrics.declared_metrics import declared_metrics
@@ -31,11 +36,19 @@ class Opened:
     spec: DataSpec
     source: Source
     """The samples."""
-    pad_id: int
+    tokenizer: Tokenizer | None
     step: int
     digest: str
     """Of the trained weights."""
     calibration: Calibration | None
+
+    @property
+    def pad_id(self) -> int:
+        return self.tokenizer.pad_id if self.tokenizer else 0
+
+    @property
+    def objective(self) -> Objective:
+        return objective_of(self.spec)
 
     @property
     def temperature(self) -> float:
@@ -51,16 +64,20 @@ def of_run(job: WatchedTask, task: EvaluationRequest) -> Opened:
     restore(components.strategy.state(), averaged, task.target)
     components.model.eval()
     digest = digest_of(world_lines(components.strategy.state(), world_group()))
-    spec, tokenizer, source = components.data.test.spec, components.data.tokenizer, components.data.test
+    tokenizer, source = components.data.tokenizer, components.data.test
+    spec = with_objective(source.spec, job.recipe.model.objective)
     if task.file is not None:
-        source = EvaluatedSamples(task=task, spec=spec, tokenizer=tokenizer, job=job).open_on_all_ranks()
+        processor = components.data.processor
+        source = EvaluatedSamples(
+            task=task, spec=spec, tokenizer=tokenizer, processor=processor, job=job
+        ).open_on_all_ranks()
     elif task.split == "train":
         source = without_augmentation(components.data.train)
     return Opened(
         subject=components.subject,
         spec=spec,
         source=source,
-        pad_id=components.data.pad_id,
+        tokenizer=tokenizer,
         step=layout.read_manifest(task.target).step,
         digest=digest,
         calibration=export_facts.kept_calibration(job.recipe.folder, digest=digest),
@@ -74,8 +91,9 @@ def of_export(job: WatchedTask, task: EvaluationRequest) -> Opened:
         facts = export_facts.read(folder)
         forward = export_reader.forward_of(folder, facts)
         tokenizer = export_reader.tokenizer_of(folder, facts)
+        processor = export_reader.processor_of(folder, facts)
         loss = export_reader.loss_of(folder, facts, forward)
-        metrics = declared_metrics(facts.spec, export_reader.metrics_of(folder, facts))
+        metrics = declared_metrics(facts.learned.metrics(facts.spec), export_reader.metrics_of(folder, facts))
     device = torch.device("cpu")
     if isinstance(forward, nn.Module):
         device = job.device
@@ -84,13 +102,16 @@ def of_export(job: WatchedTask, task: EvaluationRequest) -> Opened:
         subject=EvaluationTarget(
             forward=lambda batch: outputs(forward, batch),
             loss=loss,
+            derived=forward.derived if isinstance(forward, Model) else facts.learned.derived,
             metrics={name: metric for name, metric in metrics.items() if is_requested(name, requested)},
             requested=requested,
             device=device,
         ),
         spec=facts.spec,
-        source=EvaluatedSamples(task=task, spec=facts.spec, tokenizer=tokenizer, job=job).open_on_all_ranks(),
-        pad_id=tokenizer.pad_id if tokenizer else 0,
+        source=EvaluatedSamples(
+            task=task, spec=facts.spec, tokenizer=tokenizer, processor=processor, job=job
+        ).open_on_all_ranks(),
+        tokenizer=tokenizer,
         step=facts.step,
         digest=facts.digest,
         calibration=facts.calibration,
@@ -104,6 +125,7 @@ class EvaluatedSamples:
     task: EvaluationRequest
     spec: DataSpec
     tokenizer: Tokenizer | None
+    processor: Processor | None
     job: WatchedTask
 
     def open_on_all_ranks(self) -> Source:
@@ -115,18 +137,25 @@ class EvaluatedSamples:
     def _open(self) -> Source:
         """Raises DataError."""
         data, tokenizer = self.job.recipe.data, self.tokenizer
-        source = open_source(data, self.task.split) if self.task.file is None else self._of_file(self.task.file)
-        if source.spec.labels != self.spec.labels:
+        if self.task.file is None:
+            source = measurable(open_source(data, self.task.split), self.job.recipe.evaluate.limit)
+        else:
+            source = self._of_file(self.task.file)
+        given, wanted = (spec.labels or spec.numbers for spec in (source.spec, self.spec))
+        if given != wanted:
             raise DataError(
-                f"data.kind={data.kind} has the labels {_short(source.spec.labels)}, but the model has "
-                f"{_short(self.spec.labels)}: give the data that it was trained on, or other samples with --file"
+                f"data.kind={data.kind} has the labels {_short(given)}, but the model has {_short(wanted)}: give the "
+                "data that it was trained on, or other samples with --file"
             )
+        if data.PACKS and isinstance(tokenizer, TextTokenizer):
+            return packed(source, data, tokenizer, publish=self.job.bus.publish)
         return with_tokens(source, data, tokenizer, publish=self.job.bus.publish) if tokenizer else source
 
     def _of_file(self, file: Path) -> Source:
         return of_file(
             file,
             self.spec,
+            self.processor,
             text_column=self.task.text_column,
             label_column=self.task.label_column,
             takes_tokens=self.tokenizer is not None,

@@ -12,10 +12,10 @@ from PIL import Image
 from lockstep.base.errors import printable
 from lockstep.base.templates import render
 from lockstep.inference.evaluate import evaluation_table, figures
-from lockstep.inference.evaluate.evaluation_report import Misclassified
+from lockstep.inference.evaluate.evaluation_report import HighLossSample
 
 
-def html(results: Mapping[str, Any], worst: Sequence[Misclassified], *, matrix: str) -> str:
+def html(results: Mapping[str, Any], worst: Sequence[HighLossSample], *, matrix: str) -> str:
     """The page; `matrix` is the SVG of the confusion matrix, or empty."""
     bins = results.get("reliability")
     calibration = results.get("calibration")

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-from lockstep.base.contracts import Source
+from lockstep.base.contracts import DataSpec, Source
 from lockstep.base.errors import ModelError
+from lockstep.data.text_tokenizers import TextTokenizer
 from lockstep.inference.evaluate.calibration import ece, reliability
 from lockstep.inference.evaluate.evaluation_samples import readable
+from lockstep.models.objectives._objective import PredictingObjective, Rows
 from lockstep.training.evaluation import Predictions
 
 LONGEST_TEXT = 2000
@@ -18,14 +20,15 @@ LONGEST_TEXT = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Misclassified:
+class HighLossSample:
     """A sample with a high loss."""
 
     index: int
     origin: str
     label: str
     predicted: str
-    confidence: float
+    confidence: float | None
+    """None where the model does not say."""
     loss: float
     columns: dict[str, Any]
     """Of the source, in readable form."""
@@ -49,7 +52,7 @@ class Misclassified:
 
 def check(predictions: Predictions, source: Source) -> None:
     """Raise ModelError if an output is not finite."""
-    rows = torch.nonzero(~torch.isfinite(predictions.logits).all(1)).flatten().tolist()
+    rows = [number for number, row in enumerate(predictions.outputs) if not torch.isfinite(row).all()]
     if rows:
         raise ModelError(
             f"the model's outputs are not finite for {len(rows)} of {len(source)} samples, the first of them "
@@ -57,15 +60,13 @@ def check(predictions: Predictions, source: Source) -> None:
         )
 
 
-def by_class(predictions: Predictions, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Precision, recall, F1 and the number of samples of each class."""
+def by_class(fits: Tensor, targets: Rows, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Precision, recall, F1 and the number of samples, or of words, of each class."""
     from sklearn.metrics import precision_recall_fscore_support
 
+    targets = targets if isinstance(targets, Tensor) else torch.cat(targets)
     columns = precision_recall_fscore_support(
-        predictions.labels.numpy(),
-        predictions.logits.argmax(1).numpy(),
-        labels=range(len(names)),
-        zero_division=0,
+        targets.long().numpy(), fits.numpy(), labels=range(len(names)), zero_division=0
     )
     return [
         {"label": name, "precision": float(p), "recall": float(r), "f1": float(f), "support": int(n)}
@@ -75,33 +76,62 @@ def by_class(predictions: Predictions, names: Sequence[str]) -> list[dict[str, A
 
 def confidences(predictions: Predictions, temperature: float) -> dict[str, Any]:
     """Calibration error and reliability diagram at a temperature."""
-    confidence, predicted = (predictions.logits / temperature).softmax(-1).max(1)
+    confidence, predicted = (predictions.outputs / temperature).softmax(-1).max(1)
     return {
-        "ece": ece(predictions.logits, predictions.labels, temperature),
+        "ece": ece(predictions.outputs, predictions.targets, temperature),
         "temperature": temperature,
-        "reliability": reliability(confidence, predicted == predictions.labels),
+        "reliability": reliability(confidence, predicted == predictions.targets),
     }
 
 
 def worst(
-    predictions: Predictions, source: Source, names: Sequence[str], *, count: int, temperature: float
-) -> list[Misclassified]:
-    """The samples with the highest cross-entropy, in descending order; equal ones in the order of the samples."""
-    logits = predictions.logits.double() / temperature
-    losses = F.cross_entropy(logits, predictions.labels, reduction="none")
-    confidence, predicted = logits.softmax(-1).max(1)
+    predictions: Predictions,
+    source: Source,
+    spec: DataSpec,
+    *,
+    objective: PredictingObjective,
+    count: int,
+    temperature: float,
+) -> list[HighLossSample]:
+    """The samples with the highest loss, in descending order; equal ones in the order of the samples."""
+    losses = objective.losses(predictions.outputs, predictions.targets, temperature)
     samples = []
     for row in losses.sort(descending=True, stable=True).indices[:count].tolist():
         origin, columns = readable(source, row)
+        scores = objective.scores(predictions.outputs[row][None].double(), temperature)[0]
+        predicted, confidence = objective.predicted(scores, spec)
         samples.append(
-            Misclassified(
+            HighLossSample(
                 index=row,
                 origin=origin,
-                label=names[int(predictions.labels[row])],
-                predicted=names[int(predicted[row])],
-                confidence=float(confidence[row]),
+                label=objective.target(predictions.targets[row], spec),
+                predicted=predicted,
+                confidence=confidence,
                 loss=float(losses[row]) + 0.0,  # a perfect loss is -0.0
                 columns=columns,
+            )
+        )
+    return samples
+
+
+def worst_texts(
+    predictions: Predictions, source: Source, tokenizer: TextTokenizer, *, count: int
+) -> list[HighLossSample]:
+    """The samples of a language model with the highest mean loss of their tokens, in descending order. Label and
+    prediction are those of the token that surprises most."""
+    samples = []
+    for row in predictions.outputs[:, 0].sort(descending=True, stable=True).indices[:count].tolist():
+        loss, token, likeliest, probability = predictions.outputs[row].tolist()
+        origin, columns = readable(source, row)
+        samples.append(
+            HighLossSample(
+                index=row,
+                origin=origin,
+                label=repr(tokenizer.decode([int(token)])),
+                predicted=repr(tokenizer.decode([int(likeliest)])),
+                confidence=probability,
+                loss=loss,
+                columns={"text": tokenizer.decode([int(each) for each in columns["input_ids"]])},
             )
         )
     return samples

@@ -1,45 +1,30 @@
 """Samples of a file, to evaluate a model on; and any sample in readable form."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lockstep.base.contracts import Columns, DataSpec, Source, samples_of
+from lockstep.base.contracts import DataSpec, Source, samples_of
 from lockstep.base.errors import DataError
+from lockstep.core.numerics.word_tokens import with_spaces
 from lockstep.data.augment import Augmented
-from lockstep.data.columns import positions
-from lockstep.data.data_config import TABLE_SUFFIXES
+from lockstep.data.data_config import OBJECTIVES, TABLE_SUFFIXES
 from lockstep.data.dataset import Subset
-from lockstep.data.images import pixels_of
 from lockstep.data.in_memory import Texts
+from lockstep.data.own_files import Found, read_class_folders
+from lockstep.data.processors import FileReader, FileSamples, Processor, reader_of
 from lockstep.data.sources import _files as files
+from lockstep.data.targets import COLUMNS, Targets
 from lockstep.data.token_cache import Tokens
+from lockstep.models.objectives._choice import name_of
+
+LABELS_OF = {objective: labels for labels, objective in OBJECTIVES.items()}
+"""Objective -> what its label column holds."""
 
 
 class FileTexts(Texts):
-    def __init__(self, found: files.Found, labels: np.ndarray, names: Sequence[str]) -> None:
-        super().__init__(found.samples, labels, names)
+    def __init__(self, found: Found, targets: Targets) -> None:
+        super().__init__(found.samples, targets)
         self.place = found.place
-
-
-class FileImages:
-    """Image files, opened on access and scaled to the model's input size."""
-
-    lengths: np.ndarray | None = None
-
-    def __init__(self, found: files.Found, labels: np.ndarray, spec: DataSpec) -> None:
-        self.paths, self.labels, self.spec, self.place = found.samples, labels, spec, found.place
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"image": uint8 [m, C, H, W], "label": int64 [m]}; raises DataError for a damaged image."""
-        assert self.spec.image_shape is not None
-        images = [pixels_of(self.paths[i], self.place(i), self.spec.image_shape) for i in indices]
-        return {"image": np.stack(images), "label": self.labels[np.asarray(indices, dtype=np.int64)]}
 
 
 def check_file(file: Path) -> None:
@@ -49,28 +34,40 @@ def check_file(file: Path) -> None:
     if file.is_file() and file.suffix.lower() not in TABLE_SUFFIXES:
         raise DataError(
             f"{file} is of no known form: --file takes a table ({', '.join(TABLE_SUFFIXES)}) or a folder with a "
-            "folder of images for each class"
+            "folder of images, or sounds, for each class"
         )
 
 
-def of_file(file: Path, spec: DataSpec, *, text_column: str, label_column: str, takes_tokens: bool) -> Source:
-    """The samples of a table or of a folder of images.
+def of_file(
+    file: Path,
+    spec: DataSpec,
+    processor: Processor | None = None,
+    *,
+    text_column: str,
+    label_column: str,
+    takes_tokens: bool,
+) -> Source:
+    """The samples of a table, or of a folder of images or sounds.
 
     Raises DataError for a modality that the model does not take, for missing columns and unknown labels.
     """
-    is_table = files.is_table(file)
+    is_table, reader = files.is_table(file), reader_of(spec.image_shape, processor)
     if is_table and not takes_tokens:
-        raise DataError(f"{file} is a table of texts, but the model takes {_expected(spec)}")
-    if not is_table and spec.image_shape is None:
-        raise DataError(f"{file} is a folder of images, but the model takes {_expected(spec)}")
-    found = files.read(file, text_column, label_column)
-    labels = positions(found.labels, spec.labels, found.place, known_to="the model")
-    return FileTexts(found, labels, spec.labels) if is_table else FileImages(found, labels, spec)
+        raise DataError(f"{file} is a table of texts, but the model takes {_expected(spec, reader)}")
+    if not is_table and reader is None:
+        raise DataError(f"{file} is a folder of images, but the model takes {_expected(spec, reader)}")
+    column = COLUMNS[LABELS_OF.get(name_of(spec), "class")]
+    if reader is not None and not is_table:
+        found = read_class_folders(file, reader.modality)
+    else:
+        found = files.read(file, (text_column, label_column), column)
+    targets = column.encode(found.labels, spec.labels or spec.numbers, found.place, known_to="the model")
+    return FileTexts(found, targets) if is_table or reader is None else FileSamples(found.samples, targets, reader)
 
 
-def _expected(spec: DataSpec) -> str:
-    if spec.image_shape is not None:
-        return "images: give a folder with a folder of them for each class"
+def _expected(spec: DataSpec, reader: FileReader | None) -> str:
+    if reader is not None:
+        return f"{samples_of(reader.modality)}: give a folder with a folder of them for each class"
     if spec.modality == "text":
         return "texts: give a table (.csv, .tsv, .jsonl, .parquet)"
     return f"{samples_of(spec.modality)}, which no file can hold: leave --file out"
@@ -88,4 +85,8 @@ def readable(source: Source, index: int) -> tuple[str, dict[str, Any]]:
         source = source.source
     place = getattr(source, "place", None)
     columns = source.__getitems__([index])
-    return place(index) if place else f"sample {index}", {name: column[0] for name, column in columns.items()}
+    is_sound = source.spec.modality == "audio"  # nobody reads its numbers
+    found = {name: column[0] for name, column in columns.items() if not is_sound or name == "label"}
+    if isinstance(found.get("text"), str):
+        found["text"] = with_spaces(found["text"])
+    return place(index) if place else f"sample {index}", found

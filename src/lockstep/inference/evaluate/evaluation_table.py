@@ -11,7 +11,7 @@ from lockstep.base.escaping_console import escape_name
 
 MAX_CLASSES = 40
 """With more classes than this, the terminal shows none; the page does."""
-TITLES = {"f1": "F1 (macro)", "ece": "calibration error (ECE)"}
+TITLES = {"f1": "F1 (macro)", "entity_f1": "F1 (entities)", "ece": "calibration error (ECE)"}
 
 
 def show(results: Mapping[str, Any], console: Console) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 from lockstep.base.escaping_console import escape_name
 from lockstep.base.templates import as_markdown
 from lockstep.inference.evaluate.evaluation_page import has_picture
-from lockstep.inference.evaluate.evaluation_report import Misclassified
+from lockstep.inference.evaluate.evaluation_report import HighLossSample
 from lockstep.observe import event_files
 
 COLUMNS = ("sample", "label", "predicted", "confidence", "loss", "from", "text")
 
 
-def write(samples: Sequence[Misclassified], folder: Path, *, step: int, data: str) -> None:
+def write(samples: Sequence[HighLossSample], folder: Path, *, step: int, data: str) -> None:
     """Write them to a run's TensorBoard folder, in place of those of an earlier evaluation of the step.
 
     Raises OSError.
@@ -32,18 +32,22 @@ def write(samples: Sequence[Misclassified], folder: Path, *, step: int, data: st
             writer.add_text("worst", _table(samples, data), step)
 
 
-def _facts(sample: Misclassified) -> str:
+def _facts(sample: HighLossSample) -> str:
     return f"{sample.label}, predicted {sample.predicted}, loss {sample.loss:.3g}"
 
 
-def _table(samples: Sequence[Misclassified], data: str) -> str:
+def _table(samples: Sequence[HighLossSample], data: str) -> str:
     rows = [
-        (f"{number:02}", sample.label, sample.predicted, f"{sample.confidence:.2f}", f"{sample.loss:.3g}")
+        (f"{number:02}", sample.label, sample.predicted, _confidence(sample), f"{sample.loss:.3g}")
         + (sample.origin, sample.text)
         for number, sample in enumerate(samples, 1)
     ]
     lines = [f"The samples with the highest loss in {as_markdown(data)}:", ""]
     return "\n".join([*lines, _row(COLUMNS), _row(["---"] * len(COLUMNS)), *map(_row, rows)])
+
+
+def _confidence(sample: HighLossSample) -> str:
+    return "" if sample.confidence is None else f"{sample.confidence:.2f}"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -26,7 +26,8 @@ class ExportSection(Section):
 
     kind: Annotated[str, AfterValidator(_known)] = "pretrained"
     """pretrained: transformers' own layout, or safetensors with a loader; safetensors and state_dict: the unwrapped
-    weights; onnx: for onnxruntime; torch_export: a torch.export program. The last two run without the model's code."""
+    weights; onnx: for onnxruntime; torch_export: a torch.export program. The last two run without the model's code.
+    adapter: what model.adapter has trained, alone, for peft; the others hold the model with its adapter merged in."""
     dtype: DType = "fp32"
     """Of the weights: fp32, fp16, bf16, or int8 (onnx only: dynamic quantisation). For less than fp32 the whole test
     split is predicted with both, and the differences are recorded."""

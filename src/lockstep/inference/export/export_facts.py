@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any
 
@@ -14,6 +15,8 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.data.data_config import Origin
 from lockstep.inference.export.export_config import DType
+from lockstep.models.objectives._choice import AUTO, objective_of
+from lockstep.models.objectives._objective import Objective
 
 FILE = "lockstep.json"
 CALIBRATION = "calibration.json"
@@ -21,6 +24,8 @@ CALIBRATION = "calibration.json"
 PRIVATE_SECTIONS = ("launch", "observe", "export")
 """Sections of a recipe that do not affect the weights, but may hold account names and environment variables."""
 MAX_LABELS = 10**6
+SPEC = ("modality", "labels", "numbers", "objective", "image_shape", "vocabulary", "context")
+"""The fields of DataSpec that belong to a model, and not only to its data."""
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Dimension = Annotated[int, Field(ge=1, le=2**16)]
 """Of an image: channels, height or width."""
@@ -49,7 +54,7 @@ class RoundTrip(BaseModel):
     largest_output: float
     """The scale of that difference."""
     labels_changed: Count
-    """Samples with another predicted label."""
+    """Samples, or words, with another predicted label."""
     accuracy_before: float | None
     """None without labels."""
     accuracy_after: float | None
@@ -102,7 +107,14 @@ class ExportFacts(BaseModel):
     """The recipe's section `model`."""
     modality: Text
     labels: Annotated[tuple[Text, ...], Field(max_length=MAX_LABELS)]
+    numbers: Annotated[tuple[Text, ...], Field(max_length=MAX_LABELS)] = ()
+    """Names of the numbers that it predicts."""
+    objective: Text = AUTO
     image_shape: tuple[Dimension, Dimension, Dimension] | None = None
+    vocabulary: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    """Number of tokens of a language model."""
+    context: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    """Tokens of a sample that it was trained with."""
     inputs: tuple[str, ...] = ()
     """Columns of a batch, in the order in which a traced graph takes them."""
     outputs: tuple[str, ...] = ()
@@ -137,7 +149,12 @@ class ExportFacts(BaseModel):
     @property
     def spec(self) -> DataSpec:
         """The part of the facts that describes the data."""
-        return DataSpec(modality=self.modality, labels=self.labels, image_shape=self.image_shape)
+        return DataSpec(**{name: getattr(self, name) for name in SPEC})
+
+    @cached_property
+    def learned(self) -> Objective:
+        """Its objective. Raises ModelError."""
+        return objective_of(self.spec)
 
     @property
     def title(self) -> str:
@@ -157,7 +174,12 @@ def facts_of(section: PluginSection, spec: DataSpec, *, recipe: Mapping[str, Any
             model[key] = Path(model[key]).name
     public = {name: _without_home(section) for name, section in recipe.items() if name not in PRIVATE_SECTIONS}
     public.get("run", {}).pop("dir", None)
-    return ExportFacts(model=_without_home(model), **asdict(spec), recipe=public, **more)
+    return ExportFacts(
+        model=_without_home(model),
+        **{name: value for name, value in asdict(spec).items() if name in SPEC},
+        recipe=public,
+        **more,
+    )
 
 
 def _without_home(value: Any) -> Any:

@@ -9,7 +9,13 @@ from lockstep.base import plugins, storage, trust
 from lockstep.base.contracts import Tokenizer
 from lockstep.base.errors import LockstepError, ModelError, UntrustedCode
 from lockstep.base.model_contracts import Batch, Forward, LossSum, Model, Outputs
-from lockstep.core.numerics.loss import classification_loss
+from lockstep.core.host.feature_extractor import FeatureExtractor, Waves
+from lockstep.core.host.image_processor import ImageProcessor
+from lockstep.data.chat import ChatTokenizer
+from lockstep.data.data_config import NO_PROCESSOR
+from lockstep.data.processors import Processor
+from lockstep.data.sounds import SoundReader
+from lockstep.data.text_tokenizers import saved_tokenizer
 from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_config import FORMATS
 from lockstep.inference.export.export_facts import FILE, ExportFacts
@@ -46,20 +52,37 @@ def forward_of(folder: Path, facts: ExportFacts | None = None) -> Forward:
 
 def tokenizer_of(folder: Path, facts: ExportFacts) -> Tokenizer | None:
     """The tokenizer stored beside the weights; None for models that take no tokens."""
+    if facts.vocabulary is not None:
+        with _read_errors(folder):
+            data = facts.recipe["data"]
+            saved = saved_tokenizer(str(data["tokenizer"]), folder)
+            return ChatTokenizer(saved) if plugins.find("data.sources", data["kind"]).Config.CHATS else saved
     if facts.modality != "text" or not plugins.find("models", facts.model["kind"]).Config.TAKES_TOKENS:
         return None
     with _read_errors(folder):
         plugin, section = _weights.section_of(facts, folder)
-        tokenizer: Tokenizer = plugin.tokenizer(section)
+        tokenizer: Tokenizer = plugin.tokenizer(section, facts.spec)
     return tokenizer
 
 
+def processor_of(folder: Path, facts: ExportFacts) -> Processor | None:
+    """The image processor, or the feature extractor, stored beside the weights, if there is one."""
+    data = facts.recipe.get("data", {})
+    with _read_errors(folder):
+        if facts.modality == "audio" and "seconds" in data:
+            is_none = data["feature_extractor"] == NO_PROCESSOR
+            return SoundReader(Waves() if is_none else FeatureExtractor(str(folder)), float(data["seconds"]))
+        if facts.image_shape is None or data.get("image_processor", NO_PROCESSOR) == NO_PROCESSOR:
+            return None
+        return ImageProcessor(str(folder))
+
+
 def loss_of(folder: Path, facts: ExportFacts, forward: Forward) -> Callable[[Outputs, Batch], LossSum]:
-    """The model's own loss; for a graph, that of the user's file beside it, else cross-entropy."""
+    """The model's own loss; for a graph, that of the user's file beside it, else the objective's."""
     if isinstance(forward, Model):
         return forward.loss
     if "file" not in facts.model:
-        return classification_loss
+        return facts.learned.loss
     with _read_errors(folder):
         plugin, section = _weights.section_of(facts, folder)
         model: Model = plugin.build(section, facts.spec)

@@ -62,7 +62,7 @@ def export(
             "kind": section.kind,
             "dtype": section.dtype,
             "file": file_of(section),
-            "inputs": tuple(_graph.inputs_of(samples.first[0])),
+            "inputs": tuple(_graph.inputs_of(samples.first[0], facts.learned.TARGETS)),
             "outputs": _graph.names_of(model, samples.first[0]),
         }
     )

@@ -11,10 +11,28 @@ from lockstep.base.contracts import samples_of
 from lockstep.base.templates import as_markdown, render
 from lockstep.data.data_config import Origin
 from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.models.objectives._choice import name_of
 
 FILE = "README.md"
 HUB = "https://huggingface.co"
-TASKS = {"text": "text-classification", "image": "image-classification"}
+TASKS = {
+    "text": "text-classification",
+    "image": "image-classification",
+    "audio": "audio-classification",
+    "tokens": "text-generation",
+}
+PIPELINES = {
+    ("transformer", "classification"): '"text-classification", "FOLDER_OF_THIS_FILE"',
+    ("transformer", "regression"): '"text-classification", "FOLDER_OF_THIS_FILE"',
+    ("transformer", "multilabel"): '"text-classification", "FOLDER_OF_THIS_FILE", top_k=None',
+    ("transformer", "token_classification"): '"token-classification", "FOLDER_OF_THIS_FILE"',
+    ("image_classifier", "classification"): '"image-classification", "FOLDER_OF_THIS_FILE"',
+    ("audio_classifier", "classification"): '"audio-classification", "FOLDER_OF_THIS_FILE"',
+    ("causal_lm", "causal_lm"): '"text-generation", "FOLDER_OF_THIS_FILE"',
+}
+"""(kind of model, objective) -> arguments of the pipeline of transformers that predicts the same."""
+TRANSFORMERS = ("transformer", "image_classifier", "audio_classifier", "causal_lm")
+"""Kinds of models that it loads."""
 MAX_LABELS = 50
 HUB_METRICS = ("accuracy", "f1")
 """Names that the hub defines."""
@@ -27,18 +45,14 @@ def text(facts: ExportFacts) -> str:
     recipe = yaml.safe_dump(_without_folders(facts.recipe), sort_keys=False, allow_unicode=True)
     if NEXT_LINE in recipe:
         recipe = yaml.safe_dump(_without_folders(facts.recipe), sort_keys=False)
-    is_text = facts.modality == "text" and facts.model["kind"] == "transformer"
-    request = '{"image": "<base64 of a PNG or JPEG>"}' if facts.image_shape else ""
-    labels = [f'"{as_markdown(label)}"' for label in facts.labels[:MAX_LABELS]]
-    labels += ["..."] * (len(facts.labels) > MAX_LABELS)
     return render(
         "inference/export/model_card.md.j2",
         facts=facts,
         front=_front_matter(facts),
-        labels=", ".join(labels),
-        samples=samples_of(facts.modality),
-        is_text=is_text,
-        request='{"text": "..."}' if is_text else request,
+        purpose=purpose_of(facts),
+        pipeline=PIPELINES.get((facts.model["kind"], name_of(facts.spec))),
+        route="generate" if facts.learned.GENERATES else "predict",
+        request=_request(facts),
         batch="{" + ", ".join(f'"{name}": ...' for name in facts.inputs) + "}",
         data=_training_data(facts),
         recipe=recipe,
@@ -48,16 +62,39 @@ def text(facts: ExportFacts) -> str:
     )
 
 
+def _request(facts: ExportFacts) -> str:
+    """A request to the server, as JSON; empty where it cannot serve the model."""
+    if facts.learned.GENERATES:
+        return '{"prompt": "..."}'
+    if facts.modality == "text" and facts.model["kind"] == "transformer":
+        return '{"text": "..."}'
+    if facts.modality == "audio" and "seconds" in facts.recipe["data"]:
+        return '{"audio": "<base64 of a WAV, FLAC, OGG or MP3>"}'
+    return '{"image": "<base64 of a PNG or JPEG>"}' if facts.image_shape else ""
+
+
+def purpose_of(facts: ExportFacts) -> str:
+    """What the model is for, as "that ..."; empty where nothing is known of it."""
+    names = facts.labels or facts.numbers
+    shown = [f'"{as_markdown(name)}"' for name in names[:MAX_LABELS]] + ["..."] * (len(names) > MAX_LABELS)
+    return facts.learned.PURPOSE.format(count=len(names), names=", ".join(shown), samples=samples_of(facts.modality))
+
+
+def _task(facts: ExportFacts) -> str | None:
+    """What the hub calls it; None where it has no name."""
+    return facts.learned.TASK or TASKS.get(facts.modality)
+
+
 def _front_matter(facts: ExportFacts) -> str:
     """YAML that the hub reads, metrics included; without what is unknown."""
     from huggingface_hub import ModelCardData
 
     hub_name = facts.origin.hub if facts.origin else None
-    library = "transformers" if facts.model["kind"] == "transformer" else "pytorch"
+    library = "transformers" if facts.model["kind"] in TRANSFORMERS else "pytorch"
     card = ModelCardData(
         library_name="onnx" if facts.kind == "onnx" else library,
         tags=["lockstep"],
-        pipeline_tag=TASKS.get(facts.modality),
+        pipeline_tag=_task(facts),
         model_name=facts.name,
         license=facts.license,
         language=list(facts.language) or None,
@@ -77,7 +114,7 @@ def _results(facts: ExportFacts) -> list[Any]:
     origin = facts.origin or Origin(name=kind)
     return [
         EvalResult(
-            task_type=TASKS.get(facts.modality) or facts.modality,
+            task_type=_task(facts) or facts.modality,
             dataset_type=origin.hub or kind,
             dataset_name=origin.name.replace(NEXT_LINE, " "),
             dataset_config=origin.subset,

@@ -10,6 +10,7 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Forward, Outputs
 from lockstep.core.modules.outputs import each, logits_of, tensors
 from lockstep.core.numerics.seeds import generators_restored, seed_all
+from lockstep.core.numerics.word_tokens import IGNORED
 from lockstep.inference.export.export_facts import RoundTrip
 
 TOLERANCE = 1e-3
@@ -38,8 +39,9 @@ def compare(model: Forward, again: Forward, batches: Iterable[Batch]) -> RoundTr
         largest_output = max([largest_output, *magnitudes])
         counts["samples"] += len(next(iter(batch.values())))
         logits, again_logits = logits_of(expected), logits_of(actual)
-        if logits is not None and again_logits is not None and logits.ndim == 2 and logits.shape[1] > 1:
-            counts.update(_label_counts(logits.argmax(1), again_logits.argmax(1), batch.get("label")))
+        label = batch.get("label")
+        if logits is not None and again_logits is not None and _has_classes(logits, label):
+            counts.update(_label_counts(logits.argmax(-1), again_logits.argmax(-1), label))
     labelled = counts["labelled"]
     return RoundTrip(
         samples=counts["samples"],
@@ -104,9 +106,16 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
     return float(differences.max()) if len(differences) else 0.0
 
 
+def _has_classes(logits: Tensor, label: Tensor | None) -> bool:
+    """Whether they are those of classes, [m, K] or, with a label for each token, [m, T, K]."""
+    is_labelled = label is not None and label.shape == logits.shape[:-1]
+    return logits.ndim > 1 and logits.shape[-1] > 1 and (logits.ndim == 2 or is_labelled)
+
+
 def _label_counts(before: Tensor, after: Tensor, label: Tensor | None) -> dict[str, int]:
-    counts = {"changed": int((before != after).sum())}
     if label is None or label.shape != before.shape:
-        return counts
-    correct = {"correct before": int((before == label).sum()), "correct after": int((after == label).sum())}
-    return {**counts, **correct, "labelled": len(label)}
+        return {"changed": int((before != after).sum())}
+    counted = label != IGNORED
+    counts = {"changed": (before != after) & counted, "labelled": counted}
+    counts |= {"correct before": before == label, "correct after": after == label}
+    return {name: int(each.sum()) for name, each in counts.items()}

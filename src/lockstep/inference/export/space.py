@@ -11,6 +11,7 @@ from lockstep.base import storage
 from lockstep.base.errors import ModelError
 from lockstep.base.templates import render
 from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.inference.export.model_card import purpose_of
 
 FOLDER, MODEL = "space", "model"
 """The Space's folder in the run's folder, and the export's folder in the Space."""
@@ -68,6 +69,12 @@ def write(folder: Path, facts: ExportFacts) -> None:
         raise ModelError(f"cannot write to {folder}: {reason}; name another folder with --to") from error
 
 
+def _extras(facts: ExportFacts) -> list[str]:
+    """What serving the model needs."""
+    needed = {"adapters": facts.kind == "adapter", "audio": facts.modality == "audio", "onnx": facts.kind == "onnx"}
+    return [*(extra for extra, is_needed in needed.items() if is_needed), "serve"]
+
+
 def texts(facts: ExportFacts) -> dict[str, str]:
     """The Space's files besides the export, by name."""
     front = {
@@ -84,6 +91,7 @@ def texts(facts: ExportFacts) -> dict[str, str]:
         "README.md": render(
             "inference/export/space_readme.md.j2",
             facts=facts,
+            purpose=purpose_of(facts),
             front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
         ),
         "Dockerfile": render(
@@ -91,7 +99,7 @@ def texts(facts: ExportFacts) -> dict[str, str]:
             marker=MARKER,
             port=PORT,
             torch=torch.__version__.partition("+")[0],
-            package=f"{PACKAGE}[onnx,serve]" if facts.kind == "onnx" else f"{PACKAGE}[serve]",
+            package=f"{PACKAGE}[{','.join(_extras(facts))}]",
             version=version(PACKAGE),
         ),
         ATTRIBUTES: "".join(f"{name} filter=lfs diff=lfs merge=lfs -text\n" for name in LFS_PATTERNS),

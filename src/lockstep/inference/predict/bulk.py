@@ -13,14 +13,15 @@ from lockstep.base.errors import ConfigError, DataError, Interrupted, LaunchErro
 from lockstep.base.world import cores
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.inference.generation.sampling import Sampling
 from lockstep.inference.predict import output_writer
 from lockstep.inference.predict.chunk_files import ChunkFiles
 from lockstep.inference.predict.chunk_worker import ChunkRequest, ChunkTask, PredictedColumns
 from lockstep.inference.predict.input_rows import CHUNK_ROWS, PredictionInput, open_input, serialize
-from lockstep.inference.predict.input_scan import InputScan, scan_input
+from lockstep.inference.predict.input_scan import InputScan, is_words, scan_input
 from lockstep.inference.predict.worker_pool import WorkerPool
 from lockstep.inference.predictor import DTypeName
-from lockstep.inference.trained_model import resolve, text_column
+from lockstep.inference.trained_model import modality_of, resolve, text_column
 from lockstep.observe import progress_bar
 
 
@@ -37,6 +38,8 @@ class PredictOptions:
     prefix: str = ""
     """Of the new columns' names."""
     has_probabilities: bool = False
+    sampling: Sampling = Sampling(max_tokens=64, temperature=0)
+    """Of a language model."""
     processes: int | None = None
     """By default one for each core, or each GPU."""
     device: str = "cpu"
@@ -53,7 +56,7 @@ def predict(options: PredictOptions, console: Console) -> None:
     PeerLost if processes die repeatedly; Interrupted after Ctrl-C or SIGTERM. The same command then resumes.
     """
     output_writer.writer_of(options.out)
-    source = open_input(options.input, options.text_column or text_column(options.model))
+    source = open_input(options.input, options.text_column or text_column(options.model), modality_of(options.model))
     if options.out.exists() and options.out.samefile(options.input):
         raise DataError(f"{options.out} is the input, which is not overwritten: name another --out")
     processes = _processes(options)
@@ -64,9 +67,12 @@ def predict(options: PredictOptions, console: Console) -> None:
         dtype=options.dtype,
         batch=options.batch,
         columns=PredictedColumns(
-            source=source.column, prefix=options.prefix, has_probabilities=options.has_probabilities
+            source=source.column,
+            prefix=options.prefix,
+            has_probabilities=options.has_probabilities,
+            sampling=options.sampling,
         ),
-        images=options.input if source.modality == "image" else None,
+        files=options.input if source.modality != "text" else None,
         output=files.folder,
         trusts=options.trusts,
     )
@@ -146,12 +152,15 @@ class BulkPrediction:
         """Of the output; raises UserError for a model of another modality, and for columns that clash or cannot be
         written."""
         source = self.source
-        if model.modality != source.modality:
+        if ("text" if model.learned.GENERATES else model.modality) != source.modality:
             takes, holds = samples_of(model.modality), samples_of(source.modality)
             raise ConfigError(f"{model.title} takes {takes}, but {source.path} holds {holds}")
-        if not model.labels:
-            raise ConfigError(f"{model.title} has no labels: what can be predicted is which of its labels fits")
-        fields = self.pool.task.columns.fields(model.labels)
+        if is_words(scan.schema.field(source.column).type) and not model.learned.WORDS:
+            raise DataError(
+                f"column {source.column!r} of {source.path} holds lists of words, but {model.title} takes whole texts: "
+                "name another column with --text-column"
+            )
+        fields = self.pool.task.columns.fields(model)
         clash = next((field.name for field in fields if field.name in scan.schema.names), None)
         if clash is not None:
             raise DataError(
@@ -165,12 +174,15 @@ class BulkPrediction:
     def facts(self, model: ExportFacts, schema: pa.Schema) -> dict[str, Any]:
         """Everything besides the rows that the predictions depend on; the names appear in messages."""
         return {
-            "model": model.model_dump(mode="json", include={"digest", "kind", "model", "labels", "calibration"}),
+            "model": model.model_dump(
+                mode="json", include={"digest", "kind", "model", "labels", "numbers", "objective", "calibration"}
+            ),
             "dtype": self.options.dtype or model.dtype,
             "device": self.options.device,
             "batch": self.options.batch,
             "columns": {field.name: str(field.type) for field in schema},
             "text column": self.source.column,
+            **({"sampling": str(self.options.sampling)} if model.learned.GENERATES else {}),
             "size of chunks": CHUNK_ROWS,
             "version of torch": str(torch.__version__),
         }

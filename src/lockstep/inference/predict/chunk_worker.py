@@ -3,8 +3,9 @@
 import os
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,11 +18,17 @@ from lockstep.base import storage, trust, user_code
 from lockstep.base.errors import DataError, LockstepError, ModelError, SampleError
 from lockstep.base.lifetime import end_with_parent
 from lockstep.core.numerics.precision import fix_numerics
-from lockstep.data.images import pixels_of
+from lockstep.core.numerics.word_tokens import joined
 from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.inference.generation.generator import Generator
+from lockstep.inference.generation.sampling import Sampling
 from lockstep.inference.predict.input_rows import deserialize
 from lockstep.inference.predictor import DTypeName, Predictor, Sample
 from lockstep.inference.trained_model import open_predictor
+from lockstep.models.objectives._objective import PredictingObjective, finite
+
+COMPLETION = "completion"
+"""The column that a language model adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,25 +36,32 @@ class PredictedColumns:
     """The column that is predicted, and the columns that are added."""
 
     source: str
-    """The column of texts or image paths."""
+    """The column of texts or of files' paths."""
     prefix: str = ""
     """Of the new columns' names."""
     has_probabilities: bool = False
     """Whether to add a column for each class."""
+    sampling: Sampling = Sampling(max_tokens=64, temperature=0)
+    """Of a language model, which adds a column of completions."""
 
-    def fields(self, labels: tuple[str, ...]) -> list[pa.Field]:
-        """The new columns."""
-        each = [f"probability_{label}" for label in labels] if self.has_probabilities else []
-        names = {"label": pa.string(), **dict.fromkeys(["confidence", *each], pa.float32())}
-        return [pa.field(f"{self.prefix}{name}", kind) for name, kind in names.items()]
+    def added(self, facts: ExportFacts, scores: np.ndarray, texts: list[str]) -> dict[str, pa.Array]:
+        """The new columns for the scores of texts, or of files by their paths."""
+        assert isinstance(facts.learned, PredictingObjective)
+        found = facts.learned.columns(scores, facts.spec, texts=texts, every=self.has_probabilities)
+        return {
+            f"{self.prefix}{name}": pa.array(column, pa.string() if column.dtype == object else None)
+            for name, column in found.items()
+        }
 
-    def append_to(self, table: pa.Table, labels: tuple[str, ...], probabilities: np.ndarray) -> pa.Table:
-        """The table with the new columns; probabilities are float32 [rows, classes]."""
-        values = [[labels[best] for best in probabilities.argmax(axis=1)], probabilities.max(axis=1)]
-        values += [*probabilities.T] if self.has_probabilities else []
-        for field, column in zip(self.fields(labels), values, strict=True):
-            table = table.append_column(field, pa.array(column))
-        return table
+    def fields(self, facts: ExportFacts) -> list[pa.Field]:
+        """The new columns, without rows. Raises ModelError for a model that does not predict samples."""
+        objective = facts.learned
+        if objective.GENERATES:
+            return [pa.field(f"{self.prefix}{COMPLETION}", pa.string())]
+        if not isinstance(objective, PredictingObjective):
+            raise ModelError(f"{facts.title} has neither labels nor numbers to predict")
+        none = self.added(facts, objective.blank(0, facts.spec), [])
+        return [pa.field(name, column.type) for name, column in none.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +73,8 @@ class ChunkTask:
     dtype: DTypeName | None
     batch: int
     columns: PredictedColumns
-    images: Path | None
-    """The folder that image paths are relative to; None for texts."""
+    files: Path | None
+    """The folder that paths of images or sounds are relative to; None for texts."""
     output: Path
     """The folder that predictions are written to."""
     trusts: bool = False
@@ -105,9 +119,13 @@ def run_worker(task: ChunkTask, pipe: Connection) -> None:
         _use_one_core()
         if task.trusts:
             trust.allow_all()
-        predictor = open_predictor(task.model, device=task.device, dtype=task.dtype)
-        pipe.send(predictor.facts)
-        chunk_predictor = ChunkPredictor(predictor=predictor, task=task, send=pipe.send)
+        model = open_predictor(task.model, device=task.device, dtype=task.dtype)
+        pipe.send(model.facts)
+        chunk_predictor: ChunkTable
+        if isinstance(model, Generator):
+            chunk_predictor = ChunkCompleter(model=model, task=task, send=pipe.send)
+        else:
+            chunk_predictor = ChunkPredictor(model=model, task=task, send=pipe.send)
         while (request := pipe.recv()) is not None:
             chunk_predictor.predict(request)
     except (EOFError, ConnectionError):  # the parent has gone
@@ -125,52 +143,85 @@ def run_worker(task: ChunkTask, pipe: Connection) -> None:
 def _use_one_core() -> None:
     """One thread for kernels and for tokenizers, deterministic kernels on a GPU; before anything is computed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else each process starts as many threads as there are cores
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may not be deterministic
     fix_numerics(threads=1, exact=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkPredictor:
-    predictor: Predictor
+class ChunkTable(ABC):
+    """Adds columns to the rows of a chunk."""
+
     task: ChunkTask
     send: Callable[[Message], None]
 
+    @abstractmethod
+    def columns(self, values: list[str], first_row: int) -> dict[str, pa.Array]:
+        """The new columns for texts, or paths. Raises ModelError for predictions that are not finite, DataError for a
+        damaged file."""
+
     def predict(self, request: ChunkRequest) -> None:
-        """Predict a chunk and write it. Raises ModelError for probabilities that are not finite, DataError for a
-        damaged image and a full disk."""
-        table, labels = deserialize(request.rows), self.predictor.labels
-        probabilities = np.empty((table.num_rows, len(labels)), dtype=np.float32)
-        for rows, samples in self._batches(table.column(self.task.columns.source).to_pylist()):
-            probabilities[rows] = self.predictor.probabilities(samples)
-            self.send(len(rows))
-        finite = np.isfinite(probabilities).all(axis=1)
-        if not finite.all():
-            raise ModelError(
-                f"row {request.first_row + int(finite.argmin())} gives probabilities that are not finite in "
-                f"{self.task.dtype or self.predictor.facts.dtype}: use another --dtype"
-            )
+        """Predict a chunk and write it. Raises ModelError, and DataError also for a full disk."""
+        table = deserialize(request.rows)
+        values = [_text(value) for value in table.column(self.task.columns.source).to_pylist()]
+        for name, column in self.columns(values, request.first_row).items():
+            table = table.append_column(name, column)
         buffer = pa.BufferOutputStream()
-        parquet.write_table(self.task.columns.append_to(table, labels, probabilities), buffer, compression="zstd")
+        parquet.write_table(table, buffer, compression="zstd")
         try:
             storage.write(self.task.output / request.file_name, buffer.getvalue().to_pybytes())
         except OSError as error:
             raise DataError(f"cannot write to {self.task.output}: {error.strerror}") from None
         self.send(ChunkDone())
 
+
+def _text(value: str | list[str]) -> str:
+    """A text; a list of words as one."""
+    return value if isinstance(value, str) else joined(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkCompleter(ChunkTable):
+    """With a language model."""
+
+    model: Generator
+
+    def columns(self, values: list[str], first_row: int) -> dict[str, pa.Array]:
+        texts, task, sampling = [], self.task, self.task.columns.sampling
+        for start in range(0, len(values), task.batch):
+            seeded = replace(sampling, seed=sampling.seed + first_row + start)
+            made = self.model.complete(values[start : start + task.batch], seeded)
+            texts += [each.text for each in made]
+            self.send(len(made))
+        return {f"{task.columns.prefix}{COMPLETION}": pa.array(texts, pa.string())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkPredictor(ChunkTable):
+    """With a model that predicts something for each sample."""
+
+    model: Predictor
+
+    def columns(self, values: list[str], first_row: int) -> dict[str, pa.Array]:
+        scores = self.model.objective.blank(len(values), self.model.facts.spec)
+        for rows, samples in self._batches(values):
+            scores[rows] = self.model.scores(samples)
+            self.send(len(rows))
+        is_finite = finite(scores)
+        if not is_finite.all():
+            raise ModelError(
+                f"row {first_row + int(is_finite.argmin())} gives numbers that are not finite in "
+                f"{self.task.dtype or self.model.facts.dtype}: use another --dtype"
+            )
+        return self.task.columns.added(self.model.facts, scores, values)
+
     def _batches(self, values: list[str]) -> Iterator[tuple[np.ndarray, list[Sample]]]:
         """Row numbers and encoded samples, texts of similar length together to save padding."""
-        numbers, images = np.arange(len(values)), self.task.images
-        if images is None:
-            encoded = self.predictor.encode(values)
+        numbers, folder, read = np.arange(len(values)), self.task.files, self.model.reader
+        if folder is None or read is None:
+            encoded = self.model.encode(values)
             numbers = np.argsort([len(sample) for sample in encoded], kind="stable")
         for start in range(0, len(values), self.task.batch):
             rows = numbers[start : start + self.task.batch]
-            if images is None:
+            if folder is None or read is None:
                 yield rows, [encoded[row] for row in rows]
             else:  # not all at once: a chunk of photos would take gigabytes
-                yield rows, [self._pixels(images / values[row]) for row in rows]
-
-    def _pixels(self, file: Path) -> Sample:
-        shape = self.predictor.facts.image_shape
-        assert shape is not None
-        return pixels_of(file, str(file), shape)
+                yield rows, [read(folder / values[row], str(folder / values[row])) for row in rows]

@@ -1,4 +1,4 @@
-"""The rows of an input, a chunk at a time: a table, a file of texts, or a folder of images."""
+"""The rows of an input, a chunk at a time: a table, a file of texts, or a folder of images or sounds."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,9 +10,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from lockstep.base.contracts import samples_of
 from lockstep.base.errors import DataError
 from lockstep.data import tables
-from lockstep.data.sources._files import IMAGE_SUFFIXES
+from lockstep.data.own_files import SUFFIXES, files_below
 
 CHUNK_ROWS = 512
 """Rows that one process predicts at a time, and the most that a killed one loses. The same for any number of processes,
@@ -20,7 +21,7 @@ because texts share a batch, and so its padding, with texts of their own chunk."
 CSV_BLOCK_BYTES = 1 << 22
 """Limits the length of a row. The reader holds up to 0.3 GB; with blocks of 16 MB it is 1.2 GB."""
 FILE_COLUMN = "file"
-"""The column of image paths, relative to the input folder."""
+"""The column of paths, relative to the input folder."""
 Reader = Callable[[Path, str], Iterable[pa.Table]]
 
 
@@ -30,12 +31,9 @@ class PredictionInput:
 
     path: Path
     column: str
-    """Of the texts, or of the image paths."""
+    """Of the texts, or of the files' paths."""
     reader: Reader
-
-    @property
-    def modality(self) -> str:
-        return "image" if self.path.is_dir() else "text"
+    modality: str = "text"
 
     def chunks(self) -> Iterator[pa.Table]:
         """All rows, CHUNK_ROWS in each table but the last; column types are inferred for each chunk separately.
@@ -46,18 +44,21 @@ class PredictionInput:
             yield from _rechunked(self.reader(self.path, self.column))
 
 
-def open_input(path: Path, text_column: str) -> PredictionInput:
-    """The input at a path; raises DataError where there is none, or one of an unknown format."""
+def open_input(path: Path, text_column: str, modality: str = "text") -> PredictionInput:
+    """The input at a path, of a folder the files of a modality, else images; raises DataError where there is none, or
+    one of an unknown format."""
     if not path.exists():
         raise DataError(f"there is no file or folder {path}: correct the path of what is to be predicted")
     if path.is_dir():
-        return PredictionInput(path=path, column=FILE_COLUMN, reader=_read_folder)
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
+        modality = modality if modality in SUFFIXES else "image"
+        reader = partial(_read_folder, modality=modality)
+        return PredictionInput(path=path, column=FILE_COLUMN, reader=reader, modality=modality)
+    if path.suffix.lower() not in READERS:
         raise DataError(
-            f"{path} is of no known form: name it after its form ({', '.join(READERS)}), or give a folder of images"
+            f"{path} is of no known form: name it after its form ({', '.join(READERS)}), or give a folder of images "
+            "or sounds"
         )
-    return PredictionInput(path=path, column=text_column, reader=reader)
+    return PredictionInput(path=path, column=text_column, reader=READERS[path.suffix.lower()])
 
 
 def _rechunked(blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -151,15 +152,12 @@ def _read_lines(path: Path, column: str) -> Iterator[pa.Table]:
             yield pa.table({column: pa.array(texts, pa.string())})
 
 
-def _read_folder(path: Path, column: str) -> Iterator[pa.Table]:
-    """Images in the order of their paths, which does not depend on the file system."""
-    files = sorted(
-        file.relative_to(path).parts
-        for file in path.rglob("*")
-        if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")
-    )
+def _read_folder(path: Path, column: str, modality: str) -> Iterator[pa.Table]:
+    """Files in the order of their paths, which does not depend on the file system."""
+    files = sorted(file.relative_to(path).parts for file in files_below(path, modality))
     if not files:
-        raise DataError(f"{path} has no images in it ({', '.join(IMAGE_SUFFIXES)}), nor have its folders")
+        known = ", ".join(SUFFIXES[modality])
+        raise DataError(f"{path} has no {samples_of(modality)} in it ({known}), nor have its folders")
     yield pa.table({column: pa.array(["/".join(parts) for parts in files], pa.string())})
 
 

@@ -75,7 +75,7 @@ def scan_input(source: PredictionInput) -> InputScan:
 
 def _chunk(source: PredictionInput, number: int, table: pa.Table) -> Chunk:
     digest = hashlib.sha256(serialize(table.replace_schema_metadata()))
-    if source.modality == "image":  # pixels are read only once: size and time stand for them
+    if source.modality != "text":  # files are read only once: size and time stand for them
         for file in table.column(source.column).to_pylist():
             try:
                 status = (source.path / file).stat()
@@ -87,10 +87,18 @@ def _chunk(source: PredictionInput, number: int, table: pa.Table) -> Chunk:
     return Chunk(number=number, rows=table.num_rows, digest=digest.hexdigest()[:16])
 
 
+def is_words(kind: pa.DataType) -> bool:
+    """Whether a column holds lists of texts, which are words."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return is_list and any(is_text(kind.value_type) for is_text in TEXT_TYPES)
+
+
 def _check_texts(table: pa.Table, rows_before: int, source: PredictionInput) -> None:
     values = table.column(source.column)
     kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
-    if not any(is_text(kind) for is_text in TEXT_TYPES):
+    if is_words(kind):
+        values = compute.binary_join(values.cast(pa.list_(pa.string())), " ")
+    elif not any(is_text(kind) for is_text in TEXT_TYPES):
         raise DataError(
             f"column {source.column!r} of {source.path} holds {kind}, not texts: name another one with --text-column"
         )

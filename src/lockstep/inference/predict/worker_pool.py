@@ -61,7 +61,7 @@ class WorkerPool:
         self.deaths: Counter[str] = Counter()
         can_fork = "forkserver" in multiprocessing.get_all_start_methods() and self.task.device.type == "cpu"
         self.context: Any = multiprocessing.get_context("forkserver" if can_fork else "spawn")
-        self.context.set_forkserver_preload([*PRELOADED, *(PRELOADED_FOR_TEXTS if self.task.images is None else [])])
+        self.context.set_forkserver_preload([*PRELOADED, *(PRELOADED_FOR_TEXTS if self.task.files is None else [])])
 
     def __enter__(self) -> "WorkerPool":
         return self

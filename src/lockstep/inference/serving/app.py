@@ -14,17 +14,20 @@ from typing import Any
 import torch
 
 from lockstep.base.errors import LockstepError
+from lockstep.inference.generation.generator import Generator
 from lockstep.inference.predictor import Predictor
-from lockstep.inference.serving import openapi
+from lockstep.inference.serving import generation_routes, openapi
 from lockstep.inference.serving.batcher import Full
 from lockstep.inference.serving.middleware import BUSY, Middleware
-from lockstep.inference.serving.request_inputs import FORM, IMAGE_TYPES, JSON, InvalidInput, json_inputs
-from lockstep.inference.serving.service import LARGE, Service, answer
+from lockstep.inference.serving.request_inputs import FILE_TYPES, FORM, JSON, InvalidInput, json_inputs
+from lockstep.inference.serving.service import LARGE, GenerationService, PredictionService, Service
 from lockstep.inference.serving.serving_config import Settings
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
 """Headers of proxies, and of pages in a browser, which may come from anywhere."""
-PAGE = Path(__file__).with_name("page.html")
+ROUTES = ("/predict", "/predict/batch", "/generate")
+"""Of models of one kind or another."""
+PAGE, GENERATION_PAGE = (Path(__file__).with_name(name) for name in ("page.html", "generation_page.html"))
 
 
 def build(service: Service) -> Middleware:
@@ -46,41 +49,45 @@ def _application(service: Service) -> Any:
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(service.batcher.close)
+        await asyncio.to_thread(service.close)
 
     title = f"Lockstep: {html.escape(service.model.current.facts.name)}"  # FastAPI does not escape it
     app = FastAPIOffline(title=title, lifespan=lifespan, **openapi.about(service.settings))
-    _add_prediction(app, service)
+    if isinstance(service, GenerationService):
+        generation_routes.add(app, service)
+    elif isinstance(service, PredictionService):
+        _add_prediction(app, service)
     _add_status(app, service)
     _add_reload(app, service)
-    _add_error_handlers(app)
+    _add_error_handlers(app, "/generate" if isinstance(service, GenerationService) else "/predict")
     return app
 
 
-def _add_prediction(app: Any, service: Service) -> None:
+def _add_prediction(app: Any, service: PredictionService) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
-    takes = service.takes
-    request_example, response_example = service.model.example
+    takes, prediction = service.takes, service.predictor.objective.Answer
+    example = dict(zip(("request", "response"), service.model.example, strict=True))
 
-    @app.post("/predict", **openapi.predict(takes, request_example, response_example))  # type: ignore[untyped-decorator]
+    @app.post("/predict", **openapi.predict(takes, prediction, **example))  # type: ignore[untyped-decorator]
     async def predict(request: Request) -> JSONResponse:
-        """The label of one input, how sure the model is of it, and the probability of every label."""
-        predictor, probabilities = await service.predict(*await inputs_of(request, takes, several=False))
-        return JSONResponse({**answer(predictor, probabilities[0]), "model": predictor.facts.title})
+        """The prediction for one input."""
+        (answer,), title = await service.predict(*await inputs_of(request, takes, several=False))
+        return JSONResponse({**answer, "model": title})
 
-    @app.post("/predict/batch", **openapi.predict_batch(takes, request_example, response_example))  # type: ignore[untyped-decorator]
+    @app.post("/predict/batch", **openapi.predict_batch(takes, prediction, **example))  # type: ignore[untyped-decorator]
     async def predict_batch(request: Request) -> JSONResponse:
         """The same for several inputs, in their order."""
-        predictor, probabilities = await service.predict(*await inputs_of(request, takes, several=True))
-        predictions = [answer(predictor, row) for row in probabilities]
-        return JSONResponse({"predictions": predictions, "model": predictor.facts.title})
+        predictions, title = await service.predict(*await inputs_of(request, takes, several=True))
+        return JSONResponse({"predictions": predictions, "model": title})
 
 
 def _add_status(app: Any, service: Service) -> None:
     from fastapi import Response
     from fastapi.responses import HTMLResponse, JSONResponse
+
+    page_file = GENERATION_PAGE if isinstance(service, GenerationService) else PAGE
 
     @app.get("/health", **openapi.HEALTH)  # type: ignore[untyped-decorator]
     async def health() -> dict[str, str]:
@@ -107,7 +114,7 @@ def _add_status(app: Any, service: Service) -> None:
 
     @app.get("/", include_in_schema=False)  # type: ignore[untyped-decorator]
     async def page() -> HTMLResponse:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=openapi.PAGE_HEADERS)
+        return HTMLResponse(page_file.read_text(encoding="utf-8"), headers=openapi.PAGE_HEADERS)
 
 
 def _add_reload(app: Any, service: Service) -> None:
@@ -127,7 +134,7 @@ def _add_reload(app: Any, service: Service) -> None:
         return JSONResponse({"before": before, "model": after})
 
 
-def _add_error_handlers(app: Any) -> None:
+def _add_error_handlers(app: Any, answers_at: str) -> None:
     """Answer every error with one sentence, in JSON."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
@@ -144,8 +151,10 @@ def _add_error_handlers(app: Any) -> None:
     async def timed_out(_: Request, __: TimeoutError) -> JSONResponse:
         return JSONResponse({"error": "the answer took too long; try again"}, 504)
 
-    async def refused(_: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        is_other_kind = error.status_code == 404 and request.url.path in ROUTES
+        reason = f"this model does not answer here, but to POST {answers_at}" if is_other_kind else str(error.detail)
+        return JSONResponse({"error": reason}, error.status_code, error.headers)
 
     async def failed(_: Request, __: Exception) -> JSONResponse:  # the traceback goes to the log
         return JSONResponse({"error": "the model failed on this; the server's log says how"}, 500)
@@ -156,12 +165,12 @@ def _add_error_handlers(app: Any) -> None:
 
 
 async def inputs_of(request: Any, takes: str, *, several: bool) -> tuple[list[Any], str]:
-    """The texts or images of a request, and the field that they are in; raises InvalidInput."""
+    """The texts or files of a request, and the field that they are in; raises InvalidInput."""
     body, media_type = await request.body(), request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if media_type == JSON:
         read = partial(json_inputs, body, takes, several=several)
         return await asyncio.to_thread(read) if len(body) > LARGE else read(), takes + "s" * several
-    files = (*IMAGE_TYPES, FORM) if takes == "image" and not several else ()
+    files = (*FILE_TYPES[takes], FORM) if takes in FILE_TYPES and not several else ()
     if media_type not in files:
         raise InvalidInput([("content-type", f"should be {' or '.join((JSON, *files))}")], status=415)
     return ([await _uploaded(request)], "file") if media_type == FORM else ([body], "body")
@@ -179,18 +188,18 @@ async def _uploaded(request: Any) -> bytes:
     except Exception as error:  # whatever the parser raises for a damaged form
         reason = getattr(error, "detail", None) or type(error).__name__
         raise InvalidInput([("body", f"this form cannot be read ({reason})")]) from None
-    raise InvalidInput([("file", "the form should have an image file in the field 'file'")])
+    raise InvalidInput([("file", "the form should have a file in the field 'file'")])
 
 
-def info(predictor: Predictor, settings: Settings) -> dict[str, Any]:
+def info(model: Predictor | Generator, settings: Settings) -> dict[str, Any]:
     """Public facts about the model and the server."""
     limits = asdict(settings)
     for name in ("api_key", "host", "port"):
         del limits[name]
     return {
-        "title": predictor.facts.title,
-        **predictor.facts.model_dump(mode="json", exclude={"file", "files", "inputs"}),
-        "device": str(predictor.device),
+        "title": model.facts.title,
+        **model.facts.model_dump(mode="json", exclude={"file", "files", "inputs"}),
+        "device": str(model.device),
         "limits": limits,
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
     }

@@ -30,7 +30,7 @@ class Item:
     """The model that it was encoded for; a reload may replace it meanwhile."""
     sample: Sample
     answer: "asyncio.Future[np.ndarray]"
-    """Probabilities float32 [classes]; cancelled if the request is."""
+    """Scores float32 [K] or [W, K]; cancelled if the request is."""
     arrived: float = field(default_factory=time.monotonic)
 
     @property
@@ -69,8 +69,8 @@ class Batcher:
     def depth(self) -> int:
         return len(self._waiting)
 
-    async def predict(self, predictor: Predictor, samples: Sequence[Sample]) -> np.ndarray:
-        """Probabilities float32 [n, classes] of encoded samples, in their order.
+    async def predict(self, predictor: Predictor, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """The scores of encoded samples, float32 [K] or [W, K], in their order.
 
         Raises Full, without queueing any. Cancelling it removes its inputs from the queue.
         """
@@ -82,7 +82,7 @@ class Batcher:
             self._waiting.extend(items)
             self._wake()
         try:
-            return np.stack([await item.answer for item in items])
+            return [await item.answer for item in items]
         except BaseException:
             for item in items:
                 item.answer.cancel()
@@ -162,7 +162,7 @@ class Batcher:
             return
         began = time.monotonic()
         try:
-            probabilities = group[0].predictor.probabilities([item.sample for item in group])
+            scores = group[0].predictor.scores([item.sample for item in group])
         except Exception as error:  # raised in the request
             if len(group) == 1:
                 _resolve(group, error)
@@ -171,7 +171,7 @@ class Batcher:
                     self._answer([item])
             return
         self.on_batch(len(group), time.monotonic() - began)
-        _resolve(group, probabilities)
+        _resolve(group, scores)
 
 
 def groups(items: list[Item]) -> list[list[Item]]:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 
-from lockstep.inference.serving.request_inputs import BODIES, FORM, IMAGE_TYPES, JSON
+from lockstep.inference.serving.request_inputs import BODIES, FILE_TYPES, FORM, JSON
 from lockstep.inference.serving.serving_config import Settings
 
 PAGE_HEADERS = {
@@ -14,27 +14,6 @@ PAGE_HEADERS = {
     "cache-control": "no-cache",
 }
 """The page loads nothing from other hosts; Spaces show it in a frame."""
-
-
-class Prediction(BaseModel):
-    """The prediction for one input."""
-
-    label: str
-    confidence: float = Field(ge=0, le=1, description="The probability of that label.")
-    probabilities: dict[str, float] = Field(description="Of every label.")
-
-
-class Answer(Prediction):
-    """A prediction, and the model that made it."""
-
-    model: str = Field(description="Name and digest.")
-
-
-class Answers(BaseModel):
-    """The predictions for several inputs."""
-
-    predictions: list[Prediction]
-    model: str
 
 
 class Fault(BaseModel):
@@ -49,6 +28,16 @@ class Problem(BaseModel):
 
     error: str
     detail: list[Fault] | None = None
+
+
+def _answers(prediction: Any) -> tuple[type[BaseModel], type[BaseModel]]:
+    """The answers of both routes: a prediction or several, and the model that made it."""
+    model = (str, Field(description="Name and digest."))
+    one = create_model("Answer", __base__=prediction, __doc__="A prediction, and the model that made it.", model=model)
+    several = create_model(
+        "Answers", __doc__="The predictions for several inputs.", predictions=(list[prediction], ...), model=model
+    )
+    return one, several
 
 
 def _problem(description: str) -> dict[str, Any]:
@@ -95,10 +84,10 @@ def about(settings: Settings) -> dict[str, Any]:
     from fastapi.security import HTTPBearer
 
     return {
-        "summary": "Labels for texts or images, from a model trained with Lockstep.",
+        "summary": "Predictions for texts, images or sounds, from a model trained with Lockstep.",
         "version": "1",
         "openapi_tags": [
-            {"name": PREDICTING, "description": "Labels of one input, or of several."},
+            {"name": PREDICTING, "description": "Predictions for one input, or for several."},
             {"name": MODEL, "description": "The model that is served, and how to reload it."},
             {"name": SERVER, "description": "Status of the server."},
         ],
@@ -107,22 +96,36 @@ def about(settings: Settings) -> dict[str, Any]:
     }
 
 
-def predict(takes: str, request: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
+def predict(
+    takes: str, prediction: type[BaseModel], *, request: dict[str, Any], response: dict[str, Any]
+) -> dict[str, Any]:
     """Arguments of the route for one input, by an example."""
     content = {JSON: _json(takes, several=False, example=request)}
-    if takes == "image":
+    if takes in FILE_TYPES:
         file = {"type": "string", "format": "binary"}
-        content |= {kind: {"schema": file} for kind in IMAGE_TYPES}
+        content |= {kind: {"schema": file} for kind in FILE_TYPES[takes]}
         form = {"type": "object", "properties": {"file": file}, "required": ["file"]}
         content[FORM] = {"schema": form}
-    return _route(Answer, content, response)
+    return _route(_answers(prediction)[0], content, response)
 
 
-def predict_batch(takes: str, request: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
+def predict_batch(
+    takes: str, prediction: type[BaseModel], *, request: dict[str, Any], response: dict[str, Any]
+) -> dict[str, Any]:
     """Arguments of the route for several inputs, by the example for one."""
-    prediction = {name: value for name, value in response.items() if name != "model"}
+    example = {name: value for name, value in response.items() if name != "model"}
     content = {JSON: _json(takes, several=True, example={f"{takes}s": [*request.values()]})}
-    return _route(Answers, content, {"predictions": [prediction], "model": response["model"]})
+    return _route(_answers(prediction)[1], content, {"predictions": [example], "model": response["model"]})
+
+
+def generate(
+    asked: type[BaseModel], answered: type[BaseModel], *, request: dict[str, Any], response: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of the route for a completion, by an example."""
+    content = {JSON: {"schema": asked.model_json_schema(), "example": request}}
+    route = _route(answered, content, response)
+    route["responses"][200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return route
 
 
 def _json(takes: str, *, several: bool, example: dict[str, Any]) -> dict[str, Any]:

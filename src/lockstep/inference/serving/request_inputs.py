@@ -1,4 +1,4 @@
-"""The inputs of a request: texts or images from its body."""
+"""The inputs of a request: texts, images or sounds from its body."""
 
 import base64
 import binascii
@@ -8,12 +8,22 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lockstep.base.errors import DataError
-from lockstep.data.images import TooLarge, pixels_of
+from lockstep.data.images import TooLarge
+from lockstep.data.sounds import FORMATS as SOUND_FORMATS
+from lockstep.data.sounds import TooLong
 from lockstep.inference.predictor import Predictor, Sample
 from lockstep.inference.serving.serving_config import MAX_INPUTS
 
-IMAGE_FORMATS = ("PNG", "JPEG")
-IMAGE_TYPES = ("image/png", "image/jpeg")
+FORMATS = {"image": ("PNG", "JPEG"), "audio": SOUND_FORMATS}
+"""Of files, by the input of the model."""
+FORMAT_NAMES = {"image": "PNG or JPEG", "audio": "WAV, FLAC, OGG or MP3"}
+"""In messages."""
+FILE_TYPES = {
+    "image": ("image/png", "image/jpeg"),
+    "audio": ("audio/wav", "audio/x-wav", "audio/flac", "audio/ogg", "audio/mpeg"),
+}
+"""Media types of a body that is a file."""
+BASE64 = {"contentEncoding": "base64", "pattern": "^(data:[^,]*;base64,)?[A-Za-z0-9+/=\\s]+$"}
 JSON, FORM = "application/json", "multipart/form-data"
 MAX_FAULTS = 100
 Filled = Annotated[str, Field(min_length=1)]
@@ -50,7 +60,7 @@ class ImageRequest(Body):
 
     image: Filled = Field(
         description="A PNG or JPEG file in base64 (a data: URL is fine).",
-        json_schema_extra={"contentEncoding": "base64", "pattern": "^(data:[^,]*;base64,)?[A-Za-z0-9+/=\\s]+$"},
+        json_schema_extra={**BASE64},
     )
 
 
@@ -62,25 +72,48 @@ class ImagesRequest(Body):
     )
 
 
+class AudioRequest(Body):
+    """A sound to be classified."""
+
+    audio: Filled = Field(
+        description="A WAV, FLAC, OGG or MP3 file in base64 (a data: URL is fine).", json_schema_extra={**BASE64}
+    )
+
+
+class AudiosRequest(Body):
+    """Several sounds."""
+
+    audios: list[Filled] = Field(
+        min_length=1, max_length=MAX_INPUTS, description="WAV, FLAC, OGG or MP3 files in base64 (data: URLs are fine)."
+    )
+
+
 BODIES: dict[tuple[str, bool], type[Body]] = {
     ("text", False): TextRequest,
     ("text", True): TextsRequest,
     ("image", False): ImageRequest,
     ("image", True): ImagesRequest,
+    ("audio", False): AudioRequest,
+    ("audio", True): AudiosRequest,
 }
 """(Input of the model, whether a batch) -> JSON body."""
 
 
 def json_inputs(body: bytes, takes: str, *, several: bool) -> list[str]:
-    """The texts, or base64 images, of a JSON body; raises InvalidInput, which names the fields."""
+    """The texts, or files in base64, of a JSON body; raises InvalidInput, which names the fields."""
     try:
         request = BODIES[takes, several].model_validate_json(body)
     except ValidationError as error:
-        if error.error_count() > MAX_FAULTS:  # describing each takes longer than finding them
-            raise InvalidInput([("body", f"there are {error.error_count():,} faults in this")]) from None
-        raise InvalidInput([(_path(fault["loc"]), _reason(fault)) for fault in error.errors()[:10]]) from None
+        raise InvalidInput(faults_of(error)) from None
     (inputs,) = dict(request).values()
     return list(inputs) if several else [inputs]
+
+
+def faults_of(error: ValidationError) -> list[tuple[str, str]]:
+    """(field, reason) of the first faults of a body."""
+    if error.error_count() > MAX_FAULTS:  # describing each takes longer than finding them
+        return [("body", f"there are {error.error_count():,} faults in this")]
+    return [(_path(fault["loc"]), _reason(fault)) for fault in error.errors()[:10]]
 
 
 def encoded_texts(predictor: Predictor, texts: Sequence[str], field: str) -> list[Sample]:
@@ -91,29 +124,30 @@ def encoded_texts(predictor: Predictor, texts: Sequence[str], field: str) -> lis
         raise InvalidInput([(field, str(error))]) from None
 
 
-def encoded_image(predictor: Predictor, image: str | bytes, field: str) -> Sample:
-    """The model's input for a base64 image, or the bytes of an image file; raises InvalidInput."""
-    shape = predictor.facts.image_shape
-    assert shape is not None
+def encoded_file(predictor: Predictor, given: str | bytes, field: str) -> Sample:
+    """The model's input for the bytes of a file, or base64 of them; raises InvalidInput."""
+    read = predictor.reader
+    assert read is not None
+    formats = FORMATS[read.modality]
     try:
-        file = _decoded(image) if isinstance(image, str) else image
-        return pixels_of(file, "this", shape, formats=IMAGE_FORMATS)
-    except TooLarge as error:
+        file = _decoded(given, FORMAT_NAMES[read.modality]) if isinstance(given, str) else given
+        return read(file, "this", formats=formats)
+    except (TooLarge, TooLong) as error:
         raise InvalidInput([(field, str(error))], status=413) from None
     except (DataError, binascii.Error) as error:
         raise InvalidInput([(field, str(error))]) from None
-    except Exception as error:  # Pillow's parsers raise anything for damaged files
-        raise InvalidInput([(field, f"this cannot be read as an image ({type(error).__name__})")]) from None
+    except Exception as error:  # parsers raise anything for damaged files
+        raise InvalidInput([(field, f"this cannot be read as {read.noun} ({type(error).__name__})")]) from None
 
 
-def _decoded(text: str) -> bytes:
+def _decoded(text: str, formats: str) -> bytes:
     head, comma, data = text.partition(",")
     if comma and head.startswith("data:"):
         text = data
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError):
-        raise DataError("should be a PNG or JPEG file in base64") from None
+        raise DataError(f"should be a {formats} file in base64") from None
 
 
 def _path(location: Sequence[Any]) -> str:

@@ -11,9 +11,10 @@ from typing import Any
 
 from lockstep.base import plugins
 from lockstep.base.errors import LaunchError, LockstepError
+from lockstep.inference.generation.generator import Generator
 from lockstep.inference.predictor import Predictor
 from lockstep.inference.serving import app
-from lockstep.inference.serving.service import ServedModel, Service
+from lockstep.inference.serving.service import ServedModel, Service, service_of
 from lockstep.inference.serving.serving_config import Settings
 
 BACKLOG = 2048
@@ -21,7 +22,7 @@ PACKAGES = ("fastapi", "fastapi_offline", "python_multipart", "prometheus_client
 """Of the extra `serve`."""
 
 
-def serve(load: Callable[[], Predictor], settings: Settings, report: Callable[[str], None]) -> None:
+def serve(load: Callable[[], Predictor | Generator], settings: Settings, report: Callable[[str], None]) -> None:
     """Serve the model that `load` returns until SIGTERM or SIGINT, then answer what has been accepted.
 
     SIGHUP reloads it. Raises LaunchError if the port is unavailable, MissingExtra without the packages, and the errors
@@ -35,15 +36,15 @@ def serve(load: Callable[[], Predictor], settings: Settings, report: Callable[[s
         )
     with listening(settings) as opened:
         model = _loaded(load, report)
-        service = Service(model, settings)
+        service = service_of(model, settings)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(_serve(service, opened, report=report))
         finally:
-            service.batcher.close()  # if the application could not
+            service.close()  # if the application could not
 
 
-def _loaded(load: Callable[[], Predictor], report: Callable[[str], None]) -> ServedModel:
+def _loaded(load: Callable[[], Predictor | Generator], report: Callable[[str], None]) -> ServedModel:
     try:
         return ServedModel(load)
     except KeyboardInterrupt:

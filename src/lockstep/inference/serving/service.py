@@ -1,27 +1,33 @@
-"""The served model, and the path from a request's inputs to probabilities."""
+"""The served model, and the path from a request's inputs to predictions."""
 
 import asyncio
 import base64
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
 from lockstep.base.contracts import samples_of
-from lockstep.base.errors import ModelError
+from lockstep.base.errors import DataError, LockstepError, ModelError
 from lockstep.base.world import cores
+from lockstep.data.sounds import tone
+from lockstep.inference.generation.generated import generated
+from lockstep.inference.generation.generator import Completion, Generator
+from lockstep.inference.generation.sampling import Sampling
 from lockstep.inference.predictor import Predictor, Sample
 from lockstep.inference.serving.batcher import Batcher
-from lockstep.inference.serving.request_inputs import InvalidInput, encoded_image, encoded_texts
+from lockstep.inference.serving.generation_batcher import GenerationBatcher
+from lockstep.inference.serving.request_inputs import InvalidInput, encoded_file, encoded_texts
 from lockstep.inference.serving.server_metrics import ServerMetrics
 from lockstep.inference.serving.serving_config import Settings
+from lockstep.models.objectives._objective import finite
 
 Example = tuple[dict[str, Any], dict[str, Any]]
 """A request and the model's actual response, as JSON."""
+PROMPT = "The "
 LARGE = 8192
 """Characters or bytes; larger inputs are encoded in a thread, so that other requests need not wait."""
 
@@ -29,7 +35,7 @@ LARGE = 8192
 class ServedModel:
     """The current model, which can be reloaded."""
 
-    def __init__(self, load: Callable[[], Predictor]) -> None:
+    def __init__(self, load: Callable[[], Predictor | Generator]) -> None:
         self.load = load
         self.changed: Callable[[], None] = lambda: None
         """Called in the event loop after a reload."""
@@ -38,7 +44,7 @@ class ServedModel:
         self._lock = asyncio.Lock()
         self._reloads: set[asyncio.Task[tuple[str, str]]] = set()
 
-    def _load(self) -> tuple[Predictor, Example]:
+    def _load(self) -> tuple[Predictor | Generator, Example]:
         """A model that is warmed up, and its example; in a thread of its own, as OpenMP threads that stay alive would
         slow others down (see Batcher)."""
         executor = ThreadPoolExecutor(1, "lockstep-load")
@@ -47,20 +53,16 @@ class ServedModel:
         finally:
             executor.shutdown(wait=False)
 
-    def _warmed_up(self) -> tuple[Predictor, Example]:
+    def _warmed_up(self) -> tuple[Predictor | Generator, Example]:
         torch.set_num_threads(self._threads)  # another thread may have set it
-        predictor = self.load()
-        sample = example_input(predictor)
+        model = self.load()
         try:
-            for size in (1, 2):
-                probabilities = predictor.probabilities(predictor.encode([sample] * size))
+            return model, _completed(model) if isinstance(model, Generator) else _predicted(model)
+        except LockstepError:
+            raise
         except Exception as error:  # of torch, of onnxruntime, of a user's code
             reason = str(error).strip().partition("\n")[0]
-            raise ModelError(f"{predictor.facts.title} cannot predict ({type(error).__name__}: {reason})") from error
-        if probabilities.shape != (2, len(predictor.labels)) or not np.isfinite(probabilities).all():
-            raise ModelError(f"{predictor.facts.title} gives {probabilities.tolist()}, not probabilities of its labels")
-        request = {"text": sample} if isinstance(sample, str) else {"image": base64.b64encode(sample).decode()}
-        return predictor, (request, {**answer(predictor, probabilities[0]), "model": predictor.facts.title})
+            raise ModelError(f"{model.facts.title} cannot predict ({type(error).__name__}: {reason})") from error
 
     async def reload(self) -> tuple[str, str]:
         """Load the model again, then replace the current one -> the titles before and after. Raises LockstepError.
@@ -77,7 +79,7 @@ class ServedModel:
     async def _reload(self) -> tuple[str, str]:
         async with self._lock:
             before, (after, example) = self.current, await asyncio.to_thread(self._load)
-            if (before.tokenizer is None) != (after.tokenizer is None):
+            if _kind(before) != _kind(after):
                 takes = samples_of(after.facts.modality)
                 raise ModelError(f"{after.facts.title} takes {takes}: start another server for it")
             self.current, self.example = after, example
@@ -85,10 +87,40 @@ class ServedModel:
             return before.facts.title, after.facts.title
 
 
+def _kind(model: Predictor | Generator) -> tuple[type, str]:
+    """What a server has to be built for."""
+    return type(model), _takes(model) if isinstance(model, Predictor) else ""
+
+
+def _takes(predictor: Predictor) -> str:
+    """The input: text, image or audio."""
+    return predictor.reader.modality if predictor.reader is not None else "text"
+
+
+def _predicted(predictor: Predictor) -> Example:
+    """An example, after a batch of it. Raises ModelError for predictions that are not finite."""
+    sample = example_input(predictor)
+    for size in (1, 2):
+        scores = predictor.scores(predictor.encode([sample] * size))
+    if not finite(scores).all():
+        raise ModelError(f"{predictor.facts.title} gives {scores.tolist()}, which are no predictions")
+    request = {_takes(predictor): sample if isinstance(sample, str) else base64.b64encode(sample).decode()}
+    return request, {**predictor.answer(scores[0], sample), "model": predictor.facts.title}
+
+
+def _completed(generator: Generator) -> Example:
+    sampling = Sampling(max_tokens=16, seed=1)
+    (made,) = generator.complete([PROMPT], sampling)
+    request = {"prompt": PROMPT, "max_tokens": sampling.max_tokens, "seed": sampling.seed}
+    return request, generated(generator, made).model_dump()
+
+
 def example_input(predictor: Predictor) -> str | bytes:
-    """A headline, or an image of a vertical line."""
-    if predictor.tokenizer is not None:
+    """A headline, an image of a vertical line, or the tone a'."""
+    if predictor.reader is None:
         return "Central bank raises its interest rate by a quarter of a point"
+    if predictor.reader.modality == "audio":
+        return tone(440)
     assert predictor.facts.image_shape is not None
     channels, height, width = predictor.facts.image_shape
     image = Image.new("L" if channels == 1 else "RGB", (width, height))
@@ -100,48 +132,91 @@ def example_input(predictor: Predictor) -> str | bytes:
 
 
 class Service:
-    """The state that the routes share: model, batcher, metrics."""
+    """The state that the routes share: model, settings, metrics."""
 
     def __init__(self, model: ServedModel, settings: Settings) -> None:
         self.model, self.settings, self.metrics = model, settings, ServerMetrics()
         self.is_draining = False
+
+    def close(self) -> None:
+        """Answer what is queued, and accept nothing more."""
+
+
+class PredictionService(Service):
+    """Predicts texts, images or sounds."""
+
+    def __init__(self, model: ServedModel, settings: Settings) -> None:
+        super().__init__(model, settings)
         self.batcher = Batcher(
             max_batch=settings.max_batch,
             max_wait_seconds=settings.max_wait_seconds,
             capacity=settings.queue,
-            workers=cores() if model.current.is_parallel else 1,
+            workers=cores() if self.predictor.is_parallel else 1,
             on_batch=self.metrics.record_batch,
         )
         self.metrics.watch_queue(lambda: self.batcher.depth)
 
+    def close(self) -> None:
+        self.batcher.close()
+
+    @property
+    def predictor(self) -> Predictor:
+        assert isinstance(self.model.current, Predictor)
+        return self.model.current
+
     @property
     def takes(self) -> str:
-        return "text" if self.model.current.tokenizer is not None else "image"
+        return _takes(self.predictor)
 
-    async def predict(self, inputs: list[Any], field: str) -> tuple[Predictor, np.ndarray]:
-        """The model and its probabilities [n, classes]. Raises InvalidInput, Full, TimeoutError."""
+    async def predict(self, inputs: list[Any], field: str) -> tuple[list[dict[str, Any]], str]:
+        """The predictions, and the title of the model. Raises InvalidInput, Full, TimeoutError."""
         if len(inputs) > self.settings.queue:
             raise InvalidInput([(field, f"this server takes {self.settings.queue} at a time")])
-        predictor = self.model.current
+        predictor = self.predictor
         async with asyncio.timeout(self.settings.timeout_seconds):
             samples = await self._encoded(predictor, inputs, field)
-            return predictor, await self.batcher.predict(predictor, samples)
+            scores = await self.batcher.predict(predictor, samples)
+        return [predictor.answer(*each) for each in zip(scores, inputs, strict=True)], predictor.facts.title
 
     async def _encoded(self, predictor: Predictor, inputs: list[Any], field: str) -> list[Sample]:
         """The model's inputs, encoded without blocking other requests."""
-        if predictor.tokenizer is None:  # one by one, so that a timeout stops it: a small file may be a large image
-            fields = [f"{field}.{number}" for number in range(len(inputs))] if field == "images" else [field]
+        if predictor.reader is not None:  # one by one, so that a timeout stops it: a small file may be a large image
+            is_batch = field == f"{_takes(predictor)}s"
+            fields = [f"{field}.{number}" for number in range(len(inputs))] if is_batch else [field]
             pairs = zip(inputs, fields, strict=True)
-            return [await asyncio.to_thread(encoded_image, predictor, file, name) for file, name in pairs]
+            return [await asyncio.to_thread(encoded_file, predictor, file, name) for file, name in pairs]
         if sum(map(len, inputs)) > LARGE:
             return await asyncio.to_thread(encoded_texts, predictor, inputs, field)
         return encoded_texts(predictor, inputs, field)
 
 
-def answer(predictor: Predictor, probabilities: np.ndarray) -> dict[str, Any]:
-    best = int(probabilities.argmax())
-    return {
-        "label": predictor.labels[best],
-        "confidence": float(probabilities[best]),
-        "probabilities": dict(zip(predictor.labels, map(float, probabilities), strict=True)),
-    }
+class GenerationService(Service):
+    """Completes texts."""
+
+    def __init__(self, model: ServedModel, settings: Settings) -> None:
+        super().__init__(model, settings)
+        self.batcher = GenerationBatcher(
+            max_batch=settings.max_batch, capacity=settings.queue, on_batch=self.metrics.record_batch
+        )
+        self.metrics.watch_queue(lambda: self.batcher.depth)
+
+    def close(self) -> None:
+        self.batcher.close()
+
+    def begun(self, prompt: str | list[dict[str, str]], sampling: Sampling) -> tuple[Generator, Completion]:
+        """A completion of the current model. Raises InvalidInput."""
+        generator = self.model.current
+        assert isinstance(generator, Generator)
+        try:
+            return generator, generator.completion(prompt, sampling)
+        except DataError as error:
+            raise InvalidInput([("prompt" if isinstance(prompt, str) else "messages", str(error))]) from None
+
+    def pieces(self, generator: Generator, completion: Completion) -> AsyncGenerator[str]:
+        """The completion, piece by piece. Raises Full, TimeoutError."""
+        return self.batcher.pieces(generator, completion, seconds=self.settings.timeout_seconds)
+
+
+def service_of(model: ServedModel, settings: Settings) -> Service:
+    """The service for the kind of a model."""
+    return (GenerationService if isinstance(model.current, Generator) else PredictionService)(model, settings)

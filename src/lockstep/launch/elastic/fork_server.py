@@ -43,7 +43,8 @@ NUMBERS = [getattr(signal, name) for name in SIGNALS]
 class WorkerStart:
     module: str
     arguments: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] | None
+    """None: that of the server."""
     outputs: Mapping[int, str]
     """Files for stdout (1) and stderr (2), unless they are those of the launcher."""
     began: float
@@ -205,6 +206,17 @@ class ForkedProcess:
             time.sleep(POLL_SECONDS)
         return code
 
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
 
 class ForkedHandler(SubprocessHandler):
     """The agent's handler of a worker, which is forked."""
@@ -345,10 +357,11 @@ def _work(start: WorkerStart, *, server: int, inherited: Sequence[int], is_backg
         file = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
-    os.environ.clear()
-    os.environ.update(start.environment)
+    if start.environment is not None:
+        os.environ.clear()
+        os.environ.update(start.environment)
+        lifetime.name_process(lifetime.rank_name(start.environment["RANK"]))
     os.environ.pop("PYTHONSAFEPATH", None)  # as a new worker does
-    lifetime.name_process(lifetime.rank_name(start.environment["RANK"]))
     lifetime.began = start.began
     sys.argv = [start.module, *start.arguments]
     importlib.import_module(start.module).run(sys.argv[1:])

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo, field_validator
 
@@ -36,6 +36,8 @@ def _is_mount(path: str) -> str:
 
 class KubernetesSection(LaunchSection):
     """Pods of a Kubernetes cluster, as a JobSet or a Kubeflow TrainJob."""
+
+    SUBMITS: ClassVar[bool] = True
 
     resource: Literal["jobset", "trainjob"] = "jobset"
     """The resource to submit: a JobSet (jobset.x-k8s.io), or a TrainJob of Kubeflow Trainer (trainer.kubeflow.org)."""

@@ -33,6 +33,7 @@ class Config(LaunchSection):
     """A Slurm job, requeued when its time limit is reached or another job preempts it."""
 
     REJOINS: ClassVar[bool] = False
+    SUBMITS: ClassVar[bool] = True
 
     partition: Line | None = None
     """Partition to queue in; by default the cluster's."""

@@ -10,6 +10,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.base.model_contracts import MicroBatch
+from lockstep.core.distributed.collectives import finish_collectives
 from lockstep.core.host import phases
 
 Steps = Iterator[list[MicroBatch]]
@@ -22,6 +23,7 @@ def trace_file(folder: Path, rank: int) -> Path:
 @contextmanager
 def traced(file: Path, *, with_stack: bool) -> Iterator[profile]:
     """Profile a block and write the trace; phases are named in it, on a GPU also as NVTX ranges for Nsight.
+    Collective.
 
     With `with_stack` each operation has the lines of Python that called it, which takes time and memory.
     """
@@ -32,6 +34,7 @@ def traced(file: Path, *, with_stack: bool) -> Iterator[profile]:
     profiler = profile(activities=activities, with_stack=with_stack, acc_events=True, experimental_config=stacks)
     with phases.annotated(_annotation), profiler:
         yield profiler
+        finish_collectives()
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{os.getpid()}-{file.name}")
     try:

@@ -8,11 +8,13 @@ from lockstep.observe.report.run_files import TEST, LoggedCurve, RunFiles
 
 MOST_POINTS = 8000
 """Of a curve. Of a longer one each bucket of neighbouring points keeps its lowest and its highest."""
-LAST = ("learning_rate", "gradient_norm", "samples_per_second", "memory")
+LAST = ("learning_rate", "gradient_norm", "samples_per_second", "tokens_per_second", "mfu", "memory")
 TITLES = {
     "learning_rate": "learning rate",
     "gradient_norm": "gradient norm",
     "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "mfu": "MFU, share of the peak of matrix products",
     "memory": "peak memory of rank 0, GB",
 }
 MEMORY = "memory"

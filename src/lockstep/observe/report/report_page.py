@@ -13,7 +13,7 @@ from lockstep.base.errors import printable
 from lockstep.base.templates import ROOT, render
 from lockstep.observe.report.charts import charts, table
 from lockstep.observe.report.goodput import Goodput, Start, goodput, starts
-from lockstep.observe.report.run_files import RunFiles, read
+from lockstep.observe.report.run_files import HistoryLine, RunFiles, read
 from lockstep.observe.report.timeline import timeline
 
 FILE = "report.html"
@@ -87,6 +87,7 @@ def run_section(run: RunFiles, name: str, history: Sequence[Start]) -> dict[str,
         ],
         "matrix": matrix(run),
         "worst": run.evaluation.worst,
+        "texts": texts(run),
         "settings": sorted(run.settings.items()),
         "numeric": sorted(run.summary.numeric_recipe.items()),
         "origin": run.summary.model_dump(include={"digest", "chain", "device", "torch_version"}, exclude_none=True),
@@ -125,6 +126,12 @@ def parts(spent: Goodput) -> list[dict[str, Any]]:
         ("rest", spent.rest, "rest"),
     ]
     return [{"name": n, "seconds": s, "share": s / wall, "kind": kind} for n, s, kind in named]
+
+
+def texts(run: RunFiles) -> list[HistoryLine]:
+    """What a language model generated at first and at last."""
+    by_step = {line.step: line for line in run.history if line.texts}
+    return [by_step[step] for step in sorted({min(by_step), max(by_step)})] if by_step else []
 
 
 def matrix(run: RunFiles) -> dict[str, Any] | None:

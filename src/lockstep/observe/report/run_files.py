@@ -33,7 +33,7 @@ class HistoryLine(BaseModel):
 
     time: float
     """Seconds since 1970."""
-    kind: Literal["started", "steps", "ranks", "evaluated", "saved", "steered", "warned", "ended"]
+    kind: Literal["started", "steps", "ranks", "evaluated", "texts", "saved", "steered", "warned", "ended"]
     step: int
     seconds: float = 0.0
     stall_seconds: float = 0.0
@@ -51,6 +51,8 @@ class HistoryLine(BaseModel):
     memory_by_rank: list[int] = []
     message: str = ""
     status: str = ""
+    texts: list[tuple[str, str]] = []
+    """Prompts and what a language model made of them."""
 
 
 class RunSummary(BaseModel):
@@ -79,7 +81,7 @@ class WorstSample(BaseModel):
     origin: str
     label: str
     predicted: str
-    confidence: float
+    confidence: float | None
     loss: float
     text: str = ""
     image: str = ""

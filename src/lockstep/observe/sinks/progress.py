@@ -20,11 +20,14 @@ from lockstep.base.events import (
     RunStarted,
     Steered,
     StepDone,
+    TextsGenerated,
     Warned,
 )
 from lockstep.observe.progress_bar import QUIET_SECONDS, Pace, progress_bar
 
 EVALUATION = "evaluating"
+MOST_SHOWN = 160
+"""Characters of a generated text."""
 
 
 class ProgressLines:
@@ -85,6 +88,12 @@ class ProgressLines:
     @notice.register
     def _(self, event: Evaluated) -> None:
         self.print(f"test after step {event.step} ({event.samples:,} samples): {readable(event.values)}", "bold")
+
+    @notice.register
+    def _(self, event: TextsGenerated) -> None:
+        for sample in event.samples[:1]:
+            text = escape_name(" ".join(f"{sample.prompt}|{sample.text}".split()))
+            self.print(f"after step {event.step} it writes: {text[:MOST_SHOWN]}", "dim")
 
     @notice.register
     def _(self, event: CheckpointSaved) -> None:
@@ -184,16 +193,18 @@ class ProgressSink:
         self.file.close()
 
 
-SPEED = "samples_per_second"
-SHORT = {"learning_rate": "lr", "gradient_norm": "grad norm", "samples_per_second": "samples/s"}
+SPEED, TOKENS, UTILIZATION = "samples_per_second", "tokens_per_second", "mfu"
+SHORT = {"learning_rate": "lr", "gradient_norm": "grad norm", "samples_per_second": "samples/s", TOKENS: "tokens/s"}
 
 
 def readable(values: Mapping[str, float]) -> str:
     """Values in the given order, short: 'loss 0.0312 · accuracy 0.9912 · 5,312 samples/s'."""
     texts = []
     for name, value in values.items():
-        if name == SPEED:
-            texts.append(f"{value:,.0f} samples/s")
+        if name in (SPEED, TOKENS):
+            texts.append(f"{value:,.0f} {SHORT[name]}")
+        elif name == UTILIZATION:
+            texts.append(f"{value:.1%} MFU")
         elif name == "learning_rate":
             texts.append(f"lr {value:.3g}")
         else:

@@ -2,12 +2,23 @@
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.base.events import CheckpointSaved, Evaluated, RankTimes, RunEnded, RunStarted, SaveStarted, StepDone
+from lockstep.base.events import (
+    CheckpointSaved,
+    Evaluated,
+    RankTimes,
+    RunEnded,
+    RunStarted,
+    SaveStarted,
+    StepDone,
+    TextSample,
+    TextsGenerated,
+)
+from lockstep.base.templates import as_markdown
 from lockstep.core.host.phases import OF_STEPS
 from lockstep.observe import event_files
 from lockstep.observe.run_settings import flattened, settings_of
@@ -44,19 +55,25 @@ class TensorBoard:
             self._write(event.step, tagged("train", {**event.values, "epoch": event.epoch}))
         elif isinstance(event, Evaluated):
             self._write(event.step, tagged("test", event.values))
-        elif isinstance(event, RankTimes):
-            memory = tagged("memory", {"most_gigabytes": max(event.memory_bytes) / 1e9})
-            self._write(event.step, tagged("time", mean_milliseconds(event)) | memory)
+        elif isinstance(event, TextsGenerated) and self.writer:
+            self.writer.add_text("texts", as_quotes(event.samples), event.step)
         elif isinstance(event, RunEnded) and self.writer:
             facts = {name: event.summary.get(name) for name in ("digest", "chain", "evaluation", "steps")}
             text = json.dumps({"status": event.status, **facts}, indent=1)
             self.writer.add_text("end", as_code(text), facts["steps"])
             self._write_hyperparameters(event)
+        else:
+            self._write_costs(event)
+        if isinstance(event, Evaluated | SaveStarted | RunEnded) and self.writer:
+            self.writer.flush()
+
+    def _write_costs(self, event: object) -> None:
+        if isinstance(event, RankTimes):
+            memory = tagged("memory", {"most_gigabytes": max(event.memory_bytes) / 1e9})
+            self._write(event.step, tagged("time", mean_milliseconds(event)) | memory)
         elif isinstance(event, CheckpointSaved):
             seconds = {"seconds": event.seconds, "stall_seconds": event.stall_seconds}
             self._write(event.step, tagged("checkpoint", seconds))
-        if isinstance(event, Evaluated | SaveStarted | RunEnded) and self.writer:
-            self.writer.flush()
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -125,3 +142,8 @@ def as_code(text: str) -> str:
 def build(folder: Path) -> TensorBoard:
     """The sink for a run directory."""
     return TensorBoard(folder)
+
+
+def as_quotes(samples: Sequence[TextSample]) -> str:
+    """Each generated text as a paragraph of Markdown, its prompt in bold."""
+    return "\n\n".join(f"**{as_markdown(each.prompt)}**{as_markdown(each.text)}" for each in samples)

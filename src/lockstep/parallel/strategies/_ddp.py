@@ -19,10 +19,7 @@ from lockstep.core.host.activity import waiting_in
 from lockstep.core.modules.dtensors import parameter_views
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
-from lockstep.core.reduction.all_reduce import AllReduce
-from lockstep.core.reduction.shard_assignment import contiguous, contiguous_by_rank
 from lockstep.core.reduction.transport import transport
-from lockstep.core.reduction.tree import Shards
 from lockstep.parallel.comm_thread import CommStream, CommThread, Future, comm_worker
 from lockstep.parallel.micro_batches import WorldLoss, world_loss
 from lockstep.parallel.replicated import Replicated
@@ -51,13 +48,11 @@ class DataParallel(Replicated):
         """How many parameters this step's buckets hold."""
         self.last_bucket = 0.0
         """When the last bucket's gradients were there: the backward pass waits from then on."""
-        self._all_reduces: dict[tuple[Shards, int], AllReduce] = {}
         self.worker: CommThread | CommStream | None = None
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Wrap the model for the present process group."""
         super().place(model, sample)
-        self._all_reduces.clear()
         if self.worker is not None:
             self.worker.close()
         apart = [name for name, p in model.named_parameters() if p in self.embedding_rows.gradients]
@@ -76,14 +71,12 @@ class DataParallel(Replicated):
         self.wrapped.register_comm_hook(weakref.ref(self), _comm_hook)
         return model
 
-    def owned(self, shards: int, present: frozenset[int]) -> Sequence[int | None]:
-        return contiguous(dist.get_rank(), dist.get_world_size(), shards=shards, present=present) or [None]
-
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
         """Run this rank's shards; the backward pass of the last one reduces the gradients."""
         shards, present = micro_batches[0].shards, micro_batches[0].present
         self.is_ghost = micro_batches[0].ghost
-        self.all_reduce, self.summed, self.num_reduced = self._all_reduce_of(present, shards), [], 0
+        self.all_reduce = self.all_reduce_of(shards, present, self.transport.group)
+        self.summed, self.num_reduced = [], 0
         self.accumulation.start_step(self.all_reduce)
         self.embedding_rows.start_step(self.all_reduce)
         self.passes.buffers.start_step(self.all_reduce)
@@ -120,13 +113,6 @@ class DataParallel(Replicated):
             f"some parameters took no part in the loss of a step ({', '.join(unused[:MOST_NAMED])}{more}): set "
             "parallel.find_unused=true, or leave them out of the model"
         )
-
-    def _all_reduce_of(self, present: Shards, shards: int) -> AllReduce:
-        """Cached: a run has two kinds of steps, full and ragged."""
-        if (present, shards) not in self._all_reduces:
-            owned = contiguous_by_rank(dist.get_world_size(), shards=shards, present=frozenset(range(shards)))
-            self._all_reduces[present, shards] = AllReduce(owned, present, self.transport.group)
-        return self._all_reduces[present, shards]
 
     def sum_in_tree(self, bucket: dist.GradBucket) -> Future:
         """Start the tree's sum of a bucket's partial sums over all ranks, beside the backward pass."""

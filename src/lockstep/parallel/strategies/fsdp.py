@@ -18,6 +18,7 @@ class Config(StrategySection):
     """Every process holds a part of each weight, its gradient and its optimizer state: 1/W of the memory of ddp, for
     gathering the weights in every forward and backward pass."""
 
+    SPLITS_TENSORS: ClassVar[bool] = True
     FILLS: ClassVar[bool] = True
 
     reshard: bool = True

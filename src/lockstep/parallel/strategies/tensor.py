@@ -16,6 +16,7 @@ class Config(StrategySection):
     for an exchange of activations after every attention and MLP, in both passes. Needs a model with a plan, such as
     Llama, Qwen2 or Mistral."""
 
+    SPLITS_TENSORS: ClassVar[bool] = True
     SHARES_SHARDS: ClassVar[bool] = True
     HAS_COMMON_BITS: ClassVar[bool] = False
 

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Protocol
 
 import psutil
-import torch
 
 from lockstep.base.events import Bus, Warned
 from lockstep.base.world import World
@@ -46,7 +44,7 @@ class WatchedTask:
         self.began = began or psutil.Process().create_time()
         self.bus, self.device = Bus(), process_group.device_of(world)
         self.facts = fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
-        self.facts["device_model"] = device_model(self.device)
+        self.facts["device_model"] = process_group.device_model(self.device)
         self.logs = recipe.folder / "logs"
         self.watch_thread = Watch(world, limits(recipe), self.logs)
 
@@ -78,12 +76,3 @@ def limits(recipe: Recipe) -> Limits:
         restarts=recipe.observe.on_hang == "restart",
         silent_seconds=recipe.launch.failure_timeout_seconds,
     )
-
-
-def device_model(device: torch.device) -> str:
-    """The name of the CPU or GPU: results may differ between models in the last bits."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")

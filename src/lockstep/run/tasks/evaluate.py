@@ -1,8 +1,10 @@
 """Evaluation: each process runs its share of the samples; rank 0 writes the results."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
+from functools import partial
+from itertools import count as counting
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,14 @@ from lockstep.core.distributed.collectives import all_gather_object, raise_on_al
 from lockstep.core.host.signals import SignalWatch
 from lockstep.data.bad_samples import Faults
 from lockstep.data.dataset import Subset
+from lockstep.data.text_tokenizers import TextTokenizer
 from lockstep.inference.evaluate import evaluation_page, evaluation_report, evaluation_tensorboard, figures
 from lockstep.inference.evaluate.calibration import fitted
 from lockstep.inference.evaluate.evaluated_model import Opened, of_export, of_run
 from lockstep.inference.evaluate.evaluation_request import EvaluationRequest
 from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_facts import Calibration
+from lockstep.models.objectives._objective import PredictingObjective
 from lockstep.run.components import evaluate_source
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks._task import WatchedTask
@@ -52,7 +56,6 @@ class EvaluateTask(WatchedTask):
         if self.world.is_main:
             self.bus.subscribe(plugins.find("observe.sinks", "progress").terminal())
         opened = of_export(self, request) if request.is_export else of_run(self, request)
-        classes = len(opened.spec.labels)
         skips = self.recipe.data.skips
         faults = Faults(name=request.data, split=request.split, skips=skips, warn=self.warn)
         evaluation = evaluate_source(
@@ -62,7 +65,7 @@ class EvaluateTask(WatchedTask):
             world=self.world,
             pad_id=opened.pad_id,
             faults=faults,
-            predictions=Predictions(len(opened.source), classes) if classes > 1 else None,
+            predictions=Predictions(len(opened.source), partial(opened.objective.rows, spec=opened.spec)),
         )
         self.skipped = sorted(set().union(*all_gather_object(faults.known)))
         with raise_on_all_ranks():
@@ -75,15 +78,13 @@ class EvaluateTask(WatchedTask):
         if not self.skipped or old is None:
             return opened, evaluation
         self.kept = kept = np.setdiff1d(np.arange(len(opened.source)), self.skipped)
-        predictions = Predictions(len(kept), old.logits.shape[1])
-        predictions.logits, predictions.labels = old.logits[kept], old.labels[kept]
-        return replace(opened, source=Subset(opened.source, kept)), replace(evaluation, predictions=predictions)
+        return replace(opened, source=Subset(opened.source, kept)), replace(evaluation, predictions=old.part(kept))
 
     def with_progress(self, opened: Opened) -> EvaluationTarget:
         """Publish progress with every forward pass."""
         size = self.recipe.evaluate.micro_batch or self.recipe.train.micro_batch
         samples, at_once = len(opened.source), size * self.world.size
-        rounds = count(1)
+        rounds = counting(1)
 
         def forward(batch: Batch) -> Tensor:
             outputs = opened.subject.forward(batch)
@@ -106,12 +107,20 @@ class EvaluateTask(WatchedTask):
             "metrics": evaluation.values,
             "confusion_matrix": evaluation.confusion,
         }
-        wrong: list[evaluation_report.Misclassified] = []
-        if evaluation.predictions is not None:
-            details, wrong = self.details(opened, evaluation.predictions)
-            facts |= details
-        elif self.request.calibrates:
+        wrong: list[evaluation_report.HighLossSample] = []
+        objective, predictions = opened.objective, evaluation.predictions
+        calibrates = isinstance(objective, PredictingObjective) and objective.CALIBRATES and predictions is not None
+        if self.request.calibrates and not calibrates:
             raise ModelError("--calibrate needs a classifier: one row of logits for each sample, and its label")
+        if isinstance(objective, PredictingObjective) and predictions is not None:
+            details, wrong = self.details(opened, objective, predictions)
+            facts |= details
+        elif predictions is not None and isinstance(opened.tokenizer, TextTokenizer):
+            evaluation_report.check(predictions, opened.source)
+            wrong = evaluation_report.worst_texts(
+                predictions, opened.source, opened.tokenizer, count=self.request.worst
+            )
+            facts["worst"] = shown(wrong)
         matrix = figures.confusion(evaluation.confusion, opened.spec.labels) if evaluation.confusion else ""
         try:
             if matrix:
@@ -127,23 +136,25 @@ class EvaluateTask(WatchedTask):
             raise ModelError(f"cannot write to {self.request.to}: {error.strerror}; choose another with --to") from None
 
     def details(
-        self, opened: Opened, predictions: Predictions
-    ) -> tuple[dict[str, Any], list[evaluation_report.Misclassified]]:
+        self, opened: Opened, objective: PredictingObjective, predictions: Predictions
+    ) -> tuple[dict[str, Any], list[evaluation_report.HighLossSample]]:
         """What follows from the predictions: calibration, metrics per class, the worst samples."""
-        names, temperature, source = opened.spec.labels, opened.temperature, opened.source
+        spec, temperature, source, count = opened.spec, opened.temperature, opened.source, self.request.worst
         evaluation_report.check(predictions, source)
-        wrong = evaluation_report.worst(predictions, source, names, count=self.request.worst, temperature=temperature)
+        wrong = evaluation_report.worst(
+            predictions, source, spec, objective=objective, count=count, temperature=temperature
+        )
         if self.kept is not None:
             wrong = [replace(sample, index=int(self.kept[sample.index])) for sample in wrong]
-        facts = {
-            **evaluation_report.confidences(predictions, temperature),
-            "classes": evaluation_report.by_class(predictions, names),
-            "worst": [
-                {**{name: getattr(sample, name) for name in SHOWN}, "image": _small_image(sample)} for sample in wrong
-            ],
+        facts: dict[str, Any] = {
+            "worst": shown(wrong),
         }
+        if objective.CALIBRATES:
+            facts |= evaluation_report.confidences(predictions, temperature)
+        if (fits := objective.fits(predictions.outputs)) is not None:
+            facts["classes"] = evaluation_report.by_class(fits, predictions.targets, spec.labels)
         if self.request.calibrates:
-            calibration = fitted(predictions.logits, predictions.labels)
+            calibration = fitted(predictions.outputs, predictions.targets)
             is_kept = calibration.ece_after < calibration.ece_before
             if is_kept:
                 self.store(calibration, opened)
@@ -165,7 +176,12 @@ class EvaluateTask(WatchedTask):
             raise ModelError(f"cannot keep the calibration in {folder}: {error.strerror}") from None
 
 
-def _small_image(sample: evaluation_report.Misclassified) -> str:
+def shown(samples: Sequence[evaluation_report.HighLossSample]) -> list[dict[str, Any]]:
+    """Samples for evaluation.json."""
+    return [{**{name: getattr(sample, name) for name in SHOWN}, "image": _small_image(sample)} for sample in samples]
+
+
+def _small_image(sample: evaluation_report.HighLossSample) -> str:
     """As a data URI; empty where it is larger than a JSON file should hold."""
     image = evaluation_page.data_uri(sample.columns)
     return image if len(image) <= MOST_IMAGE_CHARACTERS else ""

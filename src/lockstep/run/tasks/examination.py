@@ -8,12 +8,11 @@ from statistics import median
 from lockstep.base import storage
 from lockstep.base.world import World
 from lockstep.core.distributed import links
-from lockstep.core.distributed.process_group import device_of
+from lockstep.core.distributed.process_group import device_model, device_of
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.observe.profile.matmul_peak import mean_flops
 from lockstep.run.recipe import Recipe
-from lockstep.run.tasks._task import device_model
 from lockstep.tools.doctor.rank_facts import FACTS, ExaminationRequest, RankFacts
 
 NEEDS_GROUP = True

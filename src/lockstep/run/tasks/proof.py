@@ -39,8 +39,11 @@ class ProofHooks(Hooks):
 
     def assembled(self, parts: Components) -> Components:
         """Keep only as many samples as requested."""
-        train = spread_evenly(parts.data.train, self.request.train_samples)
-        data = replace(parts.data, train=train, test=spread_evenly(parts.data.test, self.request.test_samples))
+        data, samples = parts.data, self.request.train_samples
+        mixture = data.mixture and data.mixture.spread(samples)
+        blocks = data.blocks and replace(data.blocks, samples=samples, is_endless=False)
+        train, test = spread_evenly(data.train, samples), spread_evenly(data.test, self.request.test_samples)
+        data = replace(data, train=train, test=test, mixture=mixture, blocks=blocks)
         return replace(parts, data=data, order=data.order())
 
     def starting(self, task: TrainTask, parts: Components, training: Training) -> None:

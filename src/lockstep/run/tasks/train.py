@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from lockstep.base import config, lifetime, plugins, storage
 from lockstep.base.errors import Desync, Interrupted, LaunchError
-from lockstep.base.events import Evaluating, Observer, RunEnded, RunStarted, StepDone
+from lockstep.base.events import Evaluating, Observer, RunEnded, RunStarted, StepDone, TextSample, TextsGenerated
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
@@ -28,13 +28,14 @@ from lockstep.run import recipe as recipes
 from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks._task import WatchedTask
+from lockstep.run.text_samples import text_samples
 from lockstep.run.user_code_checks import UserCodeChecks
 from lockstep.training import observer_state, steering
 from lockstep.training.deadline import Deadline
 from lockstep.training.evaluation import Evaluation
 from lockstep.training.findings import LOSS_IS
 from lockstep.training.loop import Training, train
-from lockstep.training.resume import resumed, set_aside
+from lockstep.training.resume import NumericRecipe, resumed, set_aside
 from lockstep.training.saving import Saving
 from lockstep.training.steering import Steering
 
@@ -101,22 +102,24 @@ class TrainTask(WatchedTask):
         self.checks = UserCodeChecks(parts, self.warn)
         parts.check_training()
         self.numeric |= parts.data.numeric()
+        if parts.warm_start is not None:
+            self.numeric["model.init_digest"] = parts.warm_start.digest
+        numeric = NumericRecipe(self.numeric, recipes.unset(self.recipe))
         checkpoint = resumed(
-            parts.state, self.checkpoints, resume, numeric=self.numeric, allow_drift=allow_drift, warn=self.warn
+            parts.state, self.checkpoints, resume, numeric=numeric, allow_drift=allow_drift, warn=self.warn
         )
         self.resume_observers(checkpoint, repeats=resume == "auto")
         owes_evaluation = checkpoint is not None and self.owes_evaluation(checkpoint)
         earlier_end = self.earlier_end() if checkpoint is not None and not owes_evaluation else None
-        if earlier_end is None:
-            with parts.state.for_use():
-                parts.try_evaluation()
+        texts = self.first_look(is_fresh=checkpoint is None) if earlier_end is None else ()
         self.record_faults(is_fresh=checkpoint is None)
         if self.world.is_main:
             if resume not in ("auto", "never"):
                 set_aside(self.checkpoints, parts.state.step, self.warn)
-            storage.write(self.recipe.folder / "recipe.yaml", config.dump(self.recipe))
-            (self.recipe.folder / "summary.json").unlink(missing_ok=True)  # a run that is killed leaves no old summary
+            self.prepare_folder()
         self.bus.publish(self.run_started())
+        if texts:
+            self.bus.publish(TextsGenerated(step=0, samples=texts))
         training = self.training()
         self.hooks.starting(self, parts, training)
         training.saving.newest, training.owes_evaluation = checkpoint, owes_evaluation
@@ -133,6 +136,17 @@ class TrainTask(WatchedTask):
             self.watch_thread.is_training = False
             training.saving.settle(SETTLE_SECONDS)
             self.end(training, status, metrics)
+
+    def first_look(self, *, is_fresh: bool) -> tuple[TextSample, ...]:
+        """Try an evaluation; what a language model writes before training."""
+        with self.parts.state.for_use():
+            self.parts.try_evaluation()
+            return text_samples(self.parts) if is_fresh else ()
+
+    def prepare_folder(self) -> None:
+        """Write the resolved recipe. A run that is killed leaves no old summary."""
+        storage.write(self.recipe.folder / "recipe.yaml", config.dump(self.recipe))
+        (self.recipe.folder / "summary.json").unlink(missing_ok=True)
 
     def claim(self) -> None:
         """Lock the run folder: two runs in one would delete each other's checkpoints. Raises LaunchError."""
@@ -222,7 +236,7 @@ class TrainTask(WatchedTask):
         if parts.state.step > parts.total_steps:
             what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
             notes.append(f"{what}: there is nothing left to train")
-        notes += parts.model._lockstep_notes
+        notes += parts.model._lockstep_notes + (parts.warm_start.notes if parts.warm_start else ())
         if parts.world_size_dependence:
             notes.append(parts.world_size_dependence)
         if self.recipe.train.loss_is == "batch_wise":
@@ -247,6 +261,7 @@ class TrainTask(WatchedTask):
             total_steps=parts.total_steps,
             steps_per_epoch=parts.order.steps_per_epoch,
             samples_at=parts.samples_at,
+            derived=parts.model.derived,
             clip=recipe.optim.clip,
             log_every=recipe.observe.log_every,
             desync_every=recipe.observe.desync_every,
@@ -255,7 +270,17 @@ class TrainTask(WatchedTask):
             interrupted=self.signals.requested,
             steering=self.steering,
             stopping=self.signals.cancel_timer,
+            token_seconds=self.token_seconds(),
         )
+
+    def token_seconds(self) -> float | None:
+        """Seconds that all processes would take for a token of a language model at the peak of matrix products."""
+        flops = self.parts.token_flops
+        if flops is None:
+            return None
+        from lockstep.observe.profile.matmul_peak import peak_flops  # noqa: PLC0415 (for language models only)
+
+        return flops / (peak_flops(self.recipe.train.precision, self.device) * self.world.size)
 
     def steps(self, start: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches, a list per step; some steps are traced (observe.profile_steps)."""
@@ -287,14 +312,14 @@ class TrainTask(WatchedTask):
             metrics=metrics,
         )
 
-    def evaluate(self) -> tuple[int, dict[str, float]]:
+    def evaluate(self) -> tuple[int, dict[str, float], tuple[TextSample, ...]]:
         """Evaluate the current model; keep the whole result for the summary."""
 
         def notice(done: int, total: int) -> None:
             self.bus.publish(Evaluating(step=self.parts.state.step, done=done, total=total))
 
         self.last_evaluation = evaluation = self.parts.evaluate(notice)
-        return evaluation.samples, evaluation.values
+        return evaluation.samples, evaluation.values, text_samples(self.parts)
 
     def train(self, training: Training) -> tuple[str, dict[str, float]]:
         """Run the loop; return how it ended and the last metrics."""

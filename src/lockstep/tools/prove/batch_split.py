@@ -79,7 +79,7 @@ class SplitComparison:
     def __init__(self, components: Components, micro_batches: list[MicroBatch], dtype: torch.dtype) -> None:
         self.components, self.dtype = components, dtype
         self.micro_batches = [replace(m, batch=cast(m.batch, dtype)) for m in micro_batches]
-        self.model = build.build_model(components.recipe, components.data.train.spec).to(components.device, dtype)
+        self.model = build.initial_model(components.recipe, components.data.train.spec).to(components.device, dtype)
         self.start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.tolerance = ROUNDINGS * torch.finfo(dtype).eps
         self.model.train()

@@ -9,8 +9,8 @@ from lockstep.run.recipe import Recipe
 from lockstep.tools.compare.run_evidence import LOGGED, NOT_MEASURED
 from lockstep.tools.prove.proof_runs import ProofRun
 from lockstep.tools.prove.proof_table import ProofRow
-from lockstep.training.metrics.classifier_metrics import ClassifierMetric
 from lockstep.training.metrics.declared_metrics import DeclaredMetric
+from lockstep.training.metrics.summed_metric import SummedMetric
 
 WHAT = "runs of equal weights measure the same"
 UNCOMPARED = {"step": {*LOGGED, *NOT_MEASURED}, "evaluation": {*NOT_MEASURED}}
@@ -83,7 +83,7 @@ def explanation(
 def described(name: str, measures: Mapping[str, DeclaredMetric]) -> str:
     """A metric by its name; one of the user's own with class, file and line."""
     measure = measures.get(name) or measures.get(name.partition(".")[0])
-    if measure is None or isinstance(measure.metric, ClassifierMetric):
+    if measure is None or isinstance(measure.metric, SummedMetric):
         return f"`{name}`"
     if type(measure.metric).__module__.split(".")[0] == "torchmetrics":
         return f"`{name}` ({type(measure.metric).__name__})"

@@ -20,6 +20,9 @@ from lockstep.tools import trials
 from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
 from lockstep.tools.trials import TrialFailed, processes_text, strategy
 
+SPEEDS = ("samples_per_second", "tokens_per_second", "mfu")
+"""Values of a step that differ from run to run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProofRun:
@@ -54,7 +57,7 @@ class ProofRun:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, without timings."""
         lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [{k: v for k, v in json.loads(line).items() if k != "samples_per_second"} for line in lines]
+        return [{k: v for k, v in json.loads(line).items() if k not in SPEEDS} for line in lines]
 
 
 @dataclass(frozen=True, kw_only=True)

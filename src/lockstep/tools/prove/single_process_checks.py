@@ -29,7 +29,7 @@ def repeat_row(components: Components) -> ProofRow:
     """Build the model again, and run two shards of the first step several times, as training does."""
     what, difference = "the same micro-batch gives the same bits", None
     initial = {name: tensor.clone() for name, tensor in components.strategy.state().items()}
-    rebuilt = build.build_model(components.recipe, components.data.train.spec).state_dict()
+    rebuilt = build.initial_model(components.recipe, components.data.train.spec).state_dict()
     if digest(rebuilt) != digest(initial):
         name = next(name for name in initial if fingerprint(initial[name]) != fingerprint(rebuilt[name]))
         difference = TraceDifference(kind="weights", step=0, name=name)

@@ -1,29 +1,27 @@
 """Metrics of every classifier: accuracy, macro F1 and the confusion matrix.
 
-Bit for bit equal to torchmetrics' MulticlassAccuracy (micro) and MulticlassF1Score (macro), whose import would take
-every process seconds.
+Bit for bit equal to torchmetrics' MulticlassAccuracy (micro) and MulticlassF1Score (macro).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lockstep.training.metrics.summed_metric import SummedMetric
+
 CONFUSION = "confusion"
 
 
-@dataclass(frozen=True)
-class ClassifierMetric:
-    """A function of the confusion matrix, int64 [classes, classes], rows: labels, columns: predictions."""
-
-    classes: int
-    compute: Callable[[Tensor], Tensor]
-
-    def confusion(self, logits: Tensor, label: Tensor) -> Tensor:
-        """Count logits [m, classes, ...] against labels [m, ...]; the result is on the CPU."""
-        cells = label.flatten() * self.classes + logits.argmax(dim=1).flatten()
-        return torch.bincount(cells.cpu(), minlength=self.classes**2).reshape(self.classes, self.classes)
+def confusion(logits: Tensor, label: Tensor, *, ignored: int | None = None) -> Tensor:
+    """Count logits [m, classes, ...] against labels [m, ...] -> int64 [classes, classes], rows: labels, columns:
+    predictions; without labels that are `ignored`."""
+    classes, predicted, label = logits.shape[1], logits.argmax(dim=1).flatten(), label.flatten()
+    cells = label * classes + predicted
+    if ignored is not None:
+        cells = cells[label != ignored]
+    return torch.bincount(cells.cpu(), minlength=classes**2).reshape(classes, classes)
 
 
 def accuracy(confusion: Tensor) -> Tensor:
@@ -40,13 +38,14 @@ def macro_f1(confusion: Tensor) -> Tensor:
     return _divided(weights * f1, weights.sum()).sum()
 
 
-def classifier_metrics(classes: int) -> dict[str, ClassifierMetric]:
+def classifier_metrics(classes: int, *, ignored: int | None = None) -> dict[str, SummedMetric]:
     """Return the metrics by name; none for fewer than two classes."""
     if classes < 2:
         return {}
     functions: dict[str, Callable[[Tensor], Tensor]]
     functions = {"accuracy": accuracy, "f1": macro_f1, CONFUSION: lambda confusion: confusion}
-    return {name: ClassifierMetric(classes, compute) for name, compute in functions.items()}
+    statistics = partial(confusion, ignored=ignored)
+    return {name: SummedMetric(statistics, compute) for name, compute in functions.items()}
 
 
 def _divided(dividend: Tensor, divisor: Tensor) -> Tensor:

@@ -1,16 +1,11 @@
-"""Metrics by name: those that every classifier has, and those that a user's file declares."""
+"""Metrics by name: those of the objective, and those that a user's file declares."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Outputs
-from lockstep.core.modules.outputs import logits_of
-from lockstep.training.metrics.classifier_metrics import classifier_metrics
 
 LABEL = "label"
 EXAMPLE = "return {NAME: (METRIC, lambda outputs, batch: (outputs, batch[COLUMN]))} from metrics(spec)"
@@ -24,35 +19,19 @@ class DeclaredMetric:
     """A metric, and how its arguments follow from a micro-batch."""
 
     metric: Any
-    """A ClassifierMetric, or a user's torchmetrics Metric or MetricCollection."""
+    """A SummedMetric, or a user's torchmetrics Metric or MetricCollection."""
     arguments: Arguments
 
 
-def declared_metrics(spec: DataSpec, own: Mapping[str, Any]) -> dict[str, DeclaredMetric]:
-    """Accuracy, macro F1 and confusion matrix if the data has classes, then the user's `own`, which may replace one of
-    these, or drop it with None. Raises ModelError for anything that is not a metric."""
-    classes = len(spec.labels)
-
-    def arguments(outputs: Outputs, batch: Batch) -> Any:
-        return classified(outputs, batch, classes)
-
-    metrics = {
-        name: DeclaredMetric(metric=metric, arguments=arguments) for name, metric in classifier_metrics(classes).items()
-    }
+def declared_metrics(built_in: Mapping[str, DeclaredMetric], own: Mapping[str, Any]) -> dict[str, DeclaredMetric]:
+    """The objective's metrics, then the user's `own`, which may replace one of these, or drop it with None. Raises
+    ModelError for anything that is not a metric."""
+    metrics = dict(built_in)
     for name, declared in own.items():
         metrics.pop(name, None)
         if declared is not None:
             metrics[name] = _user_metric(name, declared)
     return metrics
-
-
-def classified(outputs: Outputs, batch: Batch, classes: int) -> tuple[Tensor, Tensor] | None:
-    """Return logits [m, classes, ...] and integer labels [m, ...]; None if outputs and labels have no such shapes."""
-    logits, label = logits_of(outputs), batch.get(LABEL)
-    if logits is None or label is None or label.is_floating_point() or logits.ndim < 2:
-        return None
-    matches = logits.shape[1] == classes and (len(logits), *logits.shape[2:]) == tuple(label.shape)
-    return (logits, label) if matches else None
 
 
 def _user_metric(name: str, declared: Any) -> DeclaredMetric:
@@ -63,8 +42,7 @@ def _user_metric(name: str, declared: Any) -> DeclaredMetric:
     if not isinstance(metric, Metric | MetricCollection) or not (adapter is None or callable(adapter)):
         raise ModelError(
             f"metrics(spec) gives {_described(declared)} for {name!r}: a metric is a torchmetrics.Metric, or a pair of "
-            "one and a function (outputs, batch) -> the arguments of its update(); None leaves out accuracy, f1 or "
-            "confusion"
+            "one and a function (outputs, batch) -> the arguments of its update(); None leaves out a built-in one"
         )
     return DeclaredMetric(metric=metric, arguments=_adapted(name, adapter or _outputs_and_label(name)))
 

@@ -16,8 +16,8 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Outputs
 from lockstep.core.modules.outputs import each, moved
 from lockstep.core.numerics.seeds import seed_all, seed_of
-from lockstep.training.metrics.classifier_metrics import ClassifierMetric
 from lockstep.training.metrics.declared_metrics import DeclaredMetric
+from lockstep.training.metrics.summed_metric import SummedMetric
 
 Contribution = Any
 """Of a micro-batch to a metric; None if the metric's arguments are None for it."""
@@ -55,21 +55,19 @@ class Tally:
         raise NotImplementedError
 
 
-class ConfusionTally(Tally):
-    """A classifier's metric, from summed confusion matrices."""
+class SumTally(Tally):
+    """An objective's metric, from summed statistics."""
 
-    def __init__(self, declared: DeclaredMetric) -> None:
-        super().__init__(declared)
-        self.confusion = torch.zeros(self.metric.classes, self.metric.classes, dtype=torch.int64)
+    sum: Tensor | float = 0.0
 
     def _contribution(self, arguments: Any) -> Contribution:
-        return self.metric.confusion(*arguments)
+        return self.metric.statistics(*arguments)
 
     def _merge(self, number: int, contribution: Contribution) -> None:
-        self.confusion += contribution
+        self.sum = self.sum + contribution if self.updates else contribution
 
     def _value(self) -> Any:
-        return self.metric.compute(self.confusion)
+        return self.metric.compute(self.sum)
 
 
 class ReplayTally(Tally):
@@ -132,8 +130,8 @@ class MergedTally(ReplayTally):
 
 
 def tally(declared: DeclaredMetric, device: torch.device) -> Tally:
-    if isinstance(declared.metric, ClassifierMetric):
-        return ConfusionTally(declared)
+    if isinstance(declared.metric, SummedMetric):
+        return SumTally(declared)
     return (MergedTally if _is_mergeable(declared.metric) else ReplayTally)(declared, device)
 
 

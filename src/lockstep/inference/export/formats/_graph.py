@@ -5,7 +5,7 @@ import logging
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 import torch
@@ -53,9 +53,9 @@ def names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
     return tuple(map(str, outputs)) if isinstance(outputs, Mapping) else ()
 
 
-def inputs_of(batch: Batch) -> Batch:
-    """The batch without labels, repeated twice: a tracer would take a batch size of 1 for a constant."""
-    columns = {name: column for name, column in batch.items() if name != "label"}
+def inputs_of(batch: Batch, targets: Collection[str]) -> Batch:
+    """The batch without its targets, repeated twice: a tracer would take a batch size of 1 for a constant."""
+    columns = {name: column for name, column in batch.items() if name not in targets}
     return {name: column.repeat(2, *[1] * (column.ndim - 1)) for name, column in columns.items()}
 
 

@@ -42,7 +42,7 @@ def rebuilt(facts: ExportFacts, folder: Path) -> Model:
     if section.code is None:  # a user's own build() may do anything
         _check_size(facts, folder)
     from_config = plugins.hook("models", facts.model["kind"], "from_config")
-    model: Model = from_config(folder) if from_config else plugin.build(section, facts.spec)
+    model: Model = from_config(folder, facts.spec) if from_config else plugin.build(section, facts.spec)
     is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
     return (model if is_double and facts.dtype == "fp32" else model.to(TORCH_DTYPES[facts.dtype])).eval()
 
@@ -53,7 +53,7 @@ def _check_size(facts: ExportFacts, folder: Path) -> None:
     plugin, section = section_of(facts, folder)
     from_config = plugins.hook("models", facts.model["kind"], "from_config")
     with torch.device("meta"):
-        model: Model = from_config(folder) if from_config else plugin.build(section, facts.spec)
+        model: Model = from_config(folder, facts.spec) if from_config else plugin.build(section, facts.spec)
     check_parameter_count(model, [folder / facts.file])
 
 

@@ -23,7 +23,7 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
     Raises ModelError for a model that cannot be traced, MissingExtra without onnx.
     """
     plugins.require("onnx", "onnx", "onnxscript", "onnxruntime", what="export.kind=onnx")
-    inputs = inputs_of(batch)
+    inputs = inputs_of(batch, facts.learned.TARGETS)
     if ambiguous := sorted({*inputs} & {*facts.outputs}):
         raise ModelError(
             f"the outputs {ambiguous} have the names of columns of the data, which an ONNX graph cannot tell apart: "

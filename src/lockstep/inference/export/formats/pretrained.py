@@ -46,7 +46,7 @@ def read(folder: Path, facts: ExportFacts) -> Forward:
     if read_back is None:
         return _weights.read(folder, facts)
     with torch.device("meta"):
-        empty = plugins.hook("models", facts.model["kind"], "from_config")(folder)
+        empty = plugins.hook("models", facts.model["kind"], "from_config")(folder, facts.spec)
     _weights.check_parameter_count(empty, sorted(folder.glob("*.safetensors")))
-    model: Model = read_back(folder)
+    model: Model = read_back(folder, facts.spec)
     return model.eval()

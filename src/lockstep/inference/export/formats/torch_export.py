@@ -19,7 +19,7 @@ that a node names."""
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
     """Write the program, with dynamic batch size and length. Raises ModelError for a model that cannot be traced."""
-    inputs = inputs_of(batch)
+    inputs = inputs_of(batch, facts.learned.TARGETS)
     shapes = tuple(dict.fromkeys(dynamic_dimensions(name), torch.export.Dim.DYNAMIC) for name in inputs)
     traceable, samples = Traceable(model, list(inputs)).eval(), tuple(inputs.values())
     try:

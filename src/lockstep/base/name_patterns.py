@@ -1,0 +1,57 @@
+"""Parameters chosen by the patterns of a setting, such as model.freeze."""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from lockstep.base.errors import ConfigError, nearest
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+"""One pattern or a list of them."""
+
+
+def matching(patterns: Sequence[str], names: Sequence[str], *, setting: str) -> set[str]:
+    """The names of parameters that a pattern matches, or that lie in a module whose name it matches.
+
+    Patterns are those of a shell; `*` also matches dots. A first part that all names share, such as "network.", may be
+    left out. Raises ConfigError, with the nearest name, for a pattern that matches nothing.
+    """
+    aliases = {name: _aliases(name, _shared_part(names)) for name in names}
+    found: set[str] = set()
+    for pattern in patterns:
+        own = {name for name, known in aliases.items() if any(fnmatchcase(alias, pattern) for alias in known)}
+        if not own:
+            raise ConfigError(f"{setting}: {_unmatched(pattern, [a[0] for a in aliases.values()], aliases.values())}")
+        found |= own
+    return found
+
+
+def _unmatched(pattern: str, names: Sequence[str], aliases: Any) -> str:
+    known = list(dict.fromkeys(alias for each in aliases for alias in each))
+    some = ", ".join([*names[:3], *["..."] * (len(names) > 3)])
+    return f"{pattern!r} matches no parameter or module of the model{nearest(pattern, known)} (its parameters: {some})"
+
+
+def _shared_part(names: Sequence[str]) -> str:
+    first = {name.partition(".")[0] for name in names}
+    return f"{first.pop()}." if len(first) == 1 else ""
+
+
+def _aliases(name: str, shared: str) -> list[str]:
+    """The name and those of the modules that it lies in, each without and with the shared part."""
+    short = name.removeprefix(shared)
+    return [*_prefixes(short), *(f"{shared}{each}" for each in _prefixes(short) if shared)]
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """a.b.c, a.b, a."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

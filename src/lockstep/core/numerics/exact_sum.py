@@ -1,0 +1,68 @@
+"""Sums of numbers without rounding, so that neither their order nor their distribution over processes matters."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+UNIT = 1 << 1074
+"""Every float64 is a whole number of 1/UNIT."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactSum:
+    """A sum of whole numbers and floats."""
+
+    units: int = 0
+    """Of the finite numbers, in 1/UNIT."""
+    beyond: float = 0.0
+    """Of the others: infinite or NaN."""
+    is_whole: bool = True
+    """Whether all were whole numbers by their type."""
+
+    def __add__(self, other: "ExactSum") -> "ExactSum":
+        return ExactSum(
+            units=self.units + other.units,
+            beyond=self.beyond + other.beyond,
+            is_whole=self.is_whole and other.is_whole,
+        )
+
+    @property
+    def value(self) -> float | int:
+        """An int where all were whole numbers; else the float nearest to the sum."""
+        if self.beyond != 0:
+            return self.beyond
+        return self.units // UNIT if self.is_whole else float(Fraction(self.units, UNIT))
+
+
+def exact_sum(values: Any) -> ExactSum:
+    """The sum of a number, a tensor, an array, or several of these."""
+    numbers = list(_numbers(values))
+    floats = [number for number in numbers if isinstance(number, float)]
+    finite = [number.as_integer_ratio() for number in floats if math.isfinite(number)]
+    whole = sum(number for number in numbers if not isinstance(number, float))
+    return ExactSum(
+        units=whole * UNIT + sum(top * (UNIT // bottom) for top, bottom in finite),
+        beyond=sum(number for number in floats if not math.isfinite(number)),
+        is_whole=not floats,
+    )
+
+
+def _numbers(values: Any) -> Iterable[int | float]:
+    """Raises TypeError for what is no number."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().double() if values.is_floating_point() else values.detach().cpu()
+        yield from values.reshape(-1).tolist()
+    elif isinstance(values, np.ndarray | np.generic):
+        yield from np.asarray(values).reshape(-1).tolist()
+    elif isinstance(values, int | float):
+        yield values
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from _numbers(each)
+    else:
+        raise TypeError(f"a {type(values).__name__} is no number and no tensor of numbers")

@@ -1,0 +1,99 @@
+"""Join the tokens of all texts, and cut them into samples of the same length for language models."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from lockstep.base.contracts import Columns, DataSpec
+from lockstep.base.errors import DataError
+from lockstep.core.numerics.word_tokens import IGNORED, ids_of
+from lockstep.data.token_cache import Tokens
+
+END = "\uffff"
+"""Ends a text, in place of the tokenizer's end token: no character, so it is in no text."""
+
+
+UNREADABLE = "\ufffd"
+"""What stands for what is no text."""
+
+
+def held_out_rows(
+    count: int, fraction: float, split: str, *, of: str = "data.train", mend: str = "name a file for data.test"
+) -> np.ndarray:
+    """The rows of a split where a part is held out for the test, spread evenly. Raises DataError for too few, which
+    says what they are `of`."""
+    held = max(1, round(count * fraction))
+    if held >= count:
+        raise DataError(f"{of} holds too little to hold a part out: {mend}")
+    is_held = np.zeros(count, dtype=bool)
+    is_held[(2 * np.arange(held) + 1) * count // (2 * held)] = True
+    return np.flatnonzero(is_held == (split == "test"))
+
+
+@runtime_checkable
+class Pieced(Protocol):
+    """A source of texts that may go on in the next one."""
+
+    ends: np.ndarray
+    """Whether each does not, bool [n]."""
+
+
+def document_starts(tokens: Tokens) -> np.ndarray:
+    """The first token of each document, int64, in order."""
+    starts = tokens.offsets[:-1]
+    return starts[np.append(True, tokens.source.ends[:-1])] if isinstance(tokens.source, Pieced) else starts
+
+
+class Windows:
+    """Sample i is the tokens i * T to (i + 1) * T, with the one that follows each as its target.
+
+    The tokens stay in their memory-mapped file; a sample may hold the end of one text and the beginning of another.
+    A token that is marked as read only (~id) is no target, nor is the first one of a document that is kept apart.
+    """
+
+    lengths: np.ndarray | None = None
+
+    def __init__(
+        self, tokens: Tokens, token_bytes: np.ndarray, *, context: int, starts: np.ndarray | None = None
+    ) -> None:
+        """`starts`: of documents that are kept apart. Raises DataError for fewer tokens than one sample takes."""
+        self.ids, self.token_bytes, self.context, self.starts = tokens.ids, token_bytes, context, starts
+        self.spec = DataSpec(
+            modality="tokens", vocabulary=len(token_bytes), context=context, documents=starts is not None
+        )
+        if len(self) == 0:
+            raise DataError(
+                f"a split holds only {len(self.ids):,} tokens of text, too few for a sample of data.context={context} "
+                "and the token after it: name more text, or set data.context to less"
+            )
+
+    def __len__(self) -> int:
+        return max(0, len(self.ids) - 1) // self.context
+
+    @property
+    def dropped(self) -> int:
+        """Tokens at the end that fill no sample, and so are no target."""
+        return len(self.ids) - 1 - len(self) * self.context
+
+    def __getitems__(self, indices: Sequence[int]) -> Columns:
+        """{"input_ids", "target": int64 [m, T]}, and "bytes", int64 [m], of the text that the targets stand for, where
+        the tokenizer tells; "document", int64 [m, T], from 0, where documents are kept apart."""
+        size = self.context
+        rows = np.stack([self.ids[i * size : (i + 1) * size + 1] for i in indices]).astype(np.int64)
+        is_learned, tokens = rows[:, 1:] >= 0, ids_of(rows)
+        numbers = None if self.starts is None else np.stack([self._documents(i, self.starts) for i in indices])
+        if numbers is not None:
+            is_learned &= numbers[:, 1:] == numbers[:, :-1]
+        columns = {"input_ids": tokens[:, :-1], "target": np.where(is_learned, tokens[:, 1:], IGNORED)}
+        if self.token_bytes.any():
+            columns["bytes"] = (self.token_bytes[tokens[:, 1:]] * is_learned).sum(1)
+        return columns if numbers is None else {**columns, "document": numbers[:, :-1]}
+
+    def _documents(self, index: int, starts: np.ndarray) -> np.ndarray:
+        """The number of the document, from 0, of each token of a sample and the one after it, int64 [T + 1]."""
+        first = index * self.context
+        begun, after = np.searchsorted(starts, [first, first + self.context], side="right")
+        is_start = np.zeros(self.context + 1, dtype=np.int64)
+        is_start[starts[begun:after] - first] = 1  # once, also where documents without a token begin there, too
+        return is_start.cumsum()

@@ -1,0 +1,83 @@
+"""What turns files into the inputs of a model, and is saved beside it: an image processor, or a feature extractor."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from lockstep.base.contracts import Columns, DataSpec
+from lockstep.core.host.image_processor import ImageProcessor
+from lockstep.data.data_config import AudioSection, DataSection
+from lockstep.data.images import ImageReader, Scaling, image_processor_of
+from lockstep.data.sounds import SoundReader, sound_reader_of
+from lockstep.data.targets import Targets
+
+Processor = ImageProcessor | SoundReader
+
+
+class FileReader(Protocol):
+    """Turns a file into the input of a model."""
+
+    @property
+    def modality(self) -> str:
+        """Of the files."""
+
+    @property
+    def noun(self) -> str:
+        """One of them, with its article."""
+
+    @property
+    def column(self) -> str:
+        """The column of a batch."""
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What DataSpec says of the column."""
+
+    def __call__(self, file: Any, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
+        """The input for a file, or its contents; `formats` are those allowed. Raises DataError."""
+
+    def blank(self) -> np.ndarray:
+        """An input like that of a file."""
+
+    def lengths(self, files: Sequence[Path], *, skips: bool) -> np.ndarray | None:
+        """The length of each file, int64 [N]; None where all have the same."""
+
+
+class FileSamples:
+    """Files, opened on access, and their targets."""
+
+    def __init__(self, paths: Sequence[Path], targets: Targets, reader: FileReader, *, skips: bool = False) -> None:
+        self.paths, self.reader, self.labels = paths, reader, targets.values
+        self.lengths = reader.lengths(paths, skips=skips)
+        described: dict[str, Any] = {
+            "labels": targets.labels,
+            "numbers": targets.numbers,
+            "objective": targets.objective,
+        }
+        self.spec = DataSpec(modality=reader.modality, **reader.spec, **described)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitems__(self, indices: Sequence[int]) -> Columns:
+        """{COLUMN: m inputs, "label": int64 [m]}. Raises DataError for a damaged file."""
+        inputs = [self.reader(self.paths[index], self.place(index)) for index in indices]
+        return {self.reader.column: inputs, "label": self.labels[np.asarray(indices, dtype=np.int64)]}
+
+    def place(self, index: int) -> str:
+        return str(self.paths[index])
+
+
+def processor_of(section: DataSection) -> Processor | None:
+    """What data.image_processor or data.feature_extractor names; None of other sources. Raises DataError."""
+    return sound_reader_of(section) if isinstance(section, AudioSection) else image_processor_of(section)
+
+
+def reader_of(shape: tuple[int, int, int] | None, processor: Processor | None) -> FileReader | None:
+    """What reads files with a processor, else scales images to a shape, if there is one."""
+    if isinstance(processor, SoundReader):
+        return processor
+    fit = processor or (Scaling(shape) if shape else None)
+    return ImageReader(fit) if fit else None

@@ -1,0 +1,181 @@
+"""Texts from files, in pieces of some kilobytes that are read when they are needed."""
+
+import codecs
+import hashlib
+import pydoc_data.topics
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.base.contracts import Columns, DataSpec
+from lockstep.base.errors import DataError
+from lockstep.data.columns import require, rows_of
+from lockstep.data.huggingface import load_split
+from lockstep.data.packing import END, UNREADABLE, held_out_rows
+from lockstep.data.sources.text import SUFFIXES, Config, text_files
+from lockstep.data.text_rows import TextRows
+
+MOST, LEAST = 16 << 10, 256
+"""Bytes of a piece, which ends with the line in which it reaches them; a line goes on in the next piece after MOST."""
+FEWEST = 64
+"""Pieces of less text than fills as many: they are shorter, so that a part of them can be held out."""
+BEGINNING = 512
+"""Bytes of a file that show whether it holds text."""
+
+
+class Pieces:
+    """Pieces of text files, in order; END follows those that the next one does not continue."""
+
+    lengths: np.ndarray | None = None
+    spec = DataSpec(modality="tokens")
+
+    def __init__(self, files: Sequence[Path], table: np.ndarray, *, repairs: bool = False) -> None:
+        """`table`, int64 [n, 3]: of each piece the number of its file, where it starts and where it stops there.
+        `repairs` reads UNREADABLE in place of what is not UTF-8, which is an error else."""
+        self.files, self.table, self.repairs = files, table, repairs
+        continued = (table[1:, 0] == table[:-1, 0]) & (table[1:, 1] == table[:-1, 2])
+        self.ends = np.append(~continued, True)  # noqa: FBT003 (a value)
+        digest = hashlib.sha256(table.tobytes())
+        for file in files:
+            found = file.stat()
+            digest.update(f"{file} {found.st_size} {found.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitems__(self, indices: Sequence[int]) -> Columns:
+        """{"text": m strings}. Raises DataError for what is not text."""
+        return {"text": [self._text(*self.table[i].tolist()) + END * bool(self.ends[i]) for i in indices]}
+
+    def _text(self, number: int, start: int, stop: int) -> str:
+        path = self.files[number]
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                found = file.read(stop - start)
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from None
+        _check(found, path)
+        if start == 0:
+            found = found.removeprefix(codecs.BOM_UTF8)
+        try:
+            text = found.decode("utf-8", "replace" if self.repairs else "strict")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path} is not UTF-8 (byte {start + error.start + 1}). Save it as UTF-8, for example with `iconv -f "
+                "latin1 -t utf-8`, or set data.on_bad_sample=skip, which puts U+FFFD in place of such bytes"
+            ) from None
+        return text.replace(END, UNREADABLE)
+
+
+class Topics:
+    """Some of the help texts of Python, such as that on `lambda`."""
+
+    lengths: np.ndarray | None = None
+    spec = DataSpec(modality="tokens")
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitems__(self, indices: Sequence[int]) -> Columns:
+        """{"text": m strings}."""
+        return {"text": [self.texts[index] + END for index in indices]}
+
+
+def build(config: Config, split: str) -> Pieces | Topics | TextRows:
+    """Open the texts of the "train" or "test" split. Raises DataError for paths without text."""
+    if config.name is not None:
+        return _rows(config.name, config, split)
+    if config.train is None:
+        topics = pydoc_data.topics.topics
+        texts = [topics[name] for name in sorted(topics)]
+        return Topics([texts[row] for row in held_out_rows(len(texts), config.test_fraction, split)])
+    try:
+        return _pieces(config, split)
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename}: {error.strerror}") from None
+
+
+def _rows(name: str, config: Config, split: str) -> TextRows:
+    """Of a column of a data set."""
+    chosen = config.test_split if split == "test" and config.test_split is not None else config.train_split
+    table = load_split(name, chosen, subset=config.subset, revision=config.revision)
+    where, rows = f"{name}, split {chosen}", np.arange(len(table))
+    require([config.text_column], table.column_names, where)
+    if config.test_split is None:
+        mend = "name another split for data.test_split"
+        rows = held_out_rows(len(table), config.test_fraction, split, of=where, mend=mend)
+    return TextRows(table, config.text_column, rows, place=rows_of(where), repairs=config.skips)
+
+
+def _pieces(config: Config, split: str) -> Pieces:
+    """Of all files of the split, or of some parts of these where a part is held out."""
+    assert config.train is not None
+    files = _found(config.train)
+    if config.test is None:
+        size = sum(file.stat().st_size for file in files)
+        table = _table(files, min(MOST, max(LEAST, size // FEWEST)))
+        table = table[held_out_rows(len(table), config.test_fraction, split)]
+    else:
+        tested = _found(config.test)
+        seen = {file.resolve() for file in tested} if split == "train" else set()
+        files = [file for file in files if file.resolve() not in seen] if split == "train" else tested
+        if not files:
+            raise DataError("data.test holds all files of data.train: leave it out, and a part of `train` is held out")
+        table = _table(files, MOST)
+    return Pieces(files, table, repairs=config.skips)
+
+
+def _found(path: Path) -> list[Path]:
+    """The files with text at a path."""
+    if not path.exists():
+        raise DataError(f"cannot read {path}: there is no such file or folder")
+    files = [file for file in text_files(path) if file.is_file() and file.stat().st_size]
+    if not files:
+        raise DataError(
+            f"{path} holds no text: name a text file, or a folder with files that end in {', '.join(SUFFIXES)}"
+        )
+    return files
+
+
+def _table(files: Sequence[Path], size: int) -> np.ndarray:
+    """The pieces of some files, one after the other: see Pieces."""
+    rows = array("q")
+    for number, file in enumerate(files):
+        start = 0
+        for stop in _cuts(file, size):
+            rows.extend((number, start, stop))
+            start = stop
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def _cuts(path: Path, size: int) -> Iterator[int]:
+    """Where the pieces of a file stop; little more of it is read than the ends of its pieces."""
+    with path.open("rb", buffering=BEGINNING) as file:
+        _check(file.read(BEGINNING), path)
+        stop, length = 0, file.seek(0, 2)
+        while stop < length:
+            file.seek(min(stop + size, length))
+            rest = file.readline(MOST)
+            stop = file.tell()
+            if len(rest) == MOST and stop < length:
+                stop -= _unfinished(rest)
+            yield stop
+
+
+def _check(found: bytes, path: Path) -> None:
+    if b"\0" in found:
+        raise DataError(f"{path} holds no text but zero bytes: leave it out, or if it is UTF-16, save it as UTF-8")
+
+
+def _unfinished(text: bytes) -> int:
+    """How many bytes at the end begin a character that goes on behind it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(text[-4:])
+    return len(decoder.getstate()[0])

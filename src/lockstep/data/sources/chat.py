@@ -1,0 +1,30 @@
+"""Settings of chats for language models."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from lockstep.base.config import LocalPath
+from lockstep.data.data_config import Origin, PackedSection
+
+
+class Config(PackedSection):
+    """Chats in JSON lines, of which a language model learns what the assistant says."""
+
+    CHATS: ClassVar[bool] = True
+    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"train": "data/chats.jsonl"}}
+    incidental: ClassVar[frozenset[str]] = PackedSection.incidental | {"train", "test"}
+
+    train: LocalPath
+    """A .jsonl file with a chat in each line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
+    "content": "..."}]}. The tokenizer's chat template joins them, or else a plain one."""
+    test: LocalPath | None = None
+    """What to test on, in the same form; without it a part of `train` is held out."""
+    test_fraction: float = Field(0.1, gt=0, lt=1)
+    """How much of `train` is held out when there is no `test`: always the same chats, whatever the seed."""
+    messages_column: str = "messages"
+    """The name of the list of messages."""
+
+    def origin(self) -> Origin:
+        return Origin(name=self.train.stem or self.train.name)

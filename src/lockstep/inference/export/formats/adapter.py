@@ -1,0 +1,31 @@
+"""Only the adapter, as peft loads it beside the pretrained model."""
+
+from pathlib import Path
+
+import torch
+
+from lockstep.base import plugins
+from lockstep.base.model_contracts import Batch, Forward, Model
+from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.models import _adapter
+from lockstep.models.objectives._choice import name_of
+
+FILE = _adapter.WEIGHTS
+DTYPES = ("fp32", "fp16", "bf16")
+PROGRAM = None
+
+
+def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
+    """With the name of the model that it belongs to."""
+    _adapter.save_adapter(model, folder, base=facts.model.get("name"), objective=name_of(facts.spec))
+
+
+def read(folder: Path, facts: ExportFacts) -> Forward:
+    """The pretrained model, which is loaded anew, with the adapter."""
+    plugin = plugins.implementation("models", facts.model["kind"])
+    section = plugin.Config.model_validate(facts.model)
+    with torch.random.fork_rng():
+        model: Model = plugin.build(section, facts.spec)
+        _adapter.attach(model, section.adapter, has_new_head=section.HAS_NEW_HEAD)
+    _adapter.load_adapter(model, folder)
+    return model.eval()

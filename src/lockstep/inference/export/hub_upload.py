@@ -1,0 +1,117 @@
+"""Uploads an export, or the folder of a Space, to the Hugging Face hub in one commit."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.base.errors import HubError
+from lockstep.core.host.hub_access import hub_answers
+from lockstep.inference.export import export_facts, space
+from lockstep.inference.export.export_facts import ExportFacts
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+Upload = Callable[[Path, ExportFacts], str]
+"""(folder, facts) -> the address of the repository. Raises HubError."""
+REFUSALS = {
+    401: "does not accept the token: log in again with `hf auth login`, or set HF_TOKEN to one that is valid",
+    403: "does not allow this: the token needs permission to write, and OWNER should be you or your organization",
+}
+"""By status."""
+
+
+def prepared(name: str, *, is_space: bool, is_private: bool) -> Upload:
+    """Check what can be known before an export -> what uploads it as OWNER/NAME. Raises HubError."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        is_valid = False
+    else:
+        is_valid = NAME.fullmatch(name) is not None
+    if not is_valid:
+        raise HubError(
+            f"{name!r} is no name on the hub: give --push OWNER/NAME, of letters, digits, '-', '_' and '.', such as "
+            "ada/digits"
+        )
+    if constants.HF_HUB_OFFLINE:
+        raise HubError("nothing can be pushed in offline mode: unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE")
+    if get_token() is None:
+        raise HubError("a push needs a token that may write: log in with `hf auth login`, or set HF_TOKEN")
+    if not hub_answers():
+        raise HubError(f"{constants.ENDPOINT} does not answer: check the network, and HF_ENDPOINT if it is set")
+
+    def upload(folder: Path, facts: ExportFacts) -> str:
+        kind = "space" if is_space else "model"
+        with _told(name, folder):
+            return _upload(folder, facts, name=name, kind=kind, is_private=is_private)
+
+    return upload
+
+
+def _upload(folder: Path, facts: ExportFacts, *, name: str, kind: str, is_private: bool) -> str:
+    """Create the repository if there is none, and commit the folder's files -> its address.
+
+    The commit also removes files of an earlier export that this one no longer has: transformers would read them.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
+
+    api = HfApi(library_name="lockstep")
+    sdk = "docker" if kind == "space" else None
+    url = api.create_repo(name, repo_type=kind, private=is_private or None, space_sdk=sdk, exist_ok=True)
+    if is_private and not api.repo_info(name, repo_type=kind).private:
+        raise HubError(f"{url} is there already, and public: make it private in its settings, or give another name")
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    names = [*filter_repo_objects(files, ignore_patterns=DEFAULT_IGNORE_PATTERNS)]
+    gone = _files_of_previous(api, name, kind) - set(names)
+    api.create_commit(
+        name,
+        [
+            *(CommitOperationAdd(each, folder / each) for each in names),
+            *(CommitOperationDelete(each, is_folder=False) for each in sorted(gone)),
+        ],
+        repo_type=kind,
+        commit_message=f"{facts.name}, step {facts.step}, digest {facts.digest}",
+    )
+    return str(url)
+
+
+def _files_of_previous(api: "HfApi", name: str, kind: str) -> set[str]:
+    """Of the export that the repository holds; {} where it holds none."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    prefix = f"{space.MODEL}/" if kind == "space" else ""
+    held = set(api.list_repo_files(name, repo_type=kind))
+    with suppress(EntryNotFoundError, ValueError, KeyError, TypeError):
+        file = api.hf_hub_download(name, f"{prefix}{export_facts.FILE}", repo_type=kind)
+        return held & {f"{prefix}{each}" for each in json.loads(Path(file).read_text(encoding="utf-8"))["files"]}
+    return set()
+
+
+@contextmanager
+def _told(name: str, folder: Path) -> Iterator[None]:
+    """Turn what the client raises into a HubError."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    kept = f"\n  The export is in {folder}; the same command pushes it again, without what has arrived already."
+    try:
+        yield
+    except HubError:
+        raise
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        reason = error.server_message or str(error).partition("\n")[0]
+        what = REFUSALS.get(status, f"answers {status}")
+        raise HubError(f"{name}: the hub {what} ({reason}){kept}") from error
+    except Exception as error:  # of the client, and of what it is built on
+        reason = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__
+        raise HubError(f"{name}: the upload has failed ({reason}){kept}") from error

@@ -1,0 +1,120 @@
+"""Several completions at once, which begin and end at different times.
+
+m = completions, T = tokens that have been read, V = vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.base.model_contracts import Cache, Forward, Model
+from lockstep.core.modules.outputs import logits_of
+
+
+class Decoding(Protocol):
+    """Token rows, and the logits of what follows each."""
+
+    logits: Tensor
+    """float [m, V]."""
+
+    def join(self, prompts: Sequence[list[int]]) -> None:
+        """Add rows at the end. No prompt is empty."""
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all rows but these."""
+
+    def read(self, tokens: list[int]) -> None:
+        """Add a token to each row."""
+
+
+class CachedDecoding:
+    """With a cache of keys and values; rows that are shorter have padding before their first token."""
+
+    def __init__(self, model: Model, context: int, device: torch.device) -> None:
+        self.model, self.context, self.device = model, context, device
+        self.cache: Cache = []
+        self.mask = torch.zeros(0, 0, dtype=torch.bool, device=device)
+        self.logits = torch.zeros(0, 0, device=device)
+
+    def join(self, prompts: Sequence[list[int]]) -> None:
+        length = max(map(len, prompts))
+        tokens = torch.zeros(len(prompts), length, dtype=torch.int64)
+        mask = torch.zeros(len(prompts), length, dtype=torch.bool)
+        for number, prompt in enumerate(prompts):
+            tokens[number, length - len(prompt) :] = torch.tensor(prompt)
+            mask[number, length - len(prompt) :] = True
+        mask = mask.to(self.device)
+        logits, cache = self.model.decode(tokens.to(self.device), mask, None)
+        if not len(self.mask):
+            self.mask, self.logits, self.cache = mask, logits, cache
+            return
+        longest = max(self.mask.shape[1], length)
+        self.cache = [
+            (_joined(keys, new_keys, longest), _joined(values, new_values, longest))
+            for (keys, values), (new_keys, new_values) in zip(self.cache, cache, strict=True)
+        ]
+        self.mask = torch.cat([_padded(each, longest, dim=1) for each in (self.mask, mask)])
+        self.logits = torch.cat([self.logits, logits])
+
+    def keep(self, rows: list[int]) -> None:
+        self.mask, self.logits = self.mask[rows], self.logits[rows]
+        padding = int((~self.mask).all(0).sum()) if rows else 0  # before the longest of the rows that are left
+        self.mask = self.mask[:, padding:]
+        self.cache = [(keys[rows, :, padding:], values[rows, :, padding:]) for keys, values in self.cache]
+
+    def read(self, tokens: list[int]) -> None:
+        if self.model.SLIDES and self.mask.shape[1] >= self.context:
+            surplus = self.mask.shape[1] - self.context + 1
+            self.mask = self.mask[:, surplus:]
+            self.cache = [(keys[:, :, surplus:], values[:, :, surplus:]) for keys, values in self.cache]
+        self.mask = F.pad(self.mask, (0, 1), value=True)
+        column = torch.tensor(tokens, device=self.device)[:, None]
+        self.logits, self.cache = self.model.decode(column, self.mask, self.cache)
+
+
+class RecomputedDecoding:
+    """Without a cache, for any causal model: all tokens are read again; what follows a token cannot change it, so rows
+    are padded at the end."""
+
+    def __init__(self, forward: Forward, context: int, device: torch.device) -> None:
+        self.forward, self.context, self.device = forward, context, device
+        self.rows: list[list[int]] = []
+        self.logits = torch.zeros(0, 0)
+
+    def join(self, prompts: Sequence[list[int]]) -> None:
+        self.rows += [[*prompt] for prompt in prompts]
+        self._compute()
+
+    def keep(self, rows: list[int]) -> None:
+        self.rows, self.logits = [self.rows[row] for row in rows], self.logits[rows]
+
+    def read(self, tokens: list[int]) -> None:
+        self.rows = [[*row, token][-self.context :] for row, token in zip(self.rows, tokens, strict=True)]
+        self._compute()
+
+    def _compute(self) -> None:
+        length = max(map(len, self.rows))
+        tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in self.rows], device=self.device)
+        logits = logits_of(self.forward({"input_ids": tokens}))
+        assert logits is not None
+        self.logits = torch.stack([logits[number, len(row) - 1] for number, row in enumerate(self.rows)])
+
+
+def decoding_of(forward: Forward, context: int, device: torch.device) -> Decoding:
+    """The fastest way that a model has."""
+    if isinstance(forward, Model) and forward.CACHES:
+        return CachedDecoding(forward, context, device)
+    return RecomputedDecoding(forward, context, device)
+
+
+def _padded(tensor: Tensor, length: int, *, dim: int) -> Tensor:
+    """Padding at the beginning of a dimension, so that rows end together."""
+    missing = length - tensor.shape[dim]
+    return F.pad(tensor, (*[0, 0] * (tensor.ndim - 1 - dim), missing, 0)) if missing else tensor
+
+
+def _joined(one: Tensor, other: Tensor, length: int) -> Tensor:
+    return torch.cat([_padded(each, length, dim=2) for each in (one, other)])

@@ -1,0 +1,191 @@
+"""A language model with its tokenizer: from prompts to completions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from lockstep.base.errors import DataError, LockstepError, ModelError
+from lockstep.base.model_contracts import Forward, Model
+from lockstep.data.chat import ChatTokenizer, Message
+from lockstep.data.text_tokenizers import TextTokenizer
+from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.inference.generation.decoding import Decoding, decoding_of
+from lockstep.inference.generation.sampling import Sampling, next_token
+from lockstep.inference.predictor import DTypeName, placed
+
+CONTEXT = 256
+"""Where nothing tells how many tokens a model was trained with."""
+UNFINISHED = "\ufffd"
+"""Stands for the beginning of a character, at the end of decoded bytes."""
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """A completion that is being generated."""
+
+    prompt: list[int]
+    sampling: Sampling
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    """What is certain of it: without a character that is not whole yet, or what may become a stop text."""
+    finish: str = ""
+    """Why it ended: "end" (the model ended the text), "stop" (a stop text), "length" (max_tokens, or the context is
+    full); empty while it goes on."""
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.sampling.seed)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Generator:
+    """Not thread-safe: one thread at a time."""
+
+    facts: ExportFacts
+    forward: Forward
+    tokenizer: TextTokenizer
+    device: torch.device
+    context: int
+    """T: most tokens that the model reads at once."""
+
+    def completion(self, prompt: str | Sequence[Message], sampling: Sampling) -> Completion:
+        """Begin a completion of a text, or of a chat; of a long one only the end is read.
+
+        A model of chats takes a text as what the user says. Raises DataError for an unencodable text, and for a chat
+        where the model is none of chats.
+        """
+        if not isinstance(prompt, str) and not self.is_chat:
+            raise DataError("this model has not learned chats: give a prompt")
+        if isinstance(self.tokenizer, ChatTokenizer):
+            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            tokens = self.tokenizer.prompt([_encodable(message) for message in said])
+        else:
+            assert isinstance(prompt, str)
+            (encoded,) = self.tokenizer([_checked(prompt)])
+            tokens = encoded.tolist()
+        return Completion(prompt=tokens[-self.longest_prompt :] or [self.tokenizer.pad_id], sampling=sampling)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it has learned to answer in chats."""
+        return isinstance(self.tokenizer, ChatTokenizer)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens: something must be left of the context to complete it."""
+        return max(1, self.context * 3 // 4)
+
+    def batch(self) -> "GeneratedBatch":
+        return GeneratedBatch(self)
+
+    def complete(self, prompts: Sequence[str | Sequence[Message]], sampling: Sampling) -> list[Completion]:
+        """Complete several prompts or chats together; the seed of each is the sampling's plus its number."""
+        made = [
+            self.completion(prompt, replace(sampling, seed=sampling.seed + number))
+            for number, prompt in enumerate(prompts)
+        ]
+        if made:
+            batch = self.batch()
+            batch.join(made)
+            while batch.rows:
+                batch.step()
+        return made
+
+
+class GeneratedBatch:
+    """Completions that a model works on together."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self.rows: list[Completion] = []
+        self.decoding: Decoding = decoding_of(generator.forward, generator.context, generator.device)
+
+    def join(self, completions: Sequence[Completion]) -> None:
+        """Read prompts, and add their completions."""
+        with torch.inference_mode():
+            self.decoding.join([each.prompt for each in completions])
+        self.rows += completions
+
+    def drop(self, completions: Sequence[Completion]) -> None:
+        """Give some up."""
+        self._keep([number for number, row in enumerate(self.rows) if not any(row is each for each in completions)])
+
+    def step(self) -> None:
+        """Add a token to each completion, and drop those that have ended. Raises ModelError for logits that are not
+        finite."""
+        logits = self.decoding.logits.float().cpu()
+        if not torch.isfinite(logits).all():
+            raise ModelError(f"the outputs of {self.generator.facts.title} are not finite: use another --dtype")
+        for row, scores in zip(self.rows, logits, strict=True):
+            self._add(row, next_token(scores, row.sampling, row.generator))
+        self._keep([number for number, row in enumerate(self.rows) if not row.finish])
+        if self.rows:
+            with torch.inference_mode():
+                self.decoding.read([row.tokens[-1] for row in self.rows])
+
+    def _keep(self, kept: list[int]) -> None:
+        if len(kept) < len(self.rows):
+            self.rows = [self.rows[number] for number in kept]
+            self.decoding.keep(kept)
+
+    def _add(self, row: Completion, token: int) -> None:
+        tokenizer, sampling = self.generator.tokenizer, row.sampling
+        if token == tokenizer.pad_id:
+            row.finish = "end"
+        else:
+            row.tokens.append(token)
+        whole = tokenizer.decode(row.tokens)
+        places = [place for stop in sampling.stop if (place := whole.find(stop)) >= 0]
+        if places:
+            row.text, row.finish = whole[: min(places)], "stop"
+        elif row.finish or len(row.tokens) >= sampling.max_tokens or self._is_full(row):
+            row.text, row.finish = whole, row.finish or "length"
+        else:
+            row.text = _certain(whole, sampling.stop)
+
+    def _is_full(self, row: Completion) -> bool:
+        forward = self.generator.forward
+        slides = forward.SLIDES if isinstance(forward, Model) and forward.CACHES else True
+        return not slides and len(row.prompt) + len(row.tokens) >= self.generator.context
+
+
+def _certain(text: str, stop: Sequence[str]) -> str:
+    """Without an unfinished character at the end, or the beginning of a stop text."""
+    text = text.rstrip(UNFINISHED)
+    held = (size for each in stop for size in range(len(each) - 1, 0, -1) if text.endswith(each[:size]))
+    return text[: len(text) - max(held, default=0)]
+
+
+def _checked(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"character {error.start + 1} is half of a surrogate pair, which is no character") from None
+    return text
+
+
+def _encodable(message: Message) -> Message:
+    return {name: _checked(text) for name, text in message.items()}
+
+
+def generator(
+    facts: ExportFacts,
+    forward: Forward,
+    tokenizer: TextTokenizer,
+    *,
+    device: torch.device | None = None,
+    dtype: DTypeName | None = None,
+) -> Generator:
+    """A generator on a device and in a dtype, by default on the CPU as exported. Raises ModelError for a model that
+    fails."""
+    forward, device = placed(facts, forward, device=device, dtype=dtype)
+    context = int(facts.recipe.get("data", {}).get("context", CONTEXT))
+    made = Generator(facts=facts, forward=forward, tokenizer=tokenizer, device=device, context=context)
+    try:
+        made.complete(["a", "ab"], Sampling(max_tokens=2))
+    except LockstepError:
+        raise
+    except Exception as error:  # of any library, and of a user's code
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{facts.title} cannot complete a text ({type(error).__name__}: {reason})") from error
+    return made

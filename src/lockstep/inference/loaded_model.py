@@ -1,0 +1,219 @@
+"""A trained model in Python: from texts, images, sounds or prompts to typed answers."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict, Unpack, overload
+
+import numpy as np
+from PIL import Image
+
+from lockstep.base.errors import DataError, ModelError
+from lockstep.data import chat
+from lockstep.inference import trained_model
+from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.inference.generation.generated import Generated, generated
+from lockstep.inference.generation.generator import Generator
+from lockstep.inference.generation.sampling import Sampling
+from lockstep.inference.predictor import DTypeName, Input, Predictor
+from lockstep.models.objectives._answers import ClassAnswer, ClassesAnswer, NumbersAnswer, WordsAnswer
+from lockstep.models.objectives._objective import finite
+
+Prediction: TypeAlias = ClassAnswer | ClassesAnswer | NumbersAnswer | WordsAnswer | Generated
+Given: TypeAlias = str | bytes | os.PathLike[str] | Image.Image | np.ndarray
+"""A sample: a text or prompt; or the path of an image or sound file, its bytes, an image of Pillow, or its pixels."""
+Chat: TypeAlias = Sequence[Mapping[str, str]]
+"""Messages, each with "role" and "content"."""
+GREEDY = Sampling(max_tokens=64, temperature=0)
+"""What a language model answers to predict()."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """As those of Sampling."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    stop: Sequence[str]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that answers in this process. Not for several threads at once."""
+
+    model: Predictor | Generator
+
+    @property
+    def facts(self) -> ExportFacts:
+        """All that is known about the model: name, digest, step, metrics, recipe, labels."""
+        return self.model.facts
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The classes, in the order of the outputs; empty where the model learned none."""
+        return self.facts.labels
+
+    @overload
+    def predict(self, samples: Given, *, batch: int = 64) -> Prediction: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def predict(self, samples: Sequence[Given], *, batch: int = 64) -> list[Prediction]: ...
+
+    def predict(self, samples: Given | Sequence[Given], *, batch: int = 64) -> Prediction | list[Prediction]:
+        """Answer one sample, or a list of them in its order, `batch` at a time.
+
+        A sample is a text; or of an image or a sound the path of its file or the file's bytes; or an image of Pillow,
+        or its pixels, uint8 [H, W], [H, W, 3] or [1 or 3, H, W]. A language model takes prompts, and goes on with the
+        most probable tokens: `generate` has the options.
+
+        The answers are those of POST /predict. Raises DataError for a sample that the model does not take.
+        """
+        if batch < 1:
+            raise DataError(f"batch is {batch}, and should be at least 1")
+        is_list = isinstance(samples, list | tuple)
+        given: list[Any] = list(samples) if is_list else [samples]  # type: ignore[arg-type]
+        answers: list[Any] = []
+        for start in range(0, len(given), batch):
+            answers += self._answers(given[start : start + batch], start if is_list else None)
+        return answers if is_list else answers[0]
+
+    def _answers(self, given: Sequence[Any], first: int | None) -> Sequence[Prediction]:
+        """Of a batch; `first` is the number of its first sample in a list."""
+        if isinstance(self.model, Generator):
+            return self._completed([_prompt(each, _of(first, n)) for n, each in enumerate(given)], GREEDY)
+        inputs = [self._input(each, _of(first, number)) for number, each in enumerate(given)]
+        scores = self.model.scores(self._encoded(self.model, inputs, first))
+        if not finite(scores).all():
+            raise ModelError(f"the outputs of {self.facts.title} are not finite: use another dtype")
+        answer = self.model.objective.Answer.model_validate
+        return [answer(self.model.answer(*pair)) for pair in zip(scores, inputs, strict=True)]  # type: ignore[misc]
+
+    def _input(self, given: Any, which: str) -> Input:
+        """What the predictor takes, for a sample. Raises DataError for another type."""
+        assert isinstance(self.model, Predictor)
+        reader = self.model.reader
+        if reader is None:
+            if isinstance(given, str):
+                return given
+            raise DataError(f"{which}{self.facts.title} takes texts, not {_kind(given)}")
+        if isinstance(given, bytes):
+            return given
+        if isinstance(given, str | os.PathLike):
+            return Path(given)
+        if reader.modality == "image" and isinstance(given, Image.Image):
+            return given
+        if reader.modality == "image" and isinstance(given, np.ndarray):
+            return _image(given, which)
+        what = (
+            "an image of Pillow, or pixels" if reader.modality == "image" else "not its numbers: their rate is unknown"
+        )
+        raise DataError(f"{which}give {reader.noun} as the path of a file, its bytes, {what}; not {_kind(given)}")
+
+    def _encoded(self, predictor: Predictor, inputs: Sequence[Input], first: int | None) -> Sequence[np.ndarray]:
+        try:
+            return predictor.encode(inputs)
+        except DataError:
+            for number, each in enumerate(inputs):
+                try:
+                    predictor.encode([each])
+                except DataError as error:
+                    raise DataError(f"{_of(first, number)}{error}") from error
+            raise
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: str, **options: Unpack[SamplingOptions]
+    ) -> Generated: ...
+
+    @overload
+    def generate(self, prompt: Sequence[str], **options: Unpack[SamplingOptions]) -> list[Generated]: ...
+
+    @overload
+    def generate(self, prompt: Chat, **options: Unpack[SamplingOptions]) -> Generated: ...
+
+    def generate(
+        self, prompt: str | Sequence[str] | Chat, **options: Unpack[SamplingOptions]
+    ) -> Generated | list[Generated]:
+        """Go on from a prompt, a list of prompts, or the messages of a chat.
+
+        `options` are those of a Sampling: max_tokens=128, temperature=0.8, top_p=1.0, seed=0, stop=(); the same seed
+        gives the same text again, and each further prompt of a list takes the next seed. Raises UserError for a model
+        that generates nothing, and for options and prompts that cannot be used.
+        """
+        sampling = Sampling(**options)
+        is_list = isinstance(prompt, list | tuple) and not (prompt and isinstance(prompt[0], Mapping))
+        given: list[Any] = list(prompt) if is_list else [prompt]
+        prompts = [_prompt(each, _of(0 if is_list else None, number)) for number, each in enumerate(given)]
+        found = self._completed(prompts, sampling)
+        return found if is_list else found[0]
+
+    def stream(self, prompt: str | Chat, **options: Unpack[SamplingOptions]) -> Iterator[str]:
+        """The text that `generate` gives, piece by piece."""
+        generator = self._generator()
+        completion = generator.completion(_prompt(prompt, ""), Sampling(**options))
+        batch = generator.batch()
+        batch.join([completion])
+        told = 0
+        while batch.rows:
+            batch.step()
+            if len(completion.text) > told:
+                yield completion.text[told:]
+                told = len(completion.text)
+
+    def _completed(self, prompts: Sequence[Any], sampling: Sampling) -> list[Generated]:
+        generator = self._generator()
+        return [generated(generator, made) for made in generator.complete(prompts, sampling)]
+
+    def _generator(self) -> Generator:
+        if not isinstance(self.model, Generator):
+            raise ModelError(f"{self.facts.title} generates no text: use predict()")
+        return self.model
+
+
+def load(
+    path: str | os.PathLike[str], *, device: str = "cpu", dtype: DTypeName | None = None, trust_code: bool = False
+) -> LoadedModel:
+    """Open an export, the best or newest checkpoint of a run, or a checkpoint, to predict with.
+
+    `device` is cpu, cuda or cuda:N; `dtype` converts the weights; `trust_code` executes the code that lies in a folder
+    which somebody else may have made. Raises UserError for what cannot be opened.
+    """
+    trained_model.authorize(Path(path), None, trusts=trust_code)
+    return LoadedModel(trained_model.loader(Path(path), device=device, dtype=dtype)())
+
+
+def _image(pixels: np.ndarray, which: str) -> Image.Image:
+    """Pixels [H, W], [H, W, C] or [C, H, W] as an image. Raises DataError."""
+    if pixels.ndim == 3 and pixels.shape[0] in (1, 3) and pixels.shape[2] not in (1, 3, 4):
+        pixels = pixels.transpose(1, 2, 0)
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[:, :, 0]
+    if pixels.dtype != np.uint8 or pixels.size == 0 or not (pixels.ndim == 2 or pixels.shape[2:] in ((3,), (4,))):
+        raise DataError(
+            f"{which}pixels should be uint8 from 0 to 255, of the shape [H, W], [H, W, 3] or [1 or 3, H, W]; "
+            f"these are {pixels.dtype} {list(pixels.shape)}"
+        )
+    return Image.fromarray(np.ascontiguousarray(pixels))
+
+
+def _prompt(given: Any, which: str) -> str | list[dict[str, str]]:
+    """A prompt or a chat. Raises DataError for what is neither."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list | tuple):
+        raise DataError(f"{which}a prompt is a text, or a list of messages; not {_kind(given)}")
+    messages = [dict(each) if isinstance(each, Mapping) else each for each in given]
+    if reason := chat.fault(messages):
+        raise DataError(f"{which}{reason}")
+    return messages
+
+
+def _of(first: int | None, number: int) -> str:
+    """How the message about a sample of a list begins."""
+    return "" if first is None else f"sample {first + number}: "
+
+
+def _kind(given: object) -> str:
+    return type(given).__name__

@@ -1,0 +1,116 @@
+"""POST /generate: the completion of a prompt, whole or as a stream of server-sent events."""
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from lockstep.inference.generation.generated import Generated, generated
+from lockstep.inference.generation.sampling import Sampling
+from lockstep.inference.serving import openapi
+from lockstep.inference.serving.request_inputs import JSON, Body, Filled, InvalidInput, faults_of
+from lockstep.inference.serving.service import GenerationService
+
+EVENTS = "text/event-stream"
+MOST_TOKENS, MOST_STOPS = 4096, 16
+MOST_SEED = 2**31
+
+
+class ChatMessage(Body):
+    """What somebody says in a chat."""
+
+    role: Filled = Field(description="user, assistant, or another that the model has learned.")
+    content: str
+
+
+class GenerationRequest(Body):
+    """A prompt, or the messages of a chat, and how to go on from it."""
+
+    prompt: str | None = Field(None, description="Of a long one, the model reads the end.")
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = Field(
+        None, description="In place of a prompt, for a model that has learned chats."
+    )
+    max_tokens: int = Field(128, ge=1, le=MOST_TOKENS)
+    temperature: float = Field(0.8, ge=0, le=10, description="0: always the most probable token.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Draw only from the most probable tokens that add up to this.")
+    seed: int | None = Field(None, ge=0, lt=MOST_SEED, description="The same seed gives the same text again.")
+    stop: list[Filled] = Field([], max_length=MOST_STOPS, description="Texts before which the completion ends.")
+    stream: bool = Field(False, description="Send pieces of the text as server-sent events.")  # noqa: FBT003
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+    @property
+    def given(self) -> str | list[dict[str, str]]:
+        return (
+            [each.model_dump() for each in self.messages]
+            if self.prompt is None and self.messages
+            else self.prompt or ""
+        )
+
+
+def add(app: Any, service: GenerationService) -> None:
+    """Add the route."""
+    from fastapi import Request
+    from fastapi.responses import JSONResponse, StreamingResponse
+
+    request_example, response_example = service.model.example
+    described = openapi.generate(GenerationRequest, Generated, request=request_example, response=response_example)
+
+    @app.post("/generate", **described)  # type: ignore[untyped-decorator]
+    async def generate(request: Request) -> Any:
+        """The text that follows a prompt."""
+        asked = await _request(request)
+        generator, completion = service.begun(asked.given, _sampling(asked))
+        pieces = service.pieces(generator, completion)
+        if not asked.stream:
+            async for _ in pieces:
+                pass
+            return JSONResponse(generated(generator, completion).model_dump())
+        first = await anext(pieces, "")  # raises Full before the response has begun
+
+        def last() -> dict[str, Any]:
+            return generated(generator, completion).model_dump(exclude={"text"})
+
+        return StreamingResponse(_events(first, pieces, last), media_type=EVENTS)
+
+
+async def _request(request: Any) -> GenerationRequest:
+    """Raises InvalidInput, which names the fields."""
+    media_type = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if media_type != JSON:
+        raise InvalidInput([("content-type", f"should be {JSON}")], status=415)
+    try:
+        return GenerationRequest.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise InvalidInput(faults_of(error)) from None
+
+
+def _sampling(asked: GenerationRequest) -> Sampling:
+    seed = secrets.randbelow(MOST_SEED) if asked.seed is None else asked.seed
+    values = asked.model_dump(include={"max_tokens", "temperature", "top_p"})
+    return Sampling(seed=seed, stop=tuple(asked.stop), **values)
+
+
+async def _events(first: str, pieces: AsyncIterator[str], last: Callable[[], dict[str, Any]]) -> AsyncIterator[str]:
+    """{"text": piece} for each piece, then the facts of the completion without its text; or {"error": why}."""
+    try:
+        if first:
+            yield _event({"text": first})
+        async for piece in pieces:
+            yield _event({"text": piece})
+        yield _event(last())
+    except TimeoutError:
+        yield _event({"error": "the completion took too long"})
+    except Exception:  # the response has begun: its status cannot change
+        yield _event({"error": "the model failed on this; the server's log says how"})
+        raise
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

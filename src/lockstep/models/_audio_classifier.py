@@ -1,0 +1,109 @@
+"""Classifiers of sounds from transformers: load, check, save. m = samples, T = numbers or frames of a sound."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, Model
+from lockstep.core.host.feature_extractor import FeatureExtractor
+from lockstep.core.modules.deferred_init import is_fake
+from lockstep.models._pretrained import from_pretrained, head_of, mismatches
+from lockstep.models._processed import ModelFiles, ProcessedModel
+from lockstep.models.audio_classifier import Config
+from lockstep.models.objectives._choice import TAGS, name_of
+
+LAYER_DROPS = ("layerdrop", "encoder_layerdrop")
+"""Probability that a layer is skipped in training (A. Fan et al., Reducing Transformer Depth on Demand, 2019)."""
+
+
+class AudioModel(ProcessedModel):
+    """Takes what the model's feature extractor makes of sounds."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Features float [m, T] or [m, T, bands], and the mask int64 [m, T] of extractors that give one -> outputs
+        [m, K], such as logits of classes."""
+        column = self.processor.column
+        inputs = {column: batch[column].to(next(self.network.parameters()).dtype)}
+        if f"{column}_mask" in batch:
+            inputs["attention_mask"] = batch[f"{column}_mask"]
+        return self.network(**inputs).logits
+
+
+def build(config: Config, spec: DataSpec) -> Model:
+    """Load pretrained weights, with a new head for the data's targets, whose names go into the model's config.
+
+    Raises ModelError when the model cannot be loaded, or does not take what its feature extractor gives.
+    """
+    if spec.modality != "audio" or name_of(spec) == TAGS:
+        raise ModelError("model.kind=audio_classifier takes sounds, with targets for each, such as data.kind=audio")
+    from transformers import AutoModelForAudioClassification
+
+    network, loading = from_pretrained(
+        AutoModelForAudioClassification,
+        config,
+        check=partial(_check_task, config),
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **head_of(spec),
+    )
+    notes = mismatches(loading, prefix=f"{network.base_model_prefix}.")  # the head is always new
+    model = AudioModel(network.float(), spec, FeatureExtractor(config.name))
+    _check_input(config, model)
+    if _without_layer_drop(network):
+        notes.append(
+            f"{config.name} skips layers at random in training (layerdrop): it is off, as each process runs each block"
+        )
+    model._lockstep_notes = tuple(notes)
+    return model
+
+
+def _check_task(config: Config, settings: Any) -> None:
+    """Raise ModelError for a model that transformers has no classifier of sounds of."""
+    from transformers import MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING
+
+    if type(settings) not in MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"model.name={config.name} is a {settings.model_type} model, with which transformers does not classify "
+            "sounds: give a model of sounds, such as facebook/wav2vec2-base, or bring this one with model.kind=user"
+        )
+
+
+def _check_input(config: Config, model: AudioModel) -> None:
+    """Raise ModelError where the model does not take what its feature extractor gives. Weights without memory
+    (deferred_init) tell nothing."""
+    if any(map(is_fake, model.parameters())):
+        return
+    model.eval()
+    features = torch.from_numpy(model.processor(np.zeros(model.processor.rate, np.float32)))
+    try:
+        with torch.no_grad():
+            model({model.processor.column: features[None]})
+    except Exception as error:  # of any module
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ModelError(
+            f"model.name={config.name} does not take what its feature extractor gives, numbers of shape "
+            f"{[*features.shape]} for a second: {reason}"
+        ) from error
+    model.train()
+
+
+def _without_layer_drop(network: Any) -> bool:
+    """Turn it off: FSDP and pipelines need each block in each forward pass -> whether it was on."""
+    found = [
+        (owner, name)
+        for owner in (network.config, *network.modules())
+        for name in LAYER_DROPS
+        if getattr(owner, name, None)
+    ]
+    for owner, name in found:
+        setattr(owner, name, 0.0)
+    return bool(found)
+
+
+files = ModelFiles("AutoModelForAudioClassification", AudioModel, FeatureExtractor)
+save, save_config, read_back, from_config = files.save, files.save_config, files.read_back, files.from_config

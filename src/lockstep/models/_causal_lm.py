@@ -1,0 +1,268 @@
+"""Causal language models from transformers: load, start anew, check. m = samples, T = tokens of one, V = vocabulary."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, Cache, Model
+from lockstep.core.modules.deferred_init import is_fake
+from lockstep.models._documents import DOCUMENT, are_close, keeps_apart, not_apart, positions_of, visible_of
+from lockstep.models._pretrained import (
+    WITHOUT_CODE,
+    NetworkModel,
+    check_folder,
+    from_pretrained,
+    mismatches,
+    reported,
+    save_architecture,
+    save_network,
+    silence,
+)
+from lockstep.models.causal_lm import Config
+
+OWN = 0.9
+"""A tokenizer with fewer of the model's tokens than this is another model's; embeddings are padded by up to 2 %."""
+FULL = "full_attention"
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def by_positions(document: Tensor) -> dict[str, Tensor]:
+    """Documents as transformers knows them: it finds where positions begin anew, and layers with a window count in it
+    from the beginning of a document."""
+    return {"position_ids": positions_of(document)}
+
+
+def by_mask(document: Tensor) -> dict[str, Tensor]:
+    """The same for models that do not look for it, such as OPT: what is added to the scores of attention."""
+    hidden = ~visible_of(document)
+    lowest = torch.finfo(torch.bfloat16).min  # finite in fp32, too
+    return {"attention_mask": hidden.float().masked_fill(hidden, lowest), **by_positions(document)}
+
+
+class CausalTransformer(NetworkModel):
+    """Tokens -> logits of the next ones."""
+
+    apart: Callable[[Tensor], dict[str, Tensor]] = staticmethod(by_positions)
+    """The arguments with which the network keeps documents apart."""
+
+    def __init__(self, network: nn.Module, spec: DataSpec) -> None:
+        super().__init__(network, spec)
+        settings: Any = network.config
+        self.longest = _longest(settings)
+        """T at most; None where nothing tells."""
+        self.attention_width = _attention_width(settings.get_text_config())
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Tokens int64 [m, T], none of which is padding -> logits [m, T, V]. Raises ModelError for too large a T."""
+        tokens, document = batch["input_ids"], batch.get(DOCUMENT)
+        if not torch.compiler.is_compiling():
+            _check_length(self.longest, tokens.shape[1])
+        more = {} if document is None else self.apart(document)
+        return self.network(input_ids=tokens, use_cache=False, **more).logits
+
+    @property
+    def CACHES(self) -> bool:  # type: ignore[override]
+        """Not models that keep a state in place of keys and values, such as Mamba."""
+        return not getattr(self.network, "_is_stateful", False)
+
+    def decode(self, tokens: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """See Model.decode."""
+        from transformers import DynamicCache
+
+        known = DynamicCache()
+        for number, (keys, values) in enumerate(cache or ()):
+            known.update(keys, values, number)
+        positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+        outputs = self.network(
+            input_ids=tokens,
+            attention_mask=mask.long(),
+            position_ids=positions,
+            past_key_values=known,
+            use_cache=True,
+        )
+        return outputs.logits[:, -1], [(layer.keys, layer.values) for layer in outputs.past_key_values.layers]
+
+
+def build(config: Config, spec: DataSpec) -> Model:
+    """Load pretrained weights, or start with random ones. Raises ModelError when the model cannot be loaded, reads
+    ahead, or lacks tokens of the data."""
+    if spec.vocabulary is None:
+        raise ModelError("model.kind=causal_lm predicts tokens, but the data has none: set data.kind=text")
+    network, notes = (_untrained if config.from_config else _trained)(config, spec)
+    model = CausalTransformer(network.float(), spec)
+    _check_causality(config, model)
+    if spec.documents:
+        _keep_apart(config, model, spec.vocabulary)
+    model._lockstep_notes = tuple(notes)
+    return model
+
+
+def _trained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
+    """The pretrained model, and notes on it."""
+    from transformers import AutoModelForCausalLM
+
+    vocabulary = spec.vocabulary or 0
+
+    def check(settings: Any) -> None:
+        _check_fit(config, spec, settings)
+        _check_vocabulary(config, _vocabulary(settings), vocabulary)
+
+    network, loading = from_pretrained(
+        AutoModelForCausalLM, config, check=check, output_loading_info=True, **_attention(config)
+    )
+    known, notes = _vocabulary(network.config), mismatches(loading)
+    if known is not None and vocabulary < OWN * known:
+        notes.append(
+            f"the model has learned {known:,} tokens, but the data's tokenizer has only {vocabulary:,}, which may mean "
+            f"something else to it: data.tokenizer={config.name} is the model's own"
+        )
+    return network, notes
+
+
+def _untrained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
+    """A model of the same sizes, but for the vocabulary, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    vocabulary = spec.vocabulary or 0
+    settings = from_pretrained(AutoConfig, config, check=partial(_check_fit, config, spec))
+    sizes, known = settings.get_text_config(), _vocabulary(settings)
+    is_own = known is not None and OWN * known <= vocabulary <= known
+    for each in (settings, sizes):
+        for name in SPECIAL:
+            if not is_own and hasattr(each, name):
+                setattr(each, name, None)  # of another tokenizer; the row of a padding token would never be trained
+    sizes.vocab_size = vocabulary
+    with reported(config):
+        network = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, **_attention(config), **WITHOUT_CODE)
+    return network, []
+
+
+def _vocabulary(settings: Any) -> int | None:
+    """Number of tokens of a model by its transformers config; None where it does not tell."""
+    return getattr(settings.get_text_config(), "vocab_size", None)
+
+
+def _attention_width(sizes: Any) -> int:
+    """See Model: 0 where the config does not tell."""
+    layers, heads, width = (
+        getattr(sizes, name, 0) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
+    if not all(isinstance(number, int) for number in (layers, heads, width)):
+        return 0
+    return layers * (heads * size if isinstance(size := getattr(sizes, "head_dim", None), int) else width)
+
+
+def _attention(config: Config) -> dict[str, str]:
+    return {} if config.attention == "auto" else {"attn_implementation": config.attention}
+
+
+def _longest(settings: Any) -> int | None:
+    """For how many tokens a model has positions, by its transformers config; None where it does not tell."""
+    longest = getattr(settings.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
+def _check_length(longest: int | None, length: int) -> None:
+    if longest is not None and length > longest:
+        raise ModelError(
+            f"the model has positions for {longest:,} tokens, but a sample of the data has {length:,}: set "
+            f"data.context={longest} or less"
+        )
+
+
+def _check_fit(config: Config, spec: DataSpec, settings: Any) -> None:
+    """Raise ModelError for a model that transformers cannot continue texts with, such as an encoder, and for samples
+    that are too long for it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    is_encoder = (
+        type(settings) in MODEL_FOR_MASKED_LM_MAPPING
+        and not settings.is_encoder_decoder
+        and not getattr(settings, "is_decoder", True)
+    )
+    if is_encoder or type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _not_causal(config, f"is a {settings.model_type} model, which is no causal language model")
+    if spec.context is not None:
+        _check_length(_longest(settings), spec.context)
+
+
+def _not_causal(config: Config, what: str) -> ModelError:
+    return ModelError(
+        f"model.name={config.name} {what}: give one that continues texts, such as openai-community/gpt2, or classify "
+        "texts with model.kind=transformer"
+    )
+
+
+def _check_vocabulary(config: Config, known: int | None, vocabulary: int) -> None:
+    if known is not None and known < vocabulary:
+        raise ModelError(
+            f"model.name={config.name} has {known:,} tokens, but the data's tokenizer {vocabulary:,}: set "
+            f"data.tokenizer={config.name}, the model's own, or start anew with model.from_config=true"
+        )
+
+
+def _check_causality(config: Config, model: CausalTransformer) -> None:
+    """Raise ModelError where what follows a token changes its logits, which would make a loss meaningless.
+
+    Weights without memory (deferred_init) tell nothing.
+    """
+    if any(map(is_fake, model.parameters())):
+        return
+    rows = torch.tensor([[0, 1], [0, 2]])
+    model.eval()
+    try:
+        with torch.no_grad():
+            one, other = model({"input_ids": rows})[:, 0]
+    except Exception as error:  # of a model that takes more than tokens
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise _not_causal(config, f"cannot read tokens alone ({reason})") from error
+    model.train()
+    if not are_close(one, other):
+        raise _not_causal(config, "reads texts in both directions, so it is no causal language model")
+
+
+def _keep_apart(config: Config, model: CausalTransformer, vocabulary: int) -> None:
+    """Find the arguments with which the network keeps documents apart. Raises ModelError where there are none, as of
+    models that read with a state, such as Mamba.
+
+    One mask for all layers would take the window from those that have one.
+    """
+    network: Any = model.network
+    settings = network.config.get_text_config()
+    kinds = {*(getattr(settings, "layer_types", None) or [FULL])}
+    has_windows = getattr(settings, "sliding_window", None) or kinds != {FULL}
+    for way in (by_positions,) if has_windows else (by_positions, by_mask):
+        model.apart = way
+        try:
+            if keeps_apart(model, model, vocabulary=vocabulary):
+                return
+        except (TypeError, ValueError, RuntimeError, IndexError):  # of a model without such arguments
+            continue
+    raise not_apart(f"model.name={config.name}")
+
+
+def read_back(folder: Path, spec: DataSpec) -> Model:
+    """Load what `save` wrote with plain transformers."""
+    from transformers import AutoModelForCausalLM
+
+    silence()
+    check_folder(folder)
+    return CausalTransformer(AutoModelForCausalLM.from_pretrained(folder, **WITHOUT_CODE), spec)
+
+
+def from_config(folder: Path, spec: DataSpec) -> Model:
+    """Build a model from what `save_config` wrote; its weights are random."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    check_folder(folder)
+    settings = AutoConfig.from_pretrained(folder, **WITHOUT_CODE)
+    return CausalTransformer(AutoModelForCausalLM.from_config(settings, **WITHOUT_CODE), spec)
+
+
+save, save_config = save_network, save_architecture

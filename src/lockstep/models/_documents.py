@@ -1,0 +1,65 @@
+"""Documents of a sample that are kept apart: what a token attends to, where it is, and whether a model keeps to it.
+
+m = samples, T = tokens of one, V = vocabulary. The column "document", int64 [m, T], numbers the documents of a sample.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, Model, Outputs
+from lockstep.core.modules.outputs import logits_of
+
+DOCUMENT = "document"
+TOLERANCE = 1e-4
+"""Of the largest logit: rounding, where rows of a batch are computed in another order. Reading ahead, or in another
+document, changes 1e-2."""
+
+
+def positions_of(document: Tensor) -> Tensor:
+    """Where each token is in its document, from 0, int64 [m, T]."""
+    order = torch.arange(document.shape[1], device=document.device)
+    is_first = F.pad(document[:, 1:] != document[:, :-1], (1, 0))
+    return order - (order * is_first).cummax(1).values
+
+
+def visible_of(document: Tensor) -> Tensor:
+    """What each token may attend to: itself and those before it in its document, bool [m, 1, T, T]."""
+    order = torch.arange(document.shape[1], device=document.device)
+    return ((document[:, :, None] == document[:, None, :]) & (order <= order[:, None]))[:, None]
+
+
+def keeps_apart(model: Model, forward: Callable[[Batch], Outputs], *, vocabulary: int) -> bool:
+    """Whether a document has the same logits behind another one as alone; also where there are no logits to tell.
+
+    Passes on what `forward` raises, which that of a model without memory for its weights (deferred_init) does: it is
+    then built with memory.
+    """
+    tokens = torch.tensor([[1, 2, 3, 0, 2, 0, 1]]) % vocabulary
+    document = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            behind, alone = (
+                logits_of(forward({"input_ids": tokens[:, start:], DOCUMENT: document[:, start:]})) for start in (0, 4)
+            )
+    finally:
+        model.train(was_training)
+    return behind is None or alone is None or are_close(behind[:, 4:], alone)
+
+
+def not_apart(what: str) -> ModelError:
+    """The error for a model that does not keep documents apart, which `what` names."""
+    return ModelError(
+        f"{what} does not keep the documents of a sample apart, as data.documents=apart asks: what it predicts in one "
+        "depends on the one before. Set data.documents=joined, or take another model"
+    )
+
+
+def are_close(one: Tensor, other: Tensor) -> bool:
+    """Whether logits differ by rounding only."""
+    return torch.allclose(one, other, rtol=0, atol=TOLERANCE * float(other.abs().max()), equal_nan=True)

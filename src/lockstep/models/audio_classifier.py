@@ -1,0 +1,31 @@
+"""Any transformers model that classifies sounds, by hub name or local folder: Wav2Vec2, HuBERT, AST, ..."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lockstep.models._pretrained_config import HubName, PretrainedSection
+
+
+class Config(PretrainedSection):
+    """A pretrained model of speech or other sounds (AutoModelForAudioClassification) with a new head on top."""
+
+    PRETRAINED: ClassVar[bool] = True
+    HAS_NEW_HEAD: ClassVar[bool] = True
+    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "data": {"kind": "audio", "train": "data/sounds"},
+        "train": {"epochs": 5, "global_batch": 32, "micro_batch": 8},
+        "optim": {"lr": 3e-5},
+        "schedule": {"shape": "cosine", "warmup": 0.1},
+    }
+
+    name: HubName = "facebook/wav2vec2-base"
+    """A name on the Hugging Face hub, or a local folder (here or in models/) with a saved model and its feature
+    extractor, through which sounds of any sampling rate pass."""
+
+    @property
+    def own_feature_extractor(self) -> str:
+        return self.name
+
+    @property
+    def modality(self) -> str:
+        return "audio"

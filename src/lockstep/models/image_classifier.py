@@ -1,0 +1,31 @@
+"""Any transformers model that classifies images, by hub name or local folder: ViT, ConvNeXt, ResNet, Swin, ..."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lockstep.models._pretrained_config import HubName, PretrainedSection
+
+
+class Config(PretrainedSection):
+    """A pretrained image model (AutoModelForImageClassification) with a new head on top."""
+
+    PRETRAINED: ClassVar[bool] = True
+    HAS_NEW_HEAD: ClassVar[bool] = True
+    STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "data": {"kind": "files", "train": "data/images"},
+        "train": {"epochs": 3, "global_batch": 32, "micro_batch": 8},
+        "optim": {"lr": 1e-4},
+        "schedule": {"shape": "cosine", "warmup": 0.06},
+    }
+
+    name: HubName = "google/vit-base-patch16-224"
+    """A name on the Hugging Face hub, or a local folder (here or in models/) with a saved model and its image
+    processor, through which images of any size pass."""
+
+    @property
+    def own_image_processor(self) -> str:
+        return self.name
+
+    @property
+    def modality(self) -> str:
+        return "image"

@@ -1,0 +1,67 @@
+"""The objective that data and settings ask for."""
+
+from dataclasses import replace
+
+from lockstep.base import plugins
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import ConfigError, ModelError
+from lockstep.base.model_contracts import Model
+from lockstep.models.objectives._objective import Objective, PredictingObjective
+
+FAMILY = "models.objectives"
+AUTO, OWN = "auto", "own"
+TAGS = "token_classification"
+
+
+def name_of(spec: DataSpec) -> str:
+    """The objective that the data names, or that follows from its targets."""
+    if spec.objective != AUTO:
+        return spec.objective
+    if spec.vocabulary is not None:
+        return "causal_lm"
+    if spec.numbers:
+        return "regression"
+    return "classification" if spec.labels else OWN
+
+
+def objective_of(spec: DataSpec) -> Objective:
+    """The objective of a model for this data. Raises ModelError where the data lacks what it needs."""
+    name = name_of(spec)
+    found: Objective = plugins.implementation(FAMILY, name).build()
+    if lacking := found.missing(spec):
+        raise ModelError(
+            f"model.objective={name} needs {lacking}, which this data does not have: choose the objective that fits "
+            "the data, or leave it out"
+        )
+    return found
+
+
+def with_objective(spec: DataSpec, requested: str) -> DataSpec:
+    """The spec with the objective of model.objective, if it names one. Raises ModelError for classes of words that the
+    data does not have, or that it has: their columns are padded in another way."""
+    if TAGS in (requested, spec.objective) and requested not in (AUTO, OWN, spec.objective):
+        raise ModelError(
+            f"model.objective={requested} does not fit this data, whose objective is {spec.objective}: only "
+            f"data.labels=tags, or DataSpec(objective={TAGS!r}) of your own source, gives a class for each word"
+        )
+    return spec if requested == AUTO else replace(spec, objective=requested)
+
+
+def smooth_labels(model: Model, smoothing: float) -> None:
+    """Let the objective of a model smooth its targets. Raises ConfigError where its loss is not that of classes."""
+    objective = getattr(model, "objective", None)
+    if not isinstance(objective, Objective) or not objective.SMOOTHS:
+        whose = "this objective has no classes" if isinstance(objective, Objective) else "the model's own loss decides"
+        raise ConfigError(f"train.label_smoothing={smoothing:g}, but {whose}: leave it out")
+    objective.smoothing = smoothing
+
+
+def width_of(spec: DataSpec) -> int:
+    """K: how many numbers a model gives for each sample. Raises ModelError where the objective is not about samples."""
+    found = objective_of(spec)
+    if not isinstance(found, PredictingObjective):
+        raise ModelError(
+            f"model.objective={name_of(spec)} does not predict something for each sample, so this kind of model has no "
+            "outputs for it: choose another model.kind, or bring a model with model.kind=user"
+        )
+    return found.width(spec)

@@ -1,0 +1,101 @@
+"""One class for each sample: cross-entropy, accuracy, F1, probabilities.
+
+m = samples in a micro-batch, K = classes. Logits are float [m, K] or [m, K, T], labels int64 [m] or [m, T].
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.base.contracts import DataSpec
+from lockstep.base.model_contracts import Batch, LossSum, Outputs
+from lockstep.core.modules.outputs import logits_of
+from lockstep.models.objectives._answers import ClassAnswer
+from lockstep.models.objectives._objective import LABEL, PredictingObjective, target_of
+from lockstep.training.metrics.classifier_metrics import classifier_metrics
+from lockstep.training.metrics.declared_metrics import DeclaredMetric
+
+
+class Classification(PredictingObjective):
+    Answer = ClassAnswer
+    WHAT = "which of its labels fits"
+    PURPOSE = "that tells {count} classes of {samples} apart: {names}"
+    CALIBRATES = True
+    SMOOTHS = True
+
+    def missing(self, spec: DataSpec) -> str:
+        return "" if spec.labels else "a class for each sample"
+
+    def width(self, spec: DataSpec) -> int:
+        return len(spec.labels)
+
+    def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
+        label = target_of(batch, "classes")
+        total = self.cross_entropy(outputs, label)
+        return LossSum(total, label.numel(), {"accuracy": (outputs.argmax(-1) == label).sum()})
+
+    def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
+        classes = len(spec.labels)
+
+        def arguments(outputs: Outputs, batch: Batch) -> Any:
+            return classified(outputs, batch, classes)
+
+        return {
+            name: DeclaredMetric(metric=metric, arguments=arguments)
+            for name, metric in classifier_metrics(classes).items()
+        }
+
+    def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Tensor, Tensor] | None:
+        pair = classified(outputs, batch, len(spec.labels)) if len(spec.labels) > 1 else None
+        return None if pair is None or pair[1].ndim != 1 else (pair[0].float().cpu(), pair[1].cpu())
+
+    def scores(self, raw: Tensor, temperature: float) -> Tensor:
+        return (raw / temperature).softmax(-1)
+
+    def losses(self, raw: Tensor, target: Tensor, temperature: float) -> Tensor:
+        return F.cross_entropy(raw.double() / temperature, target, reduction="none")
+
+    def fits(self, raw: Tensor) -> Tensor:
+        return raw.argmax(1)
+
+    def answer(self, scores: np.ndarray, spec: DataSpec, text: str) -> dict[str, Any]:
+        best = int(scores.argmax())
+        return {
+            "label": spec.labels[best],
+            "confidence": float(scores[best]),
+            "probabilities": dict(zip(spec.labels, map(float, scores), strict=True)),
+        }
+
+    def columns(
+        self, scores: np.ndarray, spec: DataSpec, *, texts: Sequence[str], every: bool
+    ) -> dict[str, np.ndarray]:
+        names = np.array(spec.labels, dtype=object)
+        found = {"label": names[scores.argmax(axis=1)], "confidence": scores.max(axis=1)}
+        return found | probability_columns(scores, spec) if every else found
+
+    def target(self, target: Tensor, spec: DataSpec) -> str:
+        return spec.labels[int(target)]
+
+    def predicted(self, scores: Tensor, spec: DataSpec) -> tuple[str, float | None]:
+        best = int(scores.argmax())
+        return spec.labels[best], float(scores[best])
+
+
+def classified(outputs: Outputs, batch: Batch, classes: int) -> tuple[Tensor, Tensor] | None:
+    """Return logits [m, classes, ...] and integer labels [m, ...]; None if outputs and labels have no such shapes."""
+    logits, label = logits_of(outputs), batch.get(LABEL)
+    if logits is None or label is None or label.is_floating_point() or logits.ndim < 2:
+        return None
+    matches = logits.shape[1] == classes and (len(logits), *logits.shape[2:]) == tuple(label.shape)
+    return (logits, label) if matches else None
+
+
+def probability_columns(scores: np.ndarray, spec: DataSpec) -> dict[str, np.ndarray]:
+    return {f"probability_{label}": scores[:, number] for number, label in enumerate(spec.labels)}
+
+
+def build() -> PredictingObjective:
+    return Classification()

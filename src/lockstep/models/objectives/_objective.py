@@ -1,0 +1,175 @@
+"""Interface of objectives: what a model learns to predict.
+
+m = samples in a micro-batch, K = outputs of a sample, such as classes. `objectives/NAME.py` defines METRICS, and
+`_NAME.py` defines `build() -> Objective`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel
+from torch import Tensor
+
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, LossSum, Outputs
+from lockstep.core.modules.outputs import logits_of
+from lockstep.core.numerics.word_tokens import IGNORED
+from lockstep.training.metrics.declared_metrics import DeclaredMetric
+
+LABEL = "label"
+"""The column that is predicted."""
+Rows = Any
+"""One row for each sample: a tensor [m, ...], or a list of m tensors of different lengths."""
+
+
+class Objective(ABC):
+    """The loss and the metrics of a model."""
+
+    smoothing: float = 0.0
+    """How much of a target's weight is spread over all classes in training (C. Szegedy et al., Rethinking the Inception
+    Architecture, 2016)."""
+    SMOOTHS: ClassVar[bool] = False
+    """Whether `smoothing` may be set: targets are classes."""
+
+    TARGETS: ClassVar[tuple[str, ...]] = (LABEL,)
+    """Columns that are no inputs of a model."""
+    GENERATES: ClassVar[bool] = False
+    """Whether its models complete texts."""
+    PURPOSE: ClassVar[str] = ""
+    """What a model is for, as "that ..." in its model card: of {count} {names}, from {samples}."""
+    TASK: ClassVar[str] = ""
+    """What the Hugging Face hub calls the task, if the objective alone decides it."""
+    WORDS: ClassVar[bool] = False
+    """Whether a sample is a text of words with a target and a prediction for each: its tokens are marked
+    (core.numerics.word_tokens), and its scores are [W, K] for W words."""
+
+    @abstractmethod
+    def missing(self, spec: DataSpec) -> str:
+        """What the data lacks, such as "classes"; empty where it has all."""
+
+    @abstractmethod
+    def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
+        """Sum the losses of a micro-batch. Raises ModelError for outputs of another shape than the targets."""
+
+    @abstractmethod
+    def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
+        """The metrics of an evaluation by name."""
+
+    def cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Sum over all targets that are not IGNORED; smoothed where gradients are wanted, so not in evaluations."""
+        smoothing = self.smoothing if torch.is_grad_enabled() else 0.0
+        return F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """What follows from the means over a whole split ("loss" and LossSum.sums)."""
+        return {}
+
+    def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Rows, Rows] | None:
+        """Outputs [m, K] and targets [m] or [m, K] of a micro-batch for the report of an evaluation; None where there
+        is no such pair."""
+        return None
+
+
+class PredictingObjective(Objective):
+    """One prediction for each sample, made from K numbers."""
+
+    Answer: ClassVar[type[BaseModel]]
+    """A prediction as JSON."""
+    WHAT: ClassVar[str]
+    """A prediction in words, such as "which class fits"."""
+    CALIBRATES: ClassVar[bool] = False
+    """Whether predictions are probabilities of classes that exclude each other, which a temperature can calibrate."""
+
+    @abstractmethod
+    def width(self, spec: DataSpec) -> int:
+        """K: how many numbers a model gives for each sample."""
+
+    def raw(self, outputs: Outputs, spec: DataSpec) -> Tensor:
+        """A model's outputs, float32 [m, K], on the CPU. Raises ModelError for outputs of another shape."""
+        found = logits_of(outputs)
+        if found is not None and found.ndim == 1 and self.width(spec) == 1:
+            found = found[:, None]
+        if found is None or found.ndim != 2:
+            raise ModelError(
+                f"the model gives no outputs [samples, {self.width(spec)}], which tell {self.WHAT}: return them as one "
+                "tensor, or as `logits` among several"
+            )
+        if found.shape[1] != self.width(spec):
+            raise ModelError(
+                f"the model gives outputs {list(found.shape)} for {len(found)} samples, where the data needs "
+                f"[{len(found)}, {self.width(spec)}]: its head is of other data"
+            )
+        return found.detach().float().cpu()
+
+    def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Rows, Rows] | None:
+        try:
+            raw, target = self.raw(outputs, spec), batch.get(LABEL)
+        except ModelError:
+            return None
+        if target is None or len(target) != len(raw):
+            return None
+        return raw, target.detach().cpu()
+
+    def scores(self, raw: Tensor, temperature: float) -> Tensor:
+        """Probabilities or other numbers that a prediction consists of, [m, K]."""
+        return raw
+
+    def blank(self, count: int, spec: DataSpec) -> np.ndarray:
+        """An array for the scores of some samples, which is to be filled in."""
+        return np.empty((count, self.width(spec)), dtype=np.float32)
+
+    def of_samples(self, scores: np.ndarray, samples: Sequence[np.ndarray]) -> np.ndarray:
+        """The scores of each sample without padding: [m, K], or an object array [m] of arrays [W, K]."""
+        return scores
+
+    @abstractmethod
+    def losses(self, raw: Rows, target: Rows, temperature: float) -> Tensor:
+        """The loss of each sample, float64 [m]."""
+
+    def fits(self, raw: Rows) -> Tensor | None:
+        """Which classes are predicted: their indices, or 0 and 1 [m, K]; None without classes."""
+        return None
+
+    @abstractmethod
+    def answer(self, scores: np.ndarray, spec: DataSpec, text: str) -> dict[str, Any]:
+        """The prediction for the scores [K] of a sample, as a dict for `Answer`; `text` is what was asked, empty for
+        an image."""
+
+    @abstractmethod
+    def columns(
+        self, scores: np.ndarray, spec: DataSpec, *, texts: Sequence[str], every: bool
+    ) -> dict[str, np.ndarray]:
+        """Columns of a table for scores [n, K] of texts, or of images by their paths; with `every` also the
+        probability of each class."""
+
+    @abstractmethod
+    def target(self, target: Tensor, spec: DataSpec) -> str:
+        """The target of a sample in words."""
+
+    @abstractmethod
+    def predicted(self, scores: Tensor, spec: DataSpec) -> tuple[str, float | None]:
+        """The prediction for the scores [K] of a sample in words, and how sure the model is of it."""
+
+
+def described(number: float) -> str:
+    return f"{number:.6g}"
+
+
+def finite(scores: np.ndarray) -> np.ndarray:
+    """Which samples have finite scores only, bool [n]."""
+    return np.array([np.isfinite(row).all() for row in scores], dtype=bool)
+
+
+def target_of(batch: Batch, needs: str) -> Tensor:
+    """The column that is predicted. Raises ModelError where there is none."""
+    if LABEL not in batch:
+        raise ModelError(
+            f"the data has no column {LABEL!r} with {needs} to learn (there is: {', '.join(sorted(batch))}): give it, "
+            "or write loss(outputs, batch) in the model's file"
+        )
+    return batch[LABEL]

@@ -1,0 +1,28 @@
+"""A loss of the user's own, with nothing known of what the outputs mean."""
+
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, LossSum, Outputs
+from lockstep.models.objectives._objective import Objective
+from lockstep.training.metrics.declared_metrics import DeclaredMetric
+
+
+class Own(Objective):
+    """The user's file says everything."""
+
+    def missing(self, spec: DataSpec) -> str:
+        return ""
+
+    def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
+        raise ModelError(
+            "nothing says what the model learns: the data has neither classes nor numbers to predict. Write "
+            "loss(outputs, batch) -> LossSum in the model's file, give the data's DataSpec labels or numbers, or name "
+            "model.objective"
+        )
+
+    def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
+        return {}
+
+
+def build() -> Objective:
+    return Own()

@@ -1,0 +1,148 @@
+"""One class for each word of a text: cross-entropy, accuracy, F1 of classes and of entities.
+
+m = samples in a micro-batch, T = tokens of a sample, C = classes, W = words of a sample that have a token. Logits are
+float [m, T, C], labels int64 [m, T]; tokens that do not begin a word have the label IGNORED, and do not count.
+"""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, LossSum, Outputs
+from lockstep.core.modules.outputs import logits_of, widened
+from lockstep.core.numerics.word_tokens import IGNORED, words_of
+from lockstep.models.objectives._answers import WordsAnswer
+from lockstep.models.objectives._objective import PredictingObjective, target_of
+from lockstep.training.metrics.classifier_metrics import classifier_metrics
+from lockstep.training.metrics.declared_metrics import DeclaredMetric
+from lockstep.training.metrics.entity_metric import entity_f1
+
+NO_TAG = "_"
+"""In a table, the tag of a word that the model does not reach."""
+
+
+class TokenClassification(PredictingObjective):
+    Answer = WordsAnswer
+    WHAT = "the class of each token"
+    PURPOSE = "that gives each word of {samples} one of {count} labels: {names}"
+    TASK = "token-classification"
+    WORDS: ClassVar[bool] = True
+    SMOOTHS = True
+
+    def missing(self, spec: DataSpec) -> str:
+        return "" if spec.labels else "a class for each word, as data.labels=tags gives them"
+
+    def width(self, spec: DataSpec) -> int:
+        return len(spec.labels)
+
+    def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
+        """Cross-entropy; it counts words, so that the mean is that over all words."""
+        logits, label = _pair(outputs, batch)
+        total = self.cross_entropy(logits.flatten(0, 1), label.flatten())
+        return LossSum(total, (label != IGNORED).sum(), {"accuracy": (logits.argmax(-1) == label).sum()})
+
+    def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
+        found = classifier_metrics(len(spec.labels), ignored=IGNORED)
+        if (entities := entity_f1(spec.labels, ignored=IGNORED)) is not None:
+            found["entity_f1"] = entities
+        return {name: DeclaredMetric(metric=metric, arguments=_by_class) for name, metric in found.items()}
+
+    def raw(self, outputs: Outputs, spec: DataSpec) -> Tensor:
+        """A model's outputs, float32 [m, T, C], on the CPU. Raises ModelError for outputs of another shape."""
+        found = logits_of(outputs)
+        if found is None or found.ndim != 3 or found.shape[-1] != len(spec.labels):
+            given = "nothing" if found is None else str(list(found.shape))
+            raise ModelError(
+                f"the model gives {given} instead of [samples, tokens, {len(spec.labels)}], which tells {self.WHAT}: "
+                "its head is of other data, or of another objective"
+            )
+        return found.detach().float().cpu()
+
+    def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Any, Any] | None:
+        """Of each sample the outputs [W, C] and the targets [W] of its words."""
+        try:
+            raw, label = self.raw(outputs, spec), target_of(batch, "a class for each word").cpu()
+        except ModelError:
+            return None
+        if raw.shape[:2] != label.shape:
+            return None
+        pairs = [(row[is_word], tags[is_word]) for row, tags, is_word in zip(raw, label, label != IGNORED, strict=True)]
+        return [row for row, _ in pairs], [tags for _, tags in pairs]
+
+    def blank(self, count: int, spec: DataSpec) -> np.ndarray:
+        return np.empty(count, dtype=object)
+
+    def of_samples(self, scores: np.ndarray, samples: Sequence[np.ndarray]) -> np.ndarray:
+        """The scores [W, C] of the words alone, by the marks of the samples' tokens."""
+        found = np.empty(len(samples), dtype=object)
+        for number, (row, tokens) in enumerate(zip(scores, samples, strict=True)):
+            found[number] = row[: len(tokens)][tokens >= 0]
+        return found
+
+    def scores(self, raw: Tensor, temperature: float) -> Tensor:
+        return (raw / temperature).softmax(-1)
+
+    def losses(self, raw: Any, target: Any, temperature: float) -> Tensor:
+        """The mean over the words of a sample; 0 for a sample without any."""
+        losses = [
+            F.cross_entropy(row.double() / temperature, tags, reduction="sum") / max(1, len(tags))
+            for row, tags in zip(raw, target, strict=True)
+        ]
+        return torch.stack(losses)
+
+    def fits(self, raw: Any) -> Tensor:
+        return torch.cat([row.argmax(-1) for row in raw])
+
+    def answer(self, scores: np.ndarray, spec: DataSpec, text: str) -> dict[str, Any]:
+        best, words = scores.argmax(-1), words_of(text)
+        labels = [spec.labels[number] for number in best]
+        return {
+            "tokens": [
+                {"word": word, "label": label, "confidence": confidence}
+                for word, label, confidence in zip_longest(words, labels, map(float, scores.max(-1)))
+            ]
+        }
+
+    def columns(
+        self, scores: np.ndarray, spec: DataSpec, *, texts: Sequence[str], every: bool
+    ) -> dict[str, np.ndarray]:
+        found = np.empty(len(texts), dtype=object)
+        for number, (row, text) in enumerate(zip(scores, texts, strict=True)):
+            labels = [spec.labels[best] for best in row.argmax(-1)]
+            found[number] = " ".join(labels + [NO_TAG] * (len(words_of(text)) - len(labels)))
+        return {"tags": found}
+
+    def target(self, target: Tensor, spec: DataSpec) -> str:
+        return " ".join(spec.labels[number] for number in target.tolist())
+
+    def predicted(self, scores: Tensor, spec: DataSpec) -> tuple[str, float | None]:
+        return self.target(scores.argmax(-1), spec), None
+
+
+def _pair(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits [m, T, C] and labels [m, T]. Raises ModelError for other shapes."""
+    logits, label = logits_of(widened(outputs)), target_of(batch, "a class for each token")
+    if logits is None or logits.ndim != 3 or logits.shape[:2] != label.shape or label.is_floating_point():
+        given = "nothing" if logits is None else str(list(logits.shape))
+        raise ModelError(
+            "model.objective=token_classification takes logits [samples, tokens, classes] and an integer for each "
+            f"token, but the model gives {given}, and the data labels {list(label.shape)}"
+        )
+    return logits, label
+
+
+def _by_class(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits [m, C, T] and labels [m, T]."""
+    logits, label = _pair(outputs, batch)
+    return logits.transpose(1, 2), label
+
+
+def build() -> PredictingObjective:
+    return TokenClassification()

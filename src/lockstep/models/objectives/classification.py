@@ -1,0 +1,3 @@
+"""One class for each sample."""
+
+METRICS = ("accuracy", "f1")

@@ -1,0 +1,3 @@
+"""One or more numbers for each sample."""
+
+METRICS = ("mae", "rmse", "r2")

@@ -1,0 +1,124 @@
+"""The folder of a script's own loop: claimed by one run, resumed from, saved to, with a summary at the end."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from lockstep.base import plugins, storage
+from lockstep.base.errors import CheckpointError, LaunchError
+from lockstep.base.events import Bus, Warned
+from lockstep.base.world import World
+from lockstep.checkpoint import layout, retention
+from lockstep.checkpoint.writer import Writer
+from lockstep.core.distributed.collectives import raise_on_all_ranks
+from lockstep.data.order import Order
+from lockstep.launch import run_folder
+from lockstep.run.loop_settings import LoopSettings
+from lockstep.training.resume import NumericRecipe, resumed
+from lockstep.training.saving import Saving
+from lockstep.training.script_optimizer import ScriptOptimizer
+from lockstep.training.state import TrainState
+
+SCRIPT = "script"
+"""Key of what the script's optimizer remembers, in the progress of a manifest."""
+FOR_SCRIPTS = "For lockstep.Loop: another folder=..., or allow_drift=True"
+
+
+class WarningLines:
+    """Shows warnings to whoever has started the script."""
+
+    def notice(self, event: object) -> None:
+        if isinstance(event, Warned):
+            sys.stderr.write(f"lockstep: {event.message}\n")
+
+    def close(self) -> None:
+        pass
+
+
+class LoopFolder:
+    """Everything on disk, and the observers."""
+
+    def __init__(self, settings: LoopSettings, world: World, numeric: Mapping[str, Any]) -> None:
+        self.settings, self.world, self.numeric = settings, world, numeric
+        self.path, self.bus = settings.own.folder.absolute(), Bus()
+        self.checkpoints = self.path / "checkpoints"
+        self.lock = FileLock(self.path / ".lock", timeout=0)
+        with raise_on_all_ranks():
+            if world.is_main:
+                self._claim()
+        if world.is_main:
+            self.bus.subscribe(WarningLines())
+            for sink in settings.observe.sinks:
+                self.bus.subscribe(plugins.find("observe.sinks", sink).build(self.path))
+
+    def warn(self, message: str) -> None:
+        self.bus.publish(Warned(message=message))
+
+    def resume(self, state: TrainState, optimizer: ScriptOptimizer) -> Path | None:
+        """Load the newest checkpoint, if there is one. Raises CheckpointError."""
+        try:
+            checkpoint = resumed(
+                state,
+                self.checkpoints,
+                "auto",
+                numeric=NumericRecipe(self.numeric),
+                allow_drift=self.settings.allow_drift,
+                warn=self.warn,
+                prepare=optimizer.prepare,
+            )
+        except CheckpointError as error:
+            error.args = (f"{error}\n  {FOR_SCRIPTS}",)
+            raise
+        if checkpoint is not None:
+            optimizer.load(layout.read_manifest(checkpoint).progress[SCRIPT])
+        if self.world.is_main:
+            (self.path / "summary.json").unlink(missing_ok=True)
+        return checkpoint
+
+    def saving(self, state: TrainState, optimizer: ScriptOptimizer, order: Order) -> Saving:
+        """The saves of the run."""
+
+        def manifest(metrics: dict[str, float]) -> layout.Manifest:
+            return layout.Manifest(
+                step=state.step,
+                epoch=order.epoch(max(state.step - 1, 0)) + 1,
+                world_size=self.world.size,
+                saved_at=time.time(),
+                numeric=self.numeric,
+                progress=state.state_dict() | {"observers": [], SCRIPT: optimizer.state()},
+                metrics=metrics,
+            )
+
+        tidy: Callable[[Path], None] = partial(retention.tidy, self.checkpoints, self.settings.checkpoint)
+        writer = Writer(self.checkpoints, tidy, copies=state.strategy.copies)
+        return Saving(writer=writer, state=state, manifest=manifest, bus=self.bus)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        if self.world.is_main:
+            storage.write(self.path / "summary.json", json.dumps(summary, indent=1))
+
+    def close(self) -> None:
+        self.bus.close()
+        self.lock.release()
+
+    def _claim(self) -> None:
+        """Two runs in one folder would delete each other's checkpoints. Raises LaunchError, ConfigError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        run_folder.check_folder(self.path)
+        if (self.path / "recipe.yaml").exists():
+            raise LaunchError(
+                f"{self.path} is the folder of a run from a config: give lockstep.Loop another folder=..."
+            )
+        try:
+            self.lock.acquire()
+        except Timeout:
+            raise LaunchError(
+                f"{self.path} is being trained by another process, or another loop of this one: give lockstep.Loop "
+                "another folder=..."
+            ) from None

@@ -1,0 +1,90 @@
+"""The settings of `lockstep.Loop`, checked by the sections that a config has for them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import Field, ValidationError
+
+from lockstep.base.config import Section
+from lockstep.base.errors import ConfigError
+from lockstep.checkpoint.layout import CheckpointSection
+from lockstep.observe.observe_config import ObserveSection
+from lockstep.training.training_config import TrainSection
+
+S = TypeVar("S", bound=Section)
+NAMES = {"every_steps": "save_steps", "every_minutes": "save_minutes"}
+"""Setting of a section -> argument of Loop, where it is another."""
+Schedule = Callable[[int], float]
+"""Step, from 0 -> what the learning rates of the optimizer are multiplied with."""
+
+
+class OwnSection(Section):
+    """What belongs to several sections of a config."""
+
+    folder: Path
+    seed: int = Field(ge=0, lt=2**63)
+    threads: int = Field(ge=1, le=1024)
+    workers: int = Field(ge=0, le=1024)
+    clip: float | None = Field(gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """Those of a whole loop."""
+
+    own: OwnSection
+    train: TrainSection
+    checkpoint: CheckpointSection
+    observe: ObserveSection
+    schedule: Schedule | None
+    allow_drift: bool
+
+    def numeric(self) -> dict[str, Any]:
+        """Those that can change a bit of the weights at any step, by their names in a config: the numeric recipe."""
+        train = {f"train.{name}": getattr(self.train, name) for name in ("global_batch", "micro_batch", "precision")}
+        own = {"run.seed": self.own.seed, "run.reproducibility": "exact", "optim.clip": self.own.clip}
+        return {**own, **train}
+
+
+def checked(kind: type[S], values: Mapping[str, Any]) -> S:
+    """A section of these values. Raises ConfigError."""
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        message = str(first["msg"]).removeprefix("Value error, ")
+        raise ConfigError(
+            f"lockstep.Loop: {NAMES.get(name, name)}={first['input']!r}: {message[:1].lower() + message[1:]}"
+        ) from None
+
+
+def loop_settings(
+    own: Mapping[str, Any],
+    *,
+    train: Mapping[str, Any],
+    checkpoint: Mapping[str, Any],
+    observe: Mapping[str, Any],
+    schedule: Schedule | None,
+    allow_drift: bool,
+) -> LoopSettings:
+    """Check all. Raises ConfigError."""
+    settings = LoopSettings(
+        own=checked(OwnSection, own),
+        train=checked(TrainSection, train),
+        checkpoint=checked(CheckpointSection, checkpoint),
+        observe=checked(ObserveSection, observe),
+        schedule=schedule,
+        allow_drift=allow_drift,
+    )
+    length = settings.train
+    if length.micro_batch > length.global_batch:
+        raise ConfigError(
+            f"lockstep.Loop: micro_batch={length.micro_batch} is more than global_batch={length.global_batch}, and a "
+            "step would never fill one"
+        )
+    if length.epochs is not None and length.steps is not None:
+        raise ConfigError("lockstep.Loop: give epochs or steps, not both")
+    return settings

@@ -1,0 +1,58 @@
+"""Texts that a language model generates at an evaluation."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from lockstep.base.events import TextSample
+from lockstep.core.numerics.seeds import seed_of
+from lockstep.data.text_tokenizers import TextTokenizer
+from lockstep.inference.generation.decoding import RecomputedDecoding
+from lockstep.inference.generation.sampling import Sampling, next_token
+from lockstep.run.components import Components
+
+PROMPTS, PROMPT_BYTES = 2, 24
+"""How many there are, and how much of a test sample each begins with."""
+SAMPLING = Sampling(temperature=0.8)
+
+
+def text_samples(parts: Components) -> tuple[TextSample, ...]:
+    """Complete the beginnings of some test samples. Collective; the same texts on any number of processes."""
+    count, tokenizer = parts.recipe.evaluate.sample_tokens, parts.data.tokenizer
+    if not count or not isinstance(tokenizer, TextTokenizer):
+        return ()
+    prompts = [*_prompts(parts, tokenizer)]
+    decoding = RecomputedDecoding(parts.strategy.forward, parts.recipe.data.context, parts.device)
+    generators = [torch.Generator().manual_seed(seed_of("text sample", number)) for number in range(len(prompts))]
+    made: list[list[int]] = [[] for _ in prompts]
+    with torch.no_grad():
+        decoding.join(prompts)
+        for _ in range(count):
+            logits = decoding.logits.float().cpu()
+            if not torch.isfinite(logits).all():
+                break
+            tokens = [next_token(*row) for row in zip(logits, [SAMPLING] * len(made), generators, strict=True)]
+            for row, token in zip(made, tokens, strict=True):
+                row.append(token)
+            decoding.read(tokens)
+    return tuple(
+        TextSample(prompt=tokenizer.decode(prompt), text=tokenizer.decode(row[: _end(row, tokenizer.pad_id)]))
+        for prompt, row in zip(prompts, made, strict=True)
+    )
+
+
+def _prompts(parts: Components, tokenizer: TextTokenizer) -> Iterator[list[int]]:
+    """Beginnings of test samples that are spread over the split."""
+    test = parts.data.test
+    for number in range(min(PROMPTS, len(test))):
+        columns = test.__getitems__([number * len(test) // PROMPTS])
+        row = columns["input_ids"][0]
+        if "document" in columns:  # the longest one of the sample
+            row = row[columns["document"][0] == np.bincount(columns["document"][0]).argmax()]
+        long_enough = tokenizer.token_bytes[row].cumsum() >= PROMPT_BYTES
+        yield row[: int(long_enough.argmax()) + 1 if long_enough.any() else len(row) // 2 + 1].tolist()
+
+
+def _end(row: list[int], end_id: int) -> int:
+    return row.index(end_id) if end_id in row else len(row)

@@ -1,0 +1,149 @@
+"""Weights that a model starts with: from a run, an export, or a file of weights (model.init)."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lockstep.base.errors import ConfigError, ModelError
+from lockstep.checkpoint.reader import contents, load
+from lockstep.checkpoint.weights import AVERAGE, MODEL
+from lockstep.core.numerics.digest import digest
+from lockstep.launch.run_folder import is_run, run_of
+
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+WRAPPERS = ("state_dict", "model_state_dict", "model")
+"""Keys under which training scripts save a state dict beside other things."""
+MAX_NAMES = 3
+"""Weights named in a message."""
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What a warm start did."""
+
+    notes: tuple[str, ...]
+    digest: str
+    """Of the weights that were taken over."""
+
+
+def warm_start(model: nn.Module, path: Path) -> WarmStart:
+    """Copy the weights and buffers at a path that have a name and a shape of the model's; report the others.
+
+    Prefixes of wrappers, such as "module.", do not matter. Raises ConfigError where there are no weights, or none fits.
+    """
+    found, own = _read(path), model.state_dict()
+    by_name = _aligned(found, own)
+    fitting = {name: found[key] for name, key in by_name.items() if found[key].shape == own[name].shape}
+    if not fitting:
+        raise ConfigError(
+            f"model.init={path}: none of its {len(found)} weights fits the model: it has {_listing(found)}, "
+            f"the model {_listing(own)}"
+        )
+    with torch.no_grad():
+        for name, value in fitting.items():
+            own[name].copy_(value)
+    filled = {own[name].data_ptr() for name in fitting}
+    missing = [name for name in own if own[name].data_ptr() not in filled and name not in by_name]
+    unexpected = sorted(found.keys() - set(by_name.values()))
+    misshapen = [
+        f"{name} ({_size(own[name])} here, {_size(found[key])} there)"
+        for name, key in by_name.items()
+        if name not in fitting
+    ]
+    notes = [f"model.init: {len(fitting)} of the model's {len(own)} weights and buffers are from {path}"]
+    for what, names in (
+        ("not in it, so they start as without it", missing),
+        ("of another shape, so they start as without it", misshapen),
+        ("in it, but not in the model", unexpected),
+    ):
+        notes += [f"model.init: {what}: {_listing(names)}"] if names else []
+    return WarmStart(tuple(notes), digest(fitting))
+
+
+def _size(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "one number"
+
+
+def _listing(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - MAX_NAMES} more" if len(listed) > MAX_NAMES else ""
+    return ", ".join(listed[:MAX_NAMES]) + more
+
+
+def _aligned(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name in the model -> name at the path, by that part of the beginnings of both that fits most."""
+    pairings = [
+        {name: stripped[short] for name, short in _without(own, depth).items() if short in stripped}
+        for depth in (0, 1)
+        for stripped in ({short: key for key, short in _without(found, cut).items()} for cut in (0, 1, 2))
+    ]
+    return max(pairings, key=len)
+
+
+def _without(tensors: Mapping[str, Tensor], depth: int) -> dict[str, str]:
+    """Names -> the same without their first `depth` parts, as far as all names share these."""
+    names = {name: name.replace(".base_layer.", ".") for name in tensors}  # where an adapter is beside it
+    for _ in range(depth):
+        if len({short.partition(".")[0] for short in names.values()}) == 1:
+            names = {name: short.partition(".")[2] or short for name, short in names.items()}
+    return names
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """The weights and buffers at a path by name, with the moving average of those that have one. Raises ConfigError."""
+    try:
+        if is_run(path) and not path.is_file():
+            return _of_checkpoint(run_of(path)[1])
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) or _pickled_in(path)
+        if not files:
+            raise ConfigError(
+                f"model.init={path}: there is no run, no export and no file of weights: give a run's folder, a folder "
+                "with *.safetensors, or a file that ends in .safetensors, .pt, .pth, .bin or .ckpt"
+            )
+        return {name: value for file in files for name, value in _of_file(file).items()}
+    except (OSError, SafetensorError, RuntimeError, ValueError, ModelError) as error:
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ConfigError(f"model.init={path} cannot be read: {reason}") from error
+
+
+def _pickled_in(folder: Path) -> list[Path]:
+    found = sorted(each for each in folder.glob("*") if each.suffix in PICKLED) if folder.is_dir() else []
+    if len({each.suffix for each in found}) > 1 or (len(found) > 1 and not all("-of-" in each.name for each in found)):
+        raise ConfigError(f"model.init={folder}: there are several files of weights in it: name one of them")
+    return found
+
+
+def _of_checkpoint(folder: Path) -> dict[str, Tensor]:
+    stored = {name: each for name, each in contents(folder).items() if name.startswith((MODEL, AVERAGE))}
+    tensors = {name: torch.empty_like(each, device="cpu") for name, each in stored.items()}
+    load(folder, tensors)
+    averages = {name.removeprefix(AVERAGE): value for name, value in tensors.items() if name.startswith(AVERAGE)}
+    weights = {name.removeprefix(MODEL): value for name, value in tensors.items() if name.startswith(MODEL)}
+    return weights | averages
+
+
+def _of_file(file: Path) -> dict[str, Tensor]:
+    """Raises ConfigError for a file that holds no state dict; a pickled one is read without executing code."""
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    if file.suffix not in PICKLED:
+        raise ConfigError(f"model.init={file}: weights are in files that end in .safetensors, {', '.join(PICKLED)}")
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpicklers raise anything
+        raise ConfigError(
+            f"model.init={file} cannot be read as a state dict without executing code in it: save "
+            "model.state_dict() alone, with torch.save or safetensors"
+        ) from error
+    for key in WRAPPERS:
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+            break
+    if not isinstance(found, dict) or not any(isinstance(value, Tensor) for value in found.values()):
+        raise ConfigError(f"model.init={file} holds no state dict, which maps names to tensors")
+    return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}

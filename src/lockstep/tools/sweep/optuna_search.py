@@ -1,0 +1,87 @@
+"""Suggestions and pruning by optuna, whose study is built anew each time from the trials so far: nothing is hidden."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import TrialState
+
+from lockstep.tools.sweep.search_space import SweptKey, override_text
+from lockstep.tools.sweep.suggestions import rounded
+from lockstep.tools.sweep.sweep_state import Measured, Sweep
+
+STATES = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+SEEDS = 2**31
+MOST_REPEATS = 100
+"""Suggestions in a row of what was tried before, after which there is taken to be nothing else."""
+
+
+def suggestion(sweep: Sweep, *, seed: int) -> dict[str, Any] | None:
+    """Settings that were not tried yet, by the tree-structured Parzen estimator; None where there are no others."""
+    tried = {override_text(trial.settings) for trial in sweep.trials}
+    for attempt in range(MOST_REPEATS):
+        study = _study(sweep, seed=(seed + len(sweep.trials) * MOST_REPEATS + attempt) % SEEDS)
+        asked = study.ask(_distributions(sweep.keys)).params
+        settings = {key.key: _setting(key, asked[key.key]) for key in sweep.keys}
+        if override_text(settings) not in tried:
+            return settings
+    return None
+
+
+def clearly_worse(sweep: Sweep, evaluations: Sequence[Measured]) -> int | None:
+    """The index of the first evaluation at which optuna's MedianPruner ends a trial; None for none."""
+    trial = _study(sweep, seed=0).ask()
+    for index, own in enumerate(evaluations):
+        trial.report(_number(sweep, own.value), index)
+        if trial.should_prune():
+            return index
+    return None
+
+
+def _study(sweep: Sweep, *, seed: int) -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        direction="minimize" if sweep.lower_is_better else "maximize",
+        sampler=optuna.samplers.TPESampler(seed=seed),
+        pruner=optuna.pruners.MedianPruner(),
+    )
+    for each in sweep.ended:
+        study.add_trial(
+            optuna.trial.create_trial(
+                state=STATES[each.state],
+                value=each.value if each.state == "finished" else None,
+                params={key.key: _parameter(key, each.settings[key.key]) for key in sweep.keys},
+                distributions=_distributions(sweep.keys),
+                intermediate_values={i: _number(sweep, measured.value) for i, measured in enumerate(each.evaluations)},
+            )
+        )
+    return study
+
+
+def _distributions(keys: Sequence[SweptKey]) -> dict[str, BaseDistribution]:
+    return {key.key: _distribution(key) for key in keys}
+
+
+def _distribution(key: SweptKey) -> BaseDistribution:
+    """Listed values are categories, as JSON: optuna takes no lists."""
+    if isinstance(key.low, int) and isinstance(key.high, int):
+        return IntDistribution(key.low, key.high, log=key.is_log)
+    if key.ends is not None:
+        return FloatDistribution(*key.ends, log=key.is_log)
+    return CategoricalDistribution([override_text(value) for value in key.values])
+
+
+def _parameter(key: SweptKey, setting: Any) -> Any:
+    return override_text(setting) if key.ends is None else setting
+
+
+def _setting(key: SweptKey, parameter: Any) -> Any:
+    return json.loads(parameter) if key.ends is None else rounded(key, parameter)
+
+
+def _number(sweep: Sweep, value: float | None) -> float:
+    """What is not finite is worse than any number."""
+    return value if value is not None else math.inf if sweep.lower_is_better else -math.inf

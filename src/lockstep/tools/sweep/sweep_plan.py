@@ -1,0 +1,203 @@
+"""From a command line, or the folder of an earlier sweep, to a sweep whose every trial has a valid config."""
+
+import os
+from collections.abc import Iterator
+from contextlib import chdir
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.base import plugins, storage
+from lockstep.base.errors import ConfigError, absence, nearest
+from lockstep.run import recipe as recipes
+from lockstep.run import recipe_trust
+from lockstep.run.recipe import Recipe
+from lockstep.run.recipe_trust import SWEEP
+from lockstep.tools.sweep import suggestions, sweep_state
+from lockstep.tools.sweep.search_space import overrides, parse, shown
+from lockstep.tools.sweep.sweep_state import CONFIG, MOST_TRIALS, Prune, Search, Sweep, SweepTrial
+
+DEFAULT_TRIALS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """None where the user says nothing."""
+
+    search: Search | None = None
+    trials: int | None = None
+    metric: str | None = None
+    prune: Prune | None = None
+    name: str | None = None
+    trusts_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSweep:
+    sweep: Sweep
+    folder: Path
+    """Absolute; the trials' runs are folders in it."""
+    source: Path
+    """What the user named: a config of his own, or the copy in the sweep's folder."""
+    trusts_code: bool
+
+    def recipe(self, trial: SweepTrial) -> tuple[Recipe, tuple[str, ...]]:
+        """The config of a trial's run, and arguments by which its workers may execute its code.
+
+        Raises ConfigError, UntrustedCode.
+        """
+        place = {"run.dir": str(self.folder), "run.name": trial.name}
+        recipe = self._loaded({**trial.settings, **place})
+        return recipe, recipe_trust.authorize(recipe, self.source, trusts=self.trusts_code)
+
+    def _loaded(self, settings: dict[str, Any]) -> Recipe:
+        file = self.folder / CONFIG
+        with chdir(self.sweep.working_folder):
+            return recipes.load(file if file.is_file() else self.source, [*self.sweep.shared, *overrides(settings)])
+
+    @property
+    def base(self) -> Recipe:
+        """What trials share."""
+        return self._loaded({})
+
+    def expected(self) -> list[dict[str, Any]]:
+        """Settings of all trials; for optuna, whose suggestions follow from results, some with every limit of a key."""
+        keys = self.sweep.keys
+        if self.sweep.search == "grid":
+            return suggestions.grid(keys)
+        if self.sweep.search == "random":
+            return suggestions.drawn(keys, seed=self.base.run.seed, count=self.sweep.count)
+        first = {key.key: (key.ends or key.values)[0] for key in keys}
+        return [{**first, key.key: value} for key in keys for value in key.ends or key.values]
+
+
+def planned(path: Path, words: list[str], options: SweepOptions) -> PlannedSweep:
+    """Begin a sweep, or go on with one, and write down what it is. Raises UserError before any trial starts."""
+    plan = _of_folder(path, words, options) if path.is_dir() else _of_config(path, words, options)
+    if plan.sweep.search == "optuna":
+        plugins.require("sweep", "optuna", what="--search optuna")
+    _check_recipes(plan)
+    try:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        if plan.source != plan.folder / CONFIG:
+            storage.write(plan.folder / CONFIG, plan.source.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot write to {plan.folder}: {error.strerror}; set another run.dir") from None
+    plan.sweep.save(plan.folder)
+    return plan
+
+
+def _of_folder(folder: Path, words: list[str], options: SweepOptions) -> PlannedSweep:
+    if not (folder / SWEEP).is_file():
+        raise ConfigError(f"{folder} is no sweep: {absence(folder, f'there is no {SWEEP} in it')}; name a config")
+    given = {"--search": options.search, "--metric": options.metric, "--prune": options.prune, "--name": options.name}
+    if surplus := [*words, *(name for name, value in given.items() if value is not None)]:
+        raise ConfigError(f"{folder} says already what its sweep varies: leave out {surplus[0]}")
+    sweep = sweep_state.load(folder)
+    if not Path(sweep.working_folder).is_dir():
+        what = f"there is no folder {sweep.working_folder}, from which relative paths in {folder / CONFIG} count"
+        raise ConfigError(f"{what}; give the sweep's config and settings again")
+    sweep.count = _count(sweep.search, options.trials, sweep.count)
+    own = folder.absolute()
+    return PlannedSweep(sweep=sweep, folder=own, source=own / CONFIG, trusts_code=options.trusts_code)
+
+
+def _of_config(path: Path, words: list[str], options: SweepOptions) -> PlannedSweep:
+    swept, shared = parse(words)
+    recipe = recipes.load(path, shared)
+    if not swept:
+        raise ConfigError("say what to vary: a setting with several values, such as optim.lr=1e-4,3e-4,1e-3")
+    name = options.name or f"{recipe.run.name or path.stem}-sweep"
+    named = recipes.load(path, [*shared, *overrides({"run.name": name})])
+    search = options.search or "grid"
+    metric = options.metric or recipe.checkpoint.best or recipe.train.stop_metric or "loss"
+    _check_metric(recipe, metric)
+    prune = options.prune or ("median" if search == "optuna" else "none")
+    every = len(suggestions.grid(swept)) if search == "grid" else DEFAULT_TRIALS
+    sweep = Sweep(
+        keys=swept,
+        shared=shared,
+        search=search,
+        count=_count(search, options.trials, every),
+        metric=metric,
+        prune=prune,
+        working_folder=str(Path.cwd()),
+    )
+    plan = PlannedSweep(sweep=sweep, folder=named.folder, source=path, trusts_code=options.trusts_code)
+    return _continued(plan, recipe) if (plan.folder / SWEEP).is_file() else _fresh(plan)
+
+
+def _count(search: Search, asked: int | None, default: int) -> int:
+    if asked is None:
+        return default
+    if search == "grid":
+        raise ConfigError("--trials belongs to --search random or optuna: a grid tries every combination")
+    if not 1 <= asked <= MOST_TRIALS:
+        raise ConfigError(f"--trials {asked}: give a number from 1 to {MOST_TRIALS:,}")
+    return asked
+
+
+def _fresh(plan: PlannedSweep) -> PlannedSweep:
+    if any((plan.folder / name).exists() for name in ("recipe.yaml", "launch.yaml")):
+        raise ConfigError(f"{plan.folder} is a run, not a sweep: choose another --name")
+    return plan
+
+
+def _continued(plan: PlannedSweep, recipe: Recipe) -> PlannedSweep:
+    """The sweep in the folder, where it is the same one; it may get more trials. Raises ConfigError."""
+    stored, sweep = sweep_state.load(plan.folder), plan.sweep
+    other = next((f"{a} instead of {b}" for a, b in zip(_said(sweep), _said(stored), strict=False) if a != b), None)
+    if other is None and _learned(recipe) != _learned(recipes.load(plan.folder / CONFIG, stored.shared)):
+        other = "its config has changed"
+    if other is not None or len(sweep.keys) != len(stored.keys):
+        raise ConfigError(
+            f"{plan.folder} is another sweep ({other or 'of other keys'}): choose another --name, or go on with "
+            f"lockstep sweep {os.path.relpath(plan.folder)}"
+        )
+    sweep.trials = stored.trials
+    return plan
+
+
+def _said(sweep: Sweep) -> Iterator[str]:
+    """What makes it this sweep."""
+    yield f"--search {sweep.search}"
+    yield f"--metric {sweep.metric}"
+    yield f"--prune {sweep.prune}"
+    yield from map(str, sweep.keys)
+
+
+def _learned(recipe: Recipe) -> dict[str, Any]:
+    """The settings that trials share, without those of the machine and the names of runs."""
+    sections = recipe.model_dump(mode="json", exclude={"launch"})
+    return {**sections, "run": {**sections["run"], "name": None, "dir": None}}
+
+
+def _check_metric(recipe: Recipe, metric: str) -> None:
+    known, reported = recipes.metric_names(recipe), recipe.evaluate.metrics
+    if metric not in known and not recipe.model.MEASURES_ITSELF:
+        raise ConfigError(f"--metric: there is no {metric!r}{nearest(metric, known)} (there is: {', '.join(known)})")
+    if reported != "auto" and metric not in ("loss", *reported):
+        raise ConfigError(f"--metric: {metric!r} is not among evaluate.metrics={','.join(reported)}: add it there")
+
+
+def _check_recipes(plan: PlannedSweep) -> None:
+    """Raise ConfigError for settings that are invalid in a trial, and for runs that a sweep cannot wait for."""
+    for settings in plan.expected():
+        try:
+            recipe, _ = plan.recipe(SweepTrial(number=1, settings=settings))
+        except ConfigError as error:
+            raise ConfigError(f"with {settings_text(settings)}:\n{error}") from None
+    launch = recipe.launch
+    if launch.SUBMITS:
+        raise ConfigError(
+            f"launch.kind={launch.kind} is handed to a scheduler, but the trials of a sweep run one after the other: "
+            "set launch.kind=local; to use a cluster, submit the sweep itself as a job"
+        )
+    if launch.max_nodes > 1:
+        raise ConfigError(f"launch.nodes={launch.nodes}: a sweep runs on this machine; set launch.nodes=1")
+    if plan.sweep.prune != "none" and "jsonl" not in recipe.observe.sinks:
+        raise ConfigError("observe.sinks: pruning reads metrics.jsonl; add jsonl, or give --prune none")
+
+
+def settings_text(settings: dict[str, Any]) -> str:
+    return " ".join(f"{key}={shown(value)}" for key, value in settings.items())

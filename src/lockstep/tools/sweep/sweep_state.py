@@ -1,0 +1,112 @@
+"""sweep.json: what a sweep varies, and what has come of its trials."""
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lockstep.base import storage
+from lockstep.base.errors import ConfigError
+from lockstep.checkpoint.retention import is_better
+from lockstep.run.recipe_trust import SWEEP
+from lockstep.tools.sweep.search_space import SweptKey
+
+CONFIG = "sweep.yaml"
+"""The config, as it was when the sweep began."""
+MOST_TRIALS = 1000
+Search = Literal["grid", "random", "optuna"]
+Prune = Literal["median", "none"]
+TrialState = Literal["running", "finished", "pruned", "failed"]
+
+
+class SweepPart(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Measured(SweepPart):
+    """An evaluation of a trial; None for what was not finite."""
+
+    step: int = Field(ge=0)
+    value: float | None
+    """Of the metric that the sweep compares."""
+    loss: float | None
+
+
+class SweepTrial(SweepPart):
+    number: int = Field(ge=1, le=MOST_TRIALS)
+    settings: dict[str, Any]
+    state: TrialState = "running"
+    value: float | None = None
+    """Of the checkpoint that `lockstep evaluate` takes; of a pruned trial, at the evaluation that ended it."""
+    loss: float | None = None
+    seconds: float = 0.0
+    """Trained and evaluated, over all starts."""
+    digest: str | None = None
+    evaluations: list[Measured] = []
+    note: str = ""
+    """Why it failed or was pruned."""
+
+    @property
+    def name(self) -> str:
+        """Of its run."""
+        return f"trial-{self.number:03}"
+
+
+class Sweep(SweepPart):
+    keys: list[SweptKey] = Field(min_length=1)
+    shared: list[str] = []
+    """Settings that replace the config's, in all trials."""
+    search: Search
+    count: int = Field(ge=1, le=MOST_TRIALS)
+    """Of trials."""
+    metric: str
+    prune: Prune
+    working_folder: str
+    """Relative paths of the config count from it."""
+    best: str | None = None
+    """The name of the best trial."""
+    trials: list[SweepTrial] = []
+    """In the order in which they began; only the last one may be running."""
+
+    @property
+    def ended(self) -> list[SweepTrial]:
+        return [trial for trial in self.trials if trial.state != "running"]
+
+    @property
+    def lower_is_better(self) -> bool:
+        return is_better(self.metric, 0.0, 1.0)
+
+    def ranked(self) -> list[SweepTrial]:
+        """Finished trials, the best first, then pruned ones, then the others.
+
+        Of trials with equal values the one with the smaller loss is better, then the older one.
+        """
+        return sorted(self.trials, key=self._rank)
+
+    def _rank(self, trial: SweepTrial) -> tuple[int, float, float]:
+        group = ["finished", "pruned"].index(trial.state) if trial.state in ("finished", "pruned") else 2
+        value = math.inf if trial.value is None else trial.value if self.lower_is_better else -trial.value
+        return group, value, math.inf if trial.loss is None else trial.loss
+
+    def save(self, folder: Path) -> None:
+        """Raises ConfigError where it cannot be written."""
+        self.best = next((trial.name for trial in self.ranked() if trial.state == "finished"), None)
+        try:
+            storage.write(folder / SWEEP, self.model_dump_json(indent=1))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to {folder}: {error.strerror}; see that there is space, then go on with "
+                f"lockstep sweep {folder}"
+            ) from None
+
+
+def load(folder: Path) -> Sweep:
+    """Raises ConfigError."""
+    file = folder / SWEEP
+    try:
+        return Sweep.model_validate(storage.read_json(file))
+    except (OSError, ValueError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
+        raise ConfigError(f"{file} cannot be used ({reason}): begin a sweep of another --name") from None

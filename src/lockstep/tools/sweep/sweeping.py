@@ -1,0 +1,148 @@
+"""Runs the trials of a sweep one after the other, each as an ordinary run, and says which is the best."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.text import Text
+
+from lockstep.base import storage
+from lockstep.base.errors import ConfigError, Interrupted, LaunchError
+from lockstep.core.host.signals import ended_by_sigterm
+from lockstep.observe.watch.run_state import RunState
+from lockstep.tools.sweep import pruning, trial_processes
+from lockstep.tools.sweep.sweep_plan import PlannedSweep, settings_text
+from lockstep.tools.sweep.sweep_plot import svg
+from lockstep.tools.sweep.sweep_state import Sweep, SweepTrial
+from lockstep.tools.sweep.sweep_table import line, number, print_sweep
+from lockstep.tools.sweep.trial_processes import TrialProcesses
+from lockstep.tools.sweep.trial_training import Judge, TrialTraining
+
+PICTURE = "sweep.svg"
+
+
+def run(plan: PlannedSweep, console: Console) -> int:
+    """Run what is left of a sweep and print all of it -> exit code: 0, or 1 where no trial has finished.
+
+    Raises Interrupted after Ctrl-C or SIGTERM, LaunchError where the sweep runs already.
+    """
+    sweep, folder = plan.sweep, plan.folder
+    with _alone(folder):
+        done = len(sweep.ended)
+        console.print(
+            f"{sweep.count} trials of {' '.join(map(str, sweep.keys))} in {folder}"
+            + (f"; {done} of them ended before" if done else ""),
+            soft_wrap=True,
+        )
+        try:
+            with ended_by_sigterm(), trial_processes.serving(plan.base) as processes:
+                TrialLoop(plan=plan, processes=processes, console=console).run()
+        except (KeyboardInterrupt, Interrupted) as error:
+            what = str(error) or "interrupted"
+            raise Interrupted(f"{what}\ngo on with: lockstep sweep {folder}") from None
+    if len(sweep.trials) < sweep.count:
+        console.print(f"There are no other settings to try than those of {len(sweep.trials)} trials.", soft_wrap=True)
+    print_sweep(sweep, folder, console)
+    if sweep.best is None:
+        console.print(f"No trial has finished; see {folder / sweep.trials[-1].name / 'logs'}", soft_wrap=True)
+        return 1
+    storage.write(folder / PICTURE, svg(sweep, f"{folder.name}: {sweep.metric} of {len(sweep.trials)} trials"))
+    console.print(f"\nThe picture is in {folder / PICTURE}", soft_wrap=True)
+    return 0
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise LaunchError(f"{folder} is run by another process; choose another --name") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialLoop:
+    """Runs one trial after the other; what comes of each is written down before the next begins."""
+
+    plan: PlannedSweep
+    processes: TrialProcesses
+    console: Console
+
+    def run(self) -> None:
+        sweep, folder = self.plan.sweep, self.plan.folder
+        while (trial := self._next()) is not None:
+            sweep.save(folder)
+            sweep.trials[-1] = self._ended(trial)
+            sweep.save(folder)
+            self.console.print(line(sweep, sweep.trials[-1]), soft_wrap=True)
+
+    def _next(self) -> SweepTrial | None:
+        """The trial that was interrupted, or a new one; None at the end."""
+        sweep = self.plan.sweep
+        if sweep.trials and sweep.trials[-1].state == "running":
+            return sweep.trials[-1]
+        number = len(sweep.trials)
+        if number >= sweep.count:
+            return None
+        if sweep.search == "optuna":
+            from lockstep.tools.sweep import optuna_search  # noqa: PLC0415 (an extra)
+
+            settings = optuna_search.suggestion(sweep, seed=self.plan.base.run.seed)
+        else:
+            settings = next(iter(self.plan.expected()[number:]), None)
+        if settings is None:
+            return None
+        sweep.trials.append(SweepTrial(number=number + 1, settings=settings))
+        return sweep.trials[-1]
+
+    def _ended(self, trial: SweepTrial) -> SweepTrial:
+        """Train a trial -> what has come of it."""
+        sweep = self.plan.sweep
+        try:
+            recipe, trust = self.plan.recipe(trial)
+        except ConfigError as error:  # of a suggestion that follows from results
+            return trial.model_copy(update={"state": "failed", "note": str(error).splitlines()[-1]})
+        training = TrialTraining(
+            trial=trial,
+            recipe=recipe,
+            metric=sweep.metric,
+            judge=_judge(sweep),
+            start=lambda folder: self.processes.start(folder, trust),
+        )
+        with _status(sweep, trial, self.console) as show:
+            return training.run(show)
+
+
+def _judge(sweep: Sweep) -> Judge:
+    if sweep.prune == "none":
+        return lambda _: None
+    if sweep.search == "optuna":
+        from lockstep.tools.sweep import optuna_search  # noqa: PLC0415 (an extra)
+
+        return partial(optuna_search.clearly_worse, sweep)
+    return partial(pruning.clearly_worse, sweep)
+
+
+@contextmanager
+def _status(sweep: Sweep, trial: SweepTrial, console: Console) -> Iterator[Callable[[RunState], None]]:
+    """Show how far a trial is: on a terminal all the time, elsewhere that it begins."""
+    title = f"{trial.name} of {sweep.count} · {settings_text(trial.settings)}"
+    if not console.is_terminal:
+        console.print(f"{title} ...", soft_wrap=True)
+        yield lambda _: None
+        return
+    with console.status(Text(title)) as spinner:
+
+        def show(state: RunState) -> None:
+            parts = [title]
+            if state.start is not None:
+                parts.append(f"step {state.step:,} of {state.start.lines[0].total_steps:,}")
+            if sweep.metric in state.evaluation:
+                parts.append(f"{sweep.metric} {number(state.evaluation[sweep.metric])}")
+            spinner.update(Text(" · ".join(parts)))
+
+        yield show

@@ -1,0 +1,155 @@
+"""Trains one trial of a sweep in processes of its own, follows it, and says what has come of it."""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from lockstep.base import config, storage
+from lockstep.base.errors import ConfigError, Interrupted, LaunchError
+from lockstep.base.lifetime import Started
+from lockstep.base.user_code import MARK
+from lockstep.checkpoint import retention
+from lockstep.observe import run_history
+from lockstep.observe.report import run_files
+from lockstep.observe.report.goodput import starts
+from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
+from lockstep.run.recipe import Recipe
+from lockstep.tools import trials
+from lockstep.tools.compare.run_evidence import DECIDED
+from lockstep.tools.sweep.sweep_state import Measured, SweepTrial
+
+LOOK_SECONDS = 0.5
+AFTERWORD = re.compile(
+    r"rank [0-9]+ \(process [0-9]+\) (failed with an exception|ended with exit code)|The other processes were ended|"
+    r"It is not started again|go on with|Go on from"
+)
+"""What a launcher says after the reason of a failure."""
+Judge = Callable[[Sequence[Measured]], int | None]
+"""Evaluations of a trial -> the index of the one that ends it early, None for none."""
+
+
+@dataclass(kw_only=True)
+class TrialTraining:
+    """A trial and its run."""
+
+    trial: SweepTrial
+    recipe: Recipe
+    metric: str
+    judge: Judge
+    start: Callable[[Path], Started]
+    """Start the processes of the run in this folder, whose output is appended to logs/output.log."""
+    total_steps: int = 0
+    pruned_at: int | None = None
+    """Index of the evaluation that ends it early."""
+
+    @property
+    def folder(self) -> Path:
+        return self.recipe.folder
+
+    def run(self, show: Callable[[RunState], None]) -> SweepTrial:
+        """Train from where an earlier start was killed -> the trial as it ended.
+
+        Raises Interrupted where somebody has stopped the run, LaunchError where another process trains it.
+        """
+        code = 0 if self._summary().status in DECIDED else self._train(show)
+        self._follow(RunReader(self.folder).state())
+        if self.pruned_at is not None:
+            return self._pruned(self.pruned_at)
+        if code == Interrupted.exit_code:
+            raise Interrupted(f"{self.trial.name} was stopped")
+        return self._failed(code) if code else self._finished()
+
+    def _train(self, show: Callable[[RunState], None]) -> int:
+        grace = self.recipe.launch.grace_seconds + 2.0
+        self._wait_for_earlier_start(grace)
+        self._prepare_folder()
+        reader, launcher, next_look = RunReader(self.folder), self.start(self.folder), 0.0
+
+        def poll() -> None:
+            nonlocal next_look
+            if self.pruned_at is None and time.monotonic() >= next_look:
+                state = reader.state()
+                show(state)
+                self._follow(state)
+                next_look = time.monotonic() + LOOK_SECONDS
+                if self.pruned_at is not None:
+                    launcher.terminate()  # it saves first
+
+        return trials.followed(launcher, poll, grace_seconds=grace)[0]
+
+    def _wait_for_earlier_start(self, seconds: float) -> None:
+        """The processes of a sweep that was killed save and end by themselves."""
+        if not self.folder.is_dir():
+            return
+        try:
+            with FileLock(self.folder / ".lock", timeout=seconds):
+                pass
+        except Timeout:
+            raise LaunchError(f"{self.folder} is still being trained by another process: wait, or stop that") from None
+
+    def _prepare_folder(self) -> None:
+        try:
+            (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+            storage.write(self.folder / LAUNCH, config.dump(self.recipe))
+            storage.write(self.folder / "logs" / trials.OUTPUT, "")
+        except OSError as error:
+            raise ConfigError(f"cannot write to {self.folder}: {error.strerror}") from None
+
+    # ---- while it trains
+
+    def _follow(self, state: RunState) -> None:
+        """Keep the evaluations, and find the first one that is clearly worse than those of earlier trials."""
+        if self.pruned_at is None and state.start and state.evaluation:
+            self.total_steps = state.start.lines[0].total_steps
+            newest = int(state.evaluation["step"])
+            if not self.trial.evaluations or self.trial.evaluations[-1].step != newest:
+                self.trial.evaluations = self._evaluations()
+                early = [each for each in self.trial.evaluations if each.step < self.total_steps]
+                self.pruned_at = self.judge(early)
+
+    def _evaluations(self) -> list[Measured]:
+        lines = run_files.metric_lines(self.folder / run_files.METRICS, [])
+        measured = [line for line in lines if line.get("kind") == "evaluation"]
+        return [Measured(step=line["step"], value=line.get(self.metric), loss=line.get("loss")) for line in measured]
+
+    # ---- after its end
+
+    def _finished(self) -> SweepTrial:
+        summary = self._summary()
+        values = self._values_of_checkpoint() or summary.evaluation
+        value = values.get(self.metric)
+        if value is None or value != value:
+            what = "is not finite" if self.metric in values else f"was not measured (there is: {', '.join(values)})"
+            return self._ended("failed", note=f"{self.metric} {what}")
+        return self._ended("finished", value=value, loss=values.get("loss"), digest=summary.digest)
+
+    def _values_of_checkpoint(self) -> dict[str, Any]:
+        """The evaluation of the checkpoint that `lockstep evaluate` and `export` take."""
+        manifests, best = retention.manifests(self.folder / "checkpoints"), self.recipe.checkpoint.best
+        chosen = (retention.best(manifests, best) if best else None) or next(iter(manifests), None)
+        return dict(manifests[chosen].metrics) if chosen else {}
+
+    def _pruned(self, index: int) -> SweepTrial:
+        self.trial.evaluations = self.trial.evaluations[: index + 1]
+        last = self.trial.evaluations[index]
+        note = f"at step {last.step:,} of {self.total_steps:,}, worse than the median"
+        return self._ended("pruned", value=last.value, loss=last.loss, note=note)
+
+    def _failed(self, code: int) -> SweepTrial:
+        output = (self.folder / "logs" / trials.OUTPUT).read_text(encoding="utf-8", errors="replace")
+        lines = [line.removeprefix(MARK) for line in output.splitlines()]
+        telling = [line for line in lines if line[:1].strip() and not AFTERWORD.match(line)]  # advice is indented
+        return self._ended("failed", note=telling[-1] if telling else f"exit code {code}")
+
+    def _ended(self, state: str, **results: Any) -> SweepTrial:
+        history = run_files.history_lines(self.folder / run_history.FILE, [])
+        seconds = sum(start.ended - start.began for start in starts(history))
+        return self.trial.model_copy(update={"state": state, "seconds": round(seconds, 1), **results})
+
+    def _summary(self) -> run_files.RunSummary:
+        return run_files.model_of(run_files.RunSummary, self.folder / run_files.SUMMARY, [])

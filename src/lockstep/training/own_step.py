@@ -1,0 +1,139 @@
+"""One optimizer step of a script's own loop: its micro-batches, their backward passes, and the update at the end."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import LossSum, MicroBatch
+from lockstep.core.host.phases import phase
+from lockstep.parallel.stepwise import Stepwise
+from lockstep.training.script_guard import ScriptGuard
+from lockstep.training.step import Outcome
+
+MEAN = 1
+"""PyTorch's number for reduction="mean", which its losses keep for their backward passes."""
+SUMS = ("Add", "Sub", "Squeeze", "Unsqueeze", "View", "Reshape", "ToCopy")
+"""Operations behind which a mean is still a mean."""
+
+
+class OwnStep:
+    """A step of `lockstep.Loop`: iterate over it for the micro-batches of this process, and call `backward` for each.
+    At the end of the iteration the gradients of all processes are added and the weights are updated."""
+
+    def __init__(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        epoch: int,
+        ends_epoch: bool,
+        strategy: Stepwise,
+        guard: ScriptGuard,
+        commit: Callable[[LossSum], Outcome],
+    ) -> None:
+        self.number = micro_batches[0].step
+        """From 0, over the whole run."""
+        self.epoch = epoch
+        """From 0."""
+        self.ends_epoch = ends_epoch
+        """Whether every sample has been seen once more after it."""
+        self.outcome: Outcome | None = None
+        self._micro_batches, self._strategy, self._guard, self._commit = micro_batches, strategy, guard, commit
+        self._current: MicroBatch | None = None
+        self._losses: list[tuple[MicroBatch, LossSum]] = []
+        self._has_begun = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches of this process, as the collate function made them, on its device: perhaps none, where
+        there are fewer micro-batches than processes."""
+        if self._has_begun:
+            raise ModelError(f"step {self.number} has been iterated over before: each step is run once")
+        self._has_begun = True
+        first = self._micro_batches[0]
+        self._strategy.start_step(first)
+        for micro_batch in self._micro_batches:
+            if micro_batch.ghost:
+                continue
+            self._strategy.start(micro_batch)
+            self._current = micro_batch
+            with phase("forward"), self._guard.inside("micro-batch"):
+                yield micro_batch.batch
+            if self._current is not None:
+                raise ModelError(
+                    f"{self._where} had no step.backward(loss): call it for every micro-batch; for one that is to "
+                    "count nothing, step.backward(0 * loss, count=0)"
+                )
+        self.outcome = self._commit(self._strategy.end_step(first, self._losses))
+
+    def backward(self, loss: Tensor, *, count: Tensor | int | None = None) -> None:
+        """Run the backward pass of this micro-batch. `loss` is the sum of the losses of its samples, not their mean;
+        `count`: how many it is the sum of, such as tokens, if these are not its samples. Raises ModelError."""
+        micro_batch = self._current
+        if micro_batch is None:
+            raise ModelError("step.backward(loss) is called once for each micro-batch, inside of `for ... in step`")
+        self._check(loss)
+        loss = loss.reshape(())
+        result = LossSum(loss, len(micro_batch.indices) if count is None else count)
+        with self._guard.inside("backward"):
+            self._strategy.backward(result)
+        self._losses.append((micro_batch, LossSum(loss.detach(), result.count)))
+        self._current = None
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the whole global batch. Reading it waits for the device."""
+        return float(self._done.mean(self._done.loss.total))
+
+    @property
+    def gradient_norm(self) -> float:
+        """Before clipping. Reading it waits for the device."""
+        return float(self._done.norm)
+
+    @property
+    def learning_rate(self) -> float:
+        """With which the weights were updated: that of the first parameter group."""
+        return self._done.rate
+
+    @property
+    def count(self) -> int:
+        """The samples, or what else was counted, of the whole global batch."""
+        return int(self._done.loss.count)
+
+    @property
+    def _done(self) -> Outcome:
+        if self.outcome is None:
+            raise ModelError("a step has a loss once `for ... in step` has ended")
+        return self.outcome
+
+    @property
+    def _where(self) -> str:
+        assert self._current is not None
+        return f"micro-batch {self._current.shard} of step {self.number}"
+
+    def _check(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ModelError(f"step.backward takes the sum of the losses, a tensor of one number; this is {what}")
+        if not loss.requires_grad:
+            raise ModelError("the loss does not depend on any trained weight: was it detached, or made by no_grad()?")
+        if is_mean(loss):
+            raise ModelError(
+                'the loss is the mean of the micro-batch: give its sum, as with reduction="sum". Lockstep divides '
+                "once, by the number of all samples of the step; a mean would count those of a small micro-batch more"
+            )
+
+
+def is_mean(loss: Tensor) -> bool:
+    """Whether a mean is the last operation of a loss, or a summand of it, as far as autograd's graph tells."""
+    nodes: list[torch.autograd.graph.Node | None] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if node.name().startswith("Mean") or getattr(node, "_saved_reduction", None) == MEAN:
+            return True
+        if node.name().startswith(SUMS):
+            nodes += [each for each, _ in node.next_functions]
+    return False

@@ -1,0 +1,128 @@
+"""What a script's optimizer and scheduler remember besides tensors, as text for a checkpoint's manifest."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base.errors import ConfigError, ModelError, few
+from lockstep.checkpoint import reader
+
+OPTIMIZER = "optimizer."
+"""What the names of its tensors begin with: see TrainState.tensors."""
+
+
+class ScriptOptimizer:
+    """An optimizer of the script's, with its scheduler, if it has one. Raises ConfigError, ModelError where they cannot
+    be used."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._check_kind()
+        self._check_parameters()
+        try:
+            _unpacked(_packed(self._memory()))
+        except Exception as error:
+            raise ModelError(
+                f"what the optimizer or the scheduler remembers cannot be kept in a checkpoint ({_first_line(error)}): "
+                "give a function of the step's number instead, schedule=..., or an optimizer with plain numbers"
+            ) from None
+
+    def state(self) -> str:
+        """For a checkpoint."""
+        return _packed(self._memory())
+
+    def load(self, text: str) -> None:
+        """Take what `state` returned; tensors are loaded with those of the model."""
+        memory = _unpacked(text)
+        for group, options in zip(self.optimizer.param_groups, memory["groups"], strict=True):
+            group.update(options)
+        parameters = {name: parameter for parameter, name in self.names.items()}
+        for name, values in memory["values"].items():
+            self.optimizer.state[parameters[name]].update(values)
+        if self.scheduler is not None and memory["scheduler"] is not None:
+            self.scheduler.load_state_dict(memory["scheduler"])
+
+    def prepare(self, folder: Path) -> None:
+        """Have the optimizer make its tensors, into which those of a checkpoint are to be loaded, as are the weights
+        that this changes."""
+        if not any(name.startswith(OPTIMIZER) for name in reader.contents(folder)):
+            return
+        for parameter in self.names:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def numeric(self) -> dict[str, Any]:
+        """What of it changes the weights, for the numeric recipe."""
+        settings: dict[str, Any] = {"optim.kind": type(self.optimizer).__name__.lower()}
+        for name, value in sorted(self.optimizer.defaults.items()):
+            try:
+                settings[f"optim.{name}"] = json.loads(json.dumps(value))
+            except TypeError:
+                continue
+        return settings
+
+    def _memory(self) -> dict[str, Any]:
+        values = {
+            self.names[parameter]: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            for parameter, state in self.optimizer.state.items()
+        }
+        return {
+            "groups": [
+                {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+            ],
+            "values": {name: kept for name, kept in values.items() if kept},
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+        }
+
+    def _check_kind(self) -> None:
+        optimizer, scheduler = self.optimizer, self.scheduler
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"lockstep.Loop takes a torch optimizer, not a {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ModelError("LBFGS runs the model several times in a step: lockstep.Loop takes optimizers that do not")
+        if scheduler is not None and scheduler.optimizer is not optimizer:
+            raise ConfigError("the scheduler belongs to another optimizer")
+        if scheduler is None and getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+            raise ConfigError(
+                "a scheduler was made for this optimizer: give it to lockstep.Loop, scheduler=..., so that a resumed "
+                "run goes on with its learning rate"
+            )
+
+    def _check_parameters(self) -> None:
+        own = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        if own - self.names.keys():
+            raise ModelError("the optimizer has parameters that are not the model's: put all into one nn.Module")
+        left = [name for parameter, name in self.names.items() if parameter.requires_grad and parameter not in own]
+        if left:
+            raise ModelError(
+                f"the optimizer does not have the parameters {few(left)}: give it all, or freeze them with "
+                "requires_grad_(False)"
+            )
+        other = [
+            name for parameter, name in self.names.items() if parameter.dtype != torch.float32 and parameter in own
+        ]
+        if other:
+            raise ModelError(f"weights that are trained are float32, {few(other)} are not: use model.float()")
+
+
+def _packed(value: Any) -> str:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _unpacked(text: str) -> Any:
+    """Executes nothing that the text might hold."""
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True, map_location="cpu")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

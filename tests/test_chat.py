@@ -1,0 +1,164 @@
+"""Chats: the assistant's words alone are learned, with a plain template or that of the tokenizer; answers by a server."""
+
+import json
+
+import pytest
+from running import lockstep, summary
+from served import serving
+
+from lockstep.base.errors import DataError
+from lockstep.core.numerics.word_tokens import ids_of
+from lockstep.data.chat import ChatTokenizer, Contents
+from lockstep.data.sources import _chat, chat
+from lockstep.data.text_tokenizers import Bytes, open_tokenizer, saved_tokenizer
+from lockstep.run.recipe import load
+from lockstep.run.splits import open_splits
+
+ASK, THANK = {"role": "user", "content": "one or two?"}, {"role": "user", "content": "thanks \u00e9"}
+ANSWER, WELCOME = {"role": "assistant", "content": "two"}, {"role": "assistant", "content": "you are welcome"}
+CHATS = [[ASK, ANSWER], [THANK, WELCOME], [ASK, ANSWER, THANK, WELCOME]]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|stop|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+SETTINGS = ["train.steps=60", "train.global_batch=16", "train.micro_batch=4", "optim.lr=0.01", "observe.log_every=10"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chats")
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": CHATS[n % 3]}) for n in range(240)))
+    (folder / "c.yaml").write_text(
+        "data: {kind: chat, train: chats.jsonl, context: 64}\nmodel: {kind: gpt, layers: 2, width: 32, heads: 2}\n"
+    )
+    return folder
+
+
+def templated(folder, template=TEMPLATE):
+    """A tokenizer of transformers with a chat template and special tokens, learned from the chats."""
+    from transformers import PreTrainedTokenizerFast
+
+    chats = _chat.build(chat.Config(kind="chat", train=folder / "chats.jsonl"), "train")
+    learned = open_tokenizer("bpe", Contents(chats), vocabulary=300, cache=folder / "cache")
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=learned.tokenizer, eos_token="<|stop|>", additional_special_tokens=["<|start|>"]
+    )
+    theirs.chat_template = template
+    theirs.save_pretrained(folder / "tokenizer")
+    return ChatTokenizer(saved_tokenizer(str(folder / "tokenizer"), folder / "tokenizer"))
+
+
+def said(tokenizer, ids):
+    """The text of the learned and of all tokens."""
+    every = ids_of(ids)
+    return tokenizer.decode(ids[ids >= 0].tolist()), tokenizer.decode(every.tolist())
+
+
+def test_a_plain_template():
+    tokenizer = ChatTokenizer(Bytes())
+    (ids,) = tokenizer([json.dumps(CHATS[2])])
+    learned, every = said(tokenizer, ids)
+    assert learned == "twoyou are welcome" and (ids == 256).sum() == 2  # the end of each answer is learned, too
+    assert every == "user: one or two?\nassistant: two\nuser: thanks \u00e9\nassistant: you are welcome\n"
+    assert tokenizer.decode(tokenizer.prompt([ASK])) == "user: one or two?\nassistant: "
+
+
+def test_the_tokenizers_own_template(folder):
+    tokenizer = templated(folder)
+    (ids,) = tokenizer([json.dumps(CHATS[2])])
+    stop = tokenizer.pad_id
+    learned, every = said(tokenizer, ids)
+    assert learned == "two\nyou are welcome\n" and [each for each in ids if each == stop] == [stop] * 2
+    assert every == "user\none or two?\nassistant\ntwo\nuser\nthanks \u00e9\nassistant\nyou are welcome\n"
+    theirs = tokenizer.template.tokenizer
+    whole = theirs.apply_chat_template(CHATS[2], tokenize=True, return_dict=True)["input_ids"]
+    assert ids_of(ids).tolist() == whole
+    asked = theirs.apply_chat_template([ASK], tokenize=True, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert tokenizer.prompt([ASK]) == asked
+
+
+def test_chats_together_have_the_tokens_of_each_alone(folder):
+    texts = [json.dumps(chat) for chat in CHATS]
+    for tokenizer in (ChatTokenizer(Bytes()), templated(folder)):
+        together = tokenizer(texts)
+        assert [ids.tolist() for ids in together] == [tokenizer([text])[0].tolist() for text in texts]
+        assert tokenizer([]) == [] and {ids.dtype.name for ids in together} == {"int32"}
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ messages | length }}", "changes earlier messages when later ones follow"),
+        (
+            "{{ raise_exception('no system messages') }}",
+            "the chat template does not take this chat: no system messages",
+        ),
+    ],
+)
+def test_templates_that_cannot_be_used(folder, template, message):
+    with pytest.raises(DataError, match=message):
+        templated(folder, template)([json.dumps(CHATS[2])])
+
+
+def test_what_is_not_learned_is_no_target(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    splits = open_splits(load(folder / "c.yaml", ["data.cache=cache"]))
+    rows = splits.train.__getitems__(range(len(splits.train)))
+    assert rows["input_ids"].min() >= 0
+    learned = rows["target"][rows["target"] >= 0]
+    assert set(splits.tokenizer.decode(learned[learned < 256].tolist())) == set("twoyou are welcome")
+    texts = [splits.tokenizer.decode(row[(row >= 0) & (row < 256)].tolist()) for row in rows["target"]]
+    assert rows["bytes"].tolist() == [len(text.encode()) for text in texts]
+    shifted = rows["input_ids"][:, 1:] == rows["target"][:, :-1]
+    assert shifted[rows["target"][:, :-1] >= 0].all()
+
+
+def train(folder, name, *settings):
+    done = lockstep(folder, "train", "c.yaml", *SETTINGS, *settings, f"run.name={name}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {key: summary(folder, name)[key] for key in ("digest", "evaluation")}
+
+
+@pytest.mark.timeout(200)
+def test_the_same_bits_and_answers(folder):
+    found = []
+    for kind, processes in (("ddp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("pipeline", 2)):
+        cluster = [f"parallel.kind={kind}", f"launch.processes={processes}", "train.steps=20"]
+        found.append(train(folder, f"{kind}{processes}", *cluster))
+    assert all(each == found[0] for each in found)
+    assert train(folder, "long", "launch.processes=1")["evaluation"]["perplexity"] < 1.5  # it knows its two answers
+    done = lockstep(folder, "export", "runs/long", "--to", "export")
+    assert done.returncode == 0, done.stdout + done.stderr
+    asked = {"temperature": 0, "max_tokens": 40}
+    with serving(folder / "export") as server:
+        answers = [server.post("/generate", json={"messages": [each], **asked}).json() for each in (ASK, THANK)]
+        assert [(each["text"], each["finish"]) for each in answers] == [("two", "end"), ("you are welcome", "end")]
+        assert server.post("/generate", json={"prompt": ASK["content"], **asked}).json()["text"] == "two"
+        longer = server.post("/generate", json={"messages": CHATS[0] + [THANK], **asked}).json()
+        assert longer["text"] == "you are welcome"
+        wrong = server.post("/generate", json={"messages": [ASK], "prompt": "x"})
+        assert wrong.status_code == 422 and "give either prompt or messages" in wrong.json()["error"]
+    (folder / "asked.csv").write_text(f"text\n{ASK['content']}\n{THANK['content']}\n")
+    done = lockstep(folder, "predict", "export", "asked.csv", "--out", "answered.csv")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(",")[-1] for line in (folder / "answered.csv").read_text().splitlines()[1:]] == [
+        '"two"',
+        '"you are welcome"',
+    ]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"messages": []}', "a chat is a list of messages"),
+        ('{"messages": [{"role": "user"}]}', "message 1 has no text 'content'"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "no message is of the assistant"),
+        ('{"text": "x"}', "has no 'messages': name the list of messages with data.messages_column"),
+        ("no json", "Expecting value"),
+    ],
+)
+def test_wrong_chats_are_named_by_their_line(folder, tmp_path, line, message):
+    (tmp_path / "bad.jsonl").write_text((folder / "chats.jsonl").read_text().replace("\n", f"\n{line}\n", 1))
+    done = lockstep(folder, "train", "c.yaml", f"data.train={tmp_path / 'bad.jsonl'}", "run.name=bad")
+    told = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode != 0 and message in told and "line 2" in told and "Traceback" not in told, told
