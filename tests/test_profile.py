@@ -170,13 +170,13 @@ def test_steps_to_trace_are_part_of_no_numeric_recipe(folder):
     assert plain == traced
 
 
-def rank(number, *, peak_flops=1e11, **phases):
+def rank(number, *, peak_flops=1e11, delayed=0.0, **phases):
     return RankProfile(
         rank=number,
         step_seconds=sum(phases.values()),
         phases={**dict.fromkeys((*OF_STEPS, "evaluation", "saving"), 0.0), **phases},
         hidden_seconds=0.0,
-        delayed_seconds=0.0,
+        delayed_seconds=delayed,
         micro_batches=4,
         peak_bytes=1,
         flops=1e9,
@@ -201,6 +201,15 @@ def rank(number, *, peak_flops=1e11, **phases):
             "Rank 0 keeps the others waiting",
         ),
         ([rank(0, forward=0.01, exchange=0.02), rank(1, forward=0.01, exchange=0.02)], "67% of a step is the exchange"),
+        ([rank(0, data=0.05, exchange=0.05), rank(1, data=0.07, exchange=0.03)], "60% of a step is waiting for data"),
+        (
+            [rank(0, forward=0.01, exchange=0.04), rank(1, delayed=0.01, forward=0.05)],
+            "it takes 40.0 ms longer in forward",
+        ),
+        (
+            [rank(0, forward=0.01, exchange=0.04), rank(1, delayed=0.03, forward=0.05)],
+            "other processes have its core for 30.0 ms of a step",
+        ),
     ],
 )
 def test_the_advice_follows_from_the_numbers(measured, said):

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from lockstep.base import remote_path
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.base.yaml_text import (
     COMMAND_LINE,
@@ -75,7 +76,7 @@ class PluginSection(Section):
 
 Root = TypeVar("Root", bound=Section)
 
-LocalPath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+LocalPath = Annotated[Path, AfterValidator(remote_path.local)]
 """A path on this machine; made absolute from the working folder."""
 
 

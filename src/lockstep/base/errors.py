@@ -9,7 +9,8 @@ LockstepError            the base: never raised itself
 │   ├── LaunchError      processes that cannot be started
 │   ├── UntrustedCode    code of somebody else, which is not executed without permission
 │   ├── MissingExtra     packages of an optional part of Lockstep that are not installed
-│   └── HubError         the Hugging Face hub cannot be reached, or refuses what is sent
+│   ├── HubError         the Hugging Face hub cannot be reached, or refuses what is sent
+│   └── RemoteStorageError  an object store (s3://, ...) cannot be reached, or refuses
 ├── EvaluationFailed     the user's code failed in an evaluation (exit code 1, with the traceback of that code)
 ├── SampleError          the user's code failed on a sample (the same)
 ├── NonFiniteLoss        training stopped because a loss was NaN or infinite (exit code 3)
@@ -88,6 +89,10 @@ class MissingExtra(UserError):
 
 class HubError(UserError):
     """The Hugging Face hub cannot be reached, or refuses what is sent."""
+
+
+class RemoteStorageError(UserError):
+    """An object store cannot be reached, or refuses; or there is nothing at a URL."""
 
 
 class EvaluationFailed(LockstepError):

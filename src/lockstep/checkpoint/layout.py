@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from lockstep.base import storage
 from lockstep.base.config import MANY, Section
+from lockstep.base.remote_path import RemoteFolder
 
 MANIFEST = "manifest.json"
 MOST_BYTES = 8 << 20
@@ -36,6 +37,9 @@ class CheckpointSection(Section):
     best: str | None = None
     """Also keep the best checkpoint by this metric of the evaluation, such as accuracy, f1 or loss; it is the one
     that is evaluated and exported. Smaller is better for names that end in loss, error, mae, mse, wer and the like."""
+    mirror: RemoteFolder | None = None
+    """Also copy the checkpoints to an object store, beside the training: s3://bucket/runs, where the run gets a folder
+    of its name. A run that has none on disk, or older ones, resumes from there (extra `remote` for s3://)."""
 
 
 @dataclass(frozen=True, kw_only=True)

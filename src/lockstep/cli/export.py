@@ -14,7 +14,8 @@ def command(
     run: RunArgument,
     overrides: Overrides = None,
     to: Annotated[
-        Path | None, typer.Option(help="Folder to write; default: export, or export-KIND, in the run's folder.")
+        Path | None,
+        typer.Option(help="Folder to write, or a URL; default: export, or export-KIND, in the run's folder."),
     ] = None,
     space: Annotated[
         bool, typer.Option("--space", help="Write a Hugging Face Space with it; default folder: space.")
@@ -39,4 +40,4 @@ def command(
     assert facts.agreement is not None
     console.print(f"exported step {facts.step} to {target}; {facts.agreement.summary(facts.dtype)}", soft_wrap=True)
     if done.url is not None:
-        console.print(f"pushed to {done.url}", soft_wrap=True)
+        console.print(f"{'copied' if push is None else 'pushed'} to {done.url}", soft_wrap=True)

@@ -9,6 +9,7 @@ import platformdirs
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from lockstep.base.config import MANY, LocalPath, PluginSection
+from lockstep.base.remote_path import DataPath
 
 AUTO, BYTES, LEARNED = "auto", "bytes", "bpe"
 """Of data.tokenizer; other values name a tokenizer of transformers."""
@@ -219,9 +220,9 @@ class OwnFilesSection(DataSection):
 
     incidental: ClassVar[frozenset[str]] = DataSection.incidental | {"train", "test"}
 
-    train: LocalPath
+    train: DataPath
     """What to learn from: a folder with a folder for each class."""
-    test: LocalPath | None = None
+    test: DataPath | None = None
     """What to test on, in the same form; without it a part of `train` is held out."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
     """How much of `train` is held out when there is no `test`: always the same samples, whatever the seed."""

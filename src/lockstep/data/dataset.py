@@ -1,6 +1,7 @@
 """Open a split: find its source, limit its size, tokenize texts."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ from lockstep.base import plugins
 from lockstep.base.contracts import Columns, Source, Tokenizer
 from lockstep.base.errors import DataError
 from lockstep.base.events import Preparing
+from lockstep.base.remote_path import RemotePath
+from lockstep.core.host import remote_storage
 from lockstep.data.augment import Augmented
 from lockstep.data.data_config import DataSection
 from lockstep.data.packing import Windows, document_starts
@@ -82,15 +85,29 @@ def spread_evenly(source: Source, count: int) -> Source:
     return select(source, EvenRows(count, len(source)) if stream_of(source) is None else FirstRows(count))
 
 
-def open_source(section: DataSection, split: str) -> Source:
-    """Open the "train" or "test" split, limited by data.limit. Raises DataError."""
-    source = plugins.implementation("data.sources", section.kind).build(section, split)
+def open_source(section: DataSection, split: str, *, publish: Callable[[object], None] = lambda _: None) -> Source:
+    """Open the "train" or "test" split, limited by data.limit. Publishes Preparing while files are copied from an
+    object store. Raises DataError, RemoteStorageError."""
+    source = plugins.implementation("data.sources", section.kind).build(_on_this_machine(section, publish), split)
     if not len(source):
         raise DataError(
             f"the {split} split of data.kind={section.kind} holds no sample: check the paths, columns and options that "
             "`data` names"
         )
     return limited(source, section, split) if not section.PACKS else source
+
+
+def _on_this_machine(section: DataSection, publish: Callable[[object], None]) -> DataSection:
+    """With local copies in place of what is in an object store."""
+
+    def copy(place: RemotePath) -> Path:
+        def progress(done: int, total: int) -> None:
+            publish(Preparing(what=f"copying {place}", done=done, total=total))
+
+        return remote_storage.here(place, section.cache, progress)
+
+    remote = {name: value for name, value in section if isinstance(value, RemotePath)}
+    return section.model_copy(update={name: copy(place) for name, place in remote.items()}) if remote else section
 
 
 def limited(source: Source, section: DataSection, split: str) -> Source:

@@ -14,6 +14,7 @@ from lockstep.base.errors import ConfigError, LaunchError, ModelError, absence
 from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.weights import restore_model
+from lockstep.core.host.remote_storage import here
 from lockstep.core.numerics.digest import digest as digest_of
 from lockstep.data.data_config import Origin
 from lockstep.data.dataset import open_source
@@ -41,6 +42,7 @@ def authorize(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> b
 
     Raises UserError, in particular UntrustedCode.
     """
+    path = here(path)
     if export_reader.is_export(path):
         return trust.authorize(export_reader.code_of(path, export_facts.read(path)), trusts=trusts, folder=path)
     if not is_run(path):
@@ -161,6 +163,7 @@ def _version(folder: Path) -> bytes | None:
 
 def resolve(path: Path) -> Path:
     """The export, or the checkpoint that a run has now. Raises UserError."""
+    path = here(path)
     if export_reader.is_export(path):
         return path.absolute()
     if not is_run(path):

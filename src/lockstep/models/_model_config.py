@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 from pydantic import field_validator
 
 from lockstep.base import plugins
-from lockstep.base.config import LocalPath, PluginSection
+from lockstep.base.config import PluginSection
 from lockstep.base.errors import nearest
 from lockstep.base.name_patterns import Patterns
+from lockstep.base.remote_path import DataPath
 from lockstep.models._adapter_config import AdapterSection
 
 
@@ -35,9 +36,10 @@ class ModelSection(PluginSection):
     """What is learned: classification, multilabel, regression, token_classification, causal_lm, or own, what the loss
     in the model's file says. auto: what the data has targets for."""
 
-    init: LocalPath | None = None
+    init: DataPath | None = None
     """Where to take the first weights from (a warm start): a run, a checkpoint, an export, a folder with *.safetensors,
-    or a file of weights. Those that have a name and a shape of the model's are copied; the others are reported."""
+    or a file of weights, or a URL of one. Those that have a name and a shape of the model's are copied; the others are
+    reported."""
     adapter: AdapterSection | None = None
     """Train an adapter beside frozen weights: {kind: lora, rank: 8} and more (extra `adapters`)."""
     freeze: Patterns = ()

@@ -2,16 +2,18 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.errors import ConfigError
+from lockstep.base.remote_path import RemotePath, parsed
 from lockstep.checkpoint import layout
 from lockstep.inference import trained_model
 from lockstep.inference.evaluate import evaluate_model, evaluation_result
 from lockstep.inference.evaluate.evaluation_result import EvaluationResult
-from lockstep.inference.export import hub_upload
+from lockstep.inference.export import hub_upload, remote_upload
 from lockstep.inference.export import space as space_files
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.loaded_model import LoadedModel, load
@@ -156,14 +158,22 @@ def export(
     """Write the model of a run or checkpoint for others to load, read it back, and compare.
 
     `overrides` are such as "export.kind=onnx"; `to` is the folder to write, by default export, or export-KIND, in the
-    run's folder; with `space` it becomes the folder of a Hugging Face Space. `push` uploads the folder as OWNER/NAME to
-    the hub, in one commit, and needs a token (HF_TOKEN, or `hf auth login`); `private` is for a repository that is
-    not there yet. Raises UserError.
+    run's folder; with `space` it becomes the folder of a Hugging Face Space. If `to` is a URL, such as s3://bucket/mine,
+    the default folder is written, and copied there. `push` uploads the folder as OWNER/NAME to the hub, in one commit,
+    and needs a token (HF_TOKEN, or `hf auth login`); `private` is for a repository that is not there yet. Raises
+    UserError.
     """
     trained_model.authorize(Path(run), overrides, trusts=trust_code)
-    upload = hub_upload.prepared(push, is_space=space, is_private=private) if push is not None else None
+    target = None if to is None else parsed(os.fspath(to))
+    upload: Callable[[Path, ExportFacts], str] | None = None
+    if isinstance(target, RemotePath):
+        if push is not None:
+            raise ConfigError("--push uploads to the hub, and --to names another store: give one of them")
+        upload, target = remote_upload.prepared(target, is_space=space), None
+    elif push is not None:
+        upload = hub_upload.prepared(push, is_space=space, is_private=private)
     write = trained_model.export_space if space else trained_model.export
-    facts, folder = write(Path(run), overrides, _path(to))
+    facts, folder = write(Path(run), overrides, target)
     url = upload(folder, facts) if upload is not None else None
     if space:
         return Export(folder=folder / space_files.MODEL, facts=facts, space=folder, url=url)

@@ -125,7 +125,7 @@ def open_splits(
 
     `is_checked` verifies every byte of tokens made before.
     """
-    train, test = (open_source(recipe.data, split) for split in ("train", "test"))
+    train, test = (open_source(recipe.data, split, publish=publish) for split in ("train", "test"))
     mixture, blocks = _mixture(recipe, train), _blocks(recipe, train)
     test = measurable(test, recipe.evaluate.limit)
     tokenizer = None

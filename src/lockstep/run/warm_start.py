@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lockstep.base.errors import ConfigError, ModelError
 from lockstep.checkpoint.reader import contents, load
 from lockstep.checkpoint.weights import AVERAGE, MODEL
+from lockstep.core.host.remote_storage import here
 from lockstep.core.numerics.digest import digest
 from lockstep.launch.run_folder import is_run, run_of
 
@@ -96,6 +97,7 @@ def _without(tensors: Mapping[str, Tensor], depth: int) -> dict[str, str]:
 
 def _read(path: Path) -> dict[str, Tensor]:
     """The weights and buffers at a path by name, with the moving average of those that have one. Raises ConfigError."""
+    path = here(path)
     try:
         if is_run(path) and not path.is_file():
             return _of_checkpoint(run_of(path)[1])

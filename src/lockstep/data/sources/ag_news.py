@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lockstep.base.config import LocalPath
+from lockstep.base.remote_path import DataPath
 from lockstep.data.data_config import DataSection, Origin
 
 HUB_NAME = "fancyzhx/ag_news"
@@ -11,7 +11,7 @@ HUB_NAME = "fancyzhx/ag_news"
 class Config(DataSection):
     """AG News: titles and first sentences of news items, in four classes."""
 
-    root: LocalPath = Path("data")
+    root: DataPath = Path("data")
     """Folder with train.csv and test.csv, or with a subfolder ag_news that has them; else they come from the hub."""
 
     @property

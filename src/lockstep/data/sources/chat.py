@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from lockstep.base.config import LocalPath
+from lockstep.base.remote_path import DataPath
 from lockstep.data.data_config import Origin, PackedSection
 
 
@@ -16,10 +16,10 @@ class Config(PackedSection):
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"train": "data/chats.jsonl"}}
     incidental: ClassVar[frozenset[str]] = PackedSection.incidental | {"train", "test"}
 
-    train: LocalPath
+    train: DataPath
     """A .jsonl file with a chat in each line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
     "content": "..."}]}. The tokenizer's chat template joins them, or else a plain one."""
-    test: LocalPath | None = None
+    test: DataPath | None = None
     """What to test on, in the same form; without it a part of `train` is held out."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
     """How much of `train` is held out when there is no `test`: always the same chats, whatever the seed."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from lockstep.base.config import LocalPath
+from lockstep.base.remote_path import DataPath
 from lockstep.data.data_config import TABLE_SUFFIXES, ImageSection, OwnFilesSection
 
 
@@ -15,7 +15,7 @@ class Config(ImageSection, OwnFilesSection):
 
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"train": "data/train.csv"}}
 
-    train: LocalPath
+    train: DataPath
     """What to learn from: a .csv, .tsv, .jsonl or .parquet file, or a folder with a folder for each class."""
     text_column: str = "text"
     """The column of texts, in a table."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep.base.config import LocalPath
+from lockstep.base.remote_path import DataPath
 from lockstep.data.data_config import Origin, PixelSection
 
 
@@ -17,7 +17,7 @@ class Config(PixelSection):
         "schedule": {"shape": "cosine", "warmup": 0.05},
     }
 
-    root: LocalPath = Path("data")
+    root: DataPath = Path("data")
     """Folder with the four IDX files, .gz or not, or with a subfolder mnist that has them; else they are downloaded."""
 
     @property

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from lockstep.base.config import LocalPath
+from lockstep.base.remote_path import DataPath
 from lockstep.data.data_config import Origin, PackedSection, hub_origin
 
 
@@ -17,9 +17,9 @@ class Config(PackedSection):
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     incidental: ClassVar[frozenset[str]] = PackedSection.incidental | {"train", "test"}
 
-    train: LocalPath | None = None
+    train: DataPath | None = None
     """A text file, or a folder with text files (.txt, .md, .rst, .py, ...); without it the texts of Python's help()."""
-    test: LocalPath | None = None
+    test: DataPath | None = None
     """What to test on, in the same form, and not to train on; without it a part of `train` is held out."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
     """How much of `train` is held out when there is no `test`: always the same parts, whatever the seed."""

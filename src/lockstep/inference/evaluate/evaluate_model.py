@@ -10,8 +10,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from lockstep.base import storage, trust
+from lockstep.base import remote_path, storage, trust
 from lockstep.base.errors import ConfigError, absence, nearest
+from lockstep.core.host.remote_storage import here
 from lockstep.inference.evaluate import evaluation_result, evaluation_table
 from lockstep.inference.evaluate.evaluation_request import SPLITS, EvaluationRequest
 from lockstep.inference.evaluate.evaluation_samples import check_file
@@ -64,8 +65,11 @@ def measure(target: Path, overrides: Sequence[str], options: EvaluateOptions, *,
         raise ConfigError(
             f"there is no split {options.split!r}{nearest(options.split, SPLITS)} (there is: test, train)"
         )
-    if options.file is not None:
-        check_file(options.file)
+    if remote_path.is_url(str(target)) and options.to is None:
+        raise ConfigError(f"name a folder of this machine for the results with --to: {target} is a URL")
+    target, file = here(target), None if options.file is None else here(options.file)
+    if file is not None:
+        check_file(file)
     columns = {each.partition("=")[0]: each.partition("=")[2] for each in overrides if _is_column(each, options)}
     settings = [each for each in overrides if not _is_column(each, options)]
     is_export = export_reader.is_export(target)
@@ -78,7 +82,7 @@ def measure(target: Path, overrides: Sequence[str], options: EvaluateOptions, *,
             target=folder,
             is_export=is_export,
             split=options.split,
-            file=options.file.absolute() if options.file else None,
+            file=None if file is None else file.absolute(),
             text_column=columns.get(TEXT) or recipe.data.table_columns[0],
             label_column=columns.get(LABEL) or recipe.data.table_columns[1],
             worst=options.worst,

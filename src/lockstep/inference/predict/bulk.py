@@ -1,6 +1,6 @@
 """Predicts a whole file or folder with several processes; keeps the order, and resumes a command that was ended."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +8,11 @@ import pyarrow as pa
 import torch
 from rich.console import Console
 
+from lockstep.base import remote_path
 from lockstep.base.contracts import samples_of
 from lockstep.base.errors import ConfigError, DataError, Interrupted, LaunchError, LockstepError
 from lockstep.base.world import cores
+from lockstep.core.host.remote_storage import here
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.generation.sampling import Sampling
@@ -55,7 +57,10 @@ def predict(options: PredictOptions, console: Console) -> None:
     Raises UserError for what cannot be read, used or written, before anything is predicted where that can be known;
     PeerLost if processes die repeatedly; Interrupted after Ctrl-C or SIGTERM. The same command then resumes.
     """
+    if remote_path.is_url(str(options.out)):
+        raise DataError(f"--out {options.out} is a URL: write to a file on this machine, and copy that")
     output_writer.writer_of(options.out)
+    options = replace(options, model=here(options.model), input=here(options.input))
     source = open_input(options.input, options.text_column or text_column(options.model), modality_of(options.model))
     if options.out.exists() and options.out.samefile(options.input):
         raise DataError(f"{options.out} is the input, which is not overwritten: name another --out")

@@ -16,6 +16,7 @@ from lockstep.base.events import Evaluating, Observer, RunEnded, RunStarted, Ste
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
+from lockstep.checkpoint.mirror import Mirror
 from lockstep.checkpoint.writer import Writer
 from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
 from lockstep.core.host.signals import SignalWatch
@@ -93,6 +94,9 @@ class TrainTask(WatchedTask):
         self.steering = Steering(self.bus, recipe.folder / steering.FILE if world.is_main else None)
         self.lock = FileLock(recipe.folder / ".lock", timeout=0)
         self.checkpoints = recipe.folder / "checkpoints"
+        place = recipe.checkpoint.mirror if world.is_main else None
+        self.mirror = Mirror(self.checkpoints, place / recipe.folder.name, self.bus.publish) if place else None
+        """Of rank 0."""
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
         """Train to the end and write the summary, however training ends."""
@@ -104,10 +108,7 @@ class TrainTask(WatchedTask):
         self.numeric |= parts.data.numeric()
         if parts.warm_start is not None:
             self.numeric["model.init_digest"] = parts.warm_start.digest
-        numeric = NumericRecipe(self.numeric, recipes.unset(self.recipe))
-        checkpoint = resumed(
-            parts.state, self.checkpoints, resume, numeric=numeric, allow_drift=allow_drift, warn=self.warn
-        )
+        checkpoint = self.load_checkpoint(resume, allow_drift=allow_drift)
         self.resume_observers(checkpoint, repeats=resume == "auto")
         owes_evaluation = checkpoint is not None and self.owes_evaluation(checkpoint)
         earlier_end = self.earlier_end() if checkpoint is not None and not owes_evaluation else None
@@ -137,6 +138,16 @@ class TrainTask(WatchedTask):
             training.saving.settle(SETTLE_SECONDS)
             self.end(training, status, metrics)
 
+    def load_checkpoint(self, resume: str, *, allow_drift: bool) -> Path | None:
+        """Load the state of the checkpoint that `resume` selects, on disk or from its mirror."""
+        with raise_on_all_ranks():
+            if self.mirror is not None:
+                self.mirror.prepare(resume)
+        numeric = NumericRecipe(self.numeric, recipes.unset(self.recipe))
+        return resumed(
+            self.parts.state, self.checkpoints, resume, numeric=numeric, allow_drift=allow_drift, warn=self.warn
+        )
+
     def first_look(self, *, is_fresh: bool) -> tuple[TextSample, ...]:
         """Try an evaluation; what a language model writes before training."""
         with self.parts.state.for_use():
@@ -144,9 +155,12 @@ class TrainTask(WatchedTask):
             return text_samples(self.parts) if is_fresh else ()
 
     def prepare_folder(self) -> None:
-        """Write the resolved recipe. A run that is killed leaves no old summary."""
+        """Write the resolved recipe, and begin to mirror. A run that is killed leaves no old summary."""
         storage.write(self.recipe.folder / "recipe.yaml", config.dump(self.recipe))
         (self.recipe.folder / "summary.json").unlink(missing_ok=True)
+        if self.mirror is not None:
+            self.mirror.start()
+            self.bus.subscribe(self.mirror)
 
     def claim(self) -> None:
         """Lock the run folder: two runs in one would delete each other's checkpoints. Raises LaunchError."""
@@ -332,6 +346,8 @@ class TrainTask(WatchedTask):
             training.saving.writer.cancel()
             if self.world.is_main:  # later checkpoints may mix weights of ranks that no longer agree
                 set_aside(self.checkpoints, error.equal_at, self.warn)
+            if self.mirror is not None:
+                self.mirror.remove_later(error.equal_at)
             raise
 
     def end(self, training: Training, status: str, metrics: dict[str, float]) -> None:

@@ -14,7 +14,8 @@ from lockstep.tools.profile.rank_profile import RankProfile
 MIB = 2**20
 SLOW = 1.2
 """A rank is waited for from so many times the median of the others' time per micro-batch."""
-DELAYED = 0.1
+DELAYED = 0.5
+"""Share of the wait for a rank that is due to other processes which have its core, where they are named."""
 MUCH = 0.2
 """Share of a step that is worth a change."""
 LITTLE_COMPUTING = 0.3
@@ -116,6 +117,8 @@ def advice(ranks: Sequence[RankProfile], *, is_equal: bool) -> str:
     whole = statistics.mean(rank.step_seconds for rank in ranks)
     share = {name: statistics.mean(rank.phases[name] for rank in ranks) / whole for name in OF_STEPS}
     share["exchange"] = min(rank.phases["exchange"] for rank in ranks) / whole  # more is waiting for a slow rank
+    if min(rank.phases["data"] for rank in ranks) > MUCH * whole:  # on every rank, on some perhaps longer
+        return f"{share['data']:.0%} of a step is {ADVICE['data']}."
     computing = statistics.mean(map(utilization, ranks)) / max(share["forward"] + share["backward"], 1e-9)
     if (rank := _waited_for(ranks)) is not None:
         return _about_slow(rank, ranks, is_equal=is_equal)
@@ -152,7 +155,7 @@ def _about_slow(rank: RankProfile, ranks: Sequence[RankProfile], *, is_equal: bo
     text = f"Rank {rank.rank} keeps the others waiting, {1000 * _wait_for(rank, ranks):.1f} ms in each step: "
     if where == "data":
         return f"{text}it waits for its data; raise data.workers, or look at its disk."
-    if is_equal and rank.delayed_seconds > DELAYED * rank.step_seconds:
+    if is_equal and rank.delayed_seconds > DELAYED * _wait_for(rank, ranks):
         return f"{text}other processes have its core for {1000 * rank.delayed_seconds:.1f} ms of a step."
     change = "look at its processor, heat and memory" if is_equal else "parallel.cut can move blocks to other stages"
     return f"{text}it takes {1000 * more[where]:.1f} ms longer in {UNITS[where]}; {change}."

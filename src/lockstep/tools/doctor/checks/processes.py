@@ -123,7 +123,7 @@ def _slow_processors(ranks: Sequence[RankFacts]) -> Iterator[Diagnosis]:
                 code="LS-RANK-03",
                 severity="warning",
                 cause=f"rank {rank.rank} on {rank.host} reaches {rank.flops / usual:.0%} of the others' speed",
-                repair="look at heat, power saving and other processes there: every step waits for the slowest rank",
+                repair="look at heat and power saving there: every step waits for the slowest rank",
             )
 
 

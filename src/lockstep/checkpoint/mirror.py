@@ -1,0 +1,180 @@
+"""Copies of a run's checkpoints in an object store (checkpoint.mirror), for when its machine and disk are gone."""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.base.config import MANY
+from lockstep.base.errors import CheckpointError, UserError
+from lockstep.base.events import CheckpointSaved, StepDone, Warned
+from lockstep.base.remote_path import RemotePath
+from lockstep.checkpoint.layout import MANIFEST, folder_of, listed, read_manifest, step_of
+from lockstep.checkpoint.verify import problem
+from lockstep.core.host import remote_storage
+
+LINKS = "mirrored.tmp-"
+"""Beginning of the names of folders with second names for files that are being copied."""
+
+
+class Mirror:
+    """Makes the checkpoints at a place those of a folder, in a thread; an observer, on rank 0 only.
+
+    A checkpoint's manifest is copied last: without it, there is no checkpoint. Errors are warnings: training goes on,
+    and the next checkpoint, or the next start, tries again.
+    """
+
+    def __init__(self, root: Path, place: RemotePath, publish: Callable[[object], None]) -> None:
+        """`root`: the folder of checkpoints on disk; `place`: where their copies are."""
+        self.root, self.place, self.publish = root, place, publish
+        self.copied, self.failed = 0, 0
+        self._problems: list[str] = []
+        self._last_step = MANY
+        self._is_due, self._is_over = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+
+    def prepare(self, resume: str) -> None:
+        """Before a resume: with "auto", copy the newest checkpoint at the place to disk, unless there is one as new;
+        damaged ones are passed over.
+
+        Raises CheckpointError where the place cannot be read, or the run would replace checkpoints that are only there.
+        """
+        try:
+            steps = _steps(self.place)
+        except UserError as error:
+            raise CheckpointError(f"checkpoint.mirror: {error}") from None
+        on_disk = listed(self.root)
+        if resume != "auto":
+            if only_there := steps - {step_of(folder) for folder in on_disk}:
+                raise CheckpointError(
+                    f"{self.place} holds checkpoints that are not on disk, the newest of step {max(only_there):,}: "
+                    f"--resume {resume} would replace them. Choose another run.name or checkpoint.mirror"
+                )
+            return
+        newest = next((step_of(folder) for folder in on_disk if problem(folder) is None), -1)
+        self._restore(sorted((step for step in steps if step > newest), reverse=True))
+
+    def _restore(self, steps: Iterable[int]) -> None:
+        """Copy the first checkpoint that is whole to disk."""
+        for step in steps:
+            target = folder_of(self.root, step)
+            temporary = self.root / f"{target.name}.tmp-mirror"
+            shutil.rmtree(temporary, ignore_errors=True)
+            try:
+                remote_storage.download(self.place / target.name, temporary)
+                reason = problem(temporary)
+            except UserError as error:
+                reason = str(error)
+            if reason is None:
+                shutil.rmtree(target, ignore_errors=True)  # a damaged one of this step
+                temporary.replace(target)
+                self.publish(Warned(message=f"the checkpoint of step {step:,} was copied from {self.place}"))
+                return
+            self.publish(Warned(message=f"passed over {self.place / target.name}: {reason}"))
+
+    def start(self) -> None:
+        """Begin to copy; first what an earlier process may have left undone."""
+        self._is_due.set()
+        self._thread.start()
+
+    def notice(self, event: object) -> None:
+        if isinstance(event, CheckpointSaved):
+            self._is_due.set()
+        elif isinstance(event, StepDone):
+            self._report()
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is copied."""
+        self._is_over = True
+        self._is_due.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._report()
+
+    def remove_later(self, step: int) -> None:
+        """Delete checkpoints of later steps, as on disk: nothing may resume from them."""
+        self._last_step = step
+        self._is_due.set()
+
+    def _report(self) -> None:
+        while self._problems:
+            self.failed += 1
+            self.publish(Warned(message=self._problems.pop(0)))
+
+    def _run(self) -> None:
+        while True:
+            self._is_due.wait()
+            self._is_due.clear()
+            is_last = self._is_over
+            try:
+                self._synchronize()
+            except (UserError, OSError) as error:
+                self._problems.append(f"the checkpoints could not be copied to {self.place}: {error}")
+            if is_last:
+                return
+
+    def _synchronize(self) -> None:
+        """Copy the checkpoints that are not at the place, newest first; then delete there what is gone from disk."""
+        there = _steps(self.place)
+        for folder in listed(self.root):
+            if step_of(folder) not in there or not self._is_copied(folder):
+                self._copy(folder)
+                if self._is_due.is_set() and not self._is_over:
+                    return  # there is a newer one
+        kept = {folder.name for folder in listed(self.root)}
+        for name in {name.partition("/")[0] for name in remote_storage.listed(self.place)}:
+            is_checkpoint = name.startswith("step-") and name[5:].isdecimal()
+            if is_checkpoint and ((kept and name not in kept) or int(name[5:]) > self._last_step):
+                _remove(self.place / name)
+
+    def _is_copied(self, folder: Path) -> bool:
+        """Whether the checkpoint of this step at the place is this one, and not one from before a return to an earlier
+        step."""
+        with suppress(FileNotFoundError):  # deleted just now
+            return (folder / MANIFEST).read_bytes() == remote_storage.read(self.place / folder.name / MANIFEST)
+        return True
+
+    def _copy(self, folder: Path) -> None:
+        """Under second names, since the run may delete the checkpoint meanwhile."""
+        links, target = self.root / f"{LINKS}{folder.name}", self.place / folder.name
+        shutil.rmtree(links, ignore_errors=True)
+        links.mkdir()
+        try:
+            with suppress(FileNotFoundError):  # deleted just now
+                names = sorted(read_manifest(folder).files)
+                for name in (*names, MANIFEST):
+                    _second_name(folder / name, links / name)
+                _remove(target)
+                remote_storage.upload(links, target, names)
+                remote_storage.upload(links, target, [MANIFEST])
+                self.copied += 1
+        finally:
+            shutil.rmtree(links, ignore_errors=True)
+
+
+def _steps(place: RemotePath) -> set[int]:
+    """The steps of the complete checkpoints at a place."""
+    parts = [name.split("/") for name in remote_storage.listed(place)]
+    return {
+        int(folder[5:])
+        for folder, *rest in parts
+        if rest == [MANIFEST] and folder.startswith("step-") and folder[5:].isdecimal()
+    }
+
+
+def _remove(place: RemotePath) -> None:
+    """The manifest first: what is left of a checkpoint is none."""
+    names = remote_storage.listed(place)
+    remote_storage.remove(place, [name for name in names if name == MANIFEST])
+    remote_storage.remove(place, [name for name in names if name != MANIFEST])
+
+
+def _second_name(file: Path, link: Path) -> None:
+    try:
+        os.link(file, link)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without links
+        shutil.copy(file, link)
