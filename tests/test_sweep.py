@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from holding import HOLDING
 from running import lockstep, started, summary, wait_for_steps
 from typer.testing import CliRunner
 
@@ -25,31 +26,6 @@ launch: {processes: 1}
 observe: {log_every: 1, sinks: [jsonl], file: holding.py}
 checkpoint: {every_steps: 5}
 """
-HOLDING = '''
-import pathlib
-import time
-
-
-class Holding:
-    """Stays in step 12 of the runs that a file "hold" names, and is slow in those that "slow" names."""
-
-    def notice(self, event):
-        if type(event).__name__ == "RunStarted":
-            self.name, self.file = event.folder.name, event.folder.parents[2] / "hold"
-            self.slow = event.folder.parents[2] / "slow"
-        elif type(event).__name__ == "StepDone" and self.slow.exists() and self.name in self.slow.read_text():
-            time.sleep(0.1)
-        elif type(event).__name__ == "StepDone" and event.step == 12:
-            while self.file.exists() and self.name in self.file.read_text():
-                time.sleep(0.01)
-
-    def close(self):
-        pass
-
-
-def observers(options):
-    return [Holding()]
-'''
 FAILING = """
 from torch import nn
 
@@ -324,8 +300,8 @@ def refused(folder, monkeypatch):
         (["optim.lr=0.1,0.2", "--metric", "f1", "evaluate.metrics=[accuracy]"], "'f1' is not among evaluate.metrics"),
         (["optim.lr=0.1,0.2", "--trials", "3"], "--trials belongs to --search random or optuna"),
         (["optim.lr=0.1,0.2", "--name", "a/b"], "a run's name is one folder"),
-        (["optim.lr=0.1,0.2", "launch.kind=slurm"], "launch.kind=slurm is handed to a scheduler"),
-        (["optim.lr=0.1,0.2", "launch.nodes=2"], "a sweep runs on this machine; set launch.nodes=1"),
+        (["optim.lr=0.1,0.2", "--jobs", "2"], "--jobs is for launch.kind=slurm or kubernetes"),
+        (["optim.lr=0.1,0.2", "launch.nodes=2"], "with launch.kind=local a sweep runs on this machine; set launch.nodes=1"),
         (["optim.lr=0.1,0.2", "--prune", "median", "observe.sinks=[]"], "add jsonl, or give --prune none"),
         ([f"optim.lr={','.join(map(str, range(1, 40)))}", f"run.seed={','.join(map(str, range(40)))}"], "of 1,560 trials"),
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import PATIENCE_SECONDS, until
+from holding import HOLDING
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(4 * PATIENCE_SECONDS)]
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
@@ -121,6 +122,47 @@ def plain(tmp_path_factory):
     command = [sys.executable, "-m", "lockstep.run.worker", "c.yaml", *SETTINGS, "run.name=a"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
     return json.loads((folder / "runs" / "a" / "summary.json").read_text())["digest"]
+
+
+def test_trials_of_a_sweep_are_jobs(slurm, tmp_path):
+    """Two at a time. When the command is killed, their jobs go on; the next one follows them, resumes a trial whose job
+    has gone meanwhile, and submits the others. A job that is cancelled while it is followed fails alone."""
+    write(tmp_path, is_held=False)
+    (tmp_path / "holding.py").write_text(HOLDING)
+    (tmp_path / "hold").write_text("trial-002 trial-003 trial-004")
+    words = ["sweep", "c.yaml", *SETTINGS, "launch.kind=slurm", "launch.partition=patient", "launch.processes=1"]
+    words += ["launch.time=30", "observe.file=holding.py", "optim.lr=1e-2,1e-3,1e-4,1e-5", "--jobs", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    trials = [tmp_path / "runs" / "c-sweep" / f"trial-00{number}" for number in (1, 2, 3, 4)]
+
+    def started():
+        return subprocess.Popen([*LOCKSTEP, *words], cwd=tmp_path, env=slurm.environment, **pipes)
+
+    def job(trial):
+        return json.loads((trial / "job.json").read_text())["job"]
+
+    def cancel(trial):
+        subprocess.run(["scancel", job(trial)], env=slurm.environment, check=True)
+        until(lambda: slurm.state(job(trial)) not in ("PENDING", "RUNNING"), "the end of a cancelled job")
+
+    command = started()
+    until(lambda: (trials[2] / "metrics.jsonl").exists(), "the third trial, once the first has ended")
+    command.kill()
+    command.communicate(timeout=20)
+    jobs = [job(trial) for trial in trials[:3]]
+    cancel(trials[2])
+    (tmp_path / "hold").write_text("trial-004")
+    command = started()
+    until(lambda: (trials[3] / "metrics.jsonl").exists(), "the fourth trial")
+    cancel(trials[3])
+    (tmp_path / "hold").unlink()
+    output, _ = command.communicate(timeout=PATIENCE_SECONDS)
+    assert command.returncode == 0, output
+    sweep = json.loads((tmp_path / "runs" / "c-sweep" / "sweep.json").read_text())
+    assert [trial["state"] for trial in sweep["trials"]] == ["finished", "finished", "finished", "failed"], output
+    assert [job(trial) == before for trial, before in zip(trials[:3], jobs, strict=True)] == [True, True, False]
+    values = {trial["number"]: trial["value"] for trial in sweep["trials"] if trial["state"] == "finished"}
+    assert sweep["best"] == f"trial-00{min(values, key=values.get)}"
 
 
 def test_pre_empted_and_finished(slurm, tmp_path, plain):

@@ -159,6 +159,9 @@ class Launcher(Protocol):
     def status(self, note: Mapping[str, Any]) -> str:
         """Describe in one line the state of the job that a note identifies. Raises LaunchError."""
 
+    def is_over(self, note: Mapping[str, Any]) -> bool:
+        """Whether the job that a note identifies has ended, and will not start again. Raises LaunchError."""
+
     def cancel(self, note: Mapping[str, Any]) -> str:
         """Have that job save and end without a restart; return one line on what was done. Raises LaunchError."""
 

@@ -39,18 +39,22 @@ def command(
             "default: none, with optuna median."
         ),
     ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="With a scheduler: number of jobs at a time; default: 8.", min=1)
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Of the sweep's folder; default: CONFIG-sweep.")] = None,
     trust_code: TrustCode = False,
 ) -> int:
     """Train once for each combination of settings, compare, and say which is the best.
 
-    Each trial is a run in the sweep's folder, runs/NAME/trial-001. The same command again goes on where an earlier one
-    was interrupted.
+    Each trial is a run in the sweep's folder, runs/NAME/trial-001: one after the other on this machine or, with
+    launch.kind=slurm or kubernetes, some at a time, each as its own job. The same command again goes on where an
+    earlier one was interrupted.
     """
     from lockstep.tools.sweep import sweep_plan
 
     options = sweep_plan.SweepOptions(
-        search=search, trials=trials, metric=metric, prune=prune, name=name, trusts_code=trust_code
+        search=search, trials=trials, metric=metric, prune=prune, name=name, jobs=jobs, trusts_code=trust_code
     )
     plan = sweep_plan.planned(path, settings or [], options)
     from lockstep.launch.elastic import environment

@@ -55,10 +55,22 @@ def _summary(file: Path) -> Summary | None:
         raise ConfigError(f"{file} cannot be used ({reason}): remove it") from None
 
 
+def is_over(folder: Path) -> bool:
+    """Whether a run's job has ended and does not go on by itself. Raises ConfigError if there is none, LaunchError."""
+    launcher, note = _job(folder)
+    return launcher.is_over(note)
+
+
 def cancel(folder: Path) -> str:
     """Have a run save and stop. Raises ConfigError, LaunchError."""
     launcher, note = _job(folder)
     return launcher.cancel(note)
+
+
+def output(folder: Path) -> Path:
+    """The file with what a terminal would show of a run. Raises ConfigError."""
+    launcher, note = _job(folder)
+    return launcher.output(note, folder / "logs")
 
 
 def log_lines(folder: Path, rank: int | None, *, follow: bool) -> Iterator[str]:

@@ -38,6 +38,11 @@ class OwnProcess:
         alive = _alive(note)
         return f"runs here (process {note['process']})" if alive else "does not run"
 
+    def is_over(self, note: Mapping[str, Any]) -> bool:
+        if note["host"] != platform.node():
+            raise LaunchError(f"the run was started on {note['host']}: ask there")
+        return not _alive(note)
+
     def cancel(self, note: Mapping[str, Any]) -> str:
         if note["host"] != platform.node():
             raise LaunchError(f"the run was started on {note['host']}: cancel it there")

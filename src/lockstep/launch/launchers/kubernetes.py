@@ -108,6 +108,10 @@ class Kubernetes:
             return f"{_describe(note)} is not in the cluster: it was deleted, or never submitted"
         return f"{_describe(note)} {State.of(job).text}"
 
+    def is_over(self, note: Mapping[str, Any]) -> bool:
+        job = _get(note)
+        return job is None or State.of(job).has_ended
+
     def output(self, note: Mapping[str, Any], logs: Path) -> Path:
         """Rank 0's log; the cluster keeps what pods print."""
         return logs / "rank-0.log"

@@ -120,6 +120,9 @@ class Slurm:
             return f"job {note['job']} is pending in Slurm's queue ({reason})"
         return f"Slurm job {note['job']}: {state.lower()} on {nodes} for {used}, {left} left"
 
+    def is_over(self, note: Mapping[str, Any]) -> bool:
+        return _queued_job(note) is None  # a requeued one stays in the queue
+
     def cancel(self, note: Mapping[str, Any]) -> str:
         """Signal a running job to save, and disable its requeue; remove a pending one from the queue."""
         job = _queued_job(note)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import chdir
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lockstep.tools.sweep.search_space import overrides, parse, shown
 from lockstep.tools.sweep.sweep_state import CONFIG, MOST_TRIALS, Prune, Search, Sweep, SweepTrial
 
 DEFAULT_TRIALS = 20
+DEFAULT_JOBS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class SweepOptions:
     metric: str | None = None
     prune: Prune | None = None
     name: str | None = None
+    jobs: int | None = None
     trusts_code: bool = False
 
 
@@ -40,6 +42,8 @@ class PlannedSweep:
     source: Path
     """What the user named: a config of his own, or the copy in the sweep's folder."""
     trusts_code: bool
+    jobs: int = DEFAULT_JOBS
+    """Of a scheduler at a time."""
 
     def recipe(self, trial: SweepTrial) -> tuple[Recipe, tuple[str, ...]]:
         """The config of a trial's run, and arguments by which its workers may execute its code.
@@ -77,6 +81,10 @@ def planned(path: Path, words: list[str], options: SweepOptions) -> PlannedSweep
     if plan.sweep.search == "optuna":
         plugins.require("sweep", "optuna", what="--search optuna")
     _check_recipes(plan)
+    if options.jobs is not None:
+        if not plan.base.launch.SUBMITS:
+            raise ConfigError("--jobs is for launch.kind=slurm or kubernetes: on this machine trials run one at a time")
+        plan = replace(plan, jobs=options.jobs)
     try:
         plan.folder.mkdir(parents=True, exist_ok=True)
         if plan.source != plan.folder / CONFIG:
@@ -181,20 +189,18 @@ def _check_metric(recipe: Recipe, metric: str) -> None:
 
 
 def _check_recipes(plan: PlannedSweep) -> None:
-    """Raise ConfigError for settings that are invalid in a trial, and for runs that a sweep cannot wait for."""
+    """Raise ConfigError for settings that are invalid in a trial, and for runs that a sweep cannot start."""
     for settings in plan.expected():
         try:
             recipe, _ = plan.recipe(SweepTrial(number=1, settings=settings))
         except ConfigError as error:
             raise ConfigError(f"with {settings_text(settings)}:\n{error}") from None
     launch = recipe.launch
-    if launch.SUBMITS:
+    if launch.max_nodes > 1 and not launch.SUBMITS:
         raise ConfigError(
-            f"launch.kind={launch.kind} is handed to a scheduler, but the trials of a sweep run one after the other: "
-            "set launch.kind=local; to use a cluster, submit the sweep itself as a job"
+            f"launch.nodes={launch.nodes}: with launch.kind={launch.kind} a sweep runs on this machine; set "
+            "launch.nodes=1"
         )
-    if launch.max_nodes > 1:
-        raise ConfigError(f"launch.nodes={launch.nodes}: a sweep runs on this machine; set launch.nodes=1")
     if plan.sweep.prune != "none" and "jsonl" not in recipe.observe.sinks:
         raise ConfigError("observe.sinks: pruning reads metrics.jsonl; add jsonl, or give --prune none")
 

@@ -67,7 +67,7 @@ class Sweep(SweepPart):
     best: str | None = None
     """The name of the best trial."""
     trials: list[SweepTrial] = []
-    """In the order in which they began; only the last one may be running."""
+    """In the order in which they began; several may be running as jobs, else only the last one."""
 
     @property
     def ended(self) -> list[SweepTrial]:

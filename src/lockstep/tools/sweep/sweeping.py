@@ -1,6 +1,6 @@
 """Runs the trials of a sweep one after the other, each as an ordinary run, and says which is the best."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +14,11 @@ from lockstep.base import storage
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.observe.watch.run_state import RunState
-from lockstep.tools.sweep import pruning, trial_processes
+from lockstep.tools.sweep import pruning, trial_jobs, trial_processes
 from lockstep.tools.sweep.sweep_plan import PlannedSweep, settings_text
 from lockstep.tools.sweep.sweep_plot import svg
 from lockstep.tools.sweep.sweep_state import Sweep, SweepTrial
 from lockstep.tools.sweep.sweep_table import line, number, print_sweep
-from lockstep.tools.sweep.trial_processes import TrialProcesses
 from lockstep.tools.sweep.trial_training import Judge, TrialTraining
 
 PICTURE = "sweep.svg"
@@ -39,11 +38,12 @@ def run(plan: PlannedSweep, console: Console) -> int:
             soft_wrap=True,
         )
         try:
-            with ended_by_sigterm(), trial_processes.serving(plan.base) as processes:
-                TrialLoop(plan=plan, processes=processes, console=console).run()
+            with ended_by_sigterm():
+                _run_trials(Trials(plan=plan, console=console))
         except (KeyboardInterrupt, Interrupted) as error:
             what = str(error) or "interrupted"
-            raise Interrupted(f"{what}\ngo on with: lockstep sweep {folder}") from None
+            jobs = "; jobs that were submitted go on" if plan.base.launch.SUBMITS else ""
+            raise Interrupted(f"{what}{jobs}\ngo on with: lockstep sweep {folder}") from None
     if len(sweep.trials) < sweep.count:
         console.print(f"There are no other settings to try than those of {len(sweep.trials)} trials.", soft_wrap=True)
     print_sweep(sweep, folder, console)
@@ -65,26 +65,18 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialLoop:
-    """Runs one trial after the other; what comes of each is written down before the next begins."""
+class Trials:
+    """The trials of a sweep: which comes next, and what has come of it, which is written down before others begin."""
 
     plan: PlannedSweep
-    processes: TrialProcesses
     console: Console
 
-    def run(self) -> None:
-        sweep, folder = self.plan.sweep, self.plan.folder
-        while (trial := self._next()) is not None:
-            sweep.save(folder)
-            sweep.trials[-1] = self._ended(trial)
-            sweep.save(folder)
-            self.console.print(line(sweep, sweep.trials[-1]), soft_wrap=True)
-
-    def _next(self) -> SweepTrial | None:
-        """The trial that was interrupted, or a new one; None at the end."""
+    def next(self, active: Collection[int] = ()) -> SweepTrial | None:
+        """A trial that was interrupted, unless its number is among the active ones, or a new one; None at the end."""
         sweep = self.plan.sweep
-        if sweep.trials and sweep.trials[-1].state == "running":
-            return sweep.trials[-1]
+        for trial in sweep.trials:
+            if trial.state == "running" and trial.number not in active:
+                return trial
         number = len(sweep.trials)
         if number >= sweep.count:
             return None
@@ -97,24 +89,40 @@ class TrialLoop:
         if settings is None:
             return None
         sweep.trials.append(SweepTrial(number=number + 1, settings=settings))
+        sweep.save(self.plan.folder)
         return sweep.trials[-1]
 
-    def _ended(self, trial: SweepTrial) -> SweepTrial:
-        """Train a trial -> what has come of it."""
-        sweep = self.plan.sweep
+    def training(self, trial: SweepTrial) -> tuple[TrialTraining, tuple[str, ...]] | None:
+        """A trial's run, and arguments by which its code may be executed; None where its config is not valid."""
         try:
             recipe, trust = self.plan.recipe(trial)
         except ConfigError as error:  # of a suggestion that follows from results
-            return trial.model_copy(update={"state": "failed", "note": str(error).splitlines()[-1]})
-        training = TrialTraining(
-            trial=trial,
-            recipe=recipe,
-            metric=sweep.metric,
-            judge=_judge(sweep),
-            start=lambda folder: self.processes.start(folder, trust),
-        )
-        with _status(sweep, trial, self.console) as show:
-            return training.run(show)
+            failed = {"state": "failed", "note": str(error).splitlines()[-1]}
+            self.ended(trial.model_copy(update=failed))
+            return None
+        sweep = self.plan.sweep
+        return TrialTraining(trial=trial, recipe=recipe, metric=sweep.metric, judge=_judge(sweep)), trust
+
+    def ended(self, trial: SweepTrial) -> None:
+        sweep = self.plan.sweep
+        sweep.trials[trial.number - 1] = trial
+        sweep.save(self.plan.folder)
+        self.console.print(line(sweep, trial), soft_wrap=True)
+
+
+def _run_trials(trials: Trials) -> None:
+    """One after the other in processes of this machine, or as jobs."""
+    plan = trials.plan
+    if plan.base.launch.SUBMITS:
+        trial_jobs.run(trials, most=plan.jobs)
+        return
+    with trial_processes.serving(plan.base) as processes:
+        while (trial := trials.next()) is not None:
+            if (found := trials.training(trial)) is not None:
+                training, trust = found
+                training.start = partial(processes.start, trust=trust)
+                with _status(plan.sweep, trial, trials.console) as show:
+                    trials.ended(training.run(show))
 
 
 def _judge(sweep: Sweep) -> Judge:

@@ -41,8 +41,10 @@ class TrialTraining:
     recipe: Recipe
     metric: str
     judge: Judge
-    start: Callable[[Path], Started]
-    """Start the processes of the run in this folder, whose output is appended to logs/output.log."""
+    start: Callable[[Path], Started] | None = None
+    """Start the processes of the run in this folder, whose output is appended to logs/output.log; None for a job."""
+    output: Callable[[Path], Path] = lambda folder: folder / "logs" / trials.OUTPUT
+    """The run's folder -> the file with what its launcher has said."""
     total_steps: int = 0
     pruned_at: int | None = None
     """Index of the evaluation that ends it early."""
@@ -56,18 +58,28 @@ class TrialTraining:
 
         Raises Interrupted where somebody has stopped the run, LaunchError where another process trains it.
         """
-        code = 0 if self._summary().status in DECIDED else self._train(show)
-        self._follow(RunReader(self.folder).state())
+        code = 0 if self.is_decided else self._train(show)
+        self.follow(RunReader(self.folder).state())
+        if self.pruned_at is None and code == Interrupted.exit_code:
+            raise Interrupted(f"{self.trial.name} was stopped")
+        return self.ended(code)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the run has ended and does not go on."""
+        return self._summary().status in DECIDED
+
+    def ended(self, code: int) -> SweepTrial:
+        """The trial as its run has ended, with an exit code."""
         if self.pruned_at is not None:
             return self._pruned(self.pruned_at)
-        if code == Interrupted.exit_code:
-            raise Interrupted(f"{self.trial.name} was stopped")
         return self._failed(code) if code else self._finished()
 
     def _train(self, show: Callable[[RunState], None]) -> int:
+        assert self.start is not None
         grace = self.recipe.launch.grace_seconds + 2.0
         self._wait_for_earlier_start(grace)
-        self._prepare_folder()
+        self.prepare_folder()
         reader, launcher, next_look = RunReader(self.folder), self.start(self.folder), 0.0
 
         def poll() -> None:
@@ -75,7 +87,7 @@ class TrialTraining:
             if self.pruned_at is None and time.monotonic() >= next_look:
                 state = reader.state()
                 show(state)
-                self._follow(state)
+                self.follow(state)
                 next_look = time.monotonic() + LOOK_SECONDS
                 if self.pruned_at is not None:
                     launcher.terminate()  # it saves first
@@ -92,7 +104,7 @@ class TrialTraining:
         except Timeout:
             raise LaunchError(f"{self.folder} is still being trained by another process: wait, or stop that") from None
 
-    def _prepare_folder(self) -> None:
+    def prepare_folder(self) -> None:
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             storage.write(self.folder / LAUNCH, config.dump(self.recipe))
@@ -102,7 +114,7 @@ class TrialTraining:
 
     # ---- while it trains
 
-    def _follow(self, state: RunState) -> None:
+    def follow(self, state: RunState) -> None:
         """Keep the evaluations, and find the first one that is clearly worse than those of earlier trials."""
         if self.pruned_at is None and state.start and state.evaluation:
             self.total_steps = state.start.lines[0].total_steps
@@ -141,7 +153,8 @@ class TrialTraining:
         return self._ended("pruned", value=last.value, loss=last.loss, note=note)
 
     def _failed(self, code: int) -> SweepTrial:
-        output = (self.folder / "logs" / trials.OUTPUT).read_text(encoding="utf-8", errors="replace")
+        file = self.output(self.folder)
+        output = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         lines = [line.removeprefix(MARK) for line in output.splitlines()]
         telling = [line for line in lines if line[:1].strip() and not AFTERWORD.match(line)]  # advice is indented
         return self._ended("failed", note=telling[-1] if telling else f"exit code {code}")
