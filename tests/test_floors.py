@@ -41,6 +41,7 @@ FLOORS = [
     ["run.tasks._task"],
     ["run.tasks.train"],
     ["run", "launch.launch_run"],
+    ["launch.run_control"],
     ["tools", "inference", "launch"],
     ["run.api"],
     ["run.tasks", "tools.teaching"],

@@ -70,7 +70,7 @@ class TrialJob:
         return is_over
 
 
-class Trials(Protocol):
+class TrialQueue(Protocol):
     """The trials of a sweep."""
 
     @property
@@ -83,7 +83,7 @@ class Trials(Protocol):
     def ended(self, trial: SweepTrial) -> None: ...
 
 
-def run(trials: Trials, *, most: int) -> None:
+def run(trials: TrialQueue, *, most: int) -> None:
     """Keep at most so many jobs at the scheduler until all trials have ended. Raises LaunchError."""
     jobs: list[TrialJob] = []
     while True:
