@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from datetime import datetime
@@ -18,6 +19,8 @@ import lockstep
 
 UNDER_TORCHRUN = "RANK" in os.environ
 IS_MAIN = os.environ.get("RANK", "0") == "0"
+PATIENCE_SECONDS = 10.0
+"""For which other processes leave it to the main one to tell a mistake: torchrun ends all once one has exited."""
 METAVARS = {int: "N", float: "X", Path: "PATH"}
 BATCHES = (
     "--batch{s}size is what one process holds in a pass: the micro-batch. A step trains the global batch, on any\n"
@@ -54,6 +57,8 @@ class ScriptFlags(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say it once, however many processes find it, and exit with 2."""
+        if not IS_MAIN:
+            time.sleep(PATIENCE_SECONDS)
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n" if IS_MAIN else None)
 
     def _add_shared(self) -> None:
@@ -149,7 +154,9 @@ def run(sections: Mapping[str, Any], given: argparse.Namespace) -> int:
         if IS_MAIN and given.output is not None:
             _save(folder, given.output)
     except (LockstepError, OSError) as error:
-        if IS_MAIN and str(error) not in heard.getvalue():
+        if not IS_MAIN:
+            time.sleep(PATIENCE_SECONDS)
+        elif str(error) not in heard.getvalue():
             print(error, file=sys.stderr)
         return getattr(error, "exit_code", 2)
     return 0
