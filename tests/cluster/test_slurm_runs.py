@@ -143,7 +143,7 @@ def test_trials_of_a_sweep_are_jobs(slurm, tmp_path):
 
     def cancel(trial):
         subprocess.run(["scancel", job(trial)], env=slurm.environment, check=True)
-        until(lambda: slurm.state(job(trial)) not in ("PENDING", "RUNNING"), "the end of a cancelled job")
+        until(lambda: slurm.state(job(trial)) not in ("PENDING", "RUNNING", "COMPLETING"), "the end of a cancelled job")
 
     command = started()
     until(lambda: (trials[2] / "metrics.jsonl").exists(), "the third trial, once the first has ended")
