@@ -1,5 +1,5 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` runs every test.
-.PHONY: setup demo test test-all test-matrix test-browser test-slurm soak bench-check check docs pictures format
+.PHONY: setup demo test test-all test-matrix test-browser test-slurm soak chaos bench-check check docs pictures format
 
 BIN := .venv/bin
 # Hundreds of processes import Lockstep: without its bytecode cache each of them would compile it.
@@ -40,6 +40,10 @@ test-slurm: setup
 
 soak: setup
 	$(BIN)/python -m pytest -m soak -s
+
+# 300 random faults in runs with live recovery: prints how many of each kind in each phase.
+chaos: setup
+	$(BIN)/python -m pytest -m soak -s tests/test_live.py
 
 # Fails where Lockstep is slower than a tuned hand-written loop: make bench-check DATA=FOLDER MODEL=MINILM
 bench-check: setup

@@ -35,6 +35,8 @@ class RunStarted:
     train_samples: int
     notes: tuple[str, ...] = ()
     """What the user should know before it starts, one sentence each."""
+    goes_on: bool = False
+    """Whether this process takes the place of another one in a run that has started already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,31 @@ class Steered:
 
     step: int
     what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regrouped:
+    """Training goes on with other processes: some were lost, or have joined."""
+
+    step: int
+    """Finished steps."""
+    losses: Sequence[str]
+    """What became of each process that was lost, for the user."""
+    joined: int
+    """Processes that have joined."""
+    world_size: int
+    """Processes now."""
+    seconds: float
+    """For which training stood still."""
+
+    @property
+    def text(self) -> str:
+        """A line for each loss, and one on how training goes on."""
+        size = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
+        joined = f"{self.joined} process{'es' if self.joined > 1 else ''} joined" if self.joined else ""
+        left = "training goes on" if self.losses or not joined else ""
+        what = " and ".join(part for part in (left, joined) if part)
+        return "\n".join([*self.losses, f"after step {self.step}: {what}; {size} now, {self.seconds:.2f} s lost"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,6 +145,9 @@ class BufferNotes(Protocol):
     def notes(self) -> list[str]:
         """Sentences on why changed buffers depend on the number of processes, or differ after a resume."""
 
+    def undo_step(self) -> None:
+        """Restore the values of the start of a step that has failed."""
+
 
 class Strategy(Protocol):
     """How a model is spread over processes; `parallel/strategies/_NAME.py` defines `build` (docs/architecture.md)."""

@@ -30,6 +30,8 @@ def command(
     from lockstep.launch.elastic import environment
 
     environment.set_threads(recipe.run.threads)
+    if recipe.launch.recovers_live:
+        environment.quieten_torch()
     from lockstep.launch import launch_run
 
     arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *trust)

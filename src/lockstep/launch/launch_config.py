@@ -75,6 +75,11 @@ class LaunchSection(PluginSection):
         return environment
 
     @property
+    def recovers_live(self) -> bool:
+        """Whether training goes on where a process is lost."""
+        return False
+
+    @property
     def min_nodes(self) -> int:
         return int(str(self.nodes).split(":")[0])
 

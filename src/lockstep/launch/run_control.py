@@ -14,6 +14,7 @@ from lockstep.base.contracts import Launcher
 from lockstep.base.errors import ConfigError, LaunchError, absence
 from lockstep.checkpoint.layout import listed
 from lockstep.launch import launch_run
+from lockstep.launch.elastic import live_round
 from lockstep.run import recipe as recipes
 
 POLL_SECONDS = 0.2
@@ -65,6 +66,22 @@ def cancel(folder: Path) -> str:
     """Have a run save and stop. Raises ConfigError, LaunchError."""
     launcher, note = _job(folder)
     return launcher.cancel(note)
+
+
+def resize(folder: Path, processes: int) -> str:
+    """Have a run go on with another number of processes. Raises ConfigError, LaunchError."""
+    launcher, note = _job(folder)
+    launch = recipes.load(folder / "launch.yaml").launch
+    if not launch.recovers_live:
+        raise LaunchError(
+            f"{folder.name} was started without launch.recovery=live: cancel it, and start it again with "
+            f"launch.processes={processes}; it resumes with the same bits"
+        )
+    if launcher.is_over(note):
+        raise LaunchError(f"{folder.name} has ended: start it with launch.processes={processes}")
+    launch.model_copy(update={"processes": processes}).check_machine(threads=1)
+    storage.write(folder / live_round.RESIZE, f"{processes}\n")
+    return f"{folder.name} goes on with {processes} process{'es' if processes > 1 else ''} after one of the next steps"
 
 
 def output(folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """history.jsonl: when things happened to a run, over all of its starts; unlike metrics.jsonl, lines are never dropped.
 
-Each line has `time` (seconds since 1970) and `kind`: started, steps, ranks, evaluated, texts, saved, steered, warned or
-ended.
+Each line has `time` (seconds since 1970) and `kind`: started, steps, ranks, evaluated, texts, saved, steered,
+regrouped, warned or ended.
 """
 
 import json
@@ -17,6 +17,7 @@ from lockstep.base.events import (
     CheckpointSaved,
     Evaluated,
     RankTimes,
+    Regrouped,
     RunEnded,
     RunStarted,
     Steered,
@@ -51,10 +52,16 @@ class RunHistory:
     def close(self) -> None:
         """Nothing is kept open."""
 
+    def go_on(self, step: int) -> None:
+        """Write from this step on, in the place of another process that was lost."""
+        self.step, self.mark = step, time.monotonic()
+        self._end_line()
+
     @notice.register
     def _(self, event: RunStarted) -> None:
-        self.step, self.mark = event.resumed_step, time.monotonic()
-        self._end_line()
+        if event.goes_on:
+            return
+        self.go_on(event.resumed_step)
         self._write(
             "started",
             event.resumed_step,
@@ -104,6 +111,11 @@ class RunHistory:
     @notice.register
     def _(self, event: Steered) -> None:
         self._write("steered", event.step, message=event.what)
+
+    @notice.register
+    def _(self, event: Regrouped) -> None:
+        message = event.text.replace("\n", "; ")[:MOST_CHARACTERS]
+        self._write("regrouped", event.step, message=message, seconds=round(event.seconds, 3))
 
     @notice.register
     def _(self, event: Warned) -> None:

@@ -21,6 +21,8 @@ class StrategySection(PluginSection):
     """Whether a micro-batch is as much work for one process as for another."""
     HAS_COMMON_BITS: ClassVar[bool] = True
     """Whether it gives the weights that other strategies give."""
+    RECOVERS_LIVE: ClassVar[bool] = False
+    """Whether training goes on where processes are lost or join: each of them holds the whole state."""
     FOR_ANY_MODEL: ClassVar[Mapping[str, Any]] = {}
     """Settings with which it accepts models that it does not accept by default."""
 

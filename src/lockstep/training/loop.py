@@ -22,9 +22,35 @@ from lockstep.training.digest_chain import link
 from lockstep.training.rank_times import RankClock
 from lockstep.training.saving import Saving
 from lockstep.training.state import BestSoFar, TrainState
-from lockstep.training.steering import FLAGS, Steering
+from lockstep.training.steering import FLAGS, Agreed, Steering
 from lockstep.training.step import Outcome, step
 from lockstep.training.training_config import EvaluateSection, TrainSection
+
+JOINS = 3
+"""The place of its flag among those that are agreed on after each step."""
+
+
+class ProcessJoins(Exception):  # noqa: N818 (no error)
+    """Raised on all ranks after the same step: another process waits to join."""
+
+
+@dataclass(kw_only=True)
+class LoopProgress:
+    """How far the work after a step has come, which may be cut short by the loss of a process, and done again."""
+
+    settled: int | None = None
+    """The last step that was evaluated, saved and published, as far as that was due; None before the first."""
+    is_over: bool = False
+    """Whether training stops early after it."""
+    published: dict[type, int] = field(default_factory=dict)
+    """Kind of event -> the last step of one that was published."""
+    flags: list[int] = field(default_factory=list)
+    """What this rank posted after the last settled step."""
+    requests: tuple[int, list[int]] | None = None
+    """A step, and what observers have asked for in it."""
+    last_save: float = field(default_factory=time.monotonic)
+    owes_save: bool = False
+    """Whether a save was given up."""
 
 
 @dataclass(kw_only=True)
@@ -71,6 +97,11 @@ class Training:
     """(step, outcome) since the last logged step, still on the device: reading them waits for it."""
     outcome: Outcome | None = None
     """Of the step that `stepping` has yielded last."""
+    is_joined: Callable[[], bool] = lambda: False
+    """Whether this rank knows of a process that waits to join the others."""
+    progress: LoopProgress = field(default_factory=LoopProgress)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last step, if it was evaluated."""
     ended: tuple[str, dict[str, float]] = ("failed", {})
     """How it ended, and the last evaluation."""
 
@@ -84,6 +115,11 @@ class Training:
         """Whether the settings ask for an evaluation after this step."""
         is_due = self.is_over or self.evaluation.is_due(self.state.step, self.steps_per_epoch)
         return is_due and self.evaluate is not None
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the values of this step are published."""
+        return self.state.step % self.log_every == 0 or self.is_over
 
     @property
     def epoch(self) -> int:
@@ -106,49 +142,96 @@ def stepping(run: Training) -> Iterator[list[MicroBatch]]:
     """Yield this rank's micro-batches of one step after the other, each to be run before the next is asked for, with
     the outcome in `run.outcome`.
 
-    Raises NonFiniteLoss (train.non_finite=stop), Desync, and, after a checkpoint, Interrupted on a signal or at
-    train.max_minutes.
+    Raises NonFiniteLoss (train.non_finite=stop), Desync, ProcessJoins, and, after a checkpoint, Interrupted on a signal
+    or at train.max_minutes.
     """
-    state, agreement, last_save = run.state, Agreement(flags=3 + FLAGS), time.monotonic()
-    metrics, stop_early = _repeat_evaluation(run)
+    state, progress, agreement = run.state, run.progress, Agreement(flags=4 + FLAGS)
+    progress.is_over = progress.is_over or _repeat_evaluation(run)
     ranks = RankClock(agreement.group)
-    agreement.post([False, False, False, *run.steering.flags(state.step)])
-    for micro_batches in () if stop_early else _loaded(run.steps(state.step)):
-        is_logged = (state.step + 1) % run.log_every == 0 or state.step + 1 == run.total_steps
+    progress.flags = progress.flags or [False, False, False, False, *run.steering.flags(state.step)]
+    progress.flags[JOINS] = run.is_joined()  # an earlier one has joined
+    agreement.post(progress.flags)
+    if progress.settled is None:
+        progress.settled = state.step
+    elif progress.settled < state.step:  # a process was lost before all was done that was due after the step
+        _end_step(run, agreement)
+    for micro_batches in () if progress.is_over else _loaded(run.steps(state.step)):
         yield micro_batches
         assert run.outcome is not None
+        run.unread.append((state.step, run.outcome))
         _publish_times(run, ranks)
-        _publish_step(run, run.outcome, is_logged=is_logged)
-        ranks.step_done(state.step, micro_batches, is_logged=is_logged)
-        stop, save, out_of_time, *asked = agreement.read()
-        steered = run.steering.apply(asked, state, is_last=run.is_over)
-        metrics = {}
-        if run.is_evaluation_due or (steered.evaluate and run.evaluate is not None):
-            metrics = _evaluate(run)
-        improved, stop_early = _compare_metrics(run, metrics)
-        stop_early = stop_early or steered.stop
-        is_last = bool(stop_early or stop or out_of_time or run.is_over)
-        if run.desync_every and state.step % run.desync_every == 0:
-            run.compare_ranks(state.step)
-        if state.step % run.steps_per_epoch == 0:
-            run.bus.publish(EpochDone(epoch=run.epoch, step=state.step))
-        requests = run.steering.flags(state.step)  # before a save: a resume from it meets no event of this step again
-        if save or improved or is_last or steered.save or _is_save_step(run):
-            _save(run, metrics, is_last=is_last)
-            last_save = time.monotonic()
-        run.saving.poll()
-        if stop_early:
-            break
-        if (stop or out_of_time) and not run.is_over:
+        publish_step(run)
+        ranks.step_done(state.step, micro_batches, is_logged=run.is_logged)
+        try:
+            _end_step(run, agreement)
+        except Interrupted:
             _publish_times(run, ranks)
-            why = "by a signal" if stop else f"since train.max_minutes={run.train.max_minutes:g} are over"
-            raise Interrupted(f"stopped {why} after step {state.step}")
-        out_of_time = run.is_main and run.deadline.is_near(run.saving.expected_seconds)
-        clock = [run.interrupted(), _is_save_time(run, last_save), out_of_time]
-        agreement.post([*clock, *requests])
+            raise
+        if progress.is_over:
+            break
     agreement.read()
     _publish_times(run, ranks)
-    run.ended = "stopped early" if stop_early else "finished", metrics
+    run.ended = "stopped early" if progress.is_over else "finished", run.metrics
+
+
+def _end_step(run: Training, agreement: Agreement) -> None:
+    """Do all that is due after a step, and agree on what is due after the next. If it fails, it can be done again."""
+    state, progress = run.state, run.progress
+    before = state.decisions()
+    try:
+        stop, save, out_of_time, joins, *asked = agreement.read()
+        steered = run.steering.apply(asked, state, is_last=run.is_over)
+        stop_early = _settle(run, steered, save=bool(save), is_last=bool(stop or out_of_time or run.is_over))
+    except BaseException:
+        state.decide(before)
+        raise
+    progress.settled, progress.is_over = state.step, stop_early
+    if stop_early:
+        return
+    if (stop or out_of_time) and not run.is_over:
+        why = "by a signal" if stop else f"since train.max_minutes={run.train.max_minutes:g} are over"
+        raise Interrupted(f"stopped {why} after step {state.step}")
+    out_of_time = run.is_main and run.deadline.is_near(run.saving.expected_seconds)
+    is_save_due = progress.owes_save or _is_save_time(run, progress.last_save)
+    progress.flags = [run.interrupted(), is_save_due, out_of_time, run.is_joined(), *_requests(run)]
+    if joins and not run.is_over:
+        raise ProcessJoins
+    agreement.post(progress.flags)
+
+
+def _settle(run: Training, steered: Agreed, *, save: bool, is_last: bool) -> bool:
+    """Evaluate, compare and save after a step, as far as that is due -> whether to stop early."""
+    state, progress = run.state, run.progress
+    run.metrics = {}
+    if run.is_evaluation_due or (steered.evaluate and run.evaluate is not None):
+        run.metrics = _evaluate(run)
+    improved, stop_early = _compare_metrics(run, run.metrics)
+    stop_early = stop_early or steered.stop
+    if run.desync_every and state.step % run.desync_every == 0:
+        run.compare_ranks(state.step)
+    if state.step % run.steps_per_epoch == 0:
+        _publish_once(run, EpochDone(epoch=run.epoch, step=state.step))
+    _requests(run)  # before a save: a resume from it meets no event of this step again
+    is_last = is_last or stop_early
+    if save or improved or is_last or steered.save or _is_save_step(run):
+        _save(run, run.metrics, is_last=is_last)
+        progress.last_save, progress.owes_save = time.monotonic(), False
+    run.saving.poll()
+    return stop_early
+
+
+def _requests(run: Training) -> list[int]:
+    """What observers have asked for in this step; asked once."""
+    if run.progress.requests is None or run.progress.requests[0] != run.state.step:
+        run.progress.requests = run.state.step, run.steering.flags(run.state.step)
+    return run.progress.requests[1]
+
+
+def _publish_once(run: Training, event: StepDone | EpochDone | Evaluated | TextsGenerated) -> None:
+    """Publish an event of the present step, unless that was done before a process was lost."""
+    if run.progress.published.get(type(event)) != event.step:
+        run.progress.published[type(event)] = event.step
+        run.bus.publish(event)
 
 
 def _loaded(steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
@@ -167,19 +250,20 @@ def _publish_times(run: Training, ranks: RankClock) -> None:
         run.bus.publish(times)
 
 
-def _repeat_evaluation(run: Training) -> tuple[dict[str, float], bool]:
-    """Repeat an evaluation that failed before the resume: its values, and whether to stop early."""
+def _repeat_evaluation(run: Training) -> bool:
+    """Repeat an evaluation that failed before the resume -> whether to stop early."""
     if not run.owes_evaluation:
-        return {}, False
-    metrics = _evaluate(run)
-    _, stop_early = _compare_metrics(run, metrics)
-    _save(run, metrics, is_last=stop_early or run.state.step >= run.total_steps)
-    return metrics, stop_early
+        return False
+    run.metrics = _evaluate(run)
+    _, stop_early = _compare_metrics(run, run.metrics)
+    _save(run, run.metrics, is_last=stop_early or run.state.step >= run.total_steps)
+    run.owes_evaluation = False
+    return stop_early
 
 
 def _save(run: Training, metrics: dict[str, float], *, is_last: bool) -> None:
     """Start a save; wait for the last one, which must not fail."""
-    _read_outcomes(run)
+    read_outcomes(run)
     run.throughput.pause()
     if is_last:
         run.stopping()
@@ -190,14 +274,16 @@ def _save(run: Training, metrics: dict[str, float], *, is_last: bool) -> None:
     run.throughput.resume()
 
 
-def _publish_step(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
-    """Keep the outcome on the device; on a logged step read all outcomes and publish their values."""
-    state, loss = run.state, outcome.loss
-    run.unread.append((state.step, outcome))
-    if not is_logged:
-        run.bus.publish(StepDone(step=state.step, epoch=run.epoch))
+def publish_step(run: Training) -> None:
+    """Publish the last step; if it is logged, read all outcomes from the device and publish their values."""
+    state, outcome = run.state, run.outcome
+    if outcome is None or run.progress.published.get(StepDone) == state.step:
         return
-    mean, norm = _read_outcomes(run)
+    if not run.is_logged:
+        _publish_once(run, StepDone(step=state.step, epoch=run.epoch))
+        return
+    loss = outcome.loss
+    mean, norm = read_outcomes(run)
     means = {**{name: float(outcome.mean(value)) for name, value in loss.sums.items()}, "loss": mean}
     values = shown({**means, **run.derived(means)})
     values |= {"learning_rate": outcome.rate, "gradient_norm": norm}
@@ -208,10 +294,10 @@ def _publish_step(run: Training, outcome: Outcome, *, is_logged: bool) -> None:
             values["tokens_per_second"] = speed / samples_per_token
             if run.token_seconds is not None:
                 values["mfu"] = values["tokens_per_second"] * run.token_seconds
-    run.bus.publish(StepDone(step=state.step, epoch=run.epoch, values=values, chain=state.chain))
+    _publish_once(run, StepDone(step=state.step, epoch=run.epoch, values=values, chain=state.chain))
 
 
-def _read_outcomes(run: Training) -> tuple[float, float]:
+def read_outcomes(run: Training) -> tuple[float, float]:
     """Copy the unread outcomes from the device at once, add them to the digest chain and check that they are finite.
 
     Returns loss and gradient norm of the last step, NaN if there was none to read; the same on every rank.
@@ -252,7 +338,7 @@ def _check_finite(run: Training, failed: list[tuple[int, Outcome]]) -> None:
 
 def _evaluate(run: Training) -> dict[str, float]:
     assert run.evaluate is not None
-    _read_outcomes(run)
+    read_outcomes(run)
     run.throughput.pause()
     try:
         with phase("evaluation"), run.state.for_use():
@@ -263,9 +349,9 @@ def _evaluate(run: Training) -> dict[str, float]:
             error.args = (f"{error}\n  {_save_after_failure(run)}",)
         raise
     run.throughput.resume()
-    run.bus.publish(Evaluated(step=run.state.step, epoch=run.epoch, samples=samples, values=values))
+    _publish_once(run, Evaluated(step=run.state.step, epoch=run.epoch, samples=samples, values=values))
     if texts:
-        run.bus.publish(TextsGenerated(step=run.state.step, samples=texts))
+        _publish_once(run, TextsGenerated(step=run.state.step, samples=texts))
     return values
 
 

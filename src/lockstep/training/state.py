@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -108,6 +108,16 @@ class TrainState:
         self.chain, self.drift = state["chain"], list(state["drift"])
         self.precision.load_state_dict(state["scaler"])
         self.stopping, self.saving = BestSoFar(**state["stopping"]), BestSoFar(**state["saving"])
+
+    def decisions(self) -> dict[str, Any]:
+        """What is decided after a step: copies."""
+        best = {"stopping": replace(self.stopping), "saving": replace(self.saving)}
+        return {"rate_factor": self.rate_factor, "is_stopped": self.is_stopped, **best}
+
+    def decide(self, decisions: Mapping[str, Any]) -> None:
+        """Set what `decisions` returned."""
+        for name, value in decisions.items():
+            setattr(self, name, value)
 
     @contextmanager
     def for_use(self) -> Iterator[None]:

@@ -161,4 +161,5 @@ def _initialized(world: World, device: torch.device, timeout: timedelta) -> Iter
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # with live recovery it may have been given up
+            dist.destroy_process_group()

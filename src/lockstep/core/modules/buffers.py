@@ -8,7 +8,7 @@ the sum of what each shard added; a bool is flipped if any shard flipped it. Bat
 V = shards of a step, W = processes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -241,8 +241,10 @@ class BufferUpdates:
         by_dtype: dict[torch.dtype, list[TrackedBuffer]] = {}
         for name in sorted(self.sums):
             by_dtype.setdefault(self.buffers[name].sum_dtype, []).append(self.buffers[name])
-        for buffers in by_dtype.values():
-            self._reduce(self.all_reduce, buffers)
+        totals = [(buffers, self._total(self.all_reduce, buffers)) for buffers in by_dtype.values()]
+        for buffers, values in totals:  # once every exchange has succeeded
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.commit(value, len(self.all_reduce.present))
         self.sums = dict.fromkeys(self.sums)
         self.all_reduce = None  # the model's hooks would keep its process group for good
         self._discard()
@@ -265,16 +267,19 @@ class BufferUpdates:
             elif name not in self.sums:
                 self._start_sum(self.buffers[name])
 
-    def _reduce(self, all_reduce: AllReduce, buffers: list[TrackedBuffer]) -> None:
-        """All-reduce and commit buffers of one dtype."""
+    def _total(self, all_reduce: AllReduce, buffers: list[TrackedBuffer]) -> Sequence[Tensor]:
+        """The all-reduced sum of each of these buffers, which are of one dtype."""
         trees = [tree for buffer in buffers if (tree := self.sums[buffer.name]) is not None]
         sizes = [buffer.before.numel() for buffer in buffers]
         partials = [torch.cat([tree.partials[node].flatten() for tree in trees]) for node in all_reduce.local_nodes]
         if not partials:
             partials = [torch.empty(sum(sizes), dtype=buffers[0].sum_dtype, device=buffers[0].before.device)]
-        total = all_reduce.sum(partials)
-        for buffer, value in zip(buffers, total.split(sizes), strict=True):
-            buffer.commit(value, len(all_reduce.present))
+        return all_reduce.sum(partials).split(sizes)
+
+    def undo_step(self) -> None:
+        """Restore the values of the start of a step that has failed."""
+        self.sums, self.all_reduce = dict.fromkeys(self.sums), None
+        self._discard()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lockstep.launch.launch_config import LaunchSection
 
+CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 FLIGHT_RECORDER_EVENTS = 2000
 """Per process: a few steps of a deep model."""
 
@@ -14,6 +15,12 @@ def set_threads(threads: int) -> None:
     """Set what OpenMP reads when torch is imported, so that workers can be forked from this process."""
     if "torch" not in sys.modules:
         os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def quieten_torch() -> None:
+    """Hide warnings of torch's C++ code, which live recovery causes where it gives up a process group; before torch is
+    imported, so that workers that are forked from this process have it."""
+    os.environ.setdefault(CPP_LOG_LEVEL, "ERROR")
 
 
 def environment(section: LaunchSection, *, threads: int, logs: Path, interface: str | None = None) -> dict[str, str]:

@@ -116,11 +116,8 @@ def _priority(failure: ProcessFailure) -> int:
 
 def _description(failure: ProcessFailure, oom_kills_before: int) -> str:
     code = failure.exitcode
-    if code == -SIGKILL and oom_kills() > oom_kills_before:
-        return f"ran out of memory (SIGKILL by the kernel's out-of-memory killer): {LESS_MEMORY}"
     if code < 0:
-        name = signal.Signals(-code).name
-        return SIGNALS.get(name, f"was ended by signal {name}")
+        return death(code, oom_kills_before)
     if code == HangDetected.exit_code:
         return "ended the run, since it could not go on"
     if code == PeerLost.exit_code:
@@ -129,6 +126,14 @@ def _description(failure: ProcessFailure, oom_kills_before: int) -> str:
     if any(text in message for text in OUT_OF_MEMORY):
         return f"ran out of memory (exit code {code}): {LESS_MEMORY}"
     return f"failed with an exception (exit code {code})" if code == 1 else f"ended with exit code {code}"
+
+
+def death(code: int, oom_kills_before: int) -> str:
+    """What has ended a process with a negative exit code."""
+    if code == -SIGKILL and oom_kills() > oom_kills_before:
+        return f"ran out of memory (SIGKILL by the kernel's out-of-memory killer): {LESS_MEMORY}"
+    name = signal.Signals(-code).name
+    return SIGNALS.get(name, f"was ended by signal {name}")
 
 
 def _watchdog_report(logs: Path) -> list[str]:

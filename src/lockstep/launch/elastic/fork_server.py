@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 
 from lockstep.base import ctrl_c, lifetime
 from lockstep.base.errors import Interrupted
+from lockstep.launch.elastic.live_notes import TERMINAL
 from lockstep.launch.launch_config import LaunchSection
 
 POLL_SECONDS, IMPORT_POLL_SECONDS = 0.02, 0.1
@@ -120,7 +121,7 @@ class ForkServer:
     @contextmanager
     def starts_workers(self) -> Iterator[None]:
         """Have PyTorch's agent start its workers here, by the function that makes its handlers of processes."""
-        if not self._is_ready():
+        if not self.is_ready():
             yield
             return
         original = api.get_subprocess_handler
@@ -131,7 +132,7 @@ class ForkServer:
             api.get_subprocess_handler = original
             self.began = None
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Wait until it has imported everything; meanwhile signals are handled as always. False if it was killed."""
         while self.is_importing and self.is_alive:
             self._receive(IMPORT_POLL_SECONDS)
@@ -353,6 +354,8 @@ def _work(start: WorkerStart, *, server: int, inherited: Sequence[int], is_backg
     signal.signal(signal.SIGINT, signal.SIG_IGN if is_background else signal.default_int_handler)
     ctrl_c.exit_silently(Interrupted.exit_code)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
+    is_live = start.environment is not None and TERMINAL in start.environment
+    terminal = f"{os.dup(1)},{os.dup(2)}" if is_live else ""
     for descriptor, name in start.outputs.items():
         file = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
@@ -360,6 +363,8 @@ def _work(start: WorkerStart, *, server: int, inherited: Sequence[int], is_backg
     if start.environment is not None:
         os.environ.clear()
         os.environ.update(start.environment)
+        if is_live:
+            os.environ[TERMINAL] = terminal
         lifetime.name_process(lifetime.rank_name(start.environment["RANK"]))
     os.environ.pop("PYTHONSAFEPATH", None)  # as a new worker does
     lifetime.began = start.began

@@ -19,20 +19,34 @@ from lockstep.launch.elastic.environment import environment
 from lockstep.launch.elastic.failure import Failure, node_failure
 from lockstep.launch.elastic.fork_server import ForkServer, ServerKilled
 from lockstep.launch.elastic.leader import Leader
+from lockstep.launch.elastic.live_round import LiveRound
 from lockstep.launch.elastic.membership import Membership, RoundState
 from lockstep.launch.elastic.rendezvous import Endpoint, interface_to
 from lockstep.launch.launch_config import LaunchSection
 
+TASK = "--task"
+"""Worker option; without it a worker trains."""
 LEAVE_SECONDS = 10.0
 """How long the leader keeps the store open for the others to read the run's result."""
 
 
 class Node:
-    def __init__(self, membership: Membership, plan: Plan, logs: Path, *, fork_server: ForkServer | None) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        plan: Plan,
+        logs: Path,
+        *,
+        fork_server: ForkServer | None,
+        live_heartbeat_seconds: float | None = None,
+    ) -> None:
+        """`live_heartbeat_seconds`: with live recovery, after how long a stopped worker is lost."""
+        self.live_heartbeat_seconds = live_heartbeat_seconds if TASK not in plan.argv else None
         self.membership, self.section, self.logs = membership, membership.section, logs
         self.fork_server = fork_server
         own = ("--began", f"{time.time():.3f}", "--launcher", str(os.getpid()))
-        self.plan = replace(plan, argv=(*plan.argv, *own))
+        live = (TASK, "train_live") if self.live_heartbeat_seconds is not None else ()
+        self.plan = replace(plan, argv=(*plan.argv, *own, *live))
 
     def run(self) -> int:
         """Run the plan to its end, over restarts -> the exit code: 0, or that of the first process that failed.
@@ -95,7 +109,11 @@ class Node:
             fork_server=self.fork_server,
         )
         try:
-            return run_round(start, self.membership, lambda: self._round_end(state.number))
+            if self.live_heartbeat_seconds is None:
+                return run_round(start, self.membership, lambda: self._round_end(state.number))
+            host, port = self.membership.endpoint.host, plan["port"]
+            live = LiveRound(start, host=host, port=port, heartbeat_seconds=self.live_heartbeat_seconds)
+            return live.run(lambda: self._round_end(state.number))
         except RoundEnded as end:
             if self.membership.disconnected():
                 raise PeerLost(str(end)) from None

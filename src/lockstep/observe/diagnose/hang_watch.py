@@ -77,9 +77,7 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Watch from here on; the process group is open."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        if self.world.size > 1:
-            self.heartbeats = Heartbeats(StoreNotes(self.world.rank, self.world.size), self.limits.silent_seconds)
-            self.heartbeats.send()  # at once: one that freezes before its first would never count as silent
+        self.move_to(self.world)
         activity.progress()
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
@@ -88,6 +86,15 @@ class Watch:
         finally:
             self._stopped.set()
             thread.join(LOOK_SECONDS + ANSWER_SECONDS)
+
+    def move_to(self, world: World) -> None:
+        """Watch the processes of the group that is open now."""
+        heartbeats = None
+        if world.size > 1:
+            heartbeats = Heartbeats(StoreNotes(world.rank, world.size), self.limits.silent_seconds)
+            heartbeats.send()  # at once: one that freezes before its first would never count as silent
+        self.world, self.heartbeats = world, heartbeats
+        activity.progress()
 
     def notice(self, event: object) -> None:
         activity.progress()  # before is_training is set: the preparation may have taken long

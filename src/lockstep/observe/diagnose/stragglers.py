@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Sequence
 
-from lockstep.base.events import RankTimes, Warned
+from lockstep.base.events import RankTimes, Regrouped, Warned
 from lockstep.core.host.phases import BUSY
 
 WINDOW_SECONDS = 5.0
@@ -27,6 +27,8 @@ class Stragglers:
         self.named: set[int] = set()
 
     def notice(self, event: object) -> None:
+        if isinstance(event, Regrouped):  # ranks are other processes now
+            self.window, self.slow, self.times, self.named = [], -1, 0, set()
         if not isinstance(event, RankTimes) or len(event.micro_batches) < 2:
             return
         self.window.append(event)

@@ -1,5 +1,6 @@
 """The floating-point operations per second that this process reaches in matrix products."""
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ CPU_SIZE = 1024
 SECONDS = 0.3
 
 
+@functools.cache
 def peak_flops(precision: str, device: torch.device) -> float:
     """Operations per second of the best of several products, in the precision of the forward pass."""
     operations, seconds = _products(precision, device)

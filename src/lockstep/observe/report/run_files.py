@@ -33,7 +33,7 @@ class HistoryLine(BaseModel):
 
     time: float
     """Seconds since 1970."""
-    kind: Literal["started", "steps", "ranks", "evaluated", "texts", "saved", "steered", "warned", "ended"]
+    kind: Literal["started", "steps", "ranks", "evaluated", "texts", "saved", "steered", "regrouped", "warned", "ended"]
     step: int
     seconds: float = 0.0
     stall_seconds: float = 0.0

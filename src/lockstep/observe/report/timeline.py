@@ -62,6 +62,7 @@ def _happening(line: HistoryLine) -> Happening | None:
         "saved": f"checkpoint saved in {line.seconds:.2f} s; {stall}",
         "evaluated": f"evaluated in {line.seconds:.1f} s",
         "steered": f"asked for by an observer: {line.message}",
+        "regrouped": line.message,
         "warned": f"warning: {line.message}",
         "ended": line.status,
     }

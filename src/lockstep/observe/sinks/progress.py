@@ -16,6 +16,7 @@ from lockstep.base.events import (
     Evaluated,
     Evaluating,
     Preparing,
+    Regrouped,
     RunEnded,
     RunStarted,
     Steered,
@@ -65,7 +66,7 @@ class ProgressLines:
     @notice.register
     def _(self, event: RunStarted) -> None:
         self.pace = Pace(event.total_steps, event.resumed_step, self.quiet_seconds)
-        for line in start_lines(event):
+        for line in () if event.goes_on else start_lines(event):
             self.print(line)
 
     @notice.register
@@ -103,6 +104,11 @@ class ProgressLines:
     @notice.register
     def _(self, event: Steered) -> None:
         self.print(f"after step {event.step}, as an observer has asked: {event.what}")
+
+    @notice.register
+    def _(self, event: Regrouped) -> None:
+        for line in event.text.splitlines():
+            self.print(line, "yellow" if event.losses else None)
 
     @notice.register
     def _(self, event: Warned) -> None:

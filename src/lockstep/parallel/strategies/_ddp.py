@@ -95,13 +95,14 @@ class DataParallel(Replicated):
                 self.worker.check()
             raise
         self._check_all_used()
-        self.passes.buffers.end_step()
         with waiting_in("the exchange of embedding rows"), torch.no_grad():
             self.embedding_rows.reduce(self.all_reduce)
+        loss = started[0].result()
+        self.passes.buffers.end_step()  # at the end: when an exchange fails, nothing of the model has changed
         for parameter, gradient in self.summed:
             if parameter.grad is None:  # DDP skips parameters that the last micro-batch did not use
                 parameter.grad = gradient
-        return started[0].result()
+        return loss
 
     def _check_all_used(self) -> None:
         """Raise ModelError where DDP skipped a bucket for an unused parameter: DDP reports it one step later."""

@@ -2,10 +2,10 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from filelock import FileLock, Timeout
@@ -73,8 +73,11 @@ class Hooks:
 class TrainTask(WatchedTask):
     """Claims the run folder, builds everything, resumes, trains, and always writes a summary."""
 
+    ENDS_TOGETHER: ClassVar[bool] = True
+    """Whether collectives are possible once training has ended."""
     parts: Components
     checks: UserCodeChecks
+    training: Training
 
     def __init__(
         self,
@@ -94,9 +97,12 @@ class TrainTask(WatchedTask):
         self.steering = Steering(self.bus, recipe.folder / steering.FILE if world.is_main else None)
         self.lock = FileLock(recipe.folder / ".lock", timeout=0)
         self.checkpoints = recipe.folder / "checkpoints"
-        place = recipe.checkpoint.mirror if world.is_main else None
-        self.mirror = Mirror(self.checkpoints, place / recipe.folder.name, self.bus.publish) if place else None
-        """Of rank 0."""
+        self.mirror = self.mirror_here() if world.is_main else None
+
+    def mirror_here(self) -> Mirror | None:
+        """The mirror of the checkpoints, for rank 0."""
+        place = self.recipe.checkpoint.mirror
+        return Mirror(self.checkpoints, place / self.recipe.folder.name, self.bus.publish) if place else None
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
         """Train to the end and write the summary, however training ends."""
@@ -118,25 +124,30 @@ class TrainTask(WatchedTask):
             if resume not in ("auto", "never"):
                 set_aside(self.checkpoints, parts.state.step, self.warn)
             self.prepare_folder()
-        self.bus.publish(self.run_started())
+        self.bus.publish(self.run_started(parts.state.step, self.start_notes()))
         if texts:
             self.bus.publish(TextsGenerated(step=0, samples=texts))
-        training = self.training()
-        self.hooks.starting(self, parts, training)
-        training.saving.newest, training.owes_evaluation = checkpoint, owes_evaluation
+        self.training = self.wired()
+        self.hooks.starting(self, parts, self.training)
+        self.training.saving.newest, self.training.owes_evaluation = checkpoint, owes_evaluation
+        if checkpoint is not None and earlier_end is not None:
+            ended = earlier_end, dict(layout.read_manifest(checkpoint).metrics)
+            self.complete(lambda: ended)
+        else:
+            self.complete(self.train)
+
+    def complete(self, train: Callable[[], tuple[str, dict[str, float]]]) -> None:
+        """Train, and write the summary, however training ends."""
         status, metrics = "failed", dict[str, float]()
         try:
-            if checkpoint is not None and earlier_end is not None:
-                status, metrics = earlier_end, dict(layout.read_manifest(checkpoint).metrics)
-            else:
-                status, metrics = self.train(training)
+            status, metrics = train()
         except Interrupted:
             status = "interrupted"
             raise
         finally:
             self.watch_thread.is_training = False
-            training.saving.settle(SETTLE_SECONDS)
-            self.end(training, status, metrics)
+            self.training.saving.settle(SETTLE_SECONDS)
+            self.end(status, metrics)
 
     def load_checkpoint(self, resume: str, *, allow_drift: bool) -> Path | None:
         """Load the state of the checkpoint that `resume` selects, on disk or from its mirror."""
@@ -179,8 +190,11 @@ class TrainTask(WatchedTask):
         """Subscribe the sinks and observers that the recipe names; only on rank 0."""
         self.bus.subscribe(self.first_step)
         self.bus.subscribe(self.watch_thread)
-        if not self.world.is_main:
-            return
+        if self.world.is_main:
+            self.subscribe_writers()
+
+    def subscribe_writers(self) -> None:
+        """Subscribe those that write."""
         self.recipe.folder.mkdir(parents=True, exist_ok=True)
         self.bus.subscribe(RunHistory(self.recipe.folder))
         if self.recipe.parallel.HAS_EQUAL_WORK:
@@ -223,19 +237,20 @@ class TrainTask(WatchedTask):
         for faults in self.parts.data.faults.values():
             faults.record(bad_samples.file_of(self.logs, self.world.rank), self.warn)
 
-    def run_started(self) -> RunStarted:
+    def run_started(self, step: int, notes: Sequence[str], *, goes_on: bool = False) -> RunStarted:
         parts = self.parts
         return RunStarted(
             name=self.recipe.folder.name,
             folder=self.recipe.folder,
-            resumed_step=parts.state.step,
+            resumed_step=step,
             total_steps=parts.total_steps,
             steps_per_epoch=parts.order.steps_per_epoch,
             world_size=self.world.size,
             device=self.facts["device_model"],
             parameters=sum(p.numel() for p in parts.model.parameters()),
             train_samples=len(parts.data.train),
-            notes=tuple(self.start_notes()),
+            notes=tuple(notes),
+            goes_on=goes_on,
         )
 
     def start_notes(self) -> list[str]:
@@ -257,7 +272,7 @@ class TrainTask(WatchedTask):
             notes.append(LOSS_IS)
         return notes
 
-    def training(self) -> Training:
+    def wired(self) -> Training:
         """Wire the training loop."""
         recipe, parts = self.recipe, self.parts
         ranks = RankComparison(parts.replicated_tensors(), parts.state.step, parts.strategy.copies)
@@ -335,8 +350,9 @@ class TrainTask(WatchedTask):
         self.last_evaluation = evaluation = self.parts.evaluate(notice)
         return evaluation.samples, evaluation.values, text_samples(self.parts)
 
-    def train(self, training: Training) -> tuple[str, dict[str, float]]:
+    def train(self) -> tuple[str, dict[str, float]]:
         """Run the loop; return how it ended and the last metrics."""
+        training = self.training
         self.signals.is_graceful = True
         training.saving.writer.warm_up(training.state.tensors())
         try:
@@ -350,9 +366,9 @@ class TrainTask(WatchedTask):
                 self.mirror.remove_later(error.equal_at)
             raise
 
-    def end(self, training: Training, status: str, metrics: dict[str, float]) -> None:
+    def end(self, status: str, metrics: dict[str, float]) -> None:
         """Write summary.json and publish the end of the run."""
-        parts, state, findings = self.parts, self.parts.state, self.checks.findings
+        training, parts, state, findings = self.training, self.parts, self.parts.state, self.checks.findings
         speed, evaluation = training.throughput.steady, self.last_evaluation
         skipped_samples = bad_samples.listed(self.logs)
         for split, skipped in skipped_samples.items():
@@ -373,7 +389,7 @@ class TrainTask(WatchedTask):
             "labels": parts.data.train.spec.labels,
             "confusion_matrix": evaluation.confusion if evaluation and metrics else None,
             # after a failure other ranks may have exited: no collectives
-            **parts.digests(is_collective=status != "failed" or self.world.size == 1),
+            **parts.digests(is_collective=self.ENDS_TOGETHER and (status != "failed" or self.world.size == 1)),
             "digest_depends_on_world": self.checks.world_size_dependence,
             "findings": None if findings is None else [finding.plain() for finding in findings],
             "chain": state.chain,
@@ -384,12 +400,17 @@ class TrainTask(WatchedTask):
             "torch_version": str(torch.__version__),
             "device": self.facts["device_model"],
             "numeric_recipe": self.numeric,
+            **self.facts_of_end(),
         }
         if self.world.is_main:
             storage.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
         self.bus.publish(RunEnded(status=status, summary=summary))
         if self.world.is_main:
             self.write_report()
+
+    def facts_of_end(self) -> dict[str, Any]:
+        """Further facts for the summary."""
+        return {}
 
     def write_report(self) -> None:
         """Write report.html; that this fails is no reason to lose a run."""

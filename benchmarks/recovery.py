@@ -1,0 +1,159 @@
+"""What the loss of a process costs: live recovery against a restart from a checkpoint of every step or two.
+
+    python benchmarks/recovery.py [--data FOLDER] [--processes 2] [--faults 50] [--steps 300] [--rounds 3]
+
+A random process is killed (SIGKILL) once all train. `stall`: from the kill to the next step of the others that
+metrics.jsonl shows; `whole`: until the first step of all processes. Then the cost per step without faults: seconds of a
+run with live recovery and without, in turns. `--data` has mnist/; without it the CNN trains on scikit-learn's digits.
+Run nothing else beside it.
+"""
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+POLL_SECONDS = 0.002
+PATIENCE_SECONDS = 60.0
+MANY = 10**5
+"""Steps of a run that is to be disturbed."""
+
+
+class Run:
+    """A training that logs every step."""
+
+    def __init__(self, folder: Path, name: str, *, recovery: str, options: argparse.Namespace, steps: int) -> None:
+        source = {"kind": "mnist", "root": str(options.data)} if options.data else {"kind": "digits"}
+        config = {
+            "data": source,
+            "model": {"kind": "cnn"},
+            "train": {"global_batch": 64, "micro_batch": 8, "epochs": None, "steps": steps},
+            "launch": {"processes": options.processes, "recovery": recovery, "max_restarts": 10**6},
+            "observe": {"log_every": 1, "sinks": ["jsonl"]},
+            "evaluate": {"every_steps": steps, "limit": 100},
+            "checkpoint": {"every_steps": 2 if recovery == "restart" and steps > MANY else steps},
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(config))
+        self.folder, self.processes = folder / "runs" / name, options.processes
+        command = [sys.executable, "-m", "lockstep", "train", f"{name}.yaml", f"run.name={name}"]
+        self.output = folder / f"{name}.txt"
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+
+    def workers(self) -> list[psutil.Process]:
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if child.name().startswith("lockstep-r"):
+                    found.append(child)
+        return found
+
+    def lines(self) -> int:
+        """Of metrics.jsonl: it only grows by a line when a step has ended."""
+        with suppress(OSError):
+            return (self.folder / "metrics.jsonl").stat().st_size
+        return 0
+
+    def changes(self) -> list[dict]:
+        """The lines of its history on starts and on changes of its processes."""
+        lines = (self.folder / "history.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines if '"kind": "started"' in line or '"kind": "regrouped"' in line]
+
+    def is_whole(self, before: int) -> bool:
+        """Whether all processes train again, after so many lines."""
+        *_, last = lines = self.changes()
+        words = f"{self.processes} processes now"
+        return len(lines) > before and (last["kind"] == "started" or words in last["message"])
+
+    def wait(self, condition) -> float:
+        """Seconds until a condition holds."""
+        began = time.monotonic()
+        while not condition():
+            seconds = time.monotonic() - began
+            if self.process.poll() is not None or seconds > PATIENCE_SECONDS:
+                raise SystemExit(f"{self.folder} does not go on\n{self.output.read_text()[-2000:]}")
+            time.sleep(POLL_SECONDS)
+        return time.monotonic() - began
+
+    def kill_one(self, chosen: random.Random) -> tuple[float, float]:
+        """Kill a process -> seconds until the next step, and until all train again."""
+        changes, began = len(self.changes()), time.monotonic()
+        chosen.choice(self.workers()).kill()
+        self.wait(lambda: len(self.changes()) > changes)
+        before = self.lines()
+        self.wait(lambda: self.lines() != before)
+        stall = time.monotonic() - began
+        self.wait(lambda: self.is_whole(changes))
+        before = self.lines()
+        self.wait(lambda: self.lines() > before)
+        return stall, time.monotonic() - began
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(timeout=60)
+
+
+def faults(folder: Path, recovery: str, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each stall, and until all processes train again."""
+    run, chosen = Run(folder, recovery, recovery=recovery, options=options, steps=10**6), random.Random(0)
+    run.wait(lambda: run.lines() > 0)
+    measured = []
+    for _ in range(options.faults):
+        time.sleep(chosen.uniform(0.2, 0.6))
+        measured.append(run.kill_one(chosen))
+    run.end()
+    stalls, whole = zip(*measured, strict=True)
+    return {"stall": list(stalls), "whole": list(whole)}
+
+
+def seconds_per_step(folder: Path, name: str, *, recovery: str, options: argparse.Namespace) -> float:
+    """Of an undisturbed run, from its first step to its last."""
+    run = Run(folder, name, recovery=recovery, options=options, steps=options.steps)
+    run.process.wait(timeout=600)
+    lines = [json.loads(line) for line in (run.folder / "history.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "steps"][options.steps // 10 :]
+    return sum(line["seconds"] for line in steps) / len(steps)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    options.data = options.data and options.data.resolve()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for recovery in ("live", "restart"):
+            for what, seconds in faults(folder, recovery, options).items():
+                p99 = sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+                say(f"{recovery:8} {what:6} median {statistics.median(seconds):.2f} s, p99 {p99:.2f} s")
+        ratios = []
+        for number in range(options.rounds):
+            order = ["live", "restart"] if number % 2 else ["restart", "live"]
+            seconds = {
+                each: seconds_per_step(folder, f"{each}-{number}", recovery=each, options=options) for each in order
+            }
+            ratios.append(seconds["live"] / seconds["restart"])
+            say(f"round {number}: {1000 * seconds['restart']:.2f} ms a step, live {ratios[-1]:.3f} times")
+        say(f"cost per step: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The process group with launch.recovery=live: given up when a member is lost, and opened again by the others."""
+
+import gc
+import os
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep.base.errors import PeerLost
+from lockstep.base.world import World
+from lockstep.core.distributed.group_connections import GroupConnections
+from lockstep.core.distributed.process_group import is_lost_peer
+from lockstep.launch.elastic.live_notes import JOINS, NAME, Formation, LiveNotes, Position, WorkerReport
+
+CONNECT_SECONDS = 5.0
+"""How long the members of a formation may take to connect: they have all just reported."""
+NOTICE_SECONDS = 2.0
+"""How long after an error in a collective the launcher may take to notice the loss that has caused it."""
+
+
+class LiveGroup:
+    """This worker's place in the formations of its run."""
+
+    def __init__(self, name: str, *, joins: bool, timeout_seconds: float) -> None:
+        """The process group is open: that of the first formation, or of this process alone, which `joins` a run in
+        progress. `timeout_seconds`: of collectives."""
+        self.name, self.joins, self.timeout_seconds = name, joins, timeout_seconds
+        self.connections = GroupConnections()
+        self.connections.spared.clear()  # the group is open already
+        with self.connections.sparing():
+            self.notes, self._watched = LiveNotes.from_environment(), LiveNotes.from_environment()
+        newest = self.notes.formation()
+        self.formation = replace(newest, generation=0, members=(name,)) if joins else newest
+        self._newest = newest
+        """That the watching thread has seen."""
+        self.is_wanted = False
+        """Whether another worker waits to join."""
+        self._lost = threading.Event()
+        """Whether a member of the present formation is lost."""
+        self._moving = threading.Lock()
+        """Held while the present formation is another, or is given up."""
+        threading.Thread(target=self._watch, name="formations", daemon=True).start()
+
+    @classmethod
+    def from_environment(cls, timeout_seconds: float) -> "LiveGroup | None":
+        """None unless the launcher recovers live."""
+        name = os.environ.get(NAME)
+        return cls(name, joins=JOINS in os.environ, timeout_seconds=timeout_seconds) if name else None
+
+    @property
+    def world(self) -> World:
+        rank, size = self.formation.members.index(self.name), len(self.formation.members)
+        return World(rank=rank, size=size, local_rank=rank, local_size=size, has_agent=True)
+
+    def explains(self, error: BaseException) -> bool:
+        """Whether an error comes of the loss of a member; waits a moment for the launcher's notice."""
+        if isinstance(error, PeerLost) or is_lost_peer(error):
+            return True
+        return isinstance(error, RuntimeError) and self._lost.wait(NOTICE_SECONDS)
+
+    def leave(self) -> None:
+        """Give up the present group."""
+        self.connections.shut_down()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # groups in reference cycles keep their threads
+
+    def regroup(self, position: Position, device: torch.device) -> Formation:
+        """Report where this worker is, wait for the next formation and open its group. Raises DistError when the
+        launcher is lost."""
+        while True:
+            self._wait_for_formation(position)
+            try:
+                self._open(device)
+            except (PeerLost, RuntimeError):  # a member was lost meanwhile
+                self.leave()
+            else:
+                return self.formation
+
+    def _wait_for_formation(self, position: Position) -> None:
+        newest = self.formation
+        while True:
+            generation = newest.generation
+            self.notes.report(self.name, WorkerReport(generation=generation, position=position))
+            while newest.generation <= generation:
+                newest = self.notes.formation(after=newest.version)
+            if self.name in newest.members and not newest.is_broken:
+                break
+        with self._moving:
+            self._lost.clear()
+            self.is_wanted, self.formation = False, newest
+            self.connections = GroupConnections()
+            self._compare(self._newest)  # the other thread may have seen already that it is broken
+
+    def _open(self, device: torch.device) -> None:
+        if dist.is_initialized():  # that of a process which joins: until now it was alone
+            dist.destroy_process_group()
+        world = self.world
+        connect, regular = timedelta(seconds=CONNECT_SECONDS), timedelta(seconds=self.timeout_seconds)
+        if world.size == 1:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=regular)
+            return
+        host, port = _store_address()
+        store = dist.PrefixStore(str(self.formation.generation), dist.TCPStore(host, port, wait_for_workers=False))
+        with self._moving:
+            if self._lost.is_set():  # before there was a client of the store to shut down
+                raise PeerLost("a member was lost before the group was opened")
+        dist.distributed_c10d._world.group_count = 0  # an attempt that has failed counts, and names the next group
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=connect)
+        dist.barrier()  # all have opened it
+        dist.distributed_c10d._set_pg_timeout(regular)
+        if self._lost.is_set():
+            raise PeerLost("a member was lost while the group was opened")
+
+    def _watch(self) -> None:
+        """Look at each formation that is published, until the launcher ends."""
+        with suppress(dist.DistError):
+            while True:
+                newest = self._watched.formation(after=self._newest.version)
+                with self._moving:
+                    self._newest = newest
+                    self._compare(newest)
+
+    def _compare(self, newest: Formation) -> None:
+        own = self.formation.generation
+        if newest.generation == own:
+            self.is_wanted = newest.is_wanted
+        is_over = newest.generation > own or (newest.generation == own and newest.is_broken)
+        if own and is_over and not self._lost.is_set():
+            self._lost.set()
+            self.connections.shut_down()
+
+
+def _store_address() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

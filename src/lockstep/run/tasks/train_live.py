@@ -1,0 +1,258 @@
+"""Training that goes on when a process is lost, and when one joins (launch.recovery=live)."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep.base.errors import LockstepError
+from lockstep.base.events import EpochDone, Evaluated, Regrouped, Steered, StepDone, TextSample, TextsGenerated
+from lockstep.base.world import World
+from lockstep.core.distributed.live_group import LiveGroup
+from lockstep.core.host.signals import SignalWatch
+from lockstep.launch.elastic.live_notes import Formation, Position, take_terminal
+from lockstep.observe.run_history import RunHistory
+from lockstep.observe.sinks.progress import ProgressSink
+from lockstep.run.recipe import Recipe
+from lockstep.run.tasks.train import TrainTask
+from lockstep.run.user_code_checks import UserCodeChecks
+from lockstep.training.loop import ProcessJoins, Training, publish_step, read_outcomes
+from lockstep.training.state_transfer import equalise
+from lockstep.training.steering import FILE, Steering
+
+NEEDS_GROUP = True
+BACKLOG_SECONDS = 15.0
+"""How old events are that a new rank 0 writes again: TensorBoard's writer keeps the last 10 s in memory."""
+LOCK_SECONDS = 10.0
+"""How long the lock of a process that was killed may last."""
+KINDS = {kind.__name__: kind for kind in (StepDone, Evaluated, EpochDone, TextsGenerated, Steered)}
+
+
+class Backlog:
+    """The last events of steps, which every rank has, for the rank that takes over the files."""
+
+    def __init__(self) -> None:
+        self.events: deque[tuple[float, Any]] = deque()
+
+    def notice(self, event: object) -> None:
+        if not isinstance(event, StepDone | Evaluated | EpochDone | TextsGenerated | Steered):
+            return
+        now, step = time.monotonic(), event.step
+        if not isinstance(event, StepDone) or event.values:
+            self.events.append((now, event))
+        while self.events and now - self.events[0][0] > BACKLOG_SECONDS and self.events[0][1].step < step - 1:
+            self.events.popleft()
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    @property
+    def first_step(self) -> int | None:
+        return self.events[0][1].step if self.events else None
+
+    def plain(self) -> list[list[Any]]:
+        """As JSON."""
+        return [[type(event).__name__, asdict(event)] for _, event in self.events]
+
+    def missed(self, plain: list[list[Any]]) -> list[Any]:
+        """Those of another rank that this one has not published."""
+        own = {(type(event), event.step) for _, event in self.events}
+        events = [_event(name, values) for name, values in plain]
+        return [event for event in events if (type(event), event.step) not in own]
+
+
+def _event(name: str, values: dict[str, Any]) -> Any:
+    if name == TextsGenerated.__name__:
+        values["samples"] = tuple(TextSample(**sample) for sample in values["samples"])
+    return KINDS[name](**values)
+
+
+class LiveTrainTask(TrainTask):
+    """A process of such a run: one of the first, which start together as always, or one that joins them later."""
+
+    ENDS_TOGETHER = False
+
+    def __init__(self, recipe: Recipe, world: World, signals: SignalWatch, *, live: LiveGroup, began: float) -> None:
+        super().__init__(recipe, world, signals, began=began)
+        self.live, self.backlog = live, Backlog()
+        self.regrouped: list[dict[str, Any]] = []
+        """Each change of the processes."""
+        self.is_writer = False
+        """Whether this process writes the run's files."""
+        self.stopped_at = time.monotonic()
+        """When it last left a process group."""
+
+    def run(self, resume: str, *, allow_drift: bool) -> None:
+        """Train to the end, from the start or from where the others are."""
+        self.bus.subscribe(self.backlog)
+        if not self.live.joins:
+            super().run(resume, allow_drift=allow_drift)
+            return
+        parts = self.parts = self.assemble()
+        self.checks = UserCodeChecks(parts, self.warn)
+        self.numeric |= parts.data.numeric()
+        if parts.warm_start is not None:
+            self.numeric["model.init_digest"] = parts.warm_start.digest
+        self.bus.subscribe(self.first_step)
+        self.bus.subscribe(self.watch_thread)
+        self.training = self.wired()
+        self.signals.is_graceful = True
+        self.complete(lambda: self._train_on(Position()))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch for hangs inside, over connections that outlive a process group."""
+        with ExitStack() as stack:
+            with self.live.connections.sparing():
+                stack.enter_context(super().watching())
+            yield
+
+    def train(self) -> tuple[str, dict[str, float]]:
+        """Run the loop, and run it on with others after each loss of a process."""
+        self.is_writer = self.world.is_main
+        self.training.is_joined = lambda: self.live.is_wanted
+        if self.is_writer:
+            self.live.notes.start_training()
+        try:
+            return super().train()
+        except (ProcessJoins, RuntimeError, LockstepError) as error:
+            return self._train_on(self._given_up(error))
+
+    def _train_on(self, position: Position) -> tuple[str, dict[str, float]]:
+        while True:
+            try:
+                self._regroup(position)
+                return super().train()
+            except (ProcessJoins, RuntimeError, LockstepError) as error:
+                position = self._given_up(error)
+
+    def _given_up(self, error: Exception) -> Position:
+        """Undo what the present step has begun, and leave the process group -> where this process is. Raises the error
+        unless it comes of the loss of a process, or of one that joins."""
+        self.stopped_at = time.monotonic()
+        if not isinstance(error, ProcessJoins) and not self.live.explains(error):
+            raise error
+        training, state, progress = self.training, self.parts.state, self.training.progress
+        self._give_up_save(training)
+        self.live.leave()
+        for updates in self.parts.strategy.buffer_updates:
+            updates.undo_step()
+        state.optimizer.zero_grad(set_to_none=True)
+        if progress.settled is None:
+            return Position()
+        publish_step(training)
+        read_outcomes(training)
+        return Position(step=state.step, settled=progress.settled)
+
+    def _give_up_save(self, training: Training) -> None:
+        """A save that is being written cannot end; another one follows."""
+        with suppress(Exception):  # of the thread that writes, to which the group is lost as well
+            training.saving.poll()
+        if training.saving.writer.pending is not None:
+            training.saving.writer.cancel()  # first: without a group its thread would save as a single process
+            training.progress.owes_save = True
+
+    def _regroup(self, position: Position) -> None:
+        """Wait for the next formation, take the state of its furthest process, and rebuild what depends on ranks."""
+        formation = self.live.regroup(position, self.device)
+        self._move_to(self.live.world)
+        extras = equalise(self.parts.state, formation.positions, self._extras)
+        if extras is not None:
+            self._load_extras(extras)
+        parts = self.parts
+        parts.strategy.place(parts.model.train(), lambda: parts.data.first_training_batch(parts.order, self.device))
+        if self.world.is_main and not self.is_writer:
+            self._take_over()
+        self._rewire()
+        self._tell(formation)
+
+    def _move_to(self, world: World) -> None:
+        self.world = self.parts.world = world
+        with self.live.connections.sparing():
+            self.watch_thread.move_to(world)
+
+    def _rewire(self) -> None:
+        """A new loop, whose collectives are those of the new group, at the place of the old one."""
+        before, training = self.training, self.wired()
+        training.progress, training.metrics = before.progress, before.metrics
+        training.outcome, training.unread = before.outcome, before.unread
+        training.is_joined, training.steps = (lambda: self.live.is_wanted), self.parts.steps
+        saving, earlier = training.saving, before.saving
+        saving.newest, saving.stalls, saving.failed = earlier.newest, earlier.stalls, earlier.failed
+        saving.longest_seconds = earlier.longest_seconds
+        self.training = training
+        self.watch_thread.is_training = True
+
+    def _take_over(self) -> None:
+        """Become the process that writes: to the run's files, which continue where the last one's writing is sure, and
+        to the terminal."""
+        self.is_writer = True
+        take_terminal()
+        self.lock.acquire(timeout=LOCK_SECONDS)
+        step, first = self.parts.state.step, self.backlog.first_step
+        own, self.bus.observers = self.bus.observers, []
+        self.subscribe_writers()
+        self.bus.publish(self.run_started(step if first is None else first - 1, (), goes_on=True))
+        for observer in self.bus.observers:
+            if isinstance(observer, RunHistory):
+                observer.go_on(step)
+            elif not isinstance(observer, ProgressSink):  # whose lines, too, are written at once
+                for _, event in self.backlog.events:
+                    observer.notice(event)
+        self.bus.observers = own + self.bus.observers
+        self.steering = Steering(self.bus, self.recipe.folder / FILE)
+        self.steering.start(step, repeats=True)
+        self.mirror = self.mirror_here()
+        if self.mirror is not None:
+            self.mirror.start()
+            self.bus.subscribe(self.mirror)
+
+    def _extras(self) -> dict[str, Any]:
+        progress = self.training.progress
+        return {
+            "settled": progress.settled,
+            "is_over": progress.is_over,
+            "published": {kind.__name__: step for kind, step in progress.published.items()},
+            "owes_save": progress.owes_save,
+            "metrics": self.training.metrics,
+            "events": self.backlog.plain(),
+            "regrouped": self.regrouped,
+        }
+
+    def _load_extras(self, extras: Any) -> None:
+        training, progress = self.training, self.training.progress
+        progress.settled, progress.is_over = extras["settled"], extras["is_over"]
+        progress.published = {KINDS[name]: step for name, step in extras["published"].items()}
+        progress.owes_save, training.metrics = extras["owes_save"], extras["metrics"]
+        training.outcome, training.unread = None, []
+        self.regrouped = extras["regrouped"]
+        for event in self.backlog.missed(extras["events"]):
+            self.bus.publish(event)
+
+    def _tell(self, formation: Formation) -> None:
+        event = Regrouped(
+            step=self.parts.state.step,
+            losses=formation.losses,
+            joined=formation.positions.count(Position()),
+            world_size=self.world.size,
+            seconds=round(time.monotonic() - self.stopped_at, 3),
+        )
+        self.regrouped.append(asdict(event))
+        self.bus.publish(event)
+
+    def facts_of_end(self) -> dict[str, Any]:
+        """For the summary."""
+        return {"regrouped": self.regrouped}
+
+
+def build(
+    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
+) -> TrainTask:
+    """Build the task; an ordinary one where the launcher does not recover live."""
+    live = LiveGroup.from_environment(recipe.launch.collective_timeout_seconds)
+    if live is None:
+        return TrainTask(recipe, world, signals, began=began)
+    return LiveTrainTask(recipe, world, signals, live=live, began=began)

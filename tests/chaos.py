@@ -1,0 +1,207 @@
+"""Random faults in a run with live recovery (make chaos). See faulty_lockstep.py."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from lockstep.checkpoint import layout, reader
+
+HERE = pathlib.Path(__file__).parent
+BEFORE_TORCH = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""What `lockstep train` sets before it imports torch, and faulty_lockstep.py cannot."""
+RARE = ("rendezvous", "connecting", "sending", "receiving", "placing")
+"""Phases that come only after another fault."""
+OFTEN = ("forward", "shared-memory", "buffers", "optimizer", "agreement", "after-step")
+SELDOM = ("evaluation", "save", "writing", "renaming")
+PATIENCE_SECONDS = 3.0
+MOST_SECONDS = 40.0
+
+
+@dataclass
+class Chaos:
+    """A run, and the faults that it meets."""
+
+    folder: pathlib.Path
+    config: str
+    settings: tuple = ()
+    seed: int = 0
+    processes: int = 3
+    counts: Counter = field(default_factory=Counter)
+    """(kind, phase) -> how often a process took such an order."""
+
+    @property
+    def orders(self):
+        return self.folder / "orders"
+
+    def start(self):
+        self.orders.mkdir(exist_ok=True)
+        (self.folder / "c.yaml").write_text(self.config)
+        command = [
+            sys.executable,
+            str(HERE / "faulty_lockstep.py"),
+            str(self.orders),
+            "train",
+            "c.yaml",
+            "run.name=live",
+        ]
+        command += ["launch.recovery=live", f"launch.processes={self.processes}", "launch.max_restarts=1000"]
+        with open(self.folder / "output.txt", "w") as output:
+            self.process = subprocess.Popen(
+                [*command, *self.settings],
+                cwd=self.folder,
+                env={**os.environ, **BEFORE_TORCH},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.random = random.Random(self.seed)
+        self.number = 0
+
+    def workers(self):
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if process.name().startswith("lockstep-r"):
+                    found.append(process)
+        return found
+
+    def order(self, kind, phase):
+        self.number += 1
+        name = f"{kind}-{phase}-{self.number}"
+        (self.orders / name).touch()
+        return name
+
+    def is_taken(self, name):
+        return (self.orders / f"taken-{name}").exists()
+
+    def fault(self):
+        """One random fault; waits until it has happened, or gives it up."""
+        kind = self.random.choices(["one", "double", "all but one", "all"], [20, 4, 1, 0.5])[0]
+        if kind in ("all but one", "all"):
+            chosen = self.workers()[1 if kind == "all but one" else 0 :]
+            for process in chosen:
+                with suppress(psutil.Error):
+                    process.kill()
+            self.counts[kind, "any"] += 1
+            return
+        how = self.random.choices(["kill", "stop", "crash"], [8, 1, 1])[0]
+        phase = self.random.choice([*OFTEN, *OFTEN, *SELDOM])
+        names = {self.order(how, phase): phase}
+        if kind == "double":
+            second = self.random.choice([*RARE, phase])
+            names[self.order("kill", second)] = second
+        end = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < end and self.process.poll() is None and not all(map(self.is_taken, names)):
+            time.sleep(0.01)
+        for name, phase in names.items():
+            if self.is_taken(name):
+                self.counts[name.partition("-")[0], phase] += 1
+            with suppress(OSError):
+                (self.orders / name).unlink()
+
+    def meet(self, *names):
+        """Have the run meet these faults, KIND-PHASE each, and wait until all processes train again."""
+        before = len(self.regrouped())
+        taken = [self.order(*name.split("-", 1)) for name in names]
+        self.wait(lambda: all(map(self.is_taken, taken)), names)
+        whole = f"{self.processes} processes now"
+        self.wait(lambda: len(lines := self.regrouped()) > before and whole in lines[-1], names)
+
+    def regrouped(self):
+        history = (self.folder / "runs" / "live" / "history.jsonl").read_text()
+        return [line for line in history.splitlines() if '"regrouped"' in line]
+
+    def wait(self, condition, what):
+        end = time.monotonic() + MOST_SECONDS
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < end, (what, self.text())
+            time.sleep(0.02)
+
+    def text(self):
+        return (self.folder / "output.txt").read_text()
+
+    def run(self, faults, pause_seconds):
+        """Start the run, let it meet so many faults, and wait for its end -> its exit code."""
+        self.start()
+        metrics = self.folder / "runs" / "live" / "metrics.jsonl"
+        while self.process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.05)
+        while self.process.poll() is None and sum(self.counts.values()) < faults:
+            time.sleep(self.random.uniform(0, 2 * pause_seconds))
+            if self.process.poll() is None:
+                self.fault()
+        try:
+            return self.process.wait(300)
+        finally:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+
+    def table(self):
+        phases = sorted({phase for _, phase in self.counts})
+        kinds = sorted({kind for kind, _ in self.counts})
+        lines = [f"{'phase':14}" + "".join(f"{kind:>13}" for kind in kinds)]
+        for phase in phases:
+            lines.append(f"{phase:14}" + "".join(f"{self.counts[kind, phase] or '':>13}" for kind in kinds))
+        return "\n".join(lines)
+
+
+def final_state(run):
+    """The digest of a finished run, and every tensor of its last checkpoint: weights, optimizer and averages."""
+    summary = json.loads((run / "summary.json").read_text())
+    newest = layout.listed(run / "checkpoints")[0]
+    tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in reader.contents(newest).items()}
+    reader.load(newest, tensors)
+    return summary["digest"], tensors
+
+
+def undisturbed(folder, config, settings=()):
+    """The final state of the run on one process."""
+    (folder / "plain.yaml").write_text(config)
+    command = [sys.executable, "-m", "lockstep", "train", "plain.yaml", "run.name=plain", "launch.processes=1"]
+    subprocess.run([*command, *settings], cwd=folder, check=True, capture_output=True, timeout=600)
+    return final_state(folder / "runs" / "plain")
+
+
+def differences(one, other):
+    """The names of what differs between two final states."""
+    (digest, tensors), (other_digest, others) = one, other
+    assert tensors.keys() == others.keys()
+    different = [name for name in tensors if not torch.equal(tensors[name], others[name])]
+    return [*(["digest"] if digest != other_digest else []), *different]
+
+
+DIGITS = """
+data: {kind: digits}
+model: {kind: cnn}
+optim: {lr: 0.001, clip: 1.0}
+train: {global_batch: 64, micro_batch: 8, epochs: null, steps: 2000, ema: 0.99}
+evaluate: {every_steps: 20}
+checkpoint: {every_steps: 25}
+observe: {log_every: 5}
+"""
+TEXTS = """
+data: {kind: ag_news, root: DATA, limit: 2000}
+model: {kind: transformer, name: MINILM, max_length: 32}
+train: {global_batch: 32, micro_batch: 8, epochs: null, steps: 500}
+evaluate: {every_steps: 50, limit: 100}
+checkpoint: {every_steps: 50}
+observe: {log_every: 5}
+"""
+MNIST = """
+data: {kind: mnist, root: DATA, limit: 20000}
+model: {kind: cnn}
+train: {global_batch: 64, micro_batch: 8, epochs: null, steps: 4000}
+evaluate: {every_steps: 100, limit: 1000}
+checkpoint: {every_steps: 50}
+observe: {log_every: 10}
+"""

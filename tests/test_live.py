@@ -1,0 +1,171 @@
+"""launch.recovery=live: processes are killed, stopped, added and removed while the others train on, to the same bits."""
+
+import json
+import re
+import signal
+import sys
+import time
+
+import pytest
+from chaos import DIGITS, MNIST, TEXTS, Chaos, differences, final_state, undisturbed
+from running import lockstep, started, summary, wait_for_steps, workers
+
+from lockstep.launch.elastic.live_notes import Formation, Position
+
+SHORT = DIGITS.replace("steps: 2000", "steps: 800")
+FAULTS = [
+    *("kill-forward", "kill-shared-memory", "kill-buffers", "kill-optimizer", "kill-agreement", "kill-after-step"),
+    *("kill-evaluation", "kill-save", "kill-writing", "kill-renaming", "crash-forward", "stop-shared-memory"),
+]
+LIVE = ["launch.recovery=live", "launch.processes=3", "run.name=live"]
+VOLATILE = ("samples_per_second",)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The final state and the metrics of the short run, undisturbed on one process."""
+    folder = tmp_path_factory.mktemp("plain")
+    return undisturbed(folder, SHORT), lines(folder / "runs" / "plain")
+
+
+def lines(run):
+    """metrics.jsonl without what depends on the clock."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in VOLATILE} for line in found]
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory, plain):
+    """The same run on three processes, with a fault in each phase, and others while these are mended."""
+    chaos = Chaos(tmp_path_factory.mktemp("live"), SHORT)
+    chaos.start()
+    wait_for_steps(chaos.folder / "runs" / "live", 1)
+    for fault in FAULTS:
+        chaos.meet(fault)
+    for phase in ("rendezvous", "connecting", "sending", "receiving", "placing"):
+        chaos.meet("kill-forward", f"kill-{phase}")
+    assert chaos.process.wait(100) == 0, chaos.text()
+    return chaos
+
+
+def test_faults_change_nothing(disturbed, plain):
+    assert differences(final_state(disturbed.folder / "runs" / "live"), plain[0]) == []
+    assert lines(disturbed.folder / "runs" / "live") == plain[1]
+
+
+def test_each_loss_is_told(disturbed):
+    output, told = disturbed.text(), summary(disturbed.folder, "live")["regrouped"]
+    assert "Starting again" not in output and "Traceback" not in output and "Exception raised from" not in output
+    assert len(re.findall(r"rank \d \(process \d+\) (was killed|crashed)", output)) >= len(FAULTS)
+    assert re.search(r"after step \d+: training goes on(, and 1 process joined)?; [23] processes now, \d", output)
+    assert re.search(r"after step \d+: 1 process joined; 3 processes now, \d", output)
+    assert sum(len(each["losses"]) for each in told) >= len(FAULTS) and told[-1]["world_size"] == 3
+    history = (disturbed.folder / "runs" / "live" / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in history].count("started") == 1
+    assert "training goes on" in (disturbed.folder / "runs" / "live" / "report.html").read_text()
+
+
+def test_all_but_one_and_then_all(tmp_path, plain):
+    """Where nobody is left the run starts again from its newest checkpoint."""
+    (tmp_path / "c.yaml").write_text(SHORT)
+    run = started(tmp_path, "train", "c.yaml", *LIVE, "checkpoint.every_steps=5")
+    wait_for_steps(tmp_path / "runs" / "live", 4)
+    for process in workers(run)[1:]:
+        process.kill()
+    wait_for_steps(tmp_path / "runs" / "live", 20)
+    for process in workers(run):
+        process.kill()
+    output, _ = run.communicate(timeout=90)
+    assert run.returncode == 0, output
+    assert "Starting again on 3 processes from step-" in output
+    assert summary(tmp_path, "live")["digest"] == plain[0][0]
+
+
+def test_resized(tmp_path, plain):
+    (tmp_path / "c.yaml").write_text(SHORT)
+    run = started(tmp_path, "train", "c.yaml", *LIVE, "launch.processes=1")
+    wait_for_steps(tmp_path / "runs" / "live", 2)
+    done = lockstep(tmp_path, "resize", "runs/live", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "live goes on with 3 processes after one of the next steps\n"
+    wait_until(lambda: len(workers(run)) == 3)
+    wait_for_steps(tmp_path / "runs" / "live", 20)
+    assert lockstep(tmp_path, "resize", "runs/live", "2").returncode == 0
+    output, _ = run.communicate(timeout=90)
+    assert run.returncode == 0, output
+    sizes = [each["world_size"] for each in summary(tmp_path, "live")["regrouped"]]
+    assert (max(sizes), sizes[-1]) == (3, 2) and "killed" not in output
+    assert differences(final_state(tmp_path / "runs" / "live"), plain[0]) == []
+    assert lockstep(tmp_path, "resize", "runs/live", "2").stderr == (
+        "live has ended: start it with launch.processes=2\n"
+    )
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_stopped_by_a_signal_and_resumed(tmp_path, plain):
+    (tmp_path / "c.yaml").write_text(SHORT)
+    run = started(tmp_path, "train", "c.yaml", *LIVE)
+    wait_for_steps(tmp_path / "runs" / "live", 4)
+    workers(run)[0].kill()
+    wait_for_steps(tmp_path / "runs" / "live", 12)
+    run.send_signal(signal.SIGTERM)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 75 and "stopped by a signal after step" in output, output
+    assert lockstep(tmp_path, "train", "c.yaml", *LIVE).returncode == 0
+    assert summary(tmp_path, "live")["digest"] == plain[0][0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["parallel.kind=fsdp"], "launch.recovery: live needs the whole state in every process"),
+        (["launch.nodes=2"], "recovery=live is for one machine so far: set recovery=restart for nodes=2"),
+        (["train.batchnorm=sync"], "live changes the number of processes, on which train.batchnorm=sync depends"),
+    ],
+)
+def test_what_cannot_recover_live_is_refused(tmp_path, settings, words):
+    (tmp_path / "c.yaml").write_text(SHORT)
+    done = lockstep(tmp_path, "train", "c.yaml", *LIVE, *settings)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+def test_resizing_needs_live_recovery(tmp_path):
+    (tmp_path / "c.yaml").write_text(SHORT)
+    assert lockstep(tmp_path, "train", "c.yaml", "train.steps=2", "run.name=a").returncode == 0
+    done = lockstep(tmp_path, "resize", "runs/a", "2")
+    assert done.returncode == 2 and "a was started without launch.recovery=live: cancel it" in done.stderr
+
+
+def test_formations_are_plain_text():
+    positions = (Position(step=3, settled=2), Position())
+    formation = Formation(version=4, generation=2, members=("0.1", "1.2"), positions=positions, losses=("rank 1",))
+    assert Formation.parse(formation.text()) == formation
+    assert max(positions) == positions[0] and Position(step=3, settled=3) > positions[0]
+
+
+@pytest.mark.timeout(300)
+def test_random_faults(tmp_path):
+    config = DIGITS.replace("steps: 2000", "steps: 700")
+    reference, chaos = undisturbed(tmp_path, config), Chaos(tmp_path, config, seed=1)
+    assert chaos.run(faults=8, pause_seconds=0.3) == 0, (tmp_path / "output.txt").read_text()
+    assert differences(final_state(tmp_path / "runs" / "live"), reference) == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("config", [MNIST, TEXTS], ids=["mnist", "texts"])
+def test_chaos(tmp_path, shared_data, minilm, config, capsys):
+    """150 faults each; prints the table of faults by kind and phase."""
+    config = config.replace("DATA", str(shared_data)).replace("MINILM", str(minilm))
+    reference, chaos = undisturbed(tmp_path, config), Chaos(tmp_path, config)
+    code = chaos.run(faults=150, pause_seconds=0.3)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{chaos.table()}\n")
+    assert code == 0, (tmp_path / "output.txt").read_text()
+    assert differences(final_state(tmp_path / "runs" / "live"), reference) == []
