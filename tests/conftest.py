@@ -225,7 +225,8 @@ def no_leaks(ranks, commands):
     assert not dist.is_initialized()
     standing = {multiprocessing.resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
     standing |= ranks.pids() | commands.pids() | warm.server.pids()
-    left = psutil.wait_procs(ours(standing | {os.getpid()}), timeout=3)[1]
+    psutil.wait_procs(ours(standing | {os.getpid()}), timeout=3)
+    left = ours(standing | {os.getpid()})  # not those that have ended, and that init has yet to reap
     for process in left:
         process.kill()
     assert not left

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -28,6 +29,16 @@ def started(folder, *arguments):
     """Start the command line in a session of its own, as a terminal does, in a process forked from a warm one."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return warm.Popen(["lockstep", *arguments], cwd=folder, start_new_session=True, **pipes)
+
+
+def left_of(processes, seconds):
+    """Those that still run after this time; a process that has ended may wait for init to reap it."""
+    left = []
+    for process in psutil.wait_procs(processes, timeout=seconds)[1]:
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process)
+    return left
 
 
 def wait_for_steps(run, count, seconds=60):

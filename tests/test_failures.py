@@ -5,9 +5,8 @@ import re
 import signal
 import time
 
-import psutil
 import pytest
-from running import family, lockstep, started, summary, wait_for_steps, workers
+from running import family, left_of, lockstep, started, summary, wait_for_steps, workers
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lockstep.base.errors import HangDetected, PeerLost
@@ -110,11 +109,6 @@ def undisturbed(tmp_path_factory):
     done = train(folder, "none", "launch.processes=1")
     assert done.returncode == 0, done.stderr
     return summary(folder, "a")["digest"]
-
-
-def ended_by_itself(everyone):
-    """No process of a run is left."""
-    return not [p for p in psutil.wait_procs(everyone, timeout=30)[1] if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_a_sample_that_cannot_be_read_is_named_with_the_users_own_lines(folder):
@@ -260,7 +254,7 @@ def test_when_the_launcher_is_killed_its_processes_end(folder):
     everyone = family(process)
     process.kill()
     process.communicate()
-    assert ended_by_itself(everyone)
+    assert not left_of(everyone, 30)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -271,9 +265,7 @@ def test_nothing_is_left_of_a_launch_that_is_ended_at_once(folder, number):
     while len(everyone := family(process)) < 3 and time.monotonic() < end:
         time.sleep(0.05)
     process.send_signal(number)
-    gone, left = psutil.wait_procs(everyone, timeout=30)
-    assert len(gone) >= 3
-    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+    assert len(everyone) >= 3 and not left_of(everyone, 30)
     process.communicate()
 
 
@@ -288,7 +280,7 @@ def test_sigterm_is_graceful_with_loader_workers_too(folder):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert "Traceback" not in output
-    assert ended_by_itself(everyone)
+    assert not left_of(everyone, 30)
     done = summary(folder, "a")
     assert done["status"] == "interrupted"
     assert (folder / "runs" / "a" / "checkpoints" / f"step-{done['steps']:09}" / "manifest.json").exists()
@@ -317,4 +309,4 @@ def test_a_second_signal_ends_at_once(folder):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert "Traceback" not in output
-    assert ended_by_itself(everyone)
+    assert not left_of(everyone, 30)

@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from running import LONG, SHORT, lockstep, started, summary, typed, wait_for_steps, workers
+from running import LONG, SHORT, left_of, lockstep, started, summary, typed, wait_for_steps, workers
 
 USER_CODE = """
 import atexit, json, multiprocessing, os, signal, sys
@@ -91,7 +91,7 @@ def test_a_killed_server_takes_its_workers_along_and_the_run_goes_on(config):
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output
     assert "was killed (SIGKILL" in output and "Starting again" in output, output
-    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    assert not left_of(ranks, 10)
     assert summary(config, "killed")["digest"] == summary(config, "whole")["digest"]
 
 
@@ -101,7 +101,7 @@ def test_a_killed_launcher_leaves_nothing(config):
     family = [server_of(process), *workers(process)]
     process.kill()
     process.communicate(timeout=30)
-    assert not psutil.wait_procs(family, timeout=20)[1]
+    assert not left_of(family, 20)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -116,7 +116,7 @@ def test_a_signal_to_all_processes_is_left_to_the_workers(config, number):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75 and "go on with" in output, output
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert not left_of(family, 10)
 
 
 LEAVES = """

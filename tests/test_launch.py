@@ -5,10 +5,9 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 import torch
-from running import LONG, SHORT, family, lockstep, started, summary, typed, wait_for_steps, workers
+from running import LONG, SHORT, family, left_of, lockstep, started, summary, typed, wait_for_steps, workers
 from safetensors.torch import load_file
 
 
@@ -69,7 +68,7 @@ def test_a_signal_ends_all_processes_and_leaves_a_resumable_run(config, number):
     assert process.returncode == 75, output
     assert "Traceback" not in output
     assert "lockstep train" in output
-    assert not [p for p in psutil.wait_procs(everyone, timeout=10)[1] if p.status() != psutil.STATUS_ZOMBIE]
+    assert not left_of(everyone, 10)
     done = summary(config, "a")
     assert done["status"] == "interrupted"
     assert (config / "runs" / "a" / "checkpoints" / f"step-{done['steps']:09}" / "manifest.json").exists()
@@ -90,7 +89,7 @@ def test_ctrl_c_ends_a_run_that_cannot_reach_a_step(config):
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 75
-    assert not [p for p in psutil.wait_procs(everyone, timeout=10)[1] if p.status() != psutil.STATUS_ZOMBIE]
+    assert not left_of(everyone, 10)
 
 
 def test_an_error_in_the_users_code_keeps_its_traceback(config):

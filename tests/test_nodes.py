@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 from networks import can_make_namespaces, namespaces
+from running import left_of
 
 LOCKSTEP = [sys.executable, "-m", "lockstep", "train", "c.yaml"]
 SETTINGS = ["train.epochs=2", "data.limit=170", "train.global_batch=32", "train.micro_batch=4", "launch.processes=1"]
@@ -153,7 +154,7 @@ def test_node_0_is_lost(top, machines, started):
     assert ended(second, seconds=20) == [5]
     assert re.search(r"no answer from .* \(node 0\) for [5-9] s", second.said()), second.said()
     assert "Traceback" not in second.said()
-    assert not [p for p in psutil.wait_procs(workers, timeout=5)[1] if p.status() != psutil.STATUS_ZOMBIE]
+    assert not left_of(workers, 5)
 
 
 REFUSED = {

@@ -20,6 +20,7 @@ import warm
 from filelock import FileLock
 from PIL import Image
 from pyarrow import csv, parquet
+from running import left_of
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
@@ -294,12 +295,12 @@ def test_an_ended_command_goes_on(predict, images_model, photos):
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 75 and say in said, said
     assert "Traceback" not in said and "Warning" not in said
-    assert not psutil.wait_procs(workers, timeout=10)[1]
+    assert not left_of(workers, 10)
 
     process, workers = begun(images_model, photos, "--out", out, "--processes", 2)
     process.kill()
     assert "resuming: " in process.communicate(timeout=60)[0]
-    assert not psutil.wait_procs(workers, timeout=10)[1]
+    assert not left_of(workers, 10)
 
     with asked_to_end_soon():
         assert say in predict(images_model, photos, "--out", out, code=75)

@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+from running import left_of
 from test_prove_strategies import proof_of
 
 from lockstep.tools.prove.run_proof import half_time
@@ -251,5 +252,5 @@ def test_a_signal_ends_all_runs_and_leaves_nothing(folder):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "Traceback" not in output
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert not left_of(family, 10)
     nothing_is_left(folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from running import LONG, SHORT, family, started, summary, wait_for_steps
+from running import LONG, SHORT, family, left_of, started, summary, wait_for_steps
 from running import lockstep as command
 
 import lockstep
@@ -56,12 +56,6 @@ def blocks(pid, number):
     """Whether the process keeps this signal back for now."""
     mask = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
     return bool(int(mask, 16) >> (number - 1) & 1)
-
-
-def ended(processes, seconds):
-    """Whether all of them end within this time."""
-    alive = psutil.wait_procs(processes, timeout=seconds)[1]
-    return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize("stdin", [False, True], ids=["script", "session"])
@@ -168,7 +162,7 @@ def test_a_rank_that_is_killed_is_named_and_not_started_again(config):
     assert process.returncode == 137
     assert f"rank 1 (process {victim.pid}) was killed (SIGKILL" in output
     assert f"lockstep train {config / 'runs' / 'a' / 'recipe.yaml'}" in output
-    assert ended(everyone, 1)
+    assert not left_of(everyone, 1)
     again = command(config, *arguments)
     assert again.returncode == 0, again.stderr
     assert "resumed after step" in again.stdout
@@ -188,7 +182,7 @@ def test_a_signal_to_the_command_saves(config, number):
     assert process.returncode == 75, output
     assert "Traceback" not in output
     assert "lockstep train" in output
-    assert ended(everyone, 1)
+    assert not left_of(everyone, 1)
     done = summary(config, "a")
     assert done["status"] == "interrupted"
     assert (config / "runs" / "a" / "checkpoints" / f"step-{done['steps']:09}" / "manifest.json").exists()
@@ -206,7 +200,7 @@ def test_ctrl_c_while_processes_start_is_answered_in_silence(config):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert output == "ended by SIGINT\n"
-    assert ended(everyone, 1)
+    assert not left_of(everyone, 1)
 
 
 def test_ranks_end_with_the_process_that_has_started_them(config):
@@ -216,7 +210,7 @@ def test_ranks_end_with_the_process_that_has_started_them(config):
     assert len(everyone) == 2
     process.kill()
     process.communicate(timeout=10)
-    assert ended(everyone, 8)
+    assert not left_of(everyone, 8)
 
 
 def test_an_interrupt_in_python_leaves_a_resumable_run(tmp_path):
