@@ -118,7 +118,9 @@ def export(place):
     return place / "runs" / name / "export"
 
 
-@pytest.mark.parametrize("model", WORLDS)
+@pytest.mark.parametrize(
+    "model", ["ast", *(pytest.param(model, marks=pytest.mark.matrix) for model in WORLDS if model != "ast")]
+)
 def test_the_weights_are_equal_on_every_cluster(place, model):
     found = [summary(place, trained(place, model, *world)) for world in WORLDS[model]]
     assert len({each["digest"] for each in found}) == 1

@@ -93,6 +93,7 @@ def test_a_slow_rank(top, free_port):
     assert re.findall(r"LS-RANK-03 warning: rank (\d)", texts[0]) == ["1"], texts[0]
 
 
+@pytest.mark.matrix
 @NODES
 def test_links_between_machines(top, free_port):
     """A link that is cut down to 50 MB/s, of three; an interface by which the others cannot be reached."""

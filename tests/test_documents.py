@@ -212,7 +212,10 @@ def train(folder, config, name, *settings):
     return found["digest"], found["evaluation"]
 
 
-@pytest.mark.parametrize("config, clusters", [("gpt", list(CLUSTERS)), ("llama", ["one", "fsdp", "pipeline"])])
+@pytest.mark.parametrize(
+    "config, clusters",
+    [pytest.param("gpt", list(CLUSTERS), marks=pytest.mark.matrix), ("llama", ["one", "fsdp", "pipeline"])],
+)
 def test_the_same_bits_on_any_cluster_and_the_loss_of_each_document_alone(folder, config, clusters, monkeypatch):
     """The evaluation of every run, and what is computed by hand from the documents of its test split; its export."""
     found = {name: train(folder, config, f"{config}-{name}", APART, *CLUSTERS[name]) for name in clusters}

@@ -217,7 +217,7 @@ def source(options, split):
 """
 
 
-@pytest.mark.parametrize("kind", ["local", "spawn"])
+@pytest.mark.parametrize("kind", ["local", pytest.param("spawn", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("when", WHEN)
 def test_a_process_that_is_stopped_while_nobody_hears_its_heartbeats(folder, undisturbed, kind, when):
     """Before there is a process group, before its first heartbeat, and after its last."""

@@ -104,7 +104,10 @@ def test_a_killed_launcher_leaves_nothing(config):
     assert not left_of(family, 20)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.matrix) for number in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_signal_to_all_processes_is_left_to_the_workers(config, number):
     """As from a scheduler: the server neither ends nor ends them before they have saved."""
     process = started(config, "train", "c.yaml", *LONG, "run.name=long", "launch.processes=2")

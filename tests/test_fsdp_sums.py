@@ -106,7 +106,12 @@ class TextsWithEnd(Texts):
 
 @pytest.mark.parametrize(
     "task",
-    [(Skips, images), (TiedByUse, images), (Again, images), (deberta, Texts), (t5, TextsWithEnd)],
+    [
+        (Skips, images),
+        (TiedByUse, images),
+        (Again, images),
+        *(pytest.param(task, marks=pytest.mark.matrix) for task in [(deberta, Texts), (t5, TextsWithEnd)]),
+    ],
     ids=["skips", "tied", "again", "deberta", "t5"],
 )
 def test_fsdp_gives_the_bits_of_one_process(ranks, task):

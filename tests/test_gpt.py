@@ -224,6 +224,7 @@ def test_tied_weights_are_spread_alike(folder, brief):
     assert bits(train(folder, "tied-fsdp", *tied, *VARIANTS["fsdp"])) == bits(expected) != bits(brief)
 
 
+@pytest.mark.matrix
 def test_tensor_parallelism_comes_close(folder, alone):
     found = train(folder, "tensor", "launch.processes=2", "parallel.kind=tensor", "model.dropout=0")
     expected = train(folder, "without-dropout", "model.dropout=0")
@@ -254,6 +255,7 @@ def opened(folder, name, monkeypatch):
     return data.test, data.tokenizer, model.eval()
 
 
+@pytest.mark.matrix
 def test_prove_finds_nothing(folder):
     """The gradient of a step in float64 is that of its samples at once; runs differ in nothing but their speed."""
     done = lockstep(folder, "prove", "c.yaml", "--only", "repeat", "--only", "worlds")

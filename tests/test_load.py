@@ -90,7 +90,9 @@ def check(crowd, expected):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seconds, growth", [(5, 1.3), pytest.param(300, 1.05, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "seconds, growth", [pytest.param(5, 1.3, marks=pytest.mark.matrix), pytest.param(300, 1.05, marks=pytest.mark.soak)]
+)
 def test_a_crowd(tmp_path, minilm, seconds, growth):
     folder = text_export(tmp_path / "news", minilm)
     predictor = open_predictor(folder)

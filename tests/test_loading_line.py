@@ -100,7 +100,7 @@ def test_a_stage_of_a_profile_is_announced_as_it_begins(tmp_path):
     assert stages["measuring 2 steps"] - stages["warming up: 4 steps"] > 4 * 0.7 / 2  # not all at once
 
 
-@pytest.mark.parametrize("written", [piped, shown])
+@pytest.mark.parametrize("written", [piped, pytest.param(shown, marks=pytest.mark.matrix)])
 def test_every_trial_of_tune_is_announced(tmp_path, written):
     """And the steps of a sweep are counted: it does ten of 0.7 s, and lines come every 5 s."""
     (tmp_path / "model.py").write_text(SLOW_MODEL)
@@ -115,6 +115,7 @@ def test_every_trial_of_tune_is_announced(tmp_path, written):
     assert {int(number) for number in re.findall(counted, after)} & set(range(1, 10)), after
 
 
+@pytest.mark.matrix
 def test_every_measurement_of_estimate_is_announced(tmp_path):
     (tmp_path / "c.yaml").write_text("data: {kind: digits}\n")
     text = piped("-m", "lockstep", "estimate", "c.yaml", "--world", "1,2", cwd=tmp_path)

@@ -42,6 +42,7 @@ def run(folder, places, name):
     return json.loads((folder / "runs" / name / "summary.json").read_text()), outputs[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root and iproute2")
 def test_two_machines_give_the_bits_of_one_process(tmp_path):
     """The two ranks of a machine share memory, and the machines exchange what that comes to."""

@@ -73,7 +73,9 @@ def reduced(world, shards, rows, present):
     return results, sent, max(len(each.local_nodes) for each in ranks)
 
 
-@pytest.mark.parametrize(("world", "shards"), [(64, 64), (256, 256), (96, 256), (200, 150)])
+@pytest.mark.parametrize(
+    ("world", "shards"), [(64, 64), pytest.param(256, 256, marks=pytest.mark.matrix), (96, 256), (200, 150)]
+)
 def test_every_rank_gets_the_sum_and_sends_no_more_than_a_ring_would(world, shards):
     """A ring all-reduce sends 2 (W-1) messages of n/W elements from each rank. With shards that are not a power of two
     for each rank, a rank contributes several partial sums: more bytes, whose number does not depend on W."""

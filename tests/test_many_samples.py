@@ -1,6 +1,7 @@
 """Data of 10^8 samples that are computed: the weights of any number of processes, also after a kill in mid-epoch."""
 
 import numpy as np
+import pytest
 from running import lockstep, started, summary, wait_for_steps, workers
 
 from lockstep.data.order import permuted
@@ -56,6 +57,7 @@ launch: {max_restarts: 0}
 """
 
 
+@pytest.mark.matrix
 def test_a_run_on_virtual_samples_survives_a_kill(tmp_path):
     (tmp_path / "virtual.py").write_text(VIRTUAL)
     (tmp_path / "c.yaml").write_text(CONFIG)

@@ -213,6 +213,7 @@ def test_a_folder_that_is_not_shared_is_refused_on_both_sides(top, free_port, st
     assert not (top / "elsewhere").exists()
 
 
+@pytest.mark.matrix
 def test_clocks_need_not_agree(top, free_port, started):
     """To Python, node 1 lives a year ago: time limits and ages are told by each machine's own clock, never by two."""
     (top / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() - 365 * 86400\n")

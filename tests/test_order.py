@@ -149,7 +149,9 @@ def test_a_place_is_computed_alone(seed, samples, data):
     assert found[::-1] == [int(permuted(np.array([p]), seed=seed, epoch=4, samples=samples)[0]) for p in places[::-1]]
 
 
-@pytest.mark.parametrize(("samples", "epochs"), [(2, 2000), (3, 3000), (4, 6000), (5, 12000)])
+@pytest.mark.parametrize(
+    ("samples", "epochs"), [(2, 2000), (3, 3000), (4, 6000), pytest.param(5, 12000, marks=pytest.mark.matrix)]
+)
 def test_every_permutation_of_few_samples_is_equally_likely(samples, epochs):
     """Odd ones included, which networks of this kind often leave out."""
     counts = {}
@@ -213,7 +215,7 @@ def work(function):
     return calls, peak
 
 
-@pytest.mark.parametrize("has_lengths", [False, True])
+@pytest.mark.parametrize("has_lengths", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_a_far_step_costs_what_the_first_one_does(has_lengths):
     """To the last function call and, but for a few bytes of larger numbers, in memory: nothing is skipped through.
 

@@ -93,7 +93,9 @@ def profiled(folder, *settings):
     return json.loads((folder / "profile" / "profile.json").read_text()), done.stdout
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "pipeline"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("fsdp", "pipeline"))]
+)
 def test_the_phases_add_up_to_the_step(folder, kind):
     sizes = ("train.global_batch=512", "train.micro_batch=128")  # the products take most of the time, not the copies
     facts, printed = profiled(folder, f"parallel.kind={kind}", *sizes, "--steps", "10")
@@ -115,13 +117,19 @@ def test_the_phases_add_up_to_the_step(folder, kind):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("slow loader", r"\d\d% of a step is waiting for data: raise data.workers"),
+        pytest.param(
+            "slow loader", r"\d\d% of a step is waiting for data: raise data.workers", marks=pytest.mark.matrix
+        ),
         ("slow loader of a rank", r"Rank 1 keeps the others waiting, \d+\.\d ms in each step: it waits for its data"),
         (
             "slow rank",
             r"Rank 1 keeps the others waiting, \d+\.\d ms in each step: it takes \d+\.\d ms longer in forward",
         ),
-        ("slow exchange", r"\d\d% of a step is the exchange between ranks, and all of them wait for it"),
+        pytest.param(
+            "slow exchange",
+            r"\d\d% of a step is the exchange between ranks, and all of them wait for it",
+            marks=pytest.mark.matrix,
+        ),
     ],
 )
 def test_a_planted_fault_is_named(folder, fault, said):
@@ -131,6 +139,7 @@ def test_a_planted_fault_is_named(folder, fault, said):
     assert re.search(said, facts["advice"])
 
 
+@pytest.mark.matrix
 def test_fewer_processes_leave_no_trace_of_others(folder):
     profiled(folder, "--steps", "2")
     profiled(folder, "--steps", "2", "launch.processes=1")

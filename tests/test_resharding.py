@@ -211,6 +211,7 @@ def limited_on_rank(kind, config, limit):
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
+@pytest.mark.matrix
 def test_a_model_that_is_too_large_for_a_process(ranks):
     """Weights, gradients and moments of 768 MiB, where each of two processes may take 600."""
     limit = 600 * MIB

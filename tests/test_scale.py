@@ -39,7 +39,7 @@ def row(processes, rates, base, **changed):
     return ScaleRow(processes=processes, rates=rates, **given)
 
 
-@pytest.mark.parametrize("weak", [False, True])
+@pytest.mark.parametrize("weak", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_both_kinds_of_scaling_are_measured(scale, tmp_path, weak):
     options = ["--world", "2,1", "--steps", "8", "--rounds", "2", "--picture", "s.svg", "--json", "s.json"]
     code, output = scale(*options, *(["--weak"] if weak else []))

@@ -75,6 +75,7 @@ def test_mnist_under_python_and_torchrun(tmp_path):
     assert recipe(tmp_path / "two", "train")["global_batch"] == 32
 
 
+@pytest.mark.matrix
 def test_text_under_python_and_torchrun(tmp_path, shared_data, minilm):
     from transformers import AutoModelForSequenceClassification
 

@@ -169,7 +169,9 @@ def test_a_rank_that_is_killed_is_named_and_not_started_again(config):
     assert (config / "runs" / "a" / "logs" / "rank-1.log").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.matrix), signal.SIGTERM], ids=lambda n: n.name
+)
 def test_a_signal_to_the_command_saves(config, number):
     process = started(config, "train", "c.yaml", *LONG, *SPAWN, "run.name=a")
     wait_for_steps(config / "runs" / "a", 5)

@@ -163,6 +163,7 @@ def test_what_is_not_split_drops_out_as_one_process_does(ranks, tmp_path):
     check(ranks, folder, {"optim": "sgd"}, worlds=(2,), limits=(3e-6, 1e-6, 3e-6))
 
 
+@pytest.mark.matrix
 def test_norms_of_heads_recomputation_and_bf16(ranks, tmp_path):
     """Qwen3's norms are whole on every rank, which uses them for its own heads. Measured: gradients
     1.3e-6, loss and norm 2e-7, weights 7e-6; in bf16 2e-2, 2e-3 and 1.1e-2."""

@@ -65,6 +65,7 @@ def test_one_machine_agrees_on_a_name_and_a_time(folder, digest):
     assert found(folder, run.name) == (digest, 2)
 
 
+@pytest.mark.matrix
 def test_two_agents_with_static_rendezvous(folder, digest, free_port):
     where = ["--master-addr=127.0.0.1", f"--master-port={free_port}"]
     agents = [[*TORCHRUN, "--nnodes=2", f"--node-rank={rank}", *where, "--nproc-per-node=1"] for rank in range(2)]
@@ -79,6 +80,7 @@ def test_two_agents_with_c10d_rendezvous(folder, digest, free_port):
     assert found(folder, "c10d") == (digest, 2)
 
 
+@pytest.mark.matrix
 def test_the_script_runs_from_any_folder(folder, digest):
     """On two processes where there is no GPU, on as many as are asked for otherwise."""
     path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

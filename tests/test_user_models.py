@@ -179,7 +179,15 @@ def test_a_metric_stops_every_world_at_the_same_step(ranks, file):
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2}
 
 
-@pytest.mark.parametrize("form", ["dict", "tuple", "dataclass", "namedtuple", "transformers"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "dict",
+        "dataclass",
+        "transformers",
+        *(pytest.param(form, marks=pytest.mark.matrix) for form in ("tuple", "namedtuple")),
+    ],
+)
 def test_outputs_of_any_form(ranks, file, form):
     expected = ranks(1, run_on_rank, own(file, "tensor"))[0]
     for kind, world in STRATEGIES.items():
