@@ -51,10 +51,19 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
+def _hub() -> str:
+    return f"lockstep-{os.getpid()}-hub"
+
+
+def set_link(machine: int, state: str) -> None:
+    """Cut a machine's cable ("down") or mend it ("up")."""
+    _ip("-n", _hub(), "link", "set", f"port{machine}", state)
+
+
 @contextlib.contextmanager
 def namespaces(machines: int, ranks_each: int) -> Iterator[list[Place]]:
     """Machines joined by a bridge over virtual Ethernet, `ranks_each` on each; all is gone afterwards."""
-    hub = f"lockstep-{os.getpid()}-hub"
+    hub = _hub()
     names = [f"lockstep-{os.getpid()}-{number}" for number in range(machines)]
     with contextlib.ExitStack() as undo:
         for name in (hub, *names):

@@ -125,7 +125,6 @@ def test_stopped_by_a_signal_and_resumed(tmp_path, plain):
     ("settings", "words"),
     [
         (["parallel.kind=fsdp"], "launch.recovery: live needs the whole state in every process"),
-        (["launch.nodes=2"], "recovery=live is for one machine so far: set recovery=restart for nodes=2"),
         (["train.batchnorm=sync"], "live changes the number of processes, on which train.batchnorm=sync depends"),
     ],
 )

@@ -198,6 +198,17 @@ def test_a_lost_machine_is_done_without(slurm, tmp_path, plain):
     assert "node 1 (node2) has sent no heartbeat" in run.said
 
 
+def test_the_others_go_on_without_a_restart_where_a_machine_is_lost(slurm, tmp_path, plain):
+    """launch.recovery=live, with any launch.nodes."""
+    run = Run(slurm, tmp_path, "launch.nodes=2", "launch.recovery=live")
+    run.is_held()
+    slurm.kill("node2")
+    run.goes_on()
+    summary = run.finished()
+    assert (summary["digest"], summary["world_size"]) == (plain, 1)
+    assert "node 1 (node2) is lost, with rank 1" in run.said and "Starting again" not in run.said
+
+
 def test_too_few_machines_go_back_to_the_queue(slurm, tmp_path, plain):
     """launch.nodes=2: one is lost, the job waits for its return."""
     run = Run(slurm, tmp_path, "launch.nodes=2", QUICK)

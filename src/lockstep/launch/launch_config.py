@@ -14,6 +14,8 @@ MOST_PROCESSES = 4096
 MAX_PER_CORE = 8
 """Processes per core, or threads of one process: more would only compete."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MISSED_HEARTBEATS = 3
+"""After so many a machine counts as lost."""
 OWN_VARIABLES = {*LAUNCH_VARIABLES, "MASTER_ADDR", "MASTER_PORT"}
 """Variables that the launcher sets for each process."""
 
@@ -80,6 +82,16 @@ class LaunchSection(PluginSection):
         return False
 
     @property
+    def machine_timeout_seconds(self) -> float:
+        """A machine that sends no heartbeat for this long counts as lost."""
+        return self.failure_timeout_seconds
+
+    @property
+    def worker_timeout_seconds(self) -> float:
+        """With live recovery, a process that is stopped for this long counts as lost."""
+        return self.failure_timeout_seconds
+
+    @property
     def min_nodes(self) -> int:
         return int(str(self.nodes).split(":")[0])
 
@@ -123,3 +135,29 @@ class LaunchSection(PluginSection):
         if gpus:
             return gpus
         return max(1, min(cores() // threads, -(-shards // self.max_nodes)))
+
+
+class LiveLaunchSection(LaunchSection):
+    """Of launchers whose runs can go on where a process is lost."""
+
+    recovery: Literal["restart", "live"] = "restart"
+    """After the loss of a process: restart all from the newest checkpoint; or live: the others redo the step without
+    it and go on, until it is back (parallel.kind=ddp)."""
+    heartbeat_seconds: float = Field(1.0, ge=0.2, le=MANY)
+    """With live recovery, a process that is stopped for this long, or a machine that is silent for three times as long,
+    counts as lost."""
+
+    @property
+    def recovers_live(self) -> bool:
+        """Whether training goes on where a process is lost."""
+        return self.recovery == "live"
+
+    @property
+    def machine_timeout_seconds(self) -> float:
+        """A machine that sends no heartbeat for this long counts as lost."""
+        return MISSED_HEARTBEATS * self.heartbeat_seconds if self.recovers_live else self.failure_timeout_seconds
+
+    @property
+    def worker_timeout_seconds(self) -> float:
+        """With live recovery, a process that is stopped for this long counts as lost."""
+        return self.heartbeat_seconds

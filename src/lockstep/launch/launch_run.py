@@ -115,26 +115,43 @@ def launch_node(
 
     Raises UserError, PeerLost.
     """
-    with (
-        fork_server.serving(worker_modules(recipe, arguments), recipe.launch, threads=recipe.run.threads) as server,
-        Membership(node.endpoint, node.node_rank, recipe.launch) as membership,
-    ):
-        named = recipes.with_run_name(recipe, path)
-        assert named.run.name is not None
-        run = named.run.model_copy(update={"name": membership.agree_on_name(named.run.name)})
-        recipe = named.model_copy(update={"run": run})
-        request = build_request(recipe, arguments, name)
-        plan = _plan(recipe, request, node)
-        if membership.is_leader:
-            _write(recipe, request, plan, training=build_launcher(recipe) if name == "launch" else None)
-        membership.join(recipe.folder)
+    with fork_server.serving(worker_modules(recipe, arguments), recipe.launch, threads=recipe.run.threads) as server:
+
+        def take_part() -> int:
+            with Membership(node.endpoint, node.node_rank, recipe.launch) as membership:
+                named = recipes.with_run_name(recipe, path)
+                assert named.run.name is not None
+                run = named.run.model_copy(update={"name": membership.agree_on_name(named.run.name)})
+                agreed = named.model_copy(update={"run": run})
+                request = build_request(agreed, arguments, name)
+                plan = _plan(agreed, request, node)
+                if membership.is_leader:
+                    _write(agreed, request, plan, training=build_launcher(agreed) if name == "launch" else None)
+                membership.join(agreed.folder)
+                start = Node(membership, plan, agreed.folder / "logs", fork_server=server)
+                return _with_resume_hint(agreed, start.run)
+
         try:
-            return _with_resume_hint(recipe, Node(membership, plan, recipe.folder / "logs", fork_server=server).run)
+            return take_part()
         except PeerLost as error:
-            if membership.is_leader or recipe.launch.REJOINS:
+            if recipe.launch.recovers_live and not node.is_leader:
+                return _rejoin(take_part, error, seconds=recipe.launch.join_timeout_seconds)
+            if node.is_leader or recipe.launch.REJOINS:
                 raise
             sys.stderr.write(f"{error}\n")
             return 0  # the scheduler takes the worst exit code of all nodes: node 0 decides whether the job is requeued
+
+
+def _rejoin(take_part: Callable[[], int], loss: PeerLost, *, seconds: float) -> int:
+    """With live recovery, a node that was cut off comes back when it reaches node 0 again. Raises PeerLost."""
+    while True:
+        sys.stderr.write(f"{loss}; its processes were ended, and it tries to join again for {seconds:.0f} s\n")
+        try:
+            return take_part()
+        except PeerLost as error:
+            loss = error
+        except LaunchError:  # node 0 cannot be reached
+            raise loss from None
 
 
 def _plan(recipe: Recipe, request: Request, node: NodeAddress | None) -> Plan:

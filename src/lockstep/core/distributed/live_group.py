@@ -14,7 +14,8 @@ from lockstep.base.errors import PeerLost
 from lockstep.base.world import World
 from lockstep.core.distributed.group_connections import GroupConnections
 from lockstep.core.distributed.process_group import is_lost_peer
-from lockstep.launch.elastic.live_notes import JOINS, NAME, Formation, LiveNotes, Position, WorkerReport
+from lockstep.launch.elastic.live_notes import JOINS, NAME, Formation, LiveNotes, Position, WorkerReport, machine_of
+from lockstep.launch.elastic.rendezvous import Endpoint
 
 CONNECT_SECONDS = 5.0
 """How long the members of a formation may take to connect: they have all just reported."""
@@ -53,8 +54,10 @@ class LiveGroup:
 
     @property
     def world(self) -> World:
-        rank, size = self.formation.members.index(self.name), len(self.formation.members)
-        return World(rank=rank, size=size, local_rank=rank, local_size=size, has_agent=True)
+        members = self.formation.members
+        here = [name for name in members if machine_of(name) == machine_of(self.name)]
+        rank, local_rank = members.index(self.name), here.index(self.name)
+        return World(rank=rank, size=len(members), local_rank=local_rank, local_size=len(here), has_agent=True)
 
     def explains(self, error: BaseException) -> bool:
         """Whether an error comes of the loss of a member; waits a moment for the launcher's notice."""
@@ -104,8 +107,11 @@ class LiveGroup:
         if world.size == 1:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=regular)
             return
-        host, port = _store_address()
-        store = dist.PrefixStore(str(self.formation.generation), dist.TCPStore(host, port, wait_for_workers=False))
+        meeting = Endpoint.parse(self.formation.meeting)
+        store = dist.PrefixStore(
+            f"formation-{self.formation.generation}",
+            dist.TCPStore(meeting.host, meeting.port, timeout=connect, wait_for_workers=False),
+        )
         with self._moving:
             if self._lost.is_set():  # before there was a client of the store to shut down
                 raise PeerLost("a member was lost before the group was opened")
@@ -134,7 +140,3 @@ class LiveGroup:
         if own and is_over and not self._lost.is_set():
             self._lost.set()
             self.connections.shut_down()
-
-
-def _store_address() -> tuple[str, int]:
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.launch.elastic.failure import VERDICT, Failure, node_failure
+from lockstep.launch.elastic.live_notes import Formation
 from lockstep.launch.elastic.membership import Membership, RoundState
 from lockstep.launch.elastic.rendezvous import serve_store
 
@@ -51,9 +52,10 @@ class Leader:
             "resume": number > 1 and bool(self.checkpoints),  # --resume never or PATH is for the first round
             "max_processes": self.max_processes,
             "port": self.store.port,
+            "sizes": [self._processes(index) for index in members],
         }
         return self.membership.publish_round(
-            number=number, members=tuple(members), plan=plan, end_reason="", is_graceful=False
+            number=number, members=tuple(members), plan=plan, end_reason="", is_graceful=False, formation=None
         )
 
     def _rendezvous(self) -> list[int]:
@@ -105,7 +107,10 @@ class Leader:
         lost = [i for i in state.members if membership.is_lost(i)]
         failed = [i for i in state.members if membership.seconds_since_failure(i, state.number) > FAILED_SECONDS]
         new = [i for i in membership.present() if i not in state.members]
-        if lost:
+        formation = Formation.from_plain(state.formation) if state.formation else Formation()
+        if formation.is_training and (lost or new) and not failed:
+            _go_on(membership, formation, lost=lost, new=new)
+        elif lost:
             membership.evict(lost)
             membership.publish_round(end_reason=f"{membership.node_name(lost[0])} is lost", is_graceful=False)
         elif failed:
@@ -118,9 +123,13 @@ class Leader:
 
     def finish_round(self, state: RoundState, own: Failure | None) -> int | None:
         """Wait until all members have ended the round -> the run's exit code, or None for another round."""
-        self._wait_for_outcomes(state, has_failed=own is not None)
+        formation = self.membership.round.formation
+        others = [index for index in self.membership.round.members if index != self.membership.index]
+        self._wait_for_outcomes(state, others, has_failed=own is not None)
+        if formation and formation["is_over"]:
+            return self._end(0, "")
         failures = [own] if own else []
-        for index in state.members[1:]:
+        for index in others:
             failures += self._failure_of(index, state)
         if failures:
             return self._restart_or_end(min(failures, key=lambda failure: failure.priority), state)
@@ -129,9 +138,9 @@ class Leader:
         self.checkpoints, self.is_restart = checkpoint_times(self.logs), False
         return None
 
-    def _wait_for_outcomes(self, state: RoundState, *, has_failed: bool) -> None:
+    def _wait_for_outcomes(self, state: RoundState, others: Sequence[int], *, has_failed: bool) -> None:
         """Wait until every other member has reported its outcome, or is lost."""
-        membership, others = self.membership, state.members[1:]
+        membership = self.membership
 
         def have_ended() -> bool:
             return all(membership.is_lost(i) or membership.outcome(i, state.number) is not None for i in others)
@@ -191,13 +200,34 @@ class Leader:
 
     # ---- counts
 
+    def _processes(self, index: int) -> int:
+        processes: int = self.membership.entries[index]["processes"]
+        return min(processes, self.max_processes) if self.max_processes else processes  # which only a single node has
+
     def _world_size(self, members: Sequence[int]) -> int:
-        total = sum(self.membership.entries[i]["processes"] for i in members)
-        return min(total, self.max_processes) if self.max_processes else total
+        return sum(map(self._processes, members))
 
     def _size(self, members: list[int]) -> str:
         machines = "" if self.membership.is_alone else f" of {_count(len(members), 'machine')}"
         return _count(self._world_size(members), "process") + machines
+
+
+def _go_on(membership: Membership, formation: Formation, *, lost: Sequence[int], new: Sequence[int]) -> None:
+    """With live recovery: have the round go on without lost machines, and with new ones. Raises PeerLost where most of
+    the machines are lost at once: they may go on themselves, and this one may be the one that is cut off."""
+    state, section = membership.round, membership.section
+    gone = {*lost, *state.evicted}
+    left = [index for index in formation.machines if index not in gone]
+    if 2 * len(left) < len(formation.machines):
+        names = ", ".join(map(membership.node_name, lost))
+        raise PeerLost(f"most of the machines are lost at once ({names}), or {membership.name} is cut off from them")
+    membership.evict(lost)
+    members = [index for index in state.members if index not in lost]
+    for index in new[: max(0, section.max_nodes - len(members))]:
+        sys.stderr.write(f"{membership.node_name(index)} has joined: its processes start beside the others\n")
+        members.append(index)
+    if tuple(members) != state.members:
+        membership.publish_round(members=tuple(members))
 
 
 def rotate_logs(logs: Path) -> None:

@@ -1,20 +1,26 @@
-"""What the launcher and the workers tell each other with launch.recovery=live, as notes in the rendezvous store.
+"""What launchers and workers tell each other with launch.recovery=live.
 
-The launcher publishes formations: who trains together from now on. A worker reports its position when it needs a new
-one. Notes are whole states, so nothing depends on who reads when.
+Each machine has a store of its own, in which its launcher publishes formations (who trains together from now on) and
+its workers report their positions when they need a new one. The launchers of several machines exchange the states of
+their machines, and the newest formation, through the rendezvous. All of these are whole states, so nothing depends on
+who reads when.
 """
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore
 
+from lockstep.launch.elastic.rendezvous import LOOPBACK
+
 NAME, JOINS, TERMINAL = "LOCKSTEP_LIVE", "LOCKSTEP_LIVE_JOINS", "LOCKSTEP_LIVE_TERMINAL"
 """Variables of a worker: its name; whether it joins a run in progress; descriptors of the launcher's terminal."""
+PORT = "LOCKSTEP_LIVE_PORT"
+"""Variable of a worker: the port of its machine's store."""
 PATIENCE = timedelta(seconds=10)
 """Timeout of a note; a store that takes longer counts as lost."""
 FOR_EVER = timedelta(days=365)
@@ -39,28 +45,52 @@ class Formation:
 
     version: int = 0
     """Counts what has been published."""
-    generation: int
+    generation: int = 0
     """From 1."""
-    members: tuple[str, ...]
+    members: tuple[str, ...] = ()
     """Their names, in the order of ranks."""
     positions: tuple[Position, ...] = ()
     """Of each member, as it was reported; empty for the first generation, which starts together."""
     losses: tuple[str, ...] = ()
     """What became of members of the last one, for the user."""
+    meeting: str = ""
+    """HOST:PORT of the store in which the members find each other."""
     is_broken: bool = False
     """Whether a member is lost, so that the others need a new formation."""
     is_wanted: bool = False
     """Whether the members are to come for a new formation after their present step, since another worker waits."""
+    is_training: bool = False
+    """Whether the first generation has built everything: from here on, a loss does not end the round."""
+    is_over: bool = False
+    """Whether rank 0 has ended regularly."""
+
+    @property
+    def machines(self) -> tuple[int, ...]:
+        """Those that its members run on."""
+        return tuple(dict.fromkeys(map(machine_of, self.members)))
 
     def text(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, text: str | bytes) -> "Formation":
-        plain: Mapping[str, Any] = json.loads(text)
+        return cls.from_plain(json.loads(text))
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Formation":
         positions = tuple(Position(**position) for position in plain["positions"])
         lists = {name: tuple(plain[name]) for name in ("members", "losses")}
         return cls(**{**plain, **lists, "positions": positions})
+
+
+def worker_name(machine: int, slot: int, start: int) -> str:
+    """Of the `start`-th process in a slot of a machine."""
+    return f"{machine}.{slot}.{start}"
+
+
+def machine_of(name: str) -> int:
+    """The machine of a worker with this name."""
+    return int(name.partition(".")[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +100,48 @@ class WorkerReport:
     generation: int
     position: Position
 
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "WorkerReport":
+        return cls(generation=plain["generation"], position=Position(**plain["position"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How a worker has ended."""
+
+    code: int
+    """Exit code; negative: the signal that ended it."""
+    text: str
+    """What happened, for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineState:
+    """The workers of a machine."""
+
+    round: int
+    """The round that they belong to."""
+    workers: Mapping[str, WorkerReport | None]
+    """Those that run, by name, each with its last report."""
+    exits: Mapping[str, Exit] = field(default_factory=dict)
+    """Members of the formation that have ended."""
+    leaving: tuple[str, ...] = ()
+    """Workers that the run is made smaller by."""
+    is_training: bool = False
+    """Whether rank 0 runs here and has begun to train."""
+    formation: Formation = Formation()
+    """The newest that is known here."""
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "MachineState":
+        workers = {name: report and WorkerReport.from_plain(report) for name, report in plain["workers"].items()}
+        exits = {name: Exit(**each) for name, each in plain["exits"].items()}
+        changed = {"workers": workers, "exits": exits, "leaving": tuple(plain["leaving"])}
+        return cls(**{**plain, **changed, "formation": Formation.from_plain(plain["formation"])})
+
 
 def take_terminal() -> None:
     """Write to the launcher's terminal from here on, as rank 0 does."""
@@ -78,46 +150,46 @@ def take_terminal() -> None:
 
 
 class LiveNotes:
-    """A connection to the notes, for use by one thread. Methods raise DistError when the store is lost."""
+    """A connection to the machine's store, for use by one thread. Methods raise DistError when the store is lost."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self.store = TCPStore(host, port, timeout=PATIENCE, wait_for_workers=False)
+    def __init__(self, port: int) -> None:
+        self.store = TCPStore(LOOPBACK, port, timeout=PATIENCE, wait_for_workers=False)
+        self._published = 0
 
     @classmethod
     def from_environment(cls) -> "LiveNotes":
         """To the store of this worker's launcher."""
-        return cls(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        return cls(int(os.environ[PORT]))
 
     def publish(self, formation: Formation) -> None:
-        """Of the launcher: `version` has to be one more than the last."""
-        self.store.set("live/formation", formation.text())
-        self.store.set(f"live/version/{formation.version}", "")
+        """Of the launcher."""
+        self.store.set("formation", formation.text())
+        for version in range(self._published + 1, formation.version + 1):
+            self.store.set(f"version/{version}", "")
+        self._published = formation.version
 
     def formation(self, *, after: int = 0) -> Formation:
         """The newest one; waits for a later version than `after`."""
-        self.store.wait([f"live/version/{after + 1}"], FOR_EVER)
-        return Formation.parse(self.store.get("live/formation"))
+        self.store.wait([f"version/{after + 1}"], FOR_EVER)
+        return Formation.parse(self.store.get("formation"))
 
     def report(self, name: str, report: WorkerReport) -> None:
-        self.store.set(f"live/report/{name}", json.dumps(asdict(report)))
-        self.store.add("live/reports", 1)
+        self.store.set(f"report/{name}", json.dumps(asdict(report)))
+        self.store.add("reports", 1)
 
     @property
     def num_reports(self) -> int:
         """How many reports have been made so far."""
-        return int(self.store.add("live/reports", 0))
+        return int(self.store.add("reports", 0))
 
     def reported(self, name: str) -> WorkerReport | None:
         """The last report of a worker, if it has made one."""
-        key = f"live/report/{name}"
-        if not self.store.check([key]):
-            return None
-        plain = json.loads(self.store.get(key))
-        return WorkerReport(generation=plain["generation"], position=Position(**plain["position"]))
+        key = f"report/{name}"
+        return WorkerReport.from_plain(json.loads(self.store.get(key))) if self.store.check([key]) else None
 
     def start_training(self) -> None:
-        """All members of the first generation have built everything: from here on, a loss does not end the round."""
-        self.store.set("live/training", "")
+        """Of rank 0: all members of the first generation have built everything."""
+        self.store.set("training", "")
 
     def is_training(self) -> bool:
-        return self.store.check(["live/training"])
+        return self.store.check(["training"])

@@ -22,10 +22,13 @@ import torch
 from torch.distributed import DistError, TCPStore
 
 from lockstep.base.errors import LaunchError, PeerLost
+from lockstep.launch.elastic.live_notes import MachineState
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, connect_store, serve_store
 from lockstep.launch.launch_config import LaunchSection
 
-HEARTBEAT_SECONDS = 0.25
+HEARTBEAT_SECONDS, LIVE_HEARTBEAT_SECONDS = 0.25, 0.1
+BUSY_HEARTBEAT_SECONDS = 0.02
+"""With live recovery, while the machines agree on who goes on."""
 NFS_CACHE_SECONDS = 60.0
 """How long a file from another machine may take to be visible: NFS caches directory listings for up to a minute."""
 NONCE_PREFIX = ".meeting-"
@@ -47,6 +50,8 @@ class RoundState:
     """Whether their workers may save a checkpoint first."""
     evicted: tuple[int, ...] = ()
     """Nodes that were declared lost and have to leave: none may rejoin with its old state."""
+    formation: Mapping[str, Any] | None = None
+    """With live recovery, the newest live_notes.Formation of this round."""
     result: Mapping[str, Any] | None = None
     """How the run ended, once it has: {"code", "text"}."""
 
@@ -84,7 +89,8 @@ class Membership:
         self._nonce_file: Path | None = None
         """On the leader: a file by which the others check that they see the same folder."""
         self._changed = threading.Condition()
-        self._closed = threading.Event()
+        self._closed, self._is_due = threading.Event(), threading.Event()
+        """Whether the thread is to end; whether it is to send a heartbeat at once."""
         self._thread = threading.Thread(target=self._heartbeat_loop, name="membership", daemon=True)
 
     def __enter__(self) -> Self:
@@ -96,6 +102,7 @@ class Membership:
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
+        self._is_due.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=2)
         if self._nonce_file is not None:
@@ -185,6 +192,7 @@ class Membership:
         with self._changed:
             self._entry |= values
             self.entries[self.index] = dict(self._entry)
+        self._is_due.set()
 
     def publish_round(self, **changes: Any) -> RoundState:
         """On the leader: change the round, for all nodes."""
@@ -218,7 +226,7 @@ class Membership:
         if self.index in self.round.evicted:
             return f"{self.name}: node 0 declared this node lost, and goes on without it"
         seconds = time.monotonic() - self.last_contact
-        if seconds > self.section.failure_timeout_seconds:
+        if seconds > self.section.machine_timeout_seconds:
             return f"{self.name}: no answer from {self.endpoint} (node 0) for {seconds:.0f} s"
         return None
 
@@ -231,6 +239,16 @@ class Membership:
         """How a round ended on a node, if it has: {"round", "failure"}."""
         outcome = self.entries.get(index, {}).get("outcome") or {}
         return outcome if outcome.get("round") == number else None
+
+    @property
+    def meeting(self) -> Endpoint:
+        """The round's store, where its processes find each other."""
+        return replace(self.endpoint, port=self.round.plan["port"])
+
+    def machine_states(self, number: int) -> dict[int, MachineState]:
+        """With live recovery, those of the other members that have begun this round."""
+        plain = {i: self.entries.get(i, {}).get("live") for i in self.round.members if i != self.index}
+        return {i: MachineState.from_plain(each) for i, each in plain.items() if each and each["round"] == number}
 
     def seconds_since_failure(self, index: int, number: int) -> float:
         """Since the leader learned that a round failed on a node; 0 if it has not."""
@@ -254,7 +272,7 @@ class Membership:
             later > index and other["node_rank"] == entry.get("node_rank") is not None
             for later, other in self.entries.items()
         )
-        return is_replaced or self.seconds_since_heartbeat(index) > self.section.failure_timeout_seconds
+        return is_replaced or self.seconds_since_heartbeat(index) > self.section.machine_timeout_seconds
 
     def present(self) -> list[int]:
         """The nodes that could take part in a round, in the order of ranks."""
@@ -271,9 +289,20 @@ class Membership:
     def _heartbeat_loop(self) -> None:
         is_last = False
         while not is_last:
-            is_last = self._closed.wait(HEARTBEAT_SECONDS)
+            self._is_due.wait(self._pause_seconds)
+            self._is_due.clear()
+            is_last = self._closed.is_set()
             with suppress(DistError, RuntimeError):
                 self._heartbeat(self.store)
+
+    @property
+    def _pause_seconds(self) -> float:
+        """Between two heartbeats."""
+        if not self.section.recovers_live:
+            return HEARTBEAT_SECONDS
+        formation = self.round.formation or {}
+        is_busy = formation.get("is_broken") or formation.get("is_wanted")
+        return BUSY_HEARTBEAT_SECONDS if is_busy else LIVE_HEARTBEAT_SECONDS
 
     def _heartbeat(self, store: TCPStore) -> None:
         with self._changed:

@@ -20,6 +20,7 @@ from lockstep.launch.elastic.failure import Failure, node_failure
 from lockstep.launch.elastic.fork_server import ForkServer, ServerKilled
 from lockstep.launch.elastic.leader import Leader
 from lockstep.launch.elastic.live_round import LiveRound
+from lockstep.launch.elastic.live_workers import LiveWorkers, MachinePlace
 from lockstep.launch.elastic.membership import Membership, RoundState
 from lockstep.launch.elastic.rendezvous import Endpoint, interface_to
 from lockstep.launch.launch_config import LaunchSection
@@ -38,14 +39,12 @@ class Node:
         logs: Path,
         *,
         fork_server: ForkServer | None,
-        live_heartbeat_seconds: float | None = None,
     ) -> None:
-        """`live_heartbeat_seconds`: with live recovery, after how long a stopped worker is lost."""
-        self.live_heartbeat_seconds = live_heartbeat_seconds if TASK not in plan.argv else None
         self.membership, self.section, self.logs = membership, membership.section, logs
         self.fork_server = fork_server
         own = ("--began", f"{time.time():.3f}", "--launcher", str(os.getpid()))
-        live = (TASK, "train_live") if self.live_heartbeat_seconds is not None else ()
+        self.is_live = self.section.recovers_live and TASK not in plan.argv
+        live = (TASK, "train_live") if self.is_live else ()
         self.plan = replace(plan, argv=(*plan.argv, *own, *live))
 
     def run(self) -> int:
@@ -89,7 +88,7 @@ class Node:
         membership, done = self.membership, {0}
         sys.stderr.write(f"{membership.name} has joined; rank 0, on node 0, shows the run's progress\n")
         while True:
-            membership.wait(lambda: membership.round.number not in done or bool(membership.round.result))
+            membership.wait(lambda: self._is_called(done) or bool(membership.round.result))
             state = membership.round
             if state.result:
                 sys.stderr.write(state.result["text"])
@@ -98,6 +97,11 @@ class Node:
                 failure = self._run_round(state)
                 membership.publish(outcome={"round": state.number, "failure": asdict(failure) if failure else None})
             done.add(state.number)
+
+    def _is_called(self, done: set[int]) -> bool:
+        """Whether this node takes part in a new round; with live recovery, perhaps from the middle of one."""
+        state = self.membership.round
+        return state.number not in done and (not self.is_live or self.membership.index in state.members)
 
     def _run_round(self, state: RoundState) -> Failure | None:
         plan, argv = state.plan, self.plan.argv
@@ -109,17 +113,31 @@ class Node:
             fork_server=self.fork_server,
         )
         try:
-            if self.live_heartbeat_seconds is None:
-                return run_round(start, self.membership, lambda: self._round_end(state.number))
-            host, port = self.membership.endpoint.host, plan["port"]
-            live = LiveRound(start, host=host, port=port, heartbeat_seconds=self.live_heartbeat_seconds)
-            return live.run(lambda: self._round_end(state.number))
+            if self.is_live:
+                workers = LiveWorkers(start, self._place(state), heartbeat_seconds=self.section.worker_timeout_seconds)
+                return LiveRound(workers, self.membership).run(lambda: self._round_end(state.number))
+            return run_round(start, self.membership, lambda: self._round_end(state.number))
         except RoundEnded as end:
             if self.membership.disconnected():
                 raise PeerLost(str(end)) from None
             return None
         except (DistError, ServerKilled) as error:  # before all workers were started
             return node_failure(f"{self.membership.name}: {str(error).splitlines()[0]}")
+
+    def _place(self, state: RoundState) -> MachinePlace:
+        membership, sizes = self.membership, state.plan["sizes"]
+        place = state.members.index(membership.index)
+        joins = bool(state.formation)
+        return MachinePlace(
+            machine=membership.index,
+            round=state.number,
+            first_rank=0 if joins else sum(sizes[:place]),
+            world_size=sum(sizes),
+            host=membership.endpoint.host,
+            port=state.plan["port"],
+            joins=joins,
+            is_alone=membership.is_alone,
+        )
 
     def _round_end(self, number: int) -> RoundEnded | None:
         """Whether this round has to end."""

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationInfo, f
 
 from lockstep.base.config import MANY
 from lockstep.base.errors import nearest
-from lockstep.launch.launch_config import LaunchSection
+from lockstep.launch.launch_config import LiveLaunchSection
 
 LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 """RFC 1035, required of a JobSet's or TrainJob's name because a Service has the same; stricter than RFC 1123."""
@@ -34,7 +34,7 @@ def _is_mount(path: str) -> str:
     return path
 
 
-class KubernetesSection(LaunchSection):
+class KubernetesSection(LiveLaunchSection):
     """Pods of a Kubernetes cluster, as a JobSet or a Kubeflow TrainJob."""
 
     SUBMITS: ClassVar[bool] = True

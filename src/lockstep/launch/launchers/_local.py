@@ -36,8 +36,7 @@ class Local(OwnProcess):
             Membership(None, 0, self.config) as membership,
         ):
             membership.join(logs.parent)
-            heartbeat = self.config.heartbeat_seconds if self.config.recovers_live else None
-            return Node(membership, plan, logs, fork_server=server, live_heartbeat_seconds=heartbeat).run()
+            return Node(membership, plan, logs, fork_server=server).run()
 
 
 def build(config: Config, *, threads: int, shards: int) -> Local:

@@ -15,7 +15,7 @@ from lockstep.base.config import MANY
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import LaunchError
 from lockstep.launch.elastic.environment import environment
-from lockstep.launch.launch_config import LaunchSection
+from lockstep.launch.launch_config import LiveLaunchSection
 
 TIME = re.compile(r"[0-9]+|[0-9]+:[0-9]{2}(:[0-9]{2})?|[0-9]+-[0-9]+(:[0-9]{2}){0,2}")
 VARIABLE = re.compile(r"\$([A-Za-z_]|\{)")
@@ -29,7 +29,7 @@ Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n]*$")]
 """Text for an #SBATCH line, which a line break would end."""
 
 
-class Config(LaunchSection):
+class Config(LiveLaunchSection):
     """A Slurm job, requeued when its time limit is reached or another job preempts it."""
 
     REJOINS: ClassVar[bool] = False
@@ -146,7 +146,7 @@ class Slurm:
         config, folder = self.config, request.folder
         if len(str(folder).splitlines()) > 1:
             raise LaunchError(f"{str(folder)!r}: sbatch takes no path with a line break; set another run.dir")
-        is_elastic = config.min_nodes < config.max_nodes
+        is_elastic = config.min_nodes < config.max_nodes or config.recovers_live
         srun_options, command = _container(config, folder.parent)
         return render(
             "launch/launchers/slurm.sh.j2",

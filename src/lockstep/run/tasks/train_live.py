@@ -12,6 +12,7 @@ from lockstep.base.errors import LockstepError
 from lockstep.base.events import EpochDone, Evaluated, Regrouped, Steered, StepDone, TextSample, TextsGenerated
 from lockstep.base.world import World
 from lockstep.core.distributed.live_group import LiveGroup
+from lockstep.core.host import activity
 from lockstep.core.host.signals import SignalWatch
 from lockstep.launch.elastic.live_notes import Formation, Position, take_terminal
 from lockstep.observe.run_history import RunHistory
@@ -83,7 +84,7 @@ class LiveTrainTask(TrainTask):
         self.is_writer = False
         """Whether this process writes the run's files."""
         self.stopped_at = time.monotonic()
-        """When it last left a process group."""
+        """When it last did something that was of use before it left a process group."""
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
         """Train to the end, from the start or from where the others are."""
@@ -132,7 +133,7 @@ class LiveTrainTask(TrainTask):
     def _given_up(self, error: Exception) -> Position:
         """Undo what the present step has begun, and leave the process group -> where this process is. Raises the error
         unless it comes of the loss of a process, or of one that joins."""
-        self.stopped_at = time.monotonic()
+        self.stopped_at = time.monotonic() - activity.seconds_without_progress()
         if not isinstance(error, ProcessJoins) and not self.live.explains(error):
             raise error
         training, state, progress = self.training, self.parts.state, self.training.progress

@@ -1,0 +1,171 @@
+"""launch.recovery=live on several machines, as network namespaces: one is lost or cut off while the others train on."""
+
+import re
+import sys
+import time
+
+import psutil
+import pytest
+from chaos import DIGITS, differences, final_state, undisturbed
+from networks import can_make_namespaces, namespaces, set_link
+from running import summary, wait_for_steps
+
+from lockstep.launch.elastic.live_coordinator import Coordinator
+from lockstep.launch.elastic.live_notes import Exit, MachineState, Position, WorkerReport
+
+PORT = 29434
+SHORT = DIGITS.replace("steps: 2000", "steps: 500")
+LIVE = ["launch.recovery=live", "launch.processes=1", "run.name=live"]
+NODES = pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root and iproute2")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return undisturbed(tmp_path_factory.mktemp("plain"), SHORT)
+
+
+class Machines:
+    """Those that train together in a folder."""
+
+    def __init__(self, folder, places):
+        self.folder, self.places, self.outputs = folder, places, []
+        self.run = folder / "runs" / "live"
+        (folder / "c.yaml").write_text(SHORT)
+
+    def start(self, number, *settings):
+        output = self.folder / f"{len(self.outputs)}.out"
+        self.outputs.append(output)
+        words = [sys.executable, "-m", "lockstep", "train", "c.yaml", *LIVE, f"launch.nodes={len(self.places)}"]
+        words += ["--node-rank", str(number), "--rendezvous", f"{self.places[0].environment['MASTER_ADDR']}:{PORT}"]
+        with output.open("w") as file:
+            command = [*self.places[number].prefix, *words, *settings]
+            return psutil.Popen(command, cwd=self.folder, stdout=file, stderr=file)
+
+    def wait(self, condition, seconds=60):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, self.text()
+            time.sleep(0.05)
+
+    def wait_for_size(self, size, times=1):
+        """Until the run has gone on with so many processes so often."""
+        history = self.run / "history.jsonl"
+        self.wait(lambda: history.read_text().count(f"{size} processes now" if size > 1 else "1 process now") >= times)
+
+    def text(self):
+        return "\n----\n".join(output.read_text() for output in self.outputs)
+
+
+def kill(process):
+    for each in [*process.children(recursive=True), process]:
+        each.kill()
+    process.wait()
+
+
+@pytest.fixture
+def machines(tmp_path, request):
+    with namespaces(machines=request.param, ranks_each=1) as places:
+        found = Machines(tmp_path, places)
+        yield found
+        for process in psutil.Process().children():
+            if "--rendezvous" in process.cmdline():
+                kill(process)
+
+
+@NODES
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_a_machine_that_is_lost_and_started_again(machines, plain):
+    first, second = machines.start(0), machines.start(1)
+    wait_for_steps(machines.run, 2)
+    kill(second)
+    machines.wait_for_size(1)
+    third = machines.start(1)
+    machines.wait_for_size(2)
+    assert [first.wait(90), third.wait(30)] == [0, 0], machines.text()
+    assert "node 1 (" in machines.text() and "Starting again" not in machines.text()
+    assert differences(final_state(machines.run), plain) == []
+    sizes = [each["world_size"] for each in summary(machines.folder, "live")["regrouped"]]
+    assert sizes == [1, 2]
+
+
+@NODES
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_the_first_machine_is_lost(machines, plain):
+    """The others wait for it with the newest checkpoint."""
+    first, second = machines.start(0), machines.start(1)
+    wait_for_steps(machines.run, 20)
+    kill(first)
+    machines.wait(lambda: "tries to join again" in machines.text())
+    first = machines.start(0)
+    assert [first.wait(90), second.wait(30)] == [0, 0], machines.text()
+    assert "resumed after step" in machines.text()
+    assert differences(final_state(machines.run), plain) == []
+    assert summary(machines.folder, "live")["world_size"] == 2
+
+
+@NODES
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_a_link_is_cut_and_mended(machines, plain):
+    first, second = machines.start(0), machines.start(1)
+    wait_for_steps(machines.run, 2)
+    set_link(1, "down")
+    machines.wait_for_size(1)
+    machines.wait(lambda: "tries to join again" in machines.text())
+    set_link(1, "up")
+    machines.wait_for_size(2)
+    assert [first.wait(90), second.wait(30)] == [0, 0], machines.text()
+    assert differences(final_state(machines.run), plain) == []
+    assert re.search(r"node 1 \(.*\) is lost, with rank 1", machines.text())
+
+
+# ---- the coordinator
+
+
+def machine(number, *slots, waits_after=None, **changes):
+    """A machine with a worker in each of these slots, which wait for a formation after `waits_after`."""
+    report = None if waits_after is None else WorkerReport(generation=waits_after, position=Position(step=3, settled=3))
+    return MachineState(round=1, workers={f"{number}.{slot}.1": report for slot in slots}, **changes)
+
+
+@pytest.fixture
+def coordinator():
+    """Of two machines with two workers each, which train."""
+    found = Coordinator("host:1", lambda number: f"node {number}")
+    assert found.look({0: machine(0, 0, 1)}, [0, 1]).generation == 0  # the other one has not come
+    first = found.look({0: machine(0, 0, 1), 1: machine(1, 0, 1)}, [0, 1])
+    assert first.members == ("0.0.1", "0.1.1", "1.0.1", "1.1.1") and (first.meeting, first.version) == ("host:1", 1)
+    assert found.look({0: machine(0, 0, 1, is_training=True), 1: machine(1, 0, 1)}, [0, 1]).is_training
+    return found
+
+
+def test_a_lost_machine_is_told_once(coordinator):
+    assert coordinator.look({1: machine(1, 0, 1)}, [1]).is_broken
+    assert coordinator.look({1: machine(1, 0, 1, waits_after=1)}, [1]).losses == ("node 0 is lost, with ranks 0, 1",)
+    assert coordinator.formation.members == ("1.0.1", "1.1.1") and not coordinator.is_dead
+
+
+def test_nobody_is_left_out_while_one_has_not_come(coordinator):
+    lost = {"0.1.1": Exit(code=-9, text="rank 1 was killed")}
+    there = {0: machine(0, 0, waits_after=1, exits=lost), 1: machine(1, 0, 1)}
+    assert coordinator.look(there, [0, 1]).generation == 1 and coordinator.formation.is_broken
+    there[1] = machine(1, 0, 1, waits_after=1)
+    assert coordinator.look(there, [0, 1]).members == ("0.0.1", "1.0.1", "1.1.1")
+    assert coordinator.formation.losses == ("rank 1 was killed",)
+
+
+def test_who_ends_regularly_is_not_lost(coordinator):
+    ended = {"1.1.1": Exit(code=0, text="")}
+    assert not coordinator.look({0: machine(0, 0, 1), 1: machine(1, 0, exits=ended)}, [0, 1]).is_broken
+    ended = {"0.0.1": Exit(code=0, text="")}
+    assert coordinator.look({0: machine(0, 1, exits=ended), 1: machine(1, 0, 1)}, [0, 1]).is_over
+
+
+def test_an_error_leaves_the_formation_to_the_end_of_the_round(coordinator):
+    failed = {"1.1.1": Exit(code=1, text="")}
+    assert not coordinator.look({0: machine(0, 0, 1), 1: machine(1, 0, exits=failed)}, [0, 1]).is_broken
+
+
+def test_all_are_lost(coordinator):
+    killed = {f"0.{slot}.1": Exit(code=-9, text="killed") for slot in (0, 1)}
+    coordinator.look({0: machine(0, exits=killed)}, [0])
+    assert coordinator.is_dead
