@@ -9,7 +9,9 @@ import pytest
 from chaos import DIGITS, differences, final_state, undisturbed
 from networks import can_make_namespaces, namespaces, set_link
 from running import summary, wait_for_steps
+from test_live import lines
 
+from lockstep.launch.elastic import succession
 from lockstep.launch.elastic.live_coordinator import Coordinator
 from lockstep.launch.elastic.live_notes import Exit, MachineState, Position, WorkerReport
 
@@ -21,7 +23,9 @@ NODES = pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return undisturbed(tmp_path_factory.mktemp("plain"), SHORT)
+    """The final state and the metrics of the run, undisturbed on one process."""
+    folder = tmp_path_factory.mktemp("plain")
+    return undisturbed(folder, SHORT), lines(folder / "runs" / "plain")
 
 
 class Machines:
@@ -83,24 +87,42 @@ def test_a_machine_that_is_lost_and_started_again(machines, plain):
     machines.wait_for_size(2)
     assert [first.wait(90), third.wait(30)] == [0, 0], machines.text()
     assert "node 1 (" in machines.text() and "Starting again" not in machines.text()
-    assert differences(final_state(machines.run), plain) == []
+    assert differences(final_state(machines.run), plain[0]) == []
+    assert lines(machines.run) == plain[1]
     sizes = [each["world_size"] for each in summary(machines.folder, "live")["regrouped"]]
     assert sizes == [1, 2]
 
 
 @NODES
 @pytest.mark.parametrize("machines", [2], indirect=True)
-def test_the_first_machine_is_lost(machines, plain):
-    """The others wait for it with the newest checkpoint."""
+def test_the_first_machine_is_lost_and_started_again(machines, plain):
+    """The other one decides from there on; node 0 joins it."""
     first, second = machines.start(0), machines.start(1)
     wait_for_steps(machines.run, 20)
     kill(first)
-    machines.wait(lambda: "tries to join again" in machines.text())
+    machines.wait_for_size(1)
     first = machines.start(0)
+    machines.wait_for_size(2)
     assert [first.wait(90), second.wait(30)] == [0, 0], machines.text()
-    assert "resumed after step" in machines.text()
-    assert differences(final_state(machines.run), plain) == []
-    assert summary(machines.folder, "live")["world_size"] == 2
+    assert "node 0 is lost: node 1 (" in machines.text() and "Starting again" not in machines.text()
+    assert differences(final_state(machines.run), plain[0]) == []
+    assert lines(machines.run) == plain[1]
+
+
+@NODES
+@pytest.mark.parametrize("machines", [3], indirect=True)
+def test_the_first_machine_is_cut_off(machines, plain):
+    """The others are the majority, and go on without it; it stops, and joins them again."""
+    running = [machines.start(number) for number in range(3)]
+    wait_for_steps(machines.run, 2)
+    set_link(0, "down")
+    machines.wait_for_size(2)
+    machines.wait(lambda: "most of the machines are lost at once" in machines.text())
+    set_link(0, "up")
+    machines.wait_for_size(3)
+    assert [process.wait(90) for process in running] == [0, 0, 0], machines.text()
+    assert differences(final_state(machines.run), plain[0]) == []
+    assert lines(machines.run) == plain[1]
 
 
 @NODES
@@ -114,7 +136,8 @@ def test_a_link_is_cut_and_mended(machines, plain):
     set_link(1, "up")
     machines.wait_for_size(2)
     assert [first.wait(90), second.wait(30)] == [0, 0], machines.text()
-    assert differences(final_state(machines.run), plain) == []
+    assert differences(final_state(machines.run), plain[0]) == []
+    assert lines(machines.run) == plain[1]
     assert re.search(r"node 1 \(.*\) is lost, with rank 1", machines.text())
 
 
@@ -169,3 +192,12 @@ def test_all_are_lost(coordinator):
     killed = {f"0.{slot}.1": Exit(code=-9, text="killed") for slot in (0, 1)}
     coordinator.look({0: machine(0, exits=killed)}, [0])
     assert coordinator.is_dead
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "{}", "[]", '{"endpoint": 3}', '{"endpoint": "x"}', '{"endpoint": "127.0.0.1:9"}']
+)
+def test_a_note_of_a_leader_that_is_of_no_use(tmp_path, text):
+    if text is not None:
+        (tmp_path / succession.NOTE).write_text(text)
+    assert succession.other_leader(tmp_path) is None

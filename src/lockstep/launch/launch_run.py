@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +14,16 @@ from lockstep.base import config, plugins, storage
 from lockstep.base.contracts import Launcher, Plan, Request
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError, PeerLost
 from lockstep.launch import run_folder
-from lockstep.launch.elastic import fork_server
+from lockstep.launch.elastic import fork_server, succession
 from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.node import Node, worker_plan
-from lockstep.launch.elastic.rendezvous import Endpoint
+from lockstep.launch.elastic.rendezvous import Endpoint, answers
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 
+REJOIN_SECONDS, ANSWER_SECONDS = 0.5, 1.0
+"""Between two looks for a leader; how long it may take to answer."""
 JOB = "job.json"
 """In the run's folder: the kind of launcher, and its note on the job."""
 
@@ -116,13 +119,21 @@ def launch_node(
     Raises UserError, PeerLost.
     """
     with fork_server.serving(worker_modules(recipe, arguments), recipe.launch, threads=recipe.run.threads) as server:
+        named = recipes.with_run_name(recipe, path)
+        folder = named.folder
+        """Of the run, unless node 0 gives it another name."""
 
-        def take_part() -> int:
-            with Membership(node.endpoint, node.node_rank, recipe.launch) as membership:
-                named = recipes.with_run_name(recipe, path)
+        def take_part(*, again: bool = False) -> int:
+            nonlocal folder
+            other = succession.other_leader(folder) if recipe.launch.recovers_live else None
+            if again and other is None and (node.is_leader or not answers(node.endpoint, seconds=ANSWER_SECONDS)):
+                raise LaunchError("no leader of this run answers")
+            endpoint, follows = other or node.endpoint, other is not None
+            with Membership(endpoint, node.node_rank, recipe.launch, follows=follows) as membership:
                 assert named.run.name is not None
                 run = named.run.model_copy(update={"name": membership.agree_on_name(named.run.name)})
                 agreed = named.model_copy(update={"run": run})
+                folder = agreed.folder
                 request = build_request(agreed, arguments, name)
                 plan = _plan(agreed, request, node)
                 if membership.is_leader:
@@ -134,7 +145,7 @@ def launch_node(
         try:
             return take_part()
         except PeerLost as error:
-            if recipe.launch.recovers_live and not node.is_leader:
+            if recipe.launch.recovers_live:
                 return _rejoin(take_part, error, seconds=recipe.launch.join_timeout_seconds)
             if node.is_leader or recipe.launch.REJOINS:
                 raise
@@ -142,16 +153,21 @@ def launch_node(
             return 0  # the scheduler takes the worst exit code of all nodes: node 0 decides whether the job is requeued
 
 
-def _rejoin(take_part: Callable[[], int], loss: PeerLost, *, seconds: float) -> int:
-    """With live recovery, a node that was cut off comes back when it reaches node 0 again. Raises PeerLost."""
+def _rejoin(take_part: Callable[..., int], loss: PeerLost, *, seconds: float) -> int:
+    """With live recovery, a node that was cut off comes back when it reaches the leader again. Raises PeerLost."""
     while True:
         sys.stderr.write(f"{loss}; its processes were ended, and it tries to join again for {seconds:.0f} s\n")
-        try:
-            return take_part()
-        except PeerLost as error:
-            loss = error
-        except LaunchError:  # node 0 cannot be reached
-            raise loss from None
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                return take_part(again=True)
+            except PeerLost as error:
+                loss = error
+                break
+            except LaunchError:  # no leader can be reached
+                time.sleep(REJOIN_SECONDS)
+        else:
+            raise loss
 
 
 def _plan(recipe: Recipe, request: Request, node: NodeAddress | None) -> Plan:

@@ -1,4 +1,4 @@
-"""What the leader (node 0) decides: the members of a round, when it ends, and whether the run restarts."""
+"""What the leader (node 0, or its successor) decides: a round's members, when it ends, and whether the run restarts."""
 
 import sys
 import time
@@ -214,7 +214,7 @@ class Leader:
 
 def _go_on(membership: Membership, formation: Formation, *, lost: Sequence[int], new: Sequence[int]) -> None:
     """With live recovery: have the round go on without lost machines, and with new ones. Raises PeerLost where most of
-    the machines are lost at once: they may go on themselves, and this one may be the one that is cut off."""
+    the machines are lost at once: they go on themselves if this one is cut off."""
     state, section = membership.round, membership.section
     gone = {*lost, *state.evicted}
     left = [index for index in formation.machines if index not in gone]

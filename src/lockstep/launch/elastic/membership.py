@@ -1,4 +1,5 @@
-"""The nodes of a run: who has joined, who is lost, and the current round, which the leader (node 0) decides for all.
+"""The nodes of a run: who has joined, who is lost, and the current round, which the leader decides for all (node 0, or
+its successor).
 
 Each node publishes one entry on the store and reads the round that the leader publishes. Entries are whole states, not
 messages, so nothing depends on who reads when. A node is lost when its heartbeat counter has not changed for
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from filelock import FileLock, Timeout
 from torch.distributed import DistError, TCPStore
 
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.launch.elastic.live_notes import MachineState
-from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, connect_store, serve_store
+from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, address_to, connect_store, serve_store
 from lockstep.launch.launch_config import LaunchSection
 
 HEARTBEAT_SECONDS, LIVE_HEARTBEAT_SECONDS = 0.25, 0.1
@@ -32,6 +34,10 @@ BUSY_HEARTBEAT_SECONDS = 0.02
 NFS_CACHE_SECONDS = 60.0
 """How long a file from another machine may take to be visible: NFS caches directory listings for up to a minute."""
 NONCE_PREFIX = ".meeting-"
+LEAD = ".leader.lock"
+"""In the run's folder, locked by the leader with live recovery."""
+NOTE = ".leader.json"
+"""In the run's folder, with live recovery: {"endpoint"} of a leader that is not node 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,12 @@ class RoundState:
     """Why all members end this round now, if they do."""
     is_graceful: bool = False
     """Whether their workers may save a checkpoint first."""
+    leader: int = 0
+    """The node that decides; another than node 0 where that was lost and training went on."""
+    term: int = 0
+    """How often another node has become the leader."""
+    standbys: Mapping[str, str] = field(default_factory=dict)
+    """With live recovery, HOST:PORT of the store that each member, by index, serves if it becomes the leader."""
     evicted: tuple[int, ...] = ()
     """Nodes that were declared lost and have to leave: none may rejoin with its old state."""
     formation: Mapping[str, Any] | None = None
@@ -64,11 +76,19 @@ def versions() -> dict[str, str]:
 class Membership:
     """A node's connection to the others: open it with `with`, then `join` a run."""
 
-    def __init__(self, endpoint: Endpoint | None, node_rank: int | None, section: LaunchSection) -> None:
-        """`endpoint` None: a single node. `node_rank` None: the leader is the machine that the endpoint points to."""
+    def __init__(
+        self, endpoint: Endpoint | None, node_rank: int | None, section: LaunchSection, *, follows: bool = False
+    ) -> None:
+        """`endpoint` None: a single node. `node_rank` None: the leader is the machine that the endpoint points to.
+        `follows`: another node is the leader, whatever `node_rank` is."""
         self.endpoint = endpoint or Endpoint(host=LOOPBACK, port=0)
         self.is_alone = endpoint is None
-        self.is_leader = node_rank == 0 if node_rank is not None else self.is_alone or self.endpoint.is_local()
+        is_first = node_rank == 0 if node_rank is not None else self.is_alone or self.endpoint.is_local()
+        self.is_leader = is_first and not follows
+        self.standby: TCPStore | None = None
+        """With live recovery on several nodes, the store that this node serves if it becomes the leader."""
+        self.lead: FileLock | None = None
+        """On the leader with live recovery on several nodes, a lock in the run's folder."""
         self.section = section
         self.index = 0
         """This node's number in the order of joining."""
@@ -91,7 +111,7 @@ class Membership:
         self._changed = threading.Condition()
         self._closed, self._is_due = threading.Event(), threading.Event()
         """Whether the thread is to end; whether it is to send a heartbeat at once."""
-        self._thread = threading.Thread(target=self._heartbeat_loop, name="membership", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         if self.is_leader:
@@ -103,8 +123,10 @@ class Membership:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._is_due.set()
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join(timeout=2)
+        if self.lead is not None:
+            self.lead.release()
         if self._nonce_file is not None:
             self._nonce_file.unlink(missing_ok=True)
 
@@ -132,21 +154,48 @@ class Membership:
         """Join the run in this folder, which all nodes have to share. Raises LaunchError."""
         if self.is_leader:
             self.index = self._next_index()  # 0: the others wait for the leader's info
-            nonce = secrets.token_hex(8)
-            if not self.is_alone:
-                folder.mkdir(parents=True, exist_ok=True)
-                for stale in folder.glob(f"{NONCE_PREFIX}*"):
-                    stale.unlink(missing_ok=True)
-                self._nonce_file = folder / f"{NONCE_PREFIX}{nonce}"
-                self._nonce_file.touch()
-            info = {**versions(), "run": folder.name, "host": platform.node(), "nonce": nonce}
-            self.store.set("leader", json.dumps(info))
+            if self._can_succeed and not self.take_lead(folder):
+                raise LaunchError(f"another process leads this run: it has locked {folder / LEAD}")
+            self.introduce(self.store, folder)
         else:
             self._check_shared(folder, self._leader_info())
             self.index = self._next_index()
         self.last_contact = time.monotonic()
+        if self._can_succeed:
+            host = address_to(self.endpoint) or self.endpoint.host
+            self.standby = serve_store(Endpoint(host=host, port=0))
+            self._entry["standby"] = str(Endpoint(host=host, port=self.standby.port))
         if not self.is_alone:
-            self._thread.start()
+            self._start_heartbeats()
+
+    @property
+    def _can_succeed(self) -> bool:
+        """Whether another node takes the place of a leader that is lost."""
+        return self.section.recovers_live and not self.is_alone
+
+    def take_lead(self, folder: Path) -> bool:
+        """Lock the run's folder -> whether no other process that lives has done so."""
+        lock = FileLock(folder / LEAD, timeout=0)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+            (folder / NOTE).unlink(missing_ok=True)
+        except (Timeout, OSError):  # or the file system has no locks
+            return False
+        self.lead = lock
+        return True
+
+    def introduce(self, store: TCPStore, folder: Path) -> None:
+        """On the leader: let nodes that join check what has to be the same."""
+        nonce = secrets.token_hex(8)
+        if not self.is_alone:
+            folder.mkdir(parents=True, exist_ok=True)
+            for stale in folder.glob(f"{NONCE_PREFIX}*"):
+                stale.unlink(missing_ok=True)
+            self._nonce_file = folder / f"{NONCE_PREFIX}{nonce}"
+            self._nonce_file.touch()
+        info = {**versions(), "run": folder.name, "host": platform.node(), "nonce": nonce}
+        store.set("leader", json.dumps(info))
 
     def _next_index(self) -> int:
         return self.store.add("nodes", 1) - 1
@@ -194,10 +243,30 @@ class Membership:
             self.entries[self.index] = dict(self._entry)
         self._is_due.set()
 
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What this node publishes."""
+        with self._changed:
+            return dict(self._entry)
+
+    def move_to(
+        self, store: TCPStore, endpoint: Endpoint, *, entries: Mapping[int, dict[str, Any]] | None = None
+    ) -> None:
+        """Go on with another leader's store; that of this node itself, with the `entries` of the others, if given."""
+        now = time.monotonic()
+        with self._changed:
+            self.store, self.endpoint, self.is_leader = store, endpoint, entries is not None
+            self.last_contact = now
+            self.entries = {self.index: dict(self._entry), **(entries or {})}
+            self._heartbeats = {index: (entry["heartbeat"], now) for index, entry in (entries or {}).items()}
+        self._start_heartbeats()
+
     def publish_round(self, **changes: Any) -> RoundState:
         """On the leader: change the round, for all nodes."""
         with self._changed:
             self.round = replace(self.round, **changes)
+            standbys = {str(i): self.entries.get(i, {}).get("standby", "") for i in self.round.members}
+            self.round = replace(self.round, standbys={**self.round.standbys, **standbys})
             self._changed.notify_all()
         self.store.set("round", json.dumps(asdict(self.round)))
         return self.round
@@ -224,16 +293,17 @@ class Membership:
         if self.is_leader:
             return None
         if self.index in self.round.evicted:
-            return f"{self.name}: node 0 declared this node lost, and goes on without it"
+            return f"{self.name}: node {self.round.leader} declared this node lost, and goes on without it"
         seconds = time.monotonic() - self.last_contact
         if seconds > self.section.machine_timeout_seconds:
-            return f"{self.name}: no answer from {self.endpoint} (node 0) for {seconds:.0f} s"
+            return f"{self.name}: no answer from {self.endpoint} (node {self.round.leader}) for {seconds:.0f} s"
         return None
 
     # ---- what the leader knows of nodes
 
     def node_name(self, index: int) -> str:
-        return f"node {index} ({self.entries[index]['host']})"
+        host = self.entries.get(index, {}).get("host") or self.round.standbys.get(str(index), "").rpartition(":")[0]
+        return f"node {index} ({host})"
 
     def outcome(self, index: int, number: int) -> dict[str, Any] | None:
         """How a round ended on a node, if it has: {"round", "failure"}."""
@@ -286,14 +356,19 @@ class Membership:
 
     # ---- the heartbeat thread
 
-    def _heartbeat_loop(self) -> None:
+    def _start_heartbeats(self) -> None:
+        """A thread for each store: one that waits for a machine that is lost may wait for long."""
+        self._thread = threading.Thread(target=self._heartbeat_loop, args=(self.store,), name="membership", daemon=True)
+        self._thread.start()
+
+    def _heartbeat_loop(self, store: TCPStore) -> None:
         is_last = False
-        while not is_last:
+        while not is_last and store is self.store:
             self._is_due.wait(self._pause_seconds)
             self._is_due.clear()
             is_last = self._closed.is_set()
             with suppress(DistError, RuntimeError):
-                self._heartbeat(self.store)
+                self._heartbeat(store)
 
     @property
     def _pause_seconds(self) -> float:
@@ -314,10 +389,12 @@ class Membership:
         elif store.check(["round"]):
             state = RoundState(**json.loads(store.get("round")))
             with self._changed:
-                self.round = state
+                if store is self.store:
+                    self.round = state
         with self._changed:
-            self.last_contact = time.monotonic()
-            self._changed.notify_all()
+            if store is self.store:
+                self.last_contact = time.monotonic()
+                self._changed.notify_all()
 
     def _read_entries(self, store: TCPStore) -> None:
         known = self._heartbeats  # an entry stays: a heartbeat costs the same with any number of nodes
@@ -328,4 +405,5 @@ class Membership:
             for index, entry in entries.items():
                 if self._heartbeats.get(index, (-1, 0.0))[0] != entry["heartbeat"]:
                     self._heartbeats[index] = entry["heartbeat"], now
-            self.entries = entries
+            if store is self.store:
+                self.entries = entries

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LockstepError, PeerLost
+from lockstep.launch.elastic import succession
 from lockstep.launch.elastic.agent import RoundEnded, WorkerGroupStart, kill_children, run_round, signals_raised
 from lockstep.launch.elastic.environment import environment
 from lockstep.launch.elastic.failure import Failure, node_failure
@@ -62,7 +63,7 @@ class Node:
         other_children, leave_seconds = set(psutil.Process().children(recursive=True)), LEAVE_SECONDS
         with signals_raised():
             try:
-                return self._lead() if self.membership.is_leader else self._follow()
+                return self._lead(None) if self.membership.is_leader else self._follow()
             except SignalException as error:
                 kill_children(other_children)  # those left by a second signal, which stops the agent at once
                 leave_seconds = self.section.grace_seconds
@@ -75,18 +76,21 @@ class Node:
                 self.membership.publish(left=True)
                 self._wait_for_others_to_leave(leave_seconds)
 
-    def _lead(self) -> int:
+    def _lead(self, ended: "tuple[RoundState, Failure | None] | None") -> int:
+        """Lead the run to its end; if given, from where a round has `ended`."""
         leader = Leader(self.membership, self.logs)
         while True:
-            state = leader.start_round()
-            failure = self._run_round(state)
-            if (code := leader.finish_round(state, failure)) is not None:
+            if ended is None:
+                state = leader.start_round()
+                ended = state, self._run_round(state)
+            if (code := leader.finish_round(*ended)) is not None:
                 return code
+            ended = None
 
     def _follow(self) -> int:
         """Take part in the leader's rounds until it publishes the run's result."""
         membership, done = self.membership, {0}
-        sys.stderr.write(f"{membership.name} has joined; rank 0, on node 0, shows the run's progress\n")
+        sys.stderr.write(f"{membership.name} has joined; rank 0 shows the run's progress, on its machine\n")
         while True:
             membership.wait(lambda: self._is_called(done) or bool(membership.round.result))
             state = membership.round
@@ -95,6 +99,8 @@ class Node:
                 return int(state.result["code"])
             if membership.index in state.members:
                 failure = self._run_round(state)
+                if membership.is_leader:  # since the other one is lost
+                    return self._lead((state, failure))
                 membership.publish(outcome={"round": state.number, "failure": asdict(failure) if failure else None})
             done.add(state.number)
 
@@ -142,7 +148,7 @@ class Node:
     def _round_end(self, number: int) -> RoundEnded | None:
         """Whether this round has to end."""
         membership = self.membership
-        if text := membership.disconnected():
+        if (text := membership.disconnected()) and not self._is_succeeded():
             return RoundEnded(text, is_graceful=False)
         if membership.is_leader and not membership.is_alone:
             Leader.check_round(membership)
@@ -150,6 +156,14 @@ class Node:
         if state.number == number and state.end_reason:
             return RoundEnded(state.end_reason, is_graceful=state.is_graceful)
         return None
+
+    def _is_succeeded(self) -> bool:
+        """Whether another node has taken the place of the leader, which is lost."""
+        membership = self.membership
+        formation = membership.round.formation
+        if not (self.is_live and formation and formation["is_training"]):
+            return False
+        return membership.index not in membership.round.evicted and succession.succeed(membership, self.logs.parent)
 
     def _announce(self, error: LockstepError) -> None:
         """Let the other nodes know that the run ends here."""

@@ -121,15 +121,29 @@ def connect_store(endpoint: Endpoint, *, seconds: float) -> TCPStore:
         time.sleep(RETRY_SECONDS)
 
 
-def interface_to(endpoint: Endpoint) -> str | None:
-    """This machine's network interface that routes to the endpoint; None if unknown."""
+def address_to(endpoint: Endpoint) -> str | None:
+    """This machine's own address on the route to the endpoint; None if unknown."""
     try:
         family, address = endpoint.address()
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing: it only looks up the route
             probe.connect((address, endpoint.port))
-            own = probe.getsockname()[0]
+            return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def answers(endpoint: Endpoint, *, seconds: float) -> bool:
+    """Whether somebody listens there."""
+    try:
+        socket.create_connection((endpoint.host, endpoint.port), timeout=seconds).close()
+    except OSError:
+        return False
+    return True
+
+
+def interface_to(endpoint: Endpoint) -> str | None:
+    """This machine's network interface that routes to the endpoint; None if unknown."""
+    own = address_to(endpoint)
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == own for entry in addresses):
             return name
