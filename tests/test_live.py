@@ -4,10 +4,12 @@ import json
 import re
 import signal
 import sys
+import threading
 import time
 
 import pytest
 from chaos import DIGITS, MNIST, TEXTS, Chaos, differences, final_state, undisturbed
+from filelock import FileLock
 from running import lockstep, started, summary, wait_for_steps, workers
 
 from lockstep.launch.elastic.live_notes import Formation, Position
@@ -79,6 +81,20 @@ def test_all_but_one_and_then_all(tmp_path, plain):
     assert run.returncode == 0, output
     assert "Starting again on 3 processes from step-" in output
     assert summary(tmp_path, "live")["digest"] == plain[0][0]
+
+
+def test_a_lock_that_outlives_its_process(tmp_path, plain):
+    """As on a file system of several machines, one of which is lost."""
+    (tmp_path / "c.yaml").write_text(SHORT)
+    run = started(tmp_path, "train", "c.yaml", *LIVE)
+    wait_for_steps(tmp_path / "runs" / "live", 4)
+    held = FileLock(tmp_path / "runs" / "live" / ".lock")
+    threading.Thread(target=held.acquire, kwargs={"poll_interval": 0.001}, daemon=True).start()
+    workers(run)[0].kill()
+    output, _ = run.communicate(timeout=90)
+    assert run.returncode == 0 and "is still locked by the lost rank 0" in output, output
+    assert summary(tmp_path, "live")["digest"] == plain[0][0]
+    held.release(force=True)
 
 
 def test_resized(tmp_path, plain):

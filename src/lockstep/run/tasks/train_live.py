@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from filelock import Timeout
+
 from lockstep.base.errors import LockstepError
 from lockstep.base.events import EpochDone, Evaluated, Regrouped, Steered, StepDone, TextSample, TextsGenerated
 from lockstep.base.world import World
@@ -192,7 +194,7 @@ class LiveTrainTask(TrainTask):
         to the terminal."""
         self.is_writer = True
         take_terminal()
-        self.lock.acquire(timeout=LOCK_SECONDS)
+        is_locked = self._lock()
         step, first = self.parts.state.step, self.backlog.first_step
         own, self.bus.observers = self.bus.observers, []
         self.subscribe_writers()
@@ -210,6 +212,15 @@ class LiveTrainTask(TrainTask):
         if self.mirror is not None:
             self.mirror.start()
             self.bus.subscribe(self.mirror)
+        if not is_locked:
+            self.warn(f"{self.lock.lock_file} is still locked by the lost rank 0: the run goes on without the lock")
+
+    def _lock(self) -> bool:
+        """Lock the run's folder -> whether that was possible: a file system of several machines may keep the lock of a
+        lost one for longer."""
+        with suppress(Timeout):
+            self.lock.acquire(timeout=LOCK_SECONDS)
+        return self.lock.is_locked
 
     def _extras(self) -> dict[str, Any]:
         progress = self.training.progress
