@@ -10,7 +10,7 @@ from lockstep.cli._common import RunArgument, console, reports_errors
 @reports_errors
 def command(
     run: RunArgument,
-    processes: Annotated[int, typer.Argument(min=1, metavar="N", help="how many processes are to train")],
+    processes: Annotated[int, typer.Argument(min=1, metavar="N", help="how many processes are to train, per machine")],
 ) -> None:
     """Have a run with launch.recovery=live go on with another number of processes; the weights stay the same bits."""
     from lockstep.launch import run_control
