@@ -1,10 +1,12 @@
-"""What the loss of a process costs: live recovery against a restart from a checkpoint of every step or two.
+"""What the loss of a process costs: live recovery, without and with a spare, against a restart from a checkpoint of
+every step or two.
 
     python benchmarks/recovery.py [--data FOLDER] [--processes 2] [--faults 50] [--steps 300] [--rounds 3]
 
-A random process is killed (SIGKILL) once all train. `stall`: from the kill to the next step of the others that
-metrics.jsonl shows; `whole`: until the first step of all processes. Then the cost per step without faults: seconds of a
-run with live recovery and without, in turns. `--data` has mnist/; without it the CNN trains on scikit-learn's digits.
+A random process is killed (SIGKILL) once all train, and the spare is loaded. `stall`: from the kill to the next step
+of the others that metrics.jsonl shows; `whole`: until the first step of all processes. Then the cost per step without
+faults: seconds of a run with live recovery and without, in turns. `--data` has mnist/; without it the CNN trains on
+scikit-learn's digits.
 Run nothing else beside it.
 """
 
@@ -24,6 +26,9 @@ import psutil
 
 POLL_SECONDS = 0.002
 PATIENCE_SECONDS = 60.0
+SPARE_SECONDS = 1.0
+BUSY_SECONDS = 0.2
+"""Of processor time, meanwhile: a spare that uses less has loaded everything."""
 MANY = 10**5
 """Steps of a run that is to be disturbed."""
 
@@ -31,19 +36,21 @@ MANY = 10**5
 class Run:
     """A training that logs every step."""
 
-    def __init__(self, folder: Path, name: str, *, recovery: str, options: argparse.Namespace, steps: int) -> None:
+    def __init__(
+        self, folder: Path, name: str, *, recovery: str, options: argparse.Namespace, steps: int, spares: int = 0
+    ) -> None:
         source = {"kind": "mnist", "root": str(options.data)} if options.data else {"kind": "digits"}
         config = {
             "data": source,
             "model": {"kind": "cnn"},
             "train": {"global_batch": 64, "micro_batch": 8, "epochs": None, "steps": steps},
-            "launch": {"processes": options.processes, "recovery": recovery, "max_restarts": 10**6},
+            "launch": {"processes": options.processes, "recovery": recovery, "spares": spares, "max_restarts": 10**6},
             "observe": {"log_every": 1, "sinks": ["jsonl"]},
             "evaluate": {"every_steps": steps, "limit": 100},
             "checkpoint": {"every_steps": 2 if recovery == "restart" and steps > MANY else steps},
         }
         (folder / f"{name}.yaml").write_text(json.dumps(config))
-        self.folder, self.processes = folder / "runs" / name, options.processes
+        self.folder, self.processes, self.spares = folder / "runs" / name, options.processes, spares
         command = [sys.executable, "-m", "lockstep", "train", f"{name}.yaml", f"run.name={name}"]
         self.output = folder / f"{name}.txt"
         with self.output.open("w") as output:
@@ -56,6 +63,17 @@ class Run:
                 if child.name().startswith("lockstep-r"):
                     found.append(child)
         return found
+
+    def training_workers(self) -> list[psutil.Process]:
+        """Those that use the processor, once the spares wait."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while self.spares and time.monotonic() < end:
+            before = {process: sum(process.cpu_times()[:2]) for process in self.workers()}
+            time.sleep(SPARE_SECONDS)
+            busy = [each for each, seconds in before.items() if sum(each.cpu_times()[:2]) - seconds > BUSY_SECONDS]
+            if (len(busy), len(before)) == (self.processes, self.processes + self.spares):
+                return busy
+        return self.workers()
 
     def lines(self) -> int:
         """Of metrics.jsonl: it only grows by a line when a step has ended."""
@@ -85,9 +103,10 @@ class Run:
         return time.monotonic() - began
 
     def kill_one(self, chosen: random.Random) -> tuple[float, float]:
-        """Kill a process -> seconds until the next step, and until all train again."""
+        """Kill a process that trains -> seconds until the next step, and until all train again."""
+        training = self.training_workers()
         changes, began = len(self.changes()), time.monotonic()
-        chosen.choice(self.workers()).kill()
+        chosen.choice(training).kill()
         self.wait(lambda: len(self.changes()) > changes)
         before = self.lines()
         self.wait(lambda: self.lines() != before)
@@ -102,9 +121,10 @@ class Run:
         self.process.wait(timeout=60)
 
 
-def faults(folder: Path, recovery: str, options: argparse.Namespace) -> dict[str, list[float]]:
+def faults(folder: Path, options: argparse.Namespace, *, recovery: str, spares: int) -> dict[str, list[float]]:
     """Seconds of each stall, and until all processes train again."""
-    run, chosen = Run(folder, recovery, recovery=recovery, options=options, steps=10**6), random.Random(0)
+    name, chosen = f"{recovery}-{spares}", random.Random(0)
+    run = Run(folder, name, recovery=recovery, options=options, steps=10**6, spares=spares)
     run.wait(lambda: run.lines() > 0)
     measured = []
     for _ in range(options.faults):
@@ -140,10 +160,11 @@ def main() -> None:
     options.data = options.data and options.data.resolve()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for recovery in ("live", "restart"):
-            for what, seconds in faults(folder, recovery, options).items():
+        for recovery, spares in (("live", 0), ("live", 1), ("restart", 0)):
+            for what, seconds in faults(folder, options, recovery=recovery, spares=spares).items():
                 p99 = sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
-                say(f"{recovery:8} {what:6} median {statistics.median(seconds):.2f} s, p99 {p99:.2f} s")
+                with_spare = ", a spare" if spares else ""
+                say(f"{recovery + with_spare:14} {what:6} median {statistics.median(seconds):.2f} s, p99 {p99:.2f} s")
         ratios = []
         for number in range(options.rounds):
             order = ["live", "restart"] if number % 2 else ["restart", "live"]

@@ -37,6 +37,7 @@ class Chaos:
     settings: tuple = ()
     seed: int = 0
     processes: int = 3
+    spares: int = 0
     counts: Counter = field(default_factory=Counter)
     """(kind, phase) -> how often a process took such an order."""
 
@@ -55,7 +56,8 @@ class Chaos:
             "c.yaml",
             "run.name=live",
         ]
-        command += ["launch.recovery=live", f"launch.processes={self.processes}", "launch.max_restarts=1000"]
+        command += ["launch.recovery=live", f"launch.processes={self.processes}", f"launch.spares={self.spares}"]
+        command += ["launch.max_restarts=1000"]
         with open(self.folder / "output.txt", "w") as output:
             self.process = subprocess.Popen(
                 [*command, *self.settings],
@@ -184,7 +186,7 @@ DIGITS = """
 data: {kind: digits}
 model: {kind: cnn}
 optim: {lr: 0.001, clip: 1.0}
-train: {global_batch: 64, micro_batch: 8, epochs: null, steps: 2000, ema: 0.99}
+train: {global_batch: 32, micro_batch: 8, epochs: null, steps: 2000, ema: 0.99}
 evaluate: {every_steps: 20}
 checkpoint: {every_steps: 25}
 observe: {log_every: 5}

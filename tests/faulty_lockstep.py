@@ -1,7 +1,7 @@
 """`lockstep`, whose training processes meet faults: `python faulty_lockstep.py FOLDER train c.yaml ...`.
 
 Workers are forked from this process, and so have its changes: before each phase of a step they look into FOLDER for an
-order, a file named KIND-PHASE-NUMBER. The first process that finds one of its phase takes it, and kills or stops itself.
+order, a file named KIND-PHASE-NUMBER. The first process that finds one of its phase takes it, and kills or stops itself, or hangs.
 """
 
 import os
@@ -9,6 +9,7 @@ import pathlib
 import signal
 import sys
 import threading
+import time
 
 from lockstep.checkpoint import writer
 from lockstep.cli import _app
@@ -40,16 +41,19 @@ PHASES = {
     "placing": (_ddp.DataParallel, "place"),
 }
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": signal.SIGSEGV}
+HANG = "hang"
 
 
 def meet(folder, phase):
     for name in os.listdir(folder):
         kind, _, rest = name.partition("-")
-        if kind in SIGNALS and rest.rpartition("-")[0] == phase:
+        if kind in {*SIGNALS, HANG} and rest.rpartition("-")[0] == phase:
             try:
                 os.rename(folder / name, folder / f"taken-{name}")
             except OSError:
                 continue
+            if kind == HANG:
+                time.sleep(1000)
             os.kill(os.getpid(), SIGNALS[kind])
 
 

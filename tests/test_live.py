@@ -13,8 +13,9 @@ from filelock import FileLock
 from running import lockstep, started, summary, wait_for_steps, workers
 
 from lockstep.launch.elastic.live_notes import Formation, Position
+from lockstep.launch.elastic.live_workers import gpu_of
 
-SHORT = DIGITS.replace("steps: 2000", "steps: 800")
+LONG, SHORT = DIGITS.replace("steps: 2000", "steps: 800"), DIGITS.replace("steps: 2000", "steps: 300")
 FAULTS = [
     *("kill-forward", "kill-shared-memory", "kill-buffers", "kill-optimizer", "kill-agreement", "kill-after-step"),
     *("kill-evaluation", "kill-save", "kill-writing", "kill-renaming", "crash-forward", "stop-shared-memory"),
@@ -25,9 +26,15 @@ VOLATILE = ("samples_per_second",)
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The final state and the metrics of the short run, undisturbed on one process."""
+    """The final state of the short run, undisturbed on one process."""
+    return undisturbed(tmp_path_factory.mktemp("plain"), SHORT)
+
+
+@pytest.fixture(scope="module")
+def long_plain(tmp_path_factory):
+    """The final state and the metrics of the long run, undisturbed on one process."""
     folder = tmp_path_factory.mktemp("plain")
-    return undisturbed(folder, SHORT), lines(folder / "runs" / "plain")
+    return undisturbed(folder, LONG), lines(folder / "runs" / "plain")
 
 
 def lines(run):
@@ -37,9 +44,9 @@ def lines(run):
 
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory, plain):
+def disturbed(tmp_path_factory):
     """The same run on three processes, with a fault in each phase, and others while these are mended."""
-    chaos = Chaos(tmp_path_factory.mktemp("live"), SHORT)
+    chaos = Chaos(tmp_path_factory.mktemp("live"), LONG)
     chaos.start()
     wait_for_steps(chaos.folder / "runs" / "live", 1)
     for fault in FAULTS:
@@ -50,9 +57,9 @@ def disturbed(tmp_path_factory, plain):
     return chaos
 
 
-def test_faults_change_nothing(disturbed, plain):
-    assert differences(final_state(disturbed.folder / "runs" / "live"), plain[0]) == []
-    assert lines(disturbed.folder / "runs" / "live") == plain[1]
+def test_faults_change_nothing(disturbed, long_plain):
+    assert differences(final_state(disturbed.folder / "runs" / "live"), long_plain[0]) == []
+    assert lines(disturbed.folder / "runs" / "live") == long_plain[1]
 
 
 def test_each_loss_is_told(disturbed):
@@ -65,6 +72,40 @@ def test_each_loss_is_told(disturbed):
     history = (disturbed.folder / "runs" / "live" / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in history].count("started") == 1
     assert "training goes on" in (disturbed.folder / "runs" / "live" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("settings", [("observe.on_hang=restart",), ("launch.collective_timeout_seconds=2",)])
+def test_a_process_that_hangs(tmp_path, plain, settings):
+    """Found by the thread that watches, or since the others have waited for longer than collectives may take."""
+    chaos = Chaos(tmp_path, SHORT, settings=("observe.hang_seconds=1.5", *settings))
+    chaos.start()
+    wait_for_steps(tmp_path / "runs" / "live", 4)
+    chaos.meet("hang-forward")
+    chaos.meet("hang-after-step", "kill-forward")  # in the new process group DDP waits, too
+    assert chaos.process.wait(100) == 0, chaos.text()
+    assert "Starting again" not in chaos.text() and "Traceback" not in chaos.text()
+    assert differences(final_state(tmp_path / "runs" / "live"), plain) == []
+
+
+def spare_waits(chaos):
+    """Whether there is one that has loaded everything: it uses hardly any processor time, and the others do."""
+    before = {process: sum(process.cpu_times()[:2]) for process in chaos.workers()}
+    time.sleep(0.5)
+    busy = [process for process, seconds in before.items() if sum(process.cpu_times()[:2]) - seconds > 0.1]
+    return (len(before), len(busy)) == (chaos.processes + chaos.spares, chaos.processes)
+
+
+def test_spares_take_the_place_of_lost_processes(tmp_path, plain):
+    chaos = Chaos(tmp_path, SHORT, spares=1)
+    chaos.start()
+    wait_for_steps(tmp_path / "runs" / "live", 4)
+    for fault in ("kill-forward", "stop-shared-memory", "kill-writing"):
+        wait_until(lambda: spare_waits(chaos))
+        chaos.meet(fault)
+    assert chaos.process.wait(100) == 0, chaos.text()
+    told = summary(tmp_path, "live")["regrouped"]
+    assert [(len(each["losses"]), each["joined"], each["world_size"]) for each in told] == [(1, 1, 3)] * 3
+    assert differences(final_state(tmp_path / "runs" / "live"), plain) == []
 
 
 def test_all_but_one_and_then_all(tmp_path, plain):
@@ -80,7 +121,7 @@ def test_all_but_one_and_then_all(tmp_path, plain):
     output, _ = run.communicate(timeout=90)
     assert run.returncode == 0, output
     assert "Starting again on 3 processes from step-" in output
-    assert summary(tmp_path, "live")["digest"] == plain[0][0]
+    assert summary(tmp_path, "live")["digest"] == plain[0]
 
 
 def test_a_lock_that_outlives_its_process(tmp_path, plain):
@@ -93,7 +134,7 @@ def test_a_lock_that_outlives_its_process(tmp_path, plain):
     workers(run)[0].kill()
     output, _ = run.communicate(timeout=90)
     assert run.returncode == 0 and "is still locked by the lost rank 0" in output, output
-    assert summary(tmp_path, "live")["digest"] == plain[0][0]
+    assert summary(tmp_path, "live")["digest"] == plain[0]
     held.release(force=True)
 
 
@@ -111,7 +152,7 @@ def test_resized(tmp_path, plain):
     assert run.returncode == 0, output
     sizes = [each["world_size"] for each in summary(tmp_path, "live")["regrouped"]]
     assert (max(sizes), sizes[-1]) == (3, 2) and "killed" not in output
-    assert differences(final_state(tmp_path / "runs" / "live"), plain[0]) == []
+    assert differences(final_state(tmp_path / "runs" / "live"), plain) == []
     assert lockstep(tmp_path, "resize", "runs/live", "2").stderr == (
         "live has ended: start it with launch.processes=2\n"
     )
@@ -134,13 +175,15 @@ def test_stopped_by_a_signal_and_resumed(tmp_path, plain):
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 75 and "stopped by a signal after step" in output, output
     assert lockstep(tmp_path, "train", "c.yaml", *LIVE).returncode == 0
-    assert summary(tmp_path, "live")["digest"] == plain[0][0]
+    assert summary(tmp_path, "live")["digest"] == plain[0]
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         (["parallel.kind=fsdp"], "launch.recovery: live needs the whole state in every process"),
+        (["launch.recovery=restart", "launch.spares=1"], "spares=1 is for recovery: live, in which a spare takes"),
+        (["launch.spares=100"], "launch.spares=100 on the "),
         (["train.batchnorm=sync"], "live changes the number of processes, on which train.batchnorm=sync depends"),
     ],
 )
@@ -155,6 +198,13 @@ def test_resizing_needs_live_recovery(tmp_path):
     assert lockstep(tmp_path, "train", "c.yaml", "train.steps=2", "run.name=a").returncode == 0
     done = lockstep(tmp_path, "resize", "runs/a", "2")
     assert done.returncode == 2 and "a was started without launch.recovery=live: cancel it" in done.stderr
+
+
+def test_a_process_that_joins_sees_the_gpu_of_its_place(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert (gpu_of(0), gpu_of(1), gpu_of(2)) == ("2", "5", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_of(0) is None
 
 
 def test_formations_are_plain_text():

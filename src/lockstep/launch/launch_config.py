@@ -1,9 +1,9 @@
 """Settings that all launchers share."""
 
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.base.config import MANY, PluginSection
 from lockstep.base.errors import LaunchError, nearest
@@ -92,6 +92,11 @@ class LaunchSection(PluginSection):
         return self.failure_timeout_seconds
 
     @property
+    def spare_processes(self) -> int:
+        """With live recovery, processes per machine that wait to take the place of a lost one."""
+        return 0
+
+    @property
     def min_nodes(self) -> int:
         return int(str(self.nodes).split(":")[0])
 
@@ -102,7 +107,8 @@ class LaunchSection(PluginSection):
     def check_machine(self, threads: int) -> None:
         """Raise LaunchError if this machine lacks the cores or network interface that the settings ask for."""
         most = MAX_PER_CORE * cores()
-        for key, number in (("run.threads", threads), ("launch.processes", self.processes)):
+        counts = {"run.threads": threads, "launch.processes": self.processes, "launch.spares": self.spare_processes}
+        for key, number in counts.items():
             if number != "auto" and number > most:
                 raise LaunchError(
                     f"{key}={number} on the {cores()} cores that may be used here: set it to {cores()} or less"
@@ -126,14 +132,15 @@ class LaunchSection(PluginSection):
         import torch  # noqa: PLC0415 (a config is checked without it)
 
         gpus = torch.cuda.device_count()
-        if gpus and self.processes != "auto" and self.processes > gpus:
-            raise LaunchError(
-                f"launch.processes={self.processes} but there are {gpus} GPUs: set launch.processes={gpus}"
-            )
+        most = gpus - self.spare_processes
+        if gpus and (most < 1 or (self.processes != "auto" and self.processes > most)):
+            spares = f" and launch.spares={self.spare_processes}" if self.spare_processes else ""
+            mend = f"set launch.processes={most}" if most > 0 else "set fewer"
+            raise LaunchError(f"launch.processes={self.processes}{spares} but there are {gpus} GPUs: {mend}")
         if self.processes != "auto":
             return self.processes
         if gpus:
-            return gpus
+            return most
         return max(1, min(cores() // threads, -(-shards // self.max_nodes)))
 
 
@@ -147,10 +154,25 @@ class LiveLaunchSection(LaunchSection):
     """With live recovery, a process that is stopped for this long, or a machine that is silent for three times as long,
     counts as lost."""
 
+    spares: int = Field(0, ge=0, le=MOST_PROCESSES)
+    """With live recovery, further processes per machine that wait, with everything loaded, to take the place of a lost
+    one at once."""
+
+    @model_validator(mode="after")
+    def _spares_take_over(self) -> Self:
+        if self.spares and not self.recovers_live:
+            raise ValueError(f"spares={self.spares} is for recovery: live, in which a spare takes a lost one's place")
+        return self
+
     @property
     def recovers_live(self) -> bool:
         """Whether training goes on where a process is lost."""
         return self.recovery == "live"
+
+    @property
+    def spare_processes(self) -> int:
+        """With live recovery, processes per machine that wait to take the place of a lost one."""
+        return self.spares
 
     @property
     def machine_timeout_seconds(self) -> float:

@@ -15,7 +15,7 @@ from lockstep.base.contracts import Launcher, Plan, Request
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError, PeerLost
 from lockstep.launch import run_folder
 from lockstep.launch.elastic import fork_server, succession
-from lockstep.launch.elastic.membership import Membership
+from lockstep.launch.elastic.membership import Membership, Rejection
 from lockstep.launch.elastic.node import Node, worker_plan
 from lockstep.launch.elastic.rendezvous import Endpoint, answers
 from lockstep.launch.launch_config import LaunchSection
@@ -154,7 +154,8 @@ def launch_node(
 
 
 def _rejoin(take_part: Callable[..., int], loss: PeerLost, *, seconds: float) -> int:
-    """With live recovery, a node that was cut off comes back when it reaches the leader again. Raises PeerLost."""
+    """With live recovery, a node that was cut off comes back when it reaches the leader again. Raises PeerLost, and
+    Rejection where its installation or its folder is not that of the others any more."""
     while True:
         sys.stderr.write(f"{loss}; its processes were ended, and it tries to join again for {seconds:.0f} s\n")
         end = time.monotonic() + seconds
@@ -164,6 +165,8 @@ def _rejoin(take_part: Callable[..., int], loss: PeerLost, *, seconds: float) ->
             except PeerLost as error:
                 loss = error
                 break
+            except Rejection:
+                raise
             except LaunchError:  # no leader can be reached
                 time.sleep(REJOIN_SECONDS)
         else:

@@ -14,7 +14,7 @@ from lockstep.base.contracts import Launcher
 from lockstep.base.errors import ConfigError, LaunchError, absence
 from lockstep.checkpoint.layout import listed
 from lockstep.launch import launch_run
-from lockstep.launch.elastic import live_workers
+from lockstep.launch.elastic import live_slots
 from lockstep.run import recipe as recipes
 
 POLL_SECONDS = 0.2
@@ -79,8 +79,10 @@ def resize(folder: Path, processes: int) -> str:
         )
     if launcher.is_over(note):
         raise LaunchError(f"{folder.name} has ended: start it with launch.processes={processes}")
-    launch.model_copy(update={"processes": processes}).check_machine(threads=1)
-    storage.write(folder / live_workers.RESIZE, f"{processes}\n")
+    resized = launch.model_copy(update={"processes": processes})
+    resized.check_machine(threads=1)
+    resized.processes_here(threads=1, shards=1)
+    storage.write(folder / live_slots.RESIZE, f"{processes}\n")
     return f"{folder.name} goes on with {processes} process{'es' if processes > 1 else ''} after one of the next steps"
 
 

@@ -20,7 +20,8 @@ class ObserveSection(Section):
     """Without progress for this long, all processes' stacks are collected and the rank that the others wait for is
     named; auto: ten times the median step, at least 30 s."""
     on_hang: Literal["report", "restart"] = "report"
-    """Only report it, or also restart the processes from the newest checkpoint."""
+    """Only report it, or also restart the processes from the newest checkpoint (with launch.recovery=live: only those
+    that the others wait for)."""
     desync_every: int | None = Field(200, ge=1, le=MANY)
     """Compare the weights of all processes every this many steps, and stop if they are not equal."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None

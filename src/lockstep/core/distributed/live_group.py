@@ -14,6 +14,7 @@ from lockstep.base.errors import PeerLost
 from lockstep.base.world import World
 from lockstep.core.distributed.group_connections import GroupConnections
 from lockstep.core.distributed.process_group import is_lost_peer
+from lockstep.core.host import activity
 from lockstep.launch.elastic.live_notes import JOINS, NAME, Formation, LiveNotes, Position, WorkerReport, machine_of
 from lockstep.launch.elastic.rendezvous import Endpoint
 
@@ -89,8 +90,9 @@ class LiveGroup:
         while True:
             generation = newest.generation
             self.notes.report(self.name, WorkerReport(generation=generation, position=position))
-            while newest.generation <= generation:
-                newest = self.notes.formation(after=newest.version)
+            with activity.waiting_in("the new process group"):
+                while newest.generation <= generation:
+                    newest = self.notes.formation(after=newest.version)
             if self.name in newest.members and not newest.is_broken:
                 break
         with self._moving:

@@ -77,11 +77,14 @@ class Coordinator:
         generation, members = self.formation.generation, self.formation.members
         reports: dict[str, WorkerReport | None] = {}
         leaving: set[str] = set()
+        spares: set[str] = set()
         for state in machines.values():
             reports |= state.workers
             leaving |= set(state.leaving)
+            spares |= set(state.spares)
         waiting = {n: report.position for n, report in reports.items() if report and report.generation >= generation}
-        joining = [name for name, report in reports.items() if report and name not in {*members, *leaving}]
+        others = {*members, *leaving, *spares}
+        joining = [name for name, report in reports.items() if report and name not in others]
         left = [name for name in members if name in reports]
         if any(name in waiting for name in left) and not self.formation.is_broken:
             self._change(is_broken=True)

@@ -127,6 +127,8 @@ class MachineState:
     """Members of the formation that have ended."""
     leaving: tuple[str, ...] = ()
     """Workers that the run is made smaller by."""
+    spares: tuple[str, ...] = ()
+    """Workers that wait to take the place of a lost one."""
     is_training: bool = False
     """Whether rank 0 runs here and has begun to train."""
     formation: Formation = Formation()
@@ -139,8 +141,9 @@ class MachineState:
     def from_plain(cls, plain: Mapping[str, Any]) -> "MachineState":
         workers = {name: report and WorkerReport.from_plain(report) for name, report in plain["workers"].items()}
         exits = {name: Exit(**each) for name, each in plain["exits"].items()}
-        changed = {"workers": workers, "exits": exits, "leaving": tuple(plain["leaving"])}
-        return cls(**{**plain, **changed, "formation": Formation.from_plain(plain["formation"])})
+        lists = {name: tuple(plain[name]) for name in ("leaving", "spares")}
+        formation = Formation.from_plain(plain["formation"])
+        return cls(**{**plain, **lists, "workers": workers, "exits": exits, "formation": formation})
 
 
 def take_terminal() -> None:

@@ -12,7 +12,8 @@ from lockstep.launch.elastic.agent import RoundEnded
 from lockstep.launch.elastic.failure import Failure, node_failure
 from lockstep.launch.elastic.live_coordinator import Coordinator
 from lockstep.launch.elastic.live_notes import Formation, MachineState
-from lockstep.launch.elastic.live_workers import RESIZE, LiveWorkers
+from lockstep.launch.elastic.live_slots import RESIZE
+from lockstep.launch.elastic.live_workers import LiveWorkers
 from lockstep.launch.elastic.membership import Membership
 
 POLL_SECONDS, BUSY_POLL_SECONDS = 0.02, 0.003

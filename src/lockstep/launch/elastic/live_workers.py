@@ -4,13 +4,14 @@ import os
 import platform
 import signal
 import subprocess
+import sys
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lockstep.base import ctrl_c, storage
@@ -31,32 +32,26 @@ from lockstep.launch.elastic.live_notes import (
     WorkerReport,
     worker_name,
 )
+from lockstep.launch.elastic.live_slots import Slot, requested_size, resize
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, serve_store
 from lockstep.launch.elastic.stopped_workers import is_stopped
+from lockstep.launch.launch_config import LaunchSection
 
 POLL_SECONDS = 0.02
 """Between two looks at workers that are to exit."""
 STOPPED_SECONDS = 0.2
 """Between two looks at whether a worker is stopped."""
-BACK_OFF_SECONDS = 0.5
-"""Before the second start of a worker within an hour; twice as long before each further one."""
-MOST_BACK_OFF_SECONDS = 30.0
-HOUR_SECONDS = 3600.0
-MOST_STARTS = 100
-"""Of a worker within an hour; after it the others go on without."""
-FREE_STARTS = 20
-"""Of a worker within an hour, before it has to wait."""
+GPUS = "CUDA_VISIBLE_DEVICES"
 RESIZE_SECONDS = 0.5
 """Between two looks at whether another number of processes is asked for."""
-RESIZE = "resize"
-"""The file in a run's folder with the number that is asked for."""
 
 
-def requested_size(folder: Path) -> int | None:
-    """The number of processes per machine that was asked for, if one was."""
-    with suppress(OSError, ValueError):
-        return max(1, int(storage.read(folder / RESIZE, 32)))
-    return None
+def gpu_of(slot: int) -> str | None:
+    """The GPU of a process, as CUDA_VISIBLE_DEVICES names it, if there are GPUs: one that joins takes the first that it
+    sees."""
+    known = os.environ.get(GPUS)
+    names = known.split(",") if known is not None else [str(number) for number in range(torch.cuda.device_count())]
+    return names[slot] if slot < len(names) and names[slot] else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,25 +89,13 @@ class LiveWorker:
         return self.process.poll()
 
 
-@dataclass(kw_only=True)
-class Slot:
-    """The starts of one of the machine's processes."""
-
-    starts: deque[float] = field(default_factory=deque)
-    """Within the last hour."""
-    total: int = 0
-    due: float | None = None
-    """When it is to be started again."""
-    is_closed: bool = False
-    """Whether the run was made smaller by it."""
-
-
 class LiveWorkers:
-    def __init__(self, start: WorkerGroupStart, place: MachinePlace, *, heartbeat_seconds: float) -> None:
-        self.start, self.place, self.heartbeat_seconds = start, place, heartbeat_seconds
+    def __init__(self, start: WorkerGroupStart, place: MachinePlace, section: LaunchSection) -> None:
+        self.start, self.place, self.section = start, place, section
+        processes = start.processes + section.spare_processes
         self.store = serve_store(Endpoint(host=LOOPBACK, port=0))
         self.notes = LiveNotes(self.store.port)
-        self.slots = [Slot() for _ in range(start.processes)]
+        self.slots = [Slot(is_spare=number >= start.processes) for number in range(processes)]
         self.running: dict[str, LiveWorker] = {}
         """By name; the oldest first."""
         self.exits: dict[str, Exit] = {}
@@ -122,6 +105,8 @@ class LiveWorkers:
         """That have been looked at."""
         self.formation = Formation()
         """The newest that this machine has been told."""
+        self.broken_since: float | None = None
+        """When the formation broke, until there is a new one."""
         self.looked_at_stopped = self.looked_at_size = 0.0
         self.deaths: dict[int, ProcessFailure] = {}
         """By slot, of members that were killed: failures if none is left."""
@@ -135,23 +120,28 @@ class LiveWorkers:
 
     def state(self) -> MachineState:
         """For the coordinator."""
-        leaving = tuple(name for name, worker in self.running.items() if self.slots[worker.slot].is_closed)
         return MachineState(
             round=self.place.round,
             workers={name: self.reports.get(name) for name in self.running},
             exits=dict(self.exits),
-            leaving=leaving,
+            leaving=tuple(worker.name for worker in self.running.values() if self.slots[worker.slot].is_closed),
+            spares=tuple(worker.name for worker in self._spares()),
             is_training=self.formation.is_training or self.notes.is_training(),
             formation=self.formation,
         )
 
+    def _spares(self) -> list[LiveWorker]:
+        return [worker for worker in self.running.values() if self.slots[worker.slot].is_spare]
+
     def start_all(self) -> None:
-        for slot in range(len(self.slots)):
-            self._start(slot, joins=self.place.joins)
+        """But for spares, which would compete with them: those are started once the others train."""
+        for number in range(self.start.processes):
+            self._start(number, joins=self.place.joins)
 
     def look(self) -> None:
         """Do what is due: for workers that have exited or are stopped, and for those that are to be started."""
         self._kill_stopped()
+        self._kill_late()
         for worker in [worker for worker in self.running.values() if worker.code is not None]:
             del self.running[worker.name]
             self._exited(worker)
@@ -164,15 +154,25 @@ class LiveWorkers:
         """Tell the workers of the newest formation."""
         if formation.version <= self.formation.version:
             return
-        is_new = formation.generation > self.formation.generation
-        self.formation = formation
+        before, self.formation = self.formation, formation
+        is_new = formation.generation > before.generation
+        if is_new or not formation.is_broken:
+            self.broken_since = None
+        elif self.broken_since is None:
+            self.broken_since = time.monotonic()
+        if formation.is_training and not before.is_training:
+            self._start_spares()
         self.notes.publish(formation)
         if is_new:
-            self.exits = {name: exit for name, exit in self.exits.items() if name in formation.members}
-            self.deaths.clear()
-            for name in [*self.state().leaving]:
-                if name not in formation.members:  # it waits, and holds nothing that the others lack
-                    self.running.pop(name).process.kill()
+            self._note_members()
+
+    def _note_members(self) -> None:
+        members = self.formation.members
+        self.exits = {name: exit for name, exit in self.exits.items() if name in members}
+        self.deaths.clear()
+        for name in [*self.state().leaving]:
+            if name not in members:  # it waits, and holds nothing that the others lack
+                self.running.pop(name).process.kill()
 
     def _exited(self, worker: LiveWorker) -> None:
         code, formation = worker.code, self.formation
@@ -188,7 +188,20 @@ class LiveWorkers:
             return
         if is_member:
             self.deaths[worker.slot] = self._process_failure(worker, code)
-        self._schedule(worker.slot, has_failed=code > 0)
+        slot = self.slots[worker.slot]
+        slot.schedule(has_failed=code > 0)
+        self._replace(slot)
+
+    def _start_spares(self) -> None:
+        for slot in self.slots:
+            if slot.is_spare:
+                slot.schedule()
+
+    def _replace(self, lost: Slot) -> None:
+        """Have a spare take the place of a lost worker, and what is started for that be the next spare."""
+        spares = sorted(self._spares(), key=lambda worker: worker.name not in self.reports)
+        if spares and not (lost.is_spare or lost.is_closed):
+            self.slots[spares[0].slot].is_spare, lost.is_spare = False, True
 
     def _told(self, worker: LiveWorker, code: int) -> str:
         if worker.name not in self.formation.members or code >= 0:
@@ -210,43 +223,21 @@ class LiveWorkers:
         if now - self.looked_at_size < RESIZE_SECONDS:
             return
         self.looked_at_size = now
-        wanted = requested_size(self.start.logs.parent)
-        if wanted is None:
-            return
-        main = self.running.get(next(iter(self.formation.members), ""))
-        order = sorted(range(len(self.slots)), key=lambda number: (not main or number != main.slot, number))
-        while len(order) < wanted:
-            order.append(len(self.slots))
-            self.slots.append(Slot(is_closed=True))
-        for place, number in enumerate(order):
-            slot, is_closed = self.slots[number], place >= wanted
-            if slot.is_closed != is_closed:
-                slot.is_closed, slot.due = is_closed, None if is_closed else now
+        if (wanted := requested_size(self.start.logs.parent)) is not None:
+            main = self.running.get(next(iter(self.formation.members), ""))
+            resize(self.slots, wanted, main.slot if main else None)
 
     # ---- starting
 
-    def _schedule(self, slot: int, *, has_failed: bool) -> None:
-        """Start a worker again: at once, or later if that has happened often or is of no use yet."""
-        this, now = self.slots[slot], time.monotonic()
-        while this.starts and now - this.starts[0] > HOUR_SECONDS:
-            this.starts.popleft()
-        often = len(this.starts) - FREE_STARTS
-        if len(this.starts) < MOST_STARTS and not (self.has_finished or this.is_closed):
-            wait = min(BACK_OFF_SECONDS * 2**often, MOST_BACK_OFF_SECONDS) if often >= 0 else 0.0
-            this.due = now + (MOST_BACK_OFF_SECONDS if has_failed else wait)
-
     def _start_due(self) -> None:
         for number, slot in enumerate(self.slots):
-            if slot.due is not None and time.monotonic() >= slot.due and not self.has_finished:
-                slot.due = None
+            if slot.is_due() and not self.has_finished:
                 with suppress(OSError):  # memory may be short; the others go on
                     self._start(number, joins=True)
 
     def _start(self, slot: int, *, joins: bool) -> None:
-        this, place = self.slots[slot], self.place
-        this.total += 1
-        this.starts.append(time.monotonic())
-        name = worker_name(place.machine, slot, this.total)
+        place = self.place
+        name = worker_name(place.machine, slot, self.slots[slot].begin())
         is_main = not (slot or place.first_rank or place.joins)
         log = self.start.logs / (f"rank-{self._label(slot)}.log" if not is_main else "rank-0.again.log")
         own = {NAME: name, **({JOINS: "1"} if joins else {})}
@@ -293,7 +284,7 @@ class LiveWorkers:
             error.unlink()
         ranks = ("0", "1", "0", "1")
         if not joins:
-            ranks = str(place.first_rank + slot), str(place.world_size), str(slot), str(len(self.slots))
+            ranks = str(place.first_rank + slot), str(place.world_size), str(slot), str(self.start.processes)
         return {
             **dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), ranks, strict=True)),
             "MASTER_ADDR": place.host,
@@ -305,6 +296,7 @@ class LiveWorkers:
             CPP_LOG_LEVEL: os.environ.get(CPP_LOG_LEVEL, "ERROR"),
             PORT: str(self.store.port),
             TERMINAL: ",".join(map(str, self.terminal)),
+            **({GPUS: gpu} if joins and (gpu := gpu_of(slot)) else {}),
         }
 
     def _error_file(self, slot: int) -> Path:
@@ -323,8 +315,20 @@ class LiveWorkers:
                 worker.stopped_since = None
             elif worker.stopped_since is None:
                 worker.stopped_since = now
-            elif now - worker.stopped_since > self.heartbeat_seconds:
+            elif now - worker.stopped_since > self.section.worker_timeout_seconds:
                 worker.process.kill()
+
+    def _kill_late(self) -> None:
+        """Kill members that do not come for a new formation: they hang somewhere, and all others wait for them."""
+        seconds = self.section.collective_timeout_seconds
+        if self.broken_since is None or time.monotonic() - self.broken_since < seconds:
+            return
+        self.broken_since = None
+        for rank, name in enumerate(self.formation.members):
+            report = self.reports.get(name)
+            if name in self.running and not (report and report.generation >= self.formation.generation):
+                sys.stderr.write(f"rank {rank} has kept the others waiting for {seconds:.0f} s: it is killed\n")
+                self.running[name].process.kill()
 
     def end(self, number: signal.Signals) -> None:
         """Have the workers save and exit, within the grace period."""

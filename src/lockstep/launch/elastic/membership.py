@@ -40,6 +40,10 @@ NOTE = ".leader.json"
 """In the run's folder, with live recovery: {"endpoint"} of a leader that is not node 0."""
 
 
+class Rejection(LaunchError):
+    """This node cannot join, as long as somebody does not change something there."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundState:
     """One start of all worker groups, from rendezvous to the end of the workers."""
@@ -223,9 +227,9 @@ class Membership:
             code="LS-NODE-03",
         )
 
-    def _rejection(self, text: str, *, code: str) -> LaunchError:
+    def _rejection(self, text: str, *, code: str) -> Rejection:
         self.store.set("rejection", json.dumps({"text": text, "code": code}))
-        return LaunchError(text, code=code)
+        return Rejection(text, code=code)
 
     def rejection(self) -> LaunchError | None:
         """On the leader: why a node cannot join, if one reported so."""

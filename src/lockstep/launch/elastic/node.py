@@ -120,7 +120,7 @@ class Node:
         )
         try:
             if self.is_live:
-                workers = LiveWorkers(start, self._place(state), heartbeat_seconds=self.section.worker_timeout_seconds)
+                workers = LiveWorkers(start, self._place(state), self.section)
                 return LiveRound(workers, self.membership).run(lambda: self._round_end(state.number))
             return run_round(start, self.membership, lambda: self._round_end(state.number))
         except RoundEnded as end:

@@ -2,17 +2,15 @@
 
 import json
 import os
-import platform
 import statistics
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import DistError
 
@@ -23,11 +21,10 @@ from lockstep.base.world import World
 from lockstep.core.host import activity
 from lockstep.launch.elastic.failure import VERDICT
 from lockstep.observe.diagnose.hang_verdict import Report, ranks_text, verdict
-from lockstep.observe.diagnose.heartbeats import Heartbeats
+from lockstep.observe.diagnose.heartbeats import SIGKILL, Heartbeats
 from lockstep.observe.diagnose.store_notes import StoreNotes
 from lockstep.observe.diagnose.training_thread import TrainingThread
 
-SIGKILL = 9
 LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 """How long ranks may take to report where they are."""
@@ -50,6 +47,8 @@ class Limits:
     """Whether a stuck run is ended, for its launcher to restart it; else it is only reported."""
     silent_seconds: float
     """A process without heartbeats for this long counts as frozen or lost."""
+    recovers_live: bool = False
+    """Whether the others go on where a process is ended; the launcher looks after those that are frozen or lost."""
 
 
 class Watch:
@@ -68,6 +67,8 @@ class Watch:
         """Number of the last request for reports."""
         self._reported: tuple[int, float] | None = None
         """Step and seconds without progress of the last report."""
+        self._dropped_in = 0
+        """The last step in which this process had others ended."""
         self._last_look = self._store_seen = time.monotonic()
         self._parent = os.getppid()
 
@@ -93,7 +94,7 @@ class Watch:
         if world.size > 1:
             heartbeats = Heartbeats(StoreNotes(world.rank, world.size), self.limits.silent_seconds)
             heartbeats.send()  # at once: one that freezes before its first would never count as silent
-        self.world, self.heartbeats = world, heartbeats
+        self.world, self.heartbeats, self._question = world, heartbeats, 0
         activity.progress()
 
     def notice(self, event: object) -> None:
@@ -156,6 +157,8 @@ class Watch:
         heartbeats.send()
         if heartbeats.notes.count("end"):
             self._leave("another process has found out that the run cannot go on", PeerLost.exit_code)
+        if self.limits.recovers_live and heartbeats.notes.count(f"drop-{self.world.rank}"):
+            os.kill(os.getpid(), SIGKILL)
         question = heartbeats.notes.count("ask")
         if question > self._question:
             self._question = question
@@ -164,11 +167,13 @@ class Watch:
 
     def _check_silence(self, heartbeats: Heartbeats) -> None:
         """End the run when a process is frozen or lost: the others would wait for it forever."""
+        if self.limits.recovers_live:
+            return
         silent = heartbeats.silent_ranks()
         losses = [text for rank, last in silent.items() if (text := heartbeats.loss(rank, last))]
         if losses:
             text = verdict(self._reports([rank for rank in range(self.world.size) if rank not in silent]), losses)
-            self._end(f"{text}. The run cannot go on with it", silent.values())
+            self._end(f"{text}. The run cannot go on with it", silent)
 
     @property
     def limit(self) -> float:
@@ -199,10 +204,15 @@ class Watch:
             texts = [f"rank {r.rank}, process {r.process} on {r.host}\n{r.stacks}" for r in reports]
             file.write_text("\n\n".join(texts), encoding="utf-8")
         text = f"no progress for {seconds:.0f} s in step {step}: {verdict(reports, silent)}\n  all stacks: {file}"
-        is_waited_for = bool(mute) or {report.waits_in is None for report in reports} == {True, False}
-        if self.limits.restarts and is_waited_for:  # else it may only be slow: a compilation, a large evaluation
+        busy = [report.rank for report in reports if report.waits_in is None]
+        is_waited_for = bool(mute) or 0 < len(busy) < len(reports)
+        if not (self.limits.restarts and is_waited_for):  # it may only be slow: a compilation, a large evaluation
+            self._log(text)
+        elif self.limits.recovers_live and self._dropped_in != step:
+            self._dropped_in = step
+            self._drop([*mute, *(busy if len(busy) < len(reports) else [])], text)
+        else:
             self._end(text)
-        self._log(text)
 
     def _own_report(self) -> Report:
         return self.thread.report(self.world.rank, self.steps_done + 1)
@@ -223,22 +233,31 @@ class Watch:
         self._last_look = time.monotonic()  # this process was not frozen, it waited
         return sorted([own, *answers.values()], key=lambda report: report.rank)
 
+    def _drop(self, ranks: Sequence[int], text: str) -> None:
+        """End these processes, this one last: the others go on without them, until they are started again."""
+        verb = "is" if len(ranks) == 1 else "are"
+        self._log(f"{text}\n{ranks_text(ranks)} {verb} ended, for the others to go on")
+        assert self.heartbeats is not None
+        for rank in ranks:
+            self.heartbeats.notes.count(f"drop-{rank}", 1)
+            self.heartbeats.kill_here(rank)
+        if self.world.rank in ranks:
+            os.kill(os.getpid(), SIGKILL)
+
     def _log_if_over(self) -> None:
         if self._reported is not None and self.steps_done >= self._reported[0]:
             self._log(f"step {self._reported[0]} has ended, training goes on")
             self._reported = None
 
-    def _end(self, text: str, frozen: Iterable[Mapping[str, Any]] = ()) -> None:
+    def _end(self, text: str, frozen: Iterable[int] = ()) -> None:
         """Write down why, make every process leave, and leave: the launcher decides what comes next."""
         with suppress(OSError):
             storage.write(self.logs / VERDICT, json.dumps({"rank": self.world.rank, "text": text}))
         if self.heartbeats is not None:
             with suppress(DistError):
                 self.heartbeats.notes.count("end", 1)
-        for last in frozen:
-            if last["host"] == platform.node():
-                with suppress(OSError):  # it reacts to no other signal
-                    os.kill(last["process"], SIGKILL)
+            for rank in frozen:
+                self.heartbeats.kill_here(rank)
         self._leave(text, HangDetected.exit_code)
 
     def _leave(self, text: str, code: int) -> None:

@@ -12,6 +12,7 @@ from torch.distributed import DistError
 
 from lockstep.observe.diagnose.store_notes import StoreNotes
 
+SIGKILL = 9
 ELSEWHERE = 4
 """A process on another machine may be silent this many times as long."""
 LEFT = "left"
@@ -74,6 +75,13 @@ class Heartbeats:
             status = psutil.Process(process).status()
             return f"rank {rank} (process {process}) {seconds}: it is {status}" if status in FROZEN else None
         return f"rank {rank} (process {process}) no longer exists"
+
+    def kill_here(self, rank: int) -> None:
+        """Kill a process of this machine, which may react to nothing else."""
+        beat, _ = self._seen.get(rank, (LEFT, 0.0))
+        if beat != LEFT and beat["host"] == platform.node():
+            with suppress(OSError):
+                os.kill(beat["process"], SIGKILL)
 
     def _read(self, ranks: list[int]) -> None:
         for rank, beat in self.notes.read("beat", ranks).items():

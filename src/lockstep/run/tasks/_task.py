@@ -75,4 +75,5 @@ def limits(recipe: Recipe) -> Limits:
         timeout_seconds=recipe.launch.collective_timeout_seconds,
         restarts=recipe.observe.on_hang == "restart",
         silent_seconds=recipe.launch.failure_timeout_seconds,
+        recovers_live=recipe.launch.recovers_live,
     )

@@ -1,0 +1,75 @@
+"""The processes that a machine is to run with launch.recovery=live: when each is started, and started again."""
+
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.base import storage
+
+BACK_OFF_SECONDS = 0.5
+"""Before the second start of a process within an hour; twice as long before each further one."""
+MOST_BACK_OFF_SECONDS = 30.0
+HOUR_SECONDS = 3600.0
+MOST_STARTS = 100
+"""Of a process within an hour; after it the others go on without."""
+FREE_STARTS = 20
+"""Of a process within an hour, before it has to wait."""
+RESIZE = "resize"
+"""The file in a run's folder with the number of processes per machine that is asked for."""
+
+
+@dataclass(kw_only=True)
+class Slot:
+    """The place of one process; one that is started again has the slot of the lost one."""
+
+    starts: deque[float] = field(default_factory=deque)
+    """Within the last hour."""
+    total: int = 0
+    due: float | None = None
+    """When it is to be started."""
+    is_closed: bool = False
+    """Whether the run was made smaller by it."""
+    is_spare: bool = False
+    """Whether its process waits to take the place of a lost one."""
+
+    def begin(self) -> int:
+        """Note a start -> its number."""
+        self.total += 1
+        self.due = None
+        self.starts.append(time.monotonic())
+        return self.total
+
+    def is_due(self) -> bool:
+        return self.due is not None and time.monotonic() >= self.due
+
+    def schedule(self, *, has_failed: bool = False) -> None:
+        """Start it again: at once, or later if that has happened often or is of no use yet."""
+        now = time.monotonic()
+        while self.starts and now - self.starts[0] > HOUR_SECONDS:
+            self.starts.popleft()
+        often = len(self.starts) - FREE_STARTS
+        if len(self.starts) < MOST_STARTS and not self.is_closed:
+            wait = min(BACK_OFF_SECONDS * 2**often, MOST_BACK_OFF_SECONDS) if often >= 0 else 0.0
+            self.due = now + (MOST_BACK_OFF_SECONDS if has_failed else wait)
+
+
+def requested_size(folder: Path) -> int | None:
+    """The number of processes per machine that was asked for, if one was."""
+    with suppress(OSError, ValueError):
+        return max(1, int(storage.read(folder / RESIZE, 32)))
+    return None
+
+
+def resize(slots: list[Slot], wanted: int, main: int | None) -> None:
+    """Open or close slots until so many are open, spares not counted; that of rank 0, `main`, stays open."""
+    active = (number for number, slot in enumerate(slots) if not slot.is_spare)
+    order = sorted(active, key=lambda number: (main is not None and number != main, number))
+    while len(order) < wanted:
+        order.append(len(slots))
+        slots.append(Slot(is_closed=True))
+    for place, number in enumerate(order):
+        slot, is_closed = slots[number], place >= wanted
+        if slot.is_closed != is_closed:
+            slot.is_closed, slot.due = is_closed, None if is_closed else time.monotonic()
