@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import torch
+import warm
 
 from lockstep.checkpoint import layout, reader
 
@@ -40,6 +41,11 @@ class Chaos:
     spares: int = 0
     counts: Counter = field(default_factory=Counter)
     """(kind, phase) -> how often a process took such an order."""
+    number: int = 0
+    """Of the newest order."""
+
+    def __post_init__(self):
+        self.random = random.Random(self.seed)
 
     @property
     def orders(self):
@@ -58,7 +64,7 @@ class Chaos:
         ]
         command += ["launch.recovery=live", f"launch.processes={self.processes}", f"launch.spares={self.spares}"]
         command += ["launch.max_restarts=1000"]
-        with open(self.folder / "output.txt", "w") as output:
+        with open(self.folder / "output.txt", "a") as output:
             self.process = subprocess.Popen(
                 [*command, *self.settings],
                 cwd=self.folder,
@@ -66,8 +72,6 @@ class Chaos:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        self.random = random.Random(self.seed)
-        self.number = 0
 
     def workers(self):
         found = []
@@ -88,12 +92,10 @@ class Chaos:
 
     def fault(self):
         """One random fault; waits until it has happened, or gives it up."""
-        kind = self.random.choices(["one", "double", "all but one", "all"], [20, 4, 1, 0.5])[0]
-        if kind in ("all but one", "all"):
-            chosen = self.workers()[1 if kind == "all but one" else 0 :]
-            for process in chosen:
-                with suppress(psutil.Error):
-                    process.kill()
+        kinds = {"one": 20, "double": 4, "resize": 2, "all but one": 1, "all": 0.5, "launcher": 0.5}
+        kind = self.random.choices([*kinds], [*kinds.values()])[0]
+        if kind not in ("one", "double"):
+            self.other_fault(kind)
             self.counts[kind, "any"] += 1
             return
         how = self.random.choices(["kill", "stop", "crash"], [8, 1, 1])[0]
@@ -110,6 +112,22 @@ class Chaos:
                 self.counts[name.partition("-")[0], phase] += 1
             with suppress(OSError):
                 (self.orders / name).unlink()
+
+    def other_fault(self, kind):
+        """All at once, or what somebody asks for; after the loss of the launcher the command is given again."""
+        found = self.workers()
+        if kind == "resize":
+            command = ["lockstep", "resize", "runs/live", str(self.random.randint(2, 4))]
+            warm.run(command, cwd=self.folder, timeout=60)
+        elif kind == "launcher":
+            self.process.kill()
+            self.process.wait()
+            psutil.wait_procs(found, 30)
+            self.start()
+        else:
+            for process in found[1 if kind == "all but one" else 0 :]:
+                with suppress(psutil.Error):
+                    process.kill()
 
     def meet(self, *names):
         """Have the run meet these faults, KIND-PHASE each, and wait until all processes train again."""
@@ -169,8 +187,9 @@ def final_state(run):
 def undisturbed(folder, config, settings=()):
     """The final state of the run on one process."""
     (folder / "plain.yaml").write_text(config)
-    command = [sys.executable, "-m", "lockstep", "train", "plain.yaml", "run.name=plain", "launch.processes=1"]
-    subprocess.run([*command, *settings], cwd=folder, check=True, capture_output=True, timeout=600)
+    command = ["lockstep", "train", "plain.yaml", "run.name=plain", "launch.processes=1"]
+    done = warm.run([*command, *settings], cwd=folder, timeout=600)
+    assert done.returncode == 0, done.stderr
     return final_state(folder / "runs" / "plain")
 
 

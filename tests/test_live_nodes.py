@@ -18,6 +18,7 @@ from lockstep.launch.elastic.live_notes import Exit, MachineState, Position, Wor
 PORT = 29434
 SHORT = DIGITS.replace("steps: 2000", "steps: 500")
 LIVE = ["launch.recovery=live", "launch.processes=1", "run.name=live"]
+pytestmark = pytest.mark.timeout(300)
 NODES = pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root and iproute2")
 
 
@@ -85,7 +86,7 @@ def test_a_machine_that_is_lost_and_started_again(machines, plain):
     machines.wait_for_size(1)
     third = machines.start(1)
     machines.wait_for_size(2)
-    assert [first.wait(90), third.wait(30)] == [0, 0], machines.text()
+    assert [first.wait(140), third.wait(60)] == [0, 0], machines.text()
     assert "node 1 (" in machines.text() and "Starting again" not in machines.text()
     assert differences(final_state(machines.run), plain[0]) == []
     assert lines(machines.run) == plain[1]
@@ -96,14 +97,14 @@ def test_a_machine_that_is_lost_and_started_again(machines, plain):
 @NODES
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_the_first_machine_is_lost_and_started_again(machines, plain):
-    """The other one decides from there on; node 0 joins it."""
+    """The other one decides from there on; node 0 joins it, although it is back before the other has missed it."""
     first, second = machines.start(0), machines.start(1)
     wait_for_steps(machines.run, 20)
     kill(first)
-    machines.wait_for_size(1)
     first = machines.start(0)
     machines.wait_for_size(2)
-    assert [first.wait(90), second.wait(30)] == [0, 0], machines.text()
+    assert [first.wait(140), second.wait(60)] == [0, 0], machines.text()
+    assert "waiting up to 7 s to see whether the others go on" in machines.text()
     assert "node 0 is lost: node 1 (" in machines.text() and "Starting again" not in machines.text()
     assert differences(final_state(machines.run), plain[0]) == []
     assert lines(machines.run) == plain[1]
@@ -120,12 +121,13 @@ def test_the_first_machine_is_cut_off(machines, plain):
     machines.wait(lambda: "most of the machines are lost at once" in machines.text())
     set_link(0, "up")
     machines.wait_for_size(3)
-    assert [process.wait(90) for process in running] == [0, 0, 0], machines.text()
+    assert [process.wait(140) for process in running] == [0, 0, 0], machines.text()
     assert differences(final_state(machines.run), plain[0]) == []
     assert lines(machines.run) == plain[1]
 
 
 @NODES
+@pytest.mark.matrix
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_a_link_is_cut_and_mended(machines, plain):
     first, second = machines.start(0), machines.start(1)
@@ -135,7 +137,7 @@ def test_a_link_is_cut_and_mended(machines, plain):
     machines.wait(lambda: "tries to join again" in machines.text())
     set_link(1, "up")
     machines.wait_for_size(2)
-    assert [first.wait(90), second.wait(30)] == [0, 0], machines.text()
+    assert [first.wait(140), second.wait(60)] == [0, 0], machines.text()
     assert differences(final_state(machines.run), plain[0]) == []
     assert lines(machines.run) == plain[1]
     assert re.search(r"node 1 \(.*\) is lost, with rank 1", machines.text())

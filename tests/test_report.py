@@ -38,6 +38,13 @@ def test_goodput_leaves_out_what_was_lost():
     assert spent.rest == pytest.approx(61 - 17 - 6 - 2 - 0.5 - 30) and spent.share == pytest.approx(17 / 61)
 
 
+def test_goodput_knows_what_live_recoveries_took():
+    lost = line(115, "regrouped", 15, message="after step 15: training goes on", seconds=0.75)
+    spent, before = goodput(starts([*KILLED[:4], lost, *KILLED[4:]])), goodput(starts(KILLED))
+    assert (spent.recoveries, spent.steps) == (0.75, before.steps)
+    assert spent.rest == pytest.approx(before.rest - 0.75)
+
+
 def test_steps_between_two_logged_ones_count_in_proportion():
     resumed_at_15 = [*KILLED[:5], line(150, "started", 15), line(161, "ended", 15, status="finished")]
     spent = goodput(starts(resumed_at_15))

@@ -127,20 +127,24 @@ class LaunchSection(PluginSection):
     def processes_here(self, threads: int, shards: int) -> int:
         """The number of processes on this machine, with `threads` threads each, for `shards` shards per step.
 
-        Raises LaunchError for more processes than GPUs.
+        Raises LaunchError for more processes than GPUs, and for GPUs with live recovery.
         """
         import torch  # noqa: PLC0415 (a config is checked without it)
 
         gpus = torch.cuda.device_count()
-        most = gpus - self.spare_processes
-        if gpus and (most < 1 or (self.processes != "auto" and self.processes > most)):
-            spares = f" and launch.spares={self.spare_processes}" if self.spare_processes else ""
-            mend = f"set launch.processes={most}" if most > 0 else "set fewer"
-            raise LaunchError(f"launch.processes={self.processes}{spares} but there are {gpus} GPUs: {mend}")
+        if gpus and self.recovers_live:
+            raise LaunchError(
+                "launch.recovery=live is for processors so far: a process that waits in NCCL for a lost one could not "
+                "leave it; set launch.recovery=restart, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+            )
+        if gpus and self.processes != "auto" and self.processes > gpus:
+            raise LaunchError(
+                f"launch.processes={self.processes} but there are {gpus} GPUs: set launch.processes={gpus}"
+            )
         if self.processes != "auto":
             return self.processes
         if gpus:
-            return most
+            return gpus
         return max(1, min(cores() // threads, -(-shards // self.max_nodes)))
 
 

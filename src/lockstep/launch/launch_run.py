@@ -15,7 +15,8 @@ from lockstep.base.contracts import Launcher, Plan, Request
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError, PeerLost
 from lockstep.launch import run_folder
 from lockstep.launch.elastic import fork_server, succession
-from lockstep.launch.elastic.membership import Membership, Rejection
+from lockstep.launch.elastic.admission import Rejection
+from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.node import Node, worker_plan
 from lockstep.launch.elastic.rendezvous import Endpoint, answers
 from lockstep.launch.launch_config import LaunchSection
@@ -125,7 +126,7 @@ def launch_node(
 
         def take_part(*, again: bool = False) -> int:
             nonlocal folder
-            other = succession.other_leader(folder) if recipe.launch.recovers_live else None
+            other = _other_leader(recipe.launch, folder, awaits=node.is_leader and not again)
             if again and other is None and (node.is_leader or not answers(node.endpoint, seconds=ANSWER_SECONDS)):
                 raise LaunchError("no leader of this run answers")
             endpoint, follows = other or node.endpoint, other is not None
@@ -151,6 +152,13 @@ def launch_node(
                 raise
             sys.stderr.write(f"{error}\n")
             return 0  # the scheduler takes the worst exit code of all nodes: node 0 decides whether the job is requeued
+
+
+def _other_leader(section: LaunchSection, folder: Path, *, awaits: bool) -> Endpoint | None:
+    """The leader of this run, if that is another than node 0."""
+    if not section.recovers_live:
+        return None
+    return succession.awaited_leader(folder, section) if awaits else succession.other_leader(folder)
 
 
 def _rejoin(take_part: Callable[..., int], loss: PeerLost, *, seconds: float) -> int:

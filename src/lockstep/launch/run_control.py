@@ -79,9 +79,7 @@ def resize(folder: Path, processes: int) -> str:
         )
     if launcher.is_over(note):
         raise LaunchError(f"{folder.name} has ended: start it with launch.processes={processes}")
-    resized = launch.model_copy(update={"processes": processes})
-    resized.check_machine(threads=1)
-    resized.processes_here(threads=1, shards=1)
+    launch.model_copy(update={"processes": processes}).check_machine(threads=1)
     storage.write(folder / live_slots.RESIZE, f"{processes}\n")
     return f"{folder.name} goes on with {processes} process{'es' if processes > 1 else ''} after one of the next steps"
 

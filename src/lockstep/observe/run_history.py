@@ -114,6 +114,7 @@ class RunHistory:
 
     @notice.register
     def _(self, event: Regrouped) -> None:
+        self.mark = time.monotonic()  # what was begun of the present step is done again
         message = event.text.replace("\n", "; ")[:MOST_CHARACTERS]
         self._write("regrouped", event.step, message=message, seconds=round(event.seconds, 3))
 

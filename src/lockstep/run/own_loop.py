@@ -33,7 +33,8 @@ from lockstep.run.loop_settings import Schedule, loop_settings
 from lockstep.training import optim
 from lockstep.training.deadline import Deadline
 from lockstep.training.learning_rate import checked_factor
-from lockstep.training.loop import Training, stepping
+from lockstep.training.loop import stepping
+from lockstep.training.loop_state import Training
 from lockstep.training.own_evaluation import measured, world_sums
 from lockstep.training.own_step import OwnStep
 from lockstep.training.script_guard import ScriptGuard

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from lockstep.base.errors import PeerLost
@@ -73,13 +72,13 @@ class LiveGroup:
             dist.destroy_process_group()
         gc.collect()  # groups in reference cycles keep their threads
 
-    def regroup(self, position: Position, device: torch.device) -> Formation:
+    def regroup(self, position: Position) -> Formation:
         """Report where this worker is, wait for the next formation and open its group. Raises DistError when the
         launcher is lost."""
         while True:
             self._wait_for_formation(position)
             try:
-                self._open(device)
+                self._open()
             except (PeerLost, RuntimeError):  # a member was lost meanwhile
                 self.leave()
             else:
@@ -101,7 +100,7 @@ class LiveGroup:
             self.connections = GroupConnections()
             self._compare(self._newest)  # the other thread may have seen already that it is broken
 
-    def _open(self, device: torch.device) -> None:
+    def _open(self) -> None:
         if dist.is_initialized():  # that of a process which joins: until now it was alone
             dist.destroy_process_group()
         world = self.world
@@ -118,8 +117,7 @@ class LiveGroup:
             if self._lost.is_set():  # before there was a client of the store to shut down
                 raise PeerLost("a member was lost before the group was opened")
         dist.distributed_c10d._world.group_count = 0  # an attempt that has failed counts, and names the next group
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=connect)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=connect)
         dist.barrier()  # all have opened it
         dist.distributed_c10d._set_pg_timeout(regular)
         if self._lost.is_set():

@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lockstep.base import ctrl_c, storage
@@ -41,17 +40,8 @@ POLL_SECONDS = 0.02
 """Between two looks at workers that are to exit."""
 STOPPED_SECONDS = 0.2
 """Between two looks at whether a worker is stopped."""
-GPUS = "CUDA_VISIBLE_DEVICES"
 RESIZE_SECONDS = 0.5
 """Between two looks at whether another number of processes is asked for."""
-
-
-def gpu_of(slot: int) -> str | None:
-    """The GPU of a process, as CUDA_VISIBLE_DEVICES names it, if there are GPUs: one that joins takes the first that it
-    sees."""
-    known = os.environ.get(GPUS)
-    names = known.split(",") if known is not None else [str(number) for number in range(torch.cuda.device_count())]
-    return names[slot] if slot < len(names) and names[slot] else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +160,12 @@ class LiveWorkers:
         members = self.formation.members
         self.exits = {name: exit for name, exit in self.exits.items() if name in members}
         self.deaths.clear()
-        for name in [*self.state().leaving]:
-            if name not in members:  # it waits, and holds nothing that the others lack
-                self.running.pop(name).process.kill()
+        self._kill_waiting(self.state().leaving)
+
+    def _kill_waiting(self, names: Iterable[str]) -> None:
+        """Those of them that are no members: they hold nothing that the others lack."""
+        for name in [name for name in names if name not in self.formation.members]:
+            self.running.pop(name).process.kill()
 
     def _exited(self, worker: LiveWorker) -> None:
         code, formation = worker.code, self.formation
@@ -296,7 +289,6 @@ class LiveWorkers:
             CPP_LOG_LEVEL: os.environ.get(CPP_LOG_LEVEL, "ERROR"),
             PORT: str(self.store.port),
             TERMINAL: ",".join(map(str, self.terminal)),
-            **({GPUS: gpu} if joins and (gpu := gpu_of(slot)) else {}),
         }
 
     def _error_file(self, slot: int) -> Path:
@@ -339,6 +331,9 @@ class LiveWorkers:
         self.wait_for_exits(self.start.grace_seconds)
 
     def wait_for_exits(self, seconds: float) -> None:
+        """Of members; others, such as spares, are killed."""
+        if self.formation.generation:
+            self._kill_waiting(self.running)
         end = time.monotonic() + seconds
         while self.running and time.monotonic() < end:
             time.sleep(POLL_SECONDS)

@@ -9,21 +9,19 @@ messages, so nothing depends on who reads when. A node is lost when its heartbea
 import json
 import os
 import platform
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from filelock import FileLock, Timeout
 from torch.distributed import DistError, TCPStore
 
 from lockstep.base.errors import LaunchError, PeerLost
+from lockstep.launch.elastic import admission
 from lockstep.launch.elastic.live_notes import MachineState
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, address_to, connect_store, serve_store
 from lockstep.launch.launch_config import LaunchSection
@@ -31,17 +29,10 @@ from lockstep.launch.launch_config import LaunchSection
 HEARTBEAT_SECONDS, LIVE_HEARTBEAT_SECONDS = 0.25, 0.1
 BUSY_HEARTBEAT_SECONDS = 0.02
 """With live recovery, while the machines agree on who goes on."""
-NFS_CACHE_SECONDS = 60.0
-"""How long a file from another machine may take to be visible: NFS caches directory listings for up to a minute."""
-NONCE_PREFIX = ".meeting-"
 LEAD = ".leader.lock"
 """In the run's folder, locked by the leader with live recovery."""
 NOTE = ".leader.json"
 """In the run's folder, with live recovery: {"endpoint"} of a leader that is not node 0."""
-
-
-class Rejection(LaunchError):
-    """This node cannot join, as long as somebody does not change something there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +61,6 @@ class RoundState:
     """With live recovery, the newest live_notes.Formation of this round."""
     result: Mapping[str, Any] | None = None
     """How the run ended, once it has: {"code", "text"}."""
-
-
-def versions() -> dict[str, str]:
-    """What has to be the same on all nodes."""
-    return {"Lockstep": version("lockstep-train"), "torch": str(torch.__version__)}
 
 
 class Membership:
@@ -141,17 +127,11 @@ class Membership:
     # ---- joining
 
     def agree_on_name(self, name: str) -> str:
-        """The run's name on all nodes: the leader's. Raises LaunchError for another version of Lockstep or torch."""
+        """The run's name on all nodes: the leader's. Raises Rejection for another version of Lockstep or torch."""
         if self.is_leader:
             return name
         leader = self._leader_info()
-        for package, here in versions().items():
-            if leader[package] != here:
-                raise self._rejection(
-                    f"{platform.node()} has {package} {here}, but {leader['host']} (node 0) has {leader[package]}: "
-                    "install the same on all machines",
-                    code="LS-NODE-02",
-                )
+        admission.check_versions(self.store, leader)
         return str(leader["run"])
 
     def join(self, folder: Path) -> None:
@@ -162,7 +142,8 @@ class Membership:
                 raise LaunchError(f"another process leads this run: it has locked {folder / LEAD}")
             self.introduce(self.store, folder)
         else:
-            self._check_shared(folder, self._leader_info())
+            seconds = self.section.join_timeout_seconds / 2  # while the leader still waits
+            admission.check_shared(self.store, self._leader_info(), folder, seconds=seconds)
             self.index = self._next_index()
         self.last_contact = time.monotonic()
         if self._can_succeed:
@@ -190,53 +171,17 @@ class Membership:
         return True
 
     def introduce(self, store: TCPStore, folder: Path) -> None:
-        """On the leader: let nodes that join check what has to be the same."""
-        nonce = secrets.token_hex(8)
-        if not self.is_alone:
-            folder.mkdir(parents=True, exist_ok=True)
-            for stale in folder.glob(f"{NONCE_PREFIX}*"):
-                stale.unlink(missing_ok=True)
-            self._nonce_file = folder / f"{NONCE_PREFIX}{nonce}"
-            self._nonce_file.touch()
-        info = {**versions(), "run": folder.name, "host": platform.node(), "nonce": nonce}
-        store.set("leader", json.dumps(info))
+        self._nonce_file = admission.introduce(store, folder, is_alone=self.is_alone)
 
     def _next_index(self) -> int:
         return self.store.add("nodes", 1) - 1
 
     def _leader_info(self) -> dict[str, str]:
-        deadline = time.monotonic() + self.section.join_timeout_seconds
-        while True:
-            with suppress(DistError):
-                return json.loads(self.store.get("leader"))
-            if time.monotonic() > deadline:
-                text = f"{self.endpoint} answers, but no run of Lockstep begins there: check --rendezvous"
-                raise LaunchError(text, code="LS-NODE-01")
-
-    def _check_shared(self, folder: Path, leader: Mapping[str, str]) -> None:
-        seconds = min(NFS_CACHE_SECONDS, self.section.join_timeout_seconds / 2)  # while the leader still waits
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            with suppress(OSError):
-                if f"{NONCE_PREFIX}{leader['nonce']}" in os.listdir(folder):  # makes NFS revalidate its cache
-                    return
-            time.sleep(HEARTBEAT_SECONDS)
-        raise self._rejection(
-            f"{folder} is not the same folder on {platform.node()} and on {leader['host']} (node 0): set run.dir to a "
-            "folder that all machines share",
-            code="LS-NODE-03",
-        )
-
-    def _rejection(self, text: str, *, code: str) -> Rejection:
-        self.store.set("rejection", json.dumps({"text": text, "code": code}))
-        return Rejection(text, code=code)
+        return admission.leader_info(self.store, self.endpoint, self.section.join_timeout_seconds)
 
     def rejection(self) -> LaunchError | None:
         """On the leader: why a node cannot join, if one reported so."""
-        if not self.store.check(["rejection"]):
-            return None
-        reported = json.loads(self.store.get("rejection"))
-        return LaunchError(reported["text"], code=reported["code"])
+        return admission.rejection(self.store)
 
     # ---- publishing and waiting
 

@@ -18,11 +18,13 @@ from torch.distributed import DistError, TCPStore
 
 from lockstep.base import storage
 from lockstep.base.errors import LaunchError
+from lockstep.launch.elastic.admission import NONCE_PREFIX
 from lockstep.launch.elastic.live_notes import Formation
 from lockstep.launch.elastic.membership import NOTE, Membership, RoundState
 from lockstep.launch.elastic.rendezvous import STORE_TIMEOUT, Endpoint, answers
+from lockstep.launch.launch_config import LaunchSection
 
-GATHER_SECONDS = 3.0
+GATHER_SECONDS, MARGIN_SECONDS = 3.0, 1.0
 """How much later than this node the others may miss the leader."""
 POLL_SECONDS, ANSWER_SECONDS = 0.02, 1.0
 LARGEST_NOTE = 4096
@@ -35,6 +37,21 @@ def other_leader(folder: Path) -> Endpoint | None:
         if answers(endpoint, seconds=ANSWER_SECONDS):
             return endpoint
     return None
+
+
+def awaited_leader(folder: Path, section: LaunchSection) -> Endpoint | None:
+    """Where the leader of this run is, for a node 0 that is started again: after a kill the others may not have missed
+    it yet."""
+    seconds = section.machine_timeout_seconds + GATHER_SECONDS + MARGIN_SECONDS
+    other = other_leader(folder)
+    if other is not None or not any(folder.glob(f"{NONCE_PREFIX}*")):
+        return other
+    sys.stderr.write(f"node 0 of this run was killed: waiting up to {seconds:.0f} s to see whether the others go on\n")
+    end = time.monotonic() + seconds
+    while other is None and time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
+        other = other_leader(folder)
+    return other
 
 
 def succeed(membership: Membership, folder: Path) -> bool:

@@ -58,13 +58,15 @@ class Goodput:
     evaluations: float
     saves: float
     """Training stood still for them."""
+    recoveries: float
+    """With live recovery, from the loss of a process until the others went on, and until a process has joined."""
     down: float
     """Between the last sign of one start and the next start."""
 
     @property
     def rest(self) -> float:
         """Building, importing, resuming."""
-        known = self.steps + self.repeated + self.evaluations + self.saves + self.down
+        known = self.steps + self.repeated + self.evaluations + self.saves + self.recoveries + self.down
         return max(self.wall - known, 0.0)
 
     @property
@@ -102,5 +104,6 @@ def goodput(runs: Sequence[Start]) -> Goodput | None:
         repeated=everything - steps,
         evaluations=sum(line.seconds for each in runs for line in each.lines if line.kind == "evaluated"),
         saves=sum(line.stall_seconds for each in runs for line in each.lines),
+        recoveries=sum(line.seconds for each in runs for line in each.lines if line.kind == "regrouped"),
         down=sum(max(after.began - before.ended, 0.0) for before, after in zip(runs, runs[1:], strict=False)),
     )

@@ -122,6 +122,7 @@ def parts(spent: Goodput) -> list[dict[str, Any]]:
         ("steps done again", spent.repeated, "bad"),
         ("evaluations", spent.evaluations, "test"),
         ("saves", spent.saves, "save"),
+        ("recoveries", spent.recoveries, "live"),
         ("between starts", spent.down, "down"),
         ("rest", spent.rest, "rest"),
     ]

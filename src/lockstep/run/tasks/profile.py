@@ -27,7 +27,7 @@ from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.train import Hooks, TrainTask
 from lockstep.tools.profile.rank_profile import STAGE, ProfileRequest
-from lockstep.training.loop import Training
+from lockstep.training.loop_state import Training
 
 NEEDS_GROUP = True
 TEST_SAMPLES = 16

@@ -24,7 +24,7 @@ from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.train import Hooks, TrainTask
 from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
 from lockstep.tools.prove.single_process_checks import checked
-from lockstep.training.loop import Training
+from lockstep.training.loop_state import Training
 
 NEEDS_GROUP = True
 HALT_SECONDS = 60.0

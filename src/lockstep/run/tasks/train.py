@@ -35,7 +35,8 @@ from lockstep.training import observer_state, steering
 from lockstep.training.deadline import Deadline
 from lockstep.training.evaluation import Evaluation
 from lockstep.training.findings import LOSS_IS
-from lockstep.training.loop import Training, train
+from lockstep.training.loop import train
+from lockstep.training.loop_state import Training
 from lockstep.training.resume import NumericRecipe, resumed, set_aside
 from lockstep.training.saving import Saving
 from lockstep.training.steering import Steering

@@ -1,7 +1,6 @@
 """Training that goes on when a process is lost, and when one joins (launch.recovery=live)."""
 
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from filelock import Timeout
 
 from lockstep.base.errors import LockstepError
 from lockstep.base.events import EpochDone, Evaluated, Regrouped, Steered, StepDone, TextSample, TextsGenerated
+from lockstep.base.lifetime import name_process, rank_name
 from lockstep.base.world import World
 from lockstep.core.distributed.live_group import LiveGroup
 from lockstep.core.host import activity
@@ -22,9 +22,11 @@ from lockstep.observe.sinks.progress import ProgressSink
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.train import TrainTask
 from lockstep.run.user_code_checks import UserCodeChecks
-from lockstep.training.loop import ProcessJoins, Training, publish_step, read_outcomes
+from lockstep.training.loop import ProcessJoins
+from lockstep.training.loop_state import Training
 from lockstep.training.state_transfer import equalise
 from lockstep.training.steering import FILE, Steering
+from lockstep.training.step_outcomes import publish_step, read_outcomes
 
 NEEDS_GROUP = True
 BACKLOG_SECONDS = 15.0
@@ -35,34 +37,46 @@ KINDS = {kind.__name__: kind for kind in (StepDone, Evaluated, EpochDone, TextsG
 
 
 class Backlog:
-    """The last events of steps, which every rank has, for the rank that takes over the files."""
+    """The events of the last steps, which every rank has, for the rank that takes over the files: those of a step are
+    kept or dropped together, since the files are cut after whole steps."""
 
-    def __init__(self) -> None:
-        self.events: deque[tuple[float, Any]] = deque()
+    def __init__(self, seconds: float = BACKLOG_SECONDS) -> None:
+        self.seconds = seconds
+        self.by_step: dict[int, list[Any]] = {}
+        self._heard: dict[int, float] = {}
+        """Step -> when its last event came."""
 
     def notice(self, event: object) -> None:
         if not isinstance(event, StepDone | Evaluated | EpochDone | TextsGenerated | Steered):
             return
-        now, step = time.monotonic(), event.step
+        now = time.monotonic()
         if not isinstance(event, StepDone) or event.values:
-            self.events.append((now, event))
-        while self.events and now - self.events[0][0] > BACKLOG_SECONDS and self.events[0][1].step < step - 1:
-            self.events.popleft()
+            self.by_step.setdefault(event.step, []).append(event)
+            self._heard[event.step] = now
+        for old in sorted(self.by_step):
+            if old >= event.step - 1 or now - self._heard[old] <= self.seconds:
+                break
+            del self.by_step[old], self._heard[old]
 
     def close(self) -> None:
         """Nothing is kept open."""
 
     @property
+    def events(self) -> list[Any]:
+        """In the order of steps."""
+        return [event for step in sorted(self.by_step) for event in self.by_step[step]]
+
+    @property
     def first_step(self) -> int | None:
-        return self.events[0][1].step if self.events else None
+        return min(self.by_step, default=None)
 
     def plain(self) -> list[list[Any]]:
         """As JSON."""
-        return [[type(event).__name__, asdict(event)] for _, event in self.events]
+        return [[type(event).__name__, asdict(event)] for event in self.events]
 
     def missed(self, plain: list[list[Any]]) -> list[Any]:
         """Those of another rank that this one has not published."""
-        own = {(type(event), event.step) for _, event in self.events}
+        own = {(type(event), event.step) for event in self.events}
         events = [_event(name, values) for name, values in plain]
         return [event for event in events if (type(event), event.step) not in own]
 
@@ -160,7 +174,7 @@ class LiveTrainTask(TrainTask):
 
     def _regroup(self, position: Position) -> None:
         """Wait for the next formation, take the state of its furthest process, and rebuild what depends on ranks."""
-        formation = self.live.regroup(position, self.device)
+        formation = self.live.regroup(position)
         self._move_to(self.live.world)
         extras = equalise(self.parts.state, formation.positions, self._extras)
         if extras is not None:
@@ -174,6 +188,7 @@ class LiveTrainTask(TrainTask):
 
     def _move_to(self, world: World) -> None:
         self.world = self.parts.world = world
+        name_process(rank_name(str(world.rank)))
         with self.live.connections.sparing():
             self.watch_thread.move_to(world)
 
@@ -203,7 +218,7 @@ class LiveTrainTask(TrainTask):
             if isinstance(observer, RunHistory):
                 observer.go_on(step)
             elif not isinstance(observer, ProgressSink):  # whose lines, too, are written at once
-                for _, event in self.backlog.events:
+                for event in self.backlog.events:
                     observer.notice(event)
         self.bus.observers = own + self.bus.observers
         self.steering = Steering(self.bus, self.recipe.folder / FILE)

@@ -1,0 +1,109 @@
+"""What the training loop needs, and how far it is."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from lockstep.base.events import Bus, TextSample
+from lockstep.base.model_contracts import MicroBatch
+from lockstep.checkpoint.layout import CheckpointSection
+from lockstep.observe.meters import Throughput
+from lockstep.training.deadline import Deadline
+from lockstep.training.saving import Saving
+from lockstep.training.state import TrainState
+from lockstep.training.steering import Steering
+from lockstep.training.step import Outcome
+from lockstep.training.training_config import EvaluateSection, TrainSection
+
+
+@dataclass(kw_only=True)
+class LoopProgress:
+    """How far the work after a step has come, which may be cut short by the loss of a process, and done again."""
+
+    settled: int | None = None
+    """The last step that was evaluated, saved and published, as far as that was due; None before the first."""
+    is_over: bool = False
+    """Whether training stops early after it."""
+    published: dict[type, int] = field(default_factory=dict)
+    """Kind of event -> the last step of one that was published."""
+    flags: list[int] = field(default_factory=list)
+    """What this rank posted after the last settled step."""
+    requests: tuple[int, list[int]] | None = None
+    """A step, and what observers have asked for in it."""
+    last_save: float = field(default_factory=time.monotonic)
+    owes_save: bool = False
+    """Whether a save was given up."""
+
+
+@dataclass(kw_only=True)
+class Training:
+    """What the loop needs; independent of the strategy."""
+
+    state: TrainState
+    train: TrainSection
+    evaluation: EvaluateSection
+    steps: Callable[[int], Iterator[list[MicroBatch]]]
+    """Step to start at -> this rank's micro-batches, a list per step."""
+    evaluate: Callable[[], tuple[int, dict[str, float], tuple[TextSample, ...]]] | None
+    """Evaluate the model: (samples, name -> value, what a language model generates). None: somebody else does."""
+    saving: Saving
+    compare_ranks: Callable[[int], None]
+    """Raise Desync if the ranks' weights differ; takes the step."""
+    describe: Callable[[int, int], str]
+    """(step, shard) -> rank and sample indices, for messages."""
+    bus: Bus
+    total_steps: int
+    steps_per_epoch: int
+    samples_at: Callable[[int], int]
+    """Number of steps -> training samples seen."""
+    derived: Callable[[Mapping[str, float]], Mapping[str, float]]
+    """Model.derived."""
+    clip: float | None
+    log_every: int
+    desync_every: int | None
+    checkpoint: CheckpointSection
+    is_main: bool
+    """Whether this rank's clock decides."""
+    deadline: Deadline
+    interrupted: Callable[[], bool]
+    """Whether this rank has received a signal to stop."""
+    steering: Steering
+    stopping: Callable[[], None]
+    """Called before the last save, which has no time limit."""
+    token_seconds: float | None = None
+    """Of a language model, on the main rank: seconds that all processes would take for a token at their peak."""
+    owes_evaluation: bool = False
+    """Whether the evaluation due after the resumed step failed and has to be repeated."""
+    throughput: Throughput = field(default_factory=Throughput)
+    unread: list[tuple[int, Outcome]] = field(default_factory=list)
+    """(step, outcome) since the last logged step, still on the device: reading them waits for it."""
+    outcome: Outcome | None = None
+    """Of the step that `stepping` has yielded last."""
+    is_joined: Callable[[], bool] = lambda: False
+    """Whether this rank knows of a process that waits to join the others."""
+    progress: LoopProgress = field(default_factory=LoopProgress)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last step, if it was evaluated."""
+    ended: tuple[str, dict[str, float]] = ("failed", {})
+    """How it ended, and the last evaluation."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this was the last step."""
+        return self.state.step == self.total_steps
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether the settings ask for an evaluation after this step."""
+        is_due = self.is_over or self.evaluation.is_due(self.state.step, self.steps_per_epoch)
+        return is_due and self.evaluate is not None
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the values of this step are published."""
+        return self.state.step % self.log_every == 0 or self.is_over
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the last finished step, from 1."""
+        return (self.state.step - 1) // self.steps_per_epoch + 1

@@ -1,0 +1,50 @@
+"""The processes that a machine is to run with launch.recovery=live."""
+
+import time
+
+from lockstep.launch.elastic.live_slots import FREE_STARTS, MOST_STARTS, Slot, resize
+
+
+def waits(slot):
+    """Seconds until it is started, rounded; None if it is not."""
+    return None if slot.due is None else round(slot.due - time.monotonic(), 1)
+
+
+def started(times):
+    slot = Slot()
+    for _ in range(times):
+        slot.begin()
+    slot.schedule()
+    return slot
+
+
+def test_the_first_starts_are_free_and_later_ones_wait_longer_and_longer():
+    assert waits(started(FREE_STARTS - 1)) == 0.0 and started(1).is_due()
+    assert [waits(started(FREE_STARTS + more)) for more in (0, 1, 2, 20)] == [0.5, 1.0, 2.0, 30.0]
+    assert waits(started(MOST_STARTS)) is None and waits(started(MOST_STARTS - 1)) == 30.0
+
+
+def test_starts_of_more_than_an_hour_ago_do_not_count():
+    slot = started(MOST_STARTS)
+    slot.starts = type(slot.starts)(each - 3601 for each in slot.starts)
+    slot.schedule()
+    assert waits(slot) == 0.0 and slot.begin() == MOST_STARTS + 1
+
+
+def test_one_that_has_failed_by_itself_waits_and_a_closed_one_for_ever():
+    slot, closed = Slot(), Slot(is_closed=True)
+    slot.schedule(has_failed=True)
+    closed.schedule()
+    assert (waits(slot), waits(closed)) == (30.0, None)
+
+
+def test_resizing_leaves_rank_0_and_the_spares():
+    slots = [Slot(), Slot(), Slot(), Slot(is_spare=True)]
+    resize(slots, 1, main=2)
+    assert [slot.is_closed for slot in slots] == [True, True, False, False]
+    resize(slots, 4, main=2)
+    assert [slot.is_closed for slot in slots] == [False] * 5 and [slot.due is not None for slot in slots] == [
+        *(True, True, False, False, True)
+    ]
+    resize(slots, 4, main=None)
+    assert len(slots) == 5
