@@ -104,7 +104,7 @@ def test_the_first_machine_is_lost_and_started_again(machines, plain):
     first = machines.start(0)
     machines.wait_for_size(2)
     assert [first.wait(140), second.wait(60)] == [0, 0], machines.text()
-    assert "waiting up to 7 s to see whether the others go on" in machines.text()
+    assert "waiting up to 7 s to see who decides" in machines.text()
     assert "node 0 is lost: node 1 (" in machines.text() and "Starting again" not in machines.text()
     assert differences(final_state(machines.run), plain[0]) == []
     assert lines(machines.run) == plain[1]
@@ -203,3 +203,43 @@ def test_a_note_of_a_leader_that_is_of_no_use(tmp_path, text):
     if text is not None:
         (tmp_path / succession.NOTE).write_text(text)
     assert succession.other_leader(tmp_path) is None
+
+
+def pair(coordinator, *, waits_after, lost=(), leaving=(), joins=()):
+    """The state of a single machine whose workers 0 and 1 are members, without the `lost` ones."""
+    report = WorkerReport(generation=waits_after, position=Position(step=3, settled=3))
+    there = {name: report for name in ("0.0.1", "0.1.1") if name not in lost}
+    there |= dict.fromkeys(joins, WorkerReport(generation=0, position=Position()))
+    exits = {name: Exit(code=-9, text=f"{name} was killed") for name in lost}
+    state = MachineState(round=1, workers=there, exits=exits, leaving=leaving, is_training=True)
+    return coordinator.look({0: state}, [0])
+
+
+@pytest.fixture
+def single():
+    """Of one machine with two workers."""
+    found = Coordinator("host:1", str)
+    found.look({0: MachineState(round=1, workers={"0.0.1": None, "0.1.1": None}, is_training=True)}, [0])
+    return found
+
+
+def test_one_that_has_no_state_yet_does_not_go_on_alone(single):
+    """The round ends, and the run restarts from its newest checkpoint."""
+    formed = pair(single, waits_after=1, lost=["0.1.1"], joins=["0.1.2"])
+    assert formed.members == ("0.0.1", "0.1.2") and formed.positions[1] == Position()
+    waiting = {"0.1.2": WorkerReport(generation=2, position=Position())}
+    exits = {"0.0.1": Exit(code=-9, text="killed")}
+    after = single.look({0: MachineState(round=1, workers=waiting, exits=exits)}, [0])
+    assert single.is_dead and after.generation == 2
+
+
+def test_the_only_one_with_a_state_stays_until_another_has_it(single):
+    """The run is made smaller by worker 1, and then loses worker 0."""
+    assert pair(single, waits_after=0, leaving=("0.1.1",)).is_wanted
+    formed = pair(single, waits_after=1, lost=["0.0.1"], leaving=("0.1.1",), joins=["0.2.1"])
+    assert formed.members == ("0.1.1", "0.2.1") and not single.is_dead
+
+
+def test_one_that_leaves_stays_where_it_is_the_last(single):
+    assert pair(single, waits_after=1, lost=["0.0.1"], leaving=("0.1.1",)).members == ("0.1.1",)
+    assert not pair(single, waits_after=1, lost=["0.0.1"], leaving=("0.1.1",)).is_wanted

@@ -63,6 +63,7 @@ def tidy(root: Path, section: CheckpointSection, just_saved: Path | None = None)
     A run that resumed before damaged checkpoints saves earlier steps than theirs, so the newest ones are checked until
     one is intact (usually the first, just written). While none is, nothing is deleted.
     """
+    leftovers = list(root.glob("step-*.tmp-*"))  # now: a next save may begin while checkpoints are checked
     folders, readable = listed(root), manifests(root)
     intact = list(dropwhile(problem, folders))
     kept = {*intact[: section.keep], *([just_saved] if just_saved else [])}
@@ -73,7 +74,7 @@ def tidy(root: Path, section: CheckpointSection, just_saved: Path | None = None)
     for folder in folders if intact else []:
         if folder not in kept:
             remove(folder)
-    for leftover in root.glob("step-*.tmp-*"):
+    for leftover in leftovers:
         shutil.rmtree(leftover, ignore_errors=True)
 
 

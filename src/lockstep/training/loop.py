@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep.base import user_code
 from lockstep.base.errors import CheckpointError, ConfigError, Interrupted, LockstepError
-from lockstep.base.events import EpochDone, Evaluated, TextsGenerated
+from lockstep.base.events import EpochDone, Evaluated, Steered, TextsGenerated
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.checkpoint.retention import is_better
 from lockstep.core.distributed.collectives import Agreement, broadcast_object
@@ -79,6 +79,8 @@ def _end_step(run: Training, agreement: Agreement) -> None:
     try:
         stop, save, out_of_time, joins, *asked = agreement.read()
         steered = run.steering.apply(asked, state, is_last=run.is_over)
+        if steered.text:
+            publish_once(run, Steered(step=state.step, what=steered.text))
         stop_early = _settle(run, steered, save=bool(save), is_last=bool(stop or out_of_time or run.is_over))
     except BaseException:
         state.decide(before)
@@ -145,9 +147,14 @@ def _repeat_evaluation(run: Training) -> bool:
     """Repeat an evaluation that failed before the resume -> whether to stop early."""
     if not run.owes_evaluation:
         return False
-    run.metrics = _evaluate(run)
-    _, stop_early = _compare_metrics(run, run.metrics)
-    _save(run, run.metrics, is_last=stop_early or run.state.step >= run.total_steps)
+    before = run.state.decisions()
+    try:
+        run.metrics = _evaluate(run)
+        _, stop_early = _compare_metrics(run, run.metrics)
+        _save(run, run.metrics, is_last=stop_early or run.state.step >= run.total_steps)
+    except BaseException:
+        run.state.decide(before)
+        raise
     run.owes_evaluation = False
     return stop_early
 

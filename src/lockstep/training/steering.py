@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from lockstep.base import storage
 from lockstep.base.errors import CheckpointError
-from lockstep.base.events import Bus, Steered, Warned
+from lockstep.base.events import Bus, Warned
 from lockstep.base.steering_requests import Evaluate, Request, Save, ScaleLearningRate, Stop
 from lockstep.training.state import TrainState
 
@@ -54,6 +54,8 @@ class Agreed(NamedTuple):
     stop: bool
     save: bool
     evaluate: bool
+    text: str = ""
+    """What observers have asked for, if anything, for the user."""
 
 
 @dataclass
@@ -103,10 +105,9 @@ class Steering:
         factor = struct.unpack("<d", struct.pack("<q", bits))[0] if bits else 1.0
         state.rate_factor *= factor
         state.is_stopped = state.is_stopped or bool(stop)
-        if any(flags):
-            decision = Decision(step=state.step, stop=stop, save=save, evaluate=evaluate, factor=factor)
-            self.bus.publish(Steered(step=state.step, what=decision.text))
-        return Agreed(bool(stop) and not is_last, bool(save), bool(evaluate or stop))
+        decision = Decision(step=state.step, stop=stop, save=save, evaluate=evaluate, factor=factor)
+        text = decision.text if any(flags) else ""
+        return Agreed(bool(stop) and not is_last, bool(save), bool(evaluate or stop), text)
 
 
 def _decision(step: int, requests: Sequence[tuple[str, Request]]) -> Decision:

@@ -5,7 +5,7 @@ import math
 import torch
 
 from lockstep.base.errors import NonFiniteLoss
-from lockstep.base.events import EpochDone, Evaluated, StepDone, TextsGenerated, Warned
+from lockstep.base.events import EpochDone, Evaluated, Steered, StepDone, TextsGenerated, Warned
 from lockstep.base.model_contracts import SAMPLES
 from lockstep.core.numerics.loss import shown
 from lockstep.training.digest_chain import link
@@ -13,7 +13,7 @@ from lockstep.training.loop_state import Training
 from lockstep.training.step import Outcome
 
 
-def publish_once(run: Training, event: StepDone | EpochDone | Evaluated | TextsGenerated) -> None:
+def publish_once(run: Training, event: StepDone | EpochDone | Evaluated | TextsGenerated | Steered) -> None:
     """Publish an event of the present step, unless that was done before a process was lost."""
     if run.progress.published.get(type(event)) != event.step:
         run.progress.published[type(event)] = event.step

@@ -38,7 +38,7 @@ class GroupConnections:
 
     def shut_down(self) -> None:
         """Shut them down, in any thread. The groups are of no use afterwards, and can be destroyed without waiting."""
-        python = {each.fileno() for each in gc.get_objects() if type(each) is socket.socket}
+        python = {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)}
         for inode, descriptor in open_sockets().items():
             if inode not in self.spared and descriptor not in python:
                 with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:

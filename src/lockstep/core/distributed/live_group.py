@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep.base.errors import PeerLost
+from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.base.world import World
 from lockstep.core.distributed.group_connections import GroupConnections
 from lockstep.core.distributed.process_group import is_lost_peer
@@ -19,6 +19,7 @@ from lockstep.launch.elastic.rendezvous import Endpoint
 
 CONNECT_SECONDS = 5.0
 """How long the members of a formation may take to connect: they have all just reported."""
+MOST_ATTEMPTS = 10
 NOTICE_SECONDS = 2.0
 """How long after an error in a collective the launcher may take to notice the loss that has caused it."""
 
@@ -38,6 +39,10 @@ class LiveGroup:
         self.formation = replace(newest, generation=0, members=(name,)) if joins else newest
         self._newest = newest
         """That the watching thread has seen."""
+        self._untold: list[str] = []
+        """What became of members of formations since the last one that trained."""
+        self.failed_attempts = 0
+        """To open a group, in a row and without a loss."""
         self.is_wanted = False
         """Whether another worker waits to join."""
         self._lost = threading.Event()
@@ -73,16 +78,33 @@ class LiveGroup:
         gc.collect()  # groups in reference cycles keep their threads
 
     def regroup(self, position: Position) -> Formation:
-        """Report where this worker is, wait for the next formation and open its group. Raises DistError when the
-        launcher is lost."""
+        """Report where this worker is, wait for the next formation and open its group.
+
+        Raises DistError when the launcher is lost, LaunchError where the members cannot connect to each other.
+        """
         while True:
             self._wait_for_formation(position)
             try:
                 self._open()
-            except (PeerLost, RuntimeError):  # a member was lost meanwhile
+            except (PeerLost, RuntimeError) as error:  # a member was lost meanwhile
                 self.leave()
+                self._count_failure(error)
             else:
+                self.failed_attempts = 0
                 return self.formation
+
+    def _count_failure(self, error: Exception) -> None:
+        self.failed_attempts = 0 if self.formation.losses else self.failed_attempts + 1
+        if self.failed_attempts == MOST_ATTEMPTS:
+            raise LaunchError(
+                f"the processes cannot connect to each other, after {MOST_ATTEMPTS} attempts "
+                f"({str(error).splitlines()[0]}): check the firewall between the machines, and launch.interface"
+            ) from None
+
+    def untold_losses(self) -> tuple[str, ...]:
+        """What became of lost members, for the user; told once."""
+        told, self._untold = tuple(self._untold), []
+        return told
 
     def _wait_for_formation(self, position: Position) -> None:
         newest = self.formation
@@ -97,6 +119,7 @@ class LiveGroup:
         with self._moving:
             self._lost.clear()
             self.is_wanted, self.formation = False, newest
+            self._untold += newest.losses
             self.connections = GroupConnections()
             self._compare(self._newest)  # the other thread may have seen already that it is broken
 

@@ -15,7 +15,7 @@ class Coordinator:
         self.losses: dict[str, str] = {}
         """Members of the present formation that are lost: name -> what happened, for the user."""
         self.is_dead = False
-        """Whether all members are lost."""
+        """Whether all members are lost that had a training state."""
 
     def look(self, machines: Mapping[int, MachineState], expected: Sequence[int]) -> Formation:
         """The formation that follows from what is known of the machines; those of the round are `expected`."""
@@ -89,11 +89,19 @@ class Coordinator:
         if any(name in waiting for name in left) and not self.formation.is_broken:
             self._change(is_broken=True)
         if left and all(name in waiting for name in left):
-            self._form_with({n: waiting[n] for n in left if n not in leaving} | dict.fromkeys(joining, Position()))
-        elif (joining or leaving & set(left)) and not (self.formation.is_wanted or self.formation.is_broken):
+            stay = [name for name in left if name not in leaving]
+            if not any(waiting[name].has_state for name in stay):  # until another worker has one
+                stay = left
+            self._form_with({name: waiting[name] for name in stay} | dict.fromkeys(joining, Position()))
+        elif (joining or 0 < len(leaving & set(left)) < len(left)) and not (
+            self.formation.is_wanted or self.formation.is_broken
+        ):
             self._change(is_wanted=True)
 
     def _form_with(self, positions: Mapping[str, Position]) -> None:
+        if not any(position.has_state for position in positions.values()):
+            self.is_dead = True
+            return
         self._change(
             generation=self.formation.generation + 1,
             members=tuple(positions),

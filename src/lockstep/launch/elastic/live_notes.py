@@ -36,7 +36,12 @@ class Position:
     step: int = NOTHING
     """Finished steps."""
     settled: int = NOTHING
-    """The last step that was also evaluated, saved and published, as far as that was due."""
+    """The last step that was also evaluated, saved and published, as far as that was due; NOTHING before the first."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a training state that others could take."""
+        return self.step != NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,10 @@ go."""
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.launch.elastic.agent import RoundEnded
@@ -44,7 +46,7 @@ class LiveRound:
             while True:
                 time.sleep(BUSY_POLL_SECONDS if workers.formation.is_broken else POLL_SECONDS)
                 if (end := round_end()) is not None:
-                    workers.end(signal.SIGTERM if end.is_graceful else signal.SIGKILL)
+                    self._end(signal.SIGTERM if end.is_graceful else signal.SIGKILL)
                     raise end
                 workers.look()
                 workers.follow(self._exchanged())
@@ -57,10 +59,21 @@ class LiveRound:
                 if self.coordinator is not None and self.coordinator.is_dead:
                     return self._death(self.coordinator)
         except SignalException as error:
-            workers.end(error.sigval)
+            self._end(error.sigval)
             raise
         finally:
             workers.close()
+
+    def _end(self, number: signal.Signals) -> None:
+        """Have the workers save and exit, within the grace period: before that, those that are without a process group
+        need a new one."""
+        workers, end = self.workers, time.monotonic() + self.workers.start.grace_seconds
+        workers.begin_end(number)
+        while workers.running and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+            workers.look()
+            with suppress(DistError):  # the leader is lost
+                workers.follow(self._exchanged())
 
     def _exchanged(self) -> Formation:
         """Tell the other machines of this one -> the newest formation."""

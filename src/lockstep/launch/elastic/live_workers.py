@@ -103,7 +103,7 @@ class LiveWorkers:
         self.failures: dict[int, ProcessFailure] = {}
         """By slot: those that end the round."""
         self.has_finished = False
-        """Whether a worker has ended regularly."""
+        """Whether a worker has ended regularly, or all are to end: none is started any more."""
         self.kills_before = oom_kills()
         self.terminal = os.dup(1), os.dup(2)
         """For the worker that becomes rank 0."""
@@ -135,10 +135,10 @@ class LiveWorkers:
         for worker in [worker for worker in self.running.values() if worker.code is not None]:
             del self.running[worker.name]
             self._exited(worker)
+        self._read_reports()
         if not self.failures:
             self._resize()
             self._start_due()
-            self._read_reports()
 
     def follow(self, formation: Formation) -> None:
         """Tell the workers of the newest formation."""
@@ -223,10 +223,17 @@ class LiveWorkers:
     # ---- starting
 
     def _start_due(self) -> None:
+        occupied = {worker.slot for worker in self.running.values()}
         for number, slot in enumerate(self.slots):
-            if slot.is_due() and not self.has_finished:
-                with suppress(OSError):  # memory may be short; the others go on
-                    self._start(number, joins=True)
+            if not slot.is_due() or self.has_finished:
+                continue
+            if number in occupied:  # closed and opened again before its process had left
+                slot.due = None
+                continue
+            try:
+                self._start(number, joins=True)
+            except OSError:  # memory may be short; the others go on
+                slot.schedule(has_failed=True)
 
     def _start(self, slot: int, *, joins: bool) -> None:
         place = self.place
@@ -322,13 +329,15 @@ class LiveWorkers:
                 sys.stderr.write(f"rank {rank} has kept the others waiting for {seconds:.0f} s: it is killed\n")
                 self.running[name].process.kill()
 
-    def end(self, number: signal.Signals) -> None:
-        """Have the workers save and exit, within the grace period."""
+    def begin_end(self, number: signal.Signals) -> None:
+        """Have the workers save and exit; those that wait to join are killed."""
+        self.has_finished = True
+        if self.formation.generation:
+            self._kill_waiting(self.running)
         for worker in self.running.values():
             if worker.code is None:
                 with suppress(OSError):
                     os.kill(worker.process.pid, number)
-        self.wait_for_exits(self.start.grace_seconds)
 
     def wait_for_exits(self, seconds: float) -> None:
         """Of members; others, such as spares, are killed."""

@@ -46,7 +46,9 @@ def awaited_leader(folder: Path, section: LaunchSection) -> Endpoint | None:
     other = other_leader(folder)
     if other is not None or not any(folder.glob(f"{NONCE_PREFIX}*")):
         return other
-    sys.stderr.write(f"node 0 of this run was killed: waiting up to {seconds:.0f} s to see whether the others go on\n")
+    sys.stderr.write(
+        f"an earlier node 0 of this run was killed, or still runs: waiting up to {seconds:.0f} s to see who decides\n"
+    )
     end = time.monotonic() + seconds
     while other is None and time.monotonic() < end:
         time.sleep(POLL_SECONDS)

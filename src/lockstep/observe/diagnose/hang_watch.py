@@ -157,7 +157,7 @@ class Watch:
         heartbeats.send()
         if heartbeats.notes.count("end"):
             self._leave("another process has found out that the run cannot go on", PeerLost.exit_code)
-        if self.limits.recovers_live and heartbeats.notes.count(f"drop-{self.world.rank}"):
+        if self.limits.recovers_live and heartbeats.notes.count(f"drop-{heartbeats.notes.rank}"):
             os.kill(os.getpid(), SIGKILL)
         question = heartbeats.notes.count("ask")
         if question > self._question:
@@ -195,8 +195,10 @@ class Watch:
         due = self.limit if self._reported is None else 2 * self._reported[1]
         if seconds < due or self.thread.waits_in() == activity.SAVE:
             return
-        self._reported = step, seconds
+        self._reported, heartbeats = (step, seconds), self.heartbeats
         reports = self._reports(list(range(self.world.size)))
+        if self.heartbeats is not heartbeats:  # the processes have changed meanwhile
+            return
         mute = sorted({*range(self.world.size)} - {report.rank for report in reports})
         silent = [f"{ranks_text(mute)} did not answer within {ANSWER_SECONDS:.0f} s"] if mute else []
         file = self.logs / f"hang-step-{step}.txt"

@@ -99,6 +99,8 @@ class LiveTrainTask(TrainTask):
         """Each change of the processes."""
         self.is_writer = False
         """Whether this process writes the run's files."""
+        self.has_state = not live.joins
+        """Whether it is at the same place as the others, or was."""
         self.stopped_at = time.monotonic()
         """When it last did something that was of use before it left a process group."""
 
@@ -136,7 +138,8 @@ class LiveTrainTask(TrainTask):
         try:
             return super().train()
         except (ProcessJoins, RuntimeError, LockstepError) as error:
-            return self._train_on(self._given_up(error))
+            position = self._given_up(error)
+        return self._train_on(position)  # here, where no error holds on to what the old group needed
 
     def _train_on(self, position: Position) -> tuple[str, dict[str, float]]:
         while True:
@@ -158,10 +161,16 @@ class LiveTrainTask(TrainTask):
         for updates in self.parts.strategy.buffer_updates:
             updates.undo_step()
         state.optimizer.zero_grad(set_to_none=True)
-        if progress.settled is None:
+        if not self.has_state:
             return Position()
-        publish_step(training)
-        read_outcomes(training)
+        if progress.settled is None:  # the loop has not begun
+            return Position(step=state.step)
+        try:
+            publish_step(training)
+            read_outcomes(training)
+        except LockstepError as error:
+            error.is_shared = False  # there is no group in which the ranks could agree on who tells it
+            raise
         return Position(step=state.step, settled=progress.settled)
 
     def _give_up_save(self, training: Training) -> None:
@@ -175,10 +184,13 @@ class LiveTrainTask(TrainTask):
     def _regroup(self, position: Position) -> None:
         """Wait for the next formation, take the state of its furthest process, and rebuild what depends on ranks."""
         formation = self.live.regroup(position)
+        if not self.has_state:
+            self.stopped_at = time.monotonic()  # until now it has only started
         self._move_to(self.live.world)
         extras = equalise(self.parts.state, formation.positions, self._extras)
         if extras is not None:
             self._load_extras(extras)
+        self.has_state = True
         parts = self.parts
         parts.strategy.place(parts.model.train(), lambda: parts.data.first_training_batch(parts.order, self.device))
         if self.world.is_main and not self.is_writer:
@@ -197,6 +209,7 @@ class LiveTrainTask(TrainTask):
         before, training = self.training, self.wired()
         training.progress, training.metrics = before.progress, before.metrics
         training.outcome, training.unread = before.outcome, before.unread
+        training.owes_evaluation = before.owes_evaluation
         training.is_joined, training.steps = (lambda: self.live.is_wanted), self.parts.steps
         saving, earlier = training.saving, before.saving
         saving.newest, saving.stalls, saving.failed = earlier.newest, earlier.stalls, earlier.failed
@@ -221,14 +234,22 @@ class LiveTrainTask(TrainTask):
                 for event in self.backlog.events:
                     observer.notice(event)
         self.bus.observers = own + self.bus.observers
-        self.steering = Steering(self.bus, self.recipe.folder / FILE)
-        self.steering.start(step, repeats=True)
+        self._take_over_steering()
         self.mirror = self.mirror_here()
         if self.mirror is not None:
             self.mirror.start()
             self.bus.subscribe(self.mirror)
         if not is_locked:
             self.warn(f"{self.lock.lock_file} is still locked by the lost rank 0: the run goes on without the lock")
+
+    def _take_over_steering(self) -> None:
+        """What the lost rank 0 has written down, but not agreed on with the others, is proposed again."""
+        progress = self.training.progress
+        settled = self.parts.state.step if progress.settled is None else progress.settled
+        self.steering = Steering(self.bus, self.recipe.folder / FILE)
+        self.steering.start(settled, repeats=True)
+        progress.requests = None
+        progress.flags = [*(progress.flags or [False] * 4)[:4], *self.steering.flags(settled)]
 
     def _lock(self) -> bool:
         """Lock the run's folder -> whether that was possible: a file system of several machines may keep the lock of a
@@ -244,6 +265,7 @@ class LiveTrainTask(TrainTask):
             "is_over": progress.is_over,
             "published": {kind.__name__: step for kind, step in progress.published.items()},
             "owes_save": progress.owes_save,
+            "owes_evaluation": self.training.owes_evaluation,
             "metrics": self.training.metrics,
             "events": self.backlog.plain(),
             "regrouped": self.regrouped,
@@ -254,6 +276,7 @@ class LiveTrainTask(TrainTask):
         progress.settled, progress.is_over = extras["settled"], extras["is_over"]
         progress.published = {KINDS[name]: step for name, step in extras["published"].items()}
         progress.owes_save, training.metrics = extras["owes_save"], extras["metrics"]
+        training.owes_evaluation = extras["owes_evaluation"]
         training.outcome, training.unread = None, []
         self.regrouped = extras["regrouped"]
         for event in self.backlog.missed(extras["events"]):
@@ -262,7 +285,7 @@ class LiveTrainTask(TrainTask):
     def _tell(self, formation: Formation) -> None:
         event = Regrouped(
             step=self.parts.state.step,
-            losses=formation.losses,
+            losses=self.live.untold_losses(),
             joined=formation.positions.count(Position()),
             world_size=self.world.size,
             seconds=round(time.monotonic() - self.stopped_at, 3),
