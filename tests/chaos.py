@@ -213,7 +213,7 @@ observe: {log_every: 5}
 TEXTS = """
 data: {kind: ag_news, root: DATA, limit: 2000}
 model: {kind: transformer, name: MINILM, max_length: 32}
-train: {global_batch: 32, micro_batch: 8, epochs: null, steps: 500}
+train: {global_batch: 32, micro_batch: 8, epochs: null, steps: 250}
 evaluate: {every_steps: 50, limit: 100}
 checkpoint: {every_steps: 50}
 observe: {log_every: 5}
@@ -221,7 +221,7 @@ observe: {log_every: 5}
 MNIST = """
 data: {kind: mnist, root: DATA, limit: 20000}
 model: {kind: cnn}
-train: {global_batch: 64, micro_batch: 8, epochs: null, steps: 4000}
+train: {global_batch: 64, micro_batch: 8, epochs: null, steps: 2000}
 evaluate: {every_steps: 100, limit: 1000}
 checkpoint: {every_steps: 50}
 observe: {log_every: 10}

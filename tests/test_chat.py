@@ -119,6 +119,7 @@ def train(folder, name, *settings):
     return {key: summary(folder, name)[key] for key in ("digest", "evaluation")}
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(200)
 def test_the_same_bits_and_answers(folder):
     found = []

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import pytest
 from running import lockstep, summary
 
 EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "distillation.py"
@@ -19,6 +20,7 @@ def run(folder, *arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.matrix
 def test_a_student_of_an_export(tmp_path):
     (tmp_path / "teacher.yaml").write_text(json.dumps(TEACHER))
     run(tmp_path, "train", "teacher.yaml", "run.name=teacher", "launch.processes=1")

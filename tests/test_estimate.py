@@ -172,7 +172,8 @@ def peak_of_training(folder, world):
     return peak
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.matrix), 2])
+@pytest.mark.matrix
+@pytest.mark.parametrize("world", [1, 2])
 def test_the_peak_is_that_of_a_real_training(whole, tmp_path, world):
     """Within the 15 % that are promised, on DDP, where the model is most of the memory.
 

@@ -191,6 +191,7 @@ def test_configs_and_settings(tried):
         tried("setting", setting, SMALL, setting, "--dry-run", command=("train",))
 
 
+@pytest.mark.matrix
 def test_files_of_data(tried, tmp_path):
     config = SMALL + "data: {kind: files, train: FILE}\nmodel: {kind: user, file: mine.py}\n"
     (tmp_path / "mine.py").write_text("from torch import nn\ndef build(options, spec): return nn.Linear(2, 2)\n")
@@ -205,6 +206,7 @@ def test_files_of_data(tried, tmp_path):
         tried("special file", name, config.replace("FILE", name), command=("data",))
 
 
+@pytest.mark.matrix
 def test_images(tried, tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "whole.png")
     whole = (tmp_path / "whole.png").read_bytes()

@@ -81,6 +81,7 @@ def test_where_there_is_no_terminal_nothing_is_added():
     assert (done.stdout, done.stderr) == ("done\n", "")
 
 
+@pytest.mark.matrix
 def test_a_stage_of_a_profile_is_announced_as_it_begins(tmp_path):
     (tmp_path / "model.py").write_text(SLOW_MODEL)
     (tmp_path / "c.yaml").write_text("data: {kind: digits}\nmodel: {kind: user, file: model.py}\n")
@@ -100,7 +101,8 @@ def test_a_stage_of_a_profile_is_announced_as_it_begins(tmp_path):
     assert stages["measuring 2 steps"] - stages["warming up: 4 steps"] > 4 * 0.7 / 2  # not all at once
 
 
-@pytest.mark.parametrize("written", [piped, pytest.param(shown, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("written", [piped, shown])
 def test_every_trial_of_tune_is_announced(tmp_path, written):
     """And the steps of a sweep are counted: it does ten of 0.7 s, and lines come every 5 s."""
     (tmp_path / "model.py").write_text(SLOW_MODEL)

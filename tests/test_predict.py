@@ -279,6 +279,7 @@ def asked_to_end_soon():
     thread.join()
 
 
+@pytest.mark.matrix
 def test_an_ended_command_goes_on(predict, images_model, photos):
     """It leaves no process behind, and `no_leaks` looks for them; a process of it that is killed is replaced."""
     slow, out, say = images_model / "slow", Path("out.parquet"), "done and kept in out.parquet.parts"

@@ -120,7 +120,11 @@ def test_the_phases_add_up_to_the_step(folder, kind):
         pytest.param(
             "slow loader", r"\d\d% of a step is waiting for data: raise data.workers", marks=pytest.mark.matrix
         ),
-        ("slow loader of a rank", r"Rank 1 keeps the others waiting, \d+\.\d ms in each step: it waits for its data"),
+        pytest.param(
+            "slow loader of a rank",
+            r"Rank 1 keeps the others waiting, \d+\.\d ms in each step: it waits for its data",
+            marks=pytest.mark.matrix,
+        ),
         (
             "slow rank",
             r"Rank 1 keeps the others waiting, \d+\.\d ms in each step: it takes \d+\.\d ms longer in forward",

@@ -113,6 +113,7 @@ def test_gamma_lowers_the_rate_after_each_epoch(tmp_path):
     assert rates[21:] == pytest.approx([0.0025] * 9)
 
 
+@pytest.mark.matrix
 def test_resume_goes_on_with_the_run(tmp_path):
     words = [*DIGITS, "--epochs=60", "--log-interval=1", "--nprocs=2"]
     ran(tmp_path, "mnist_ddp.py", *words, "--run-dir=whole", "--output=whole.pt")

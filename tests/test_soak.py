@@ -204,6 +204,7 @@ def survived(folder, seconds):
     assert "Traceback" not in log
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(500)
 def test_a_short_soak(tmp_path):
     survived(tmp_path, 8)

@@ -49,7 +49,7 @@ class LaunchSection(PluginSection):
     """After the loss of a process, restart from the newest checkpoint, at most this often; 0: never."""
     min_processes: int = Field(1, ge=1, le=MOST_PROCESSES)
     """On one machine, when processes are lost twice with no checkpoint in between, restart with one fewer, down to this
-    number."""
+    number (not with recovery: live)."""
 
     @field_validator("nodes")
     @classmethod

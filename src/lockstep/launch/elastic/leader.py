@@ -178,7 +178,9 @@ class Leader:
         sys.stderr.write(text)
         self.restarts, self.is_restart = self.restarts + 1, True
         is_stuck = self.restarts_without_progress > 1 and world_size > self.section.min_processes
-        if self.membership.is_alone and is_stuck:
+        if (
+            self.membership.is_alone and is_stuck and not self.section.recovers_live
+        ):  # which trains on with fewer itself
             self.max_processes = world_size - 1
         return None
 
