@@ -123,7 +123,7 @@ class Run:
 
 def faults(folder: Path, options: argparse.Namespace, *, recovery: str, spares: int) -> dict[str, list[float]]:
     """Seconds of each stall, and until all processes train again."""
-    name, chosen = f"{recovery}-{spares}", random.Random(0)
+    name, chosen = f"faults-{recovery}-{spares}", random.Random(0)
     run = Run(folder, name, recovery=recovery, options=options, steps=10**6, spares=spares)
     run.wait(lambda: run.lines() > 0)
     measured = []
