@@ -144,8 +144,22 @@ class Chaos:
     def wait(self, condition, what):
         end = time.monotonic() + MOST_SECONDS
         while not condition():
-            assert self.process.poll() is None and time.monotonic() < end, (what, self.text())
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.end()
+                raise AssertionError((what, self.text()))
             time.sleep(0.02)
+
+    def end(self):
+        """Also where it hangs."""
+        with suppress(psutil.Error, subprocess.TimeoutExpired):
+            left = [process for process in self.workers() if self.process.poll() is None]
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(10)
+            left = []
+        for process in left:
+            process.kill()
+        self.process.kill()
+        self.process.wait()
 
     def text(self):
         return (self.folder / "output.txt").read_text()
@@ -164,7 +178,7 @@ class Chaos:
             return self.process.wait(300)
         finally:
             if self.process.poll() is None:
-                self.process.send_signal(signal.SIGTERM)
+                self.end()
 
     def table(self):
         phases = sorted({phase for _, phase in self.counts})

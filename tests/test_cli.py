@@ -1,6 +1,7 @@
 """The command line as people use and misuse it: what is printed, what is written, and the exit code."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -122,7 +123,7 @@ def test_init_explains_every_setting(lockstep, tmp_path):
         section = type(getattr(recipe, name))
         assert list(given[name]) == list(section.model_fields)
         for key, field in section.model_fields.items():
-            before = text.split(f"\n{name}:")[1].split(f"{key}: ")[0]
+            before = re.split(rf"\n  #?{key}: ", text.split(f"\n{name}:")[1])[0]
             assert field.description.splitlines()[-1] in before, (name, key)
 
 

@@ -16,6 +16,7 @@ from lockstep.core.reduction.shard_assignment import contiguous_by_rank
 from lockstep.core.reduction.tree import tree_sum
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
+from lockstep.launch.elastic import admission
 from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.rendezvous import Endpoint
 from lockstep.launch.launch_config import LaunchSection
@@ -101,14 +102,20 @@ class Counting:
         return getattr(self._store, name)
 
 
-def test_a_heartbeat_costs_the_same_with_any_number_of_nodes():
+def test_a_heartbeat_costs_the_same_with_any_number_of_nodes(tmp_path):
     """On a real store. The nodes' heartbeats follow one another here; in a run each has a thread of its own."""
     section = LaunchSection(kind="local", nodes=48)
     with Membership(Endpoint(host="127.0.0.1", port=0), 0, section) as leader:
         endpoint = Endpoint(host="127.0.0.1", port=leader.store.port)
+        leader.introduce(leader.store, tmp_path)
+
+        def joined(rank):
+            node = Membership(endpoint, rank, section).__enter__()
+            node.store = admission.join(node.store, tmp_path, seconds=10)
+            return node
+
         with ThreadPoolExecutor() as pool:
-            others = pool.map(lambda rank: Membership(endpoint, rank, section).__enter__(), range(1, 48))
-            nodes = [leader, *others]
+            nodes = [leader, *pool.map(joined, range(1, 48))]
         for each in nodes:
             each.index = each._next_index()
             each.publish(processes=8)

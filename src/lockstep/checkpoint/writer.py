@@ -25,6 +25,7 @@ from lockstep.checkpoint.row_chunks import in_row_chunks
 from lockstep.checkpoint.verify import problem
 from lockstep.checkpoint.weights import MODEL
 from lockstep.core.distributed.collectives import all_gather_object, broadcast_object
+from lockstep.core.distributed.process_group import further_group
 from lockstep.core.modules.dtensors import local_tensor, sharded_like
 from lockstep.core.numerics.digest import digest_of, world_lines
 
@@ -73,7 +74,7 @@ class Writer:
     ) -> None:
         self.root, self.saved = root, saved
         self.replicas = copies or range(dist.get_world_size())
-        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self.group = further_group(TIMEOUT)
         self.copies: dict[str, Tensor] = {}
         """This rank's share of the last save; the next save reuses the memory."""
         self.warming: Future[Any] | None = None

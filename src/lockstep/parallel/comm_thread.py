@@ -8,6 +8,8 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from lockstep.core.host.activity import GRADIENTS
+
 Task = Callable[[], Tensor]
 Future = torch.futures.Future[Tensor]
 Queue = SimpleQueue[tuple[Task, Future] | None]
@@ -20,7 +22,7 @@ class CommThread:
     def __init__(self) -> None:
         self._tasks: Queue = SimpleQueue()
         self._errors: list[Exception] = []
-        threading.Thread(target=_work, args=(self._tasks, self._errors), name="gradients", daemon=True).start()
+        threading.Thread(target=_work, args=(self._tasks, self._errors), name=GRADIENTS, daemon=True).start()
         self.close = weakref.finalize(self, self._tasks.put, None)
         """Let the thread end after all tasks."""
 

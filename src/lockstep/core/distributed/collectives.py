@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.base.errors import LockstepError
-from lockstep.core.distributed.process_group import timeout
+from lockstep.core.distributed.process_group import further_group, timeout
 from lockstep.core.host.activity import waiting_in
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class Agreement:
     while step s+1 runs, and read by all ranks before step s+2."""
 
     def __init__(self, flags: int) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=timeout())
+        self.group = further_group(timeout())
         self.flags = torch.zeros(flags, dtype=torch.int64)
         self.work: dist.Work | None = None
 
@@ -163,6 +163,6 @@ class Agreement:
 
 def local_main_first(task: Callable[[], object], *, is_local_main: bool) -> None:
     """Run a task on one process per machine while the others wait, for up to a day."""
-    with raise_on_all_ranks(dist.new_group(backend="gloo", timeout=timedelta(days=1))):
+    with raise_on_all_ranks(further_group(timedelta(days=1))):
         if is_local_main:
             task()

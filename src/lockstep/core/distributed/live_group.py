@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -12,14 +14,25 @@ import torch.distributed as dist
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.base.world import World
 from lockstep.core.distributed.group_connections import GroupConnections
-from lockstep.core.distributed.process_group import is_lost_peer
+from lockstep.core.distributed.peer_proof import authenticate
+from lockstep.core.distributed.process_group import CONNECT_SECONDS, is_lost_peer, world_group
 from lockstep.core.host import activity
-from lockstep.launch.elastic.live_notes import JOINS, NAME, Formation, LiveNotes, Position, WorkerReport, machine_of
+from lockstep.launch.elastic.live_notes import (
+    JOINS,
+    NAME,
+    Formation,
+    LiveNotes,
+    Position,
+    WorkerReport,
+    machine_of,
+    secret_of_run,
+    store_at,
+)
 from lockstep.launch.elastic.rendezvous import Endpoint
 
-CONNECT_SECONDS = 5.0
-"""How long the members of a formation may take to connect: they have all just reported."""
 MOST_ATTEMPTS = 10
+STUCK_SECONDS = 5.0
+"""Between two looks at whether a collective has noticed that its connections are closed."""
 NOTICE_SECONDS = 2.0
 """How long after an error in a collective the launcher may take to notice the loss that has caused it."""
 
@@ -39,12 +52,18 @@ class LiveGroup:
         self.formation = replace(newest, generation=0, members=(name,)) if joins else newest
         self._newest = newest
         """That the watching thread has seen."""
+        self.store: dist.Store | None = None
+        """In which the present group was opened; kept, since C++ does not keep its Python object."""
         self._untold: list[str] = []
         """What became of members of formations since the last one that trained."""
         self.failed_attempts = 0
         """To open a group, in a row and without a loss."""
         self.is_wanted = False
         """Whether another worker waits to join."""
+        self._left: list[dist.ProcessGroup] = []
+        self._has_left = threading.Event()
+        """Whether this process has given up the present formation."""
+        self._thread = threading.get_ident()
         self._lost = threading.Event()
         """Whether a member of the present formation is lost."""
         self._moving = threading.Lock()
@@ -71,11 +90,22 @@ class LiveGroup:
         return isinstance(error, RuntimeError) and self._lost.wait(NOTICE_SECONDS)
 
     def leave(self) -> None:
-        """Give up the present group."""
+        """Give up the present group, which `release` has to follow."""
+        self._has_left.set()
         self.connections.shut_down()
         if dist.is_initialized():
+            self._left += dist.distributed_c10d._world.pg_map
             dist.destroy_process_group()
-        gc.collect()  # groups in reference cycles keep their threads
+
+    def release(self) -> None:
+        """Free the groups that were left, and their threads, once nothing here needs them any more.
+
+        In another thread: Gloo at times misses that the connection for a send is closed, and then keeps a thread, and
+        whoever frees its group, until the timeout.
+        """
+        left, self._left = self._left, []
+        gc.collect()  # of what refers to them
+        threading.Thread(target=left.clear, name="groups that were left", daemon=True).start()
 
     def regroup(self, position: Position) -> Formation:
         """Report where this worker is, wait for the next formation and open its group.
@@ -118,6 +148,7 @@ class LiveGroup:
                 break
         with self._moving:
             self._lost.clear()
+            self._has_left.clear()
             self.is_wanted, self.formation = False, newest
             self._untold += newest.losses
             self.connections = GroupConnections()
@@ -131,17 +162,14 @@ class LiveGroup:
         if world.size == 1:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=regular)
             return
-        meeting = Endpoint.parse(self.formation.meeting)
-        store = dist.PrefixStore(
-            f"formation-{self.formation.generation}",
-            dist.TCPStore(meeting.host, meeting.port, timeout=connect, wait_for_workers=False),
-        )
+        self.store = store_at(Endpoint.parse(self.formation.meeting), timeout=connect)
+        store = dist.PrefixStore(f"formation-{self.formation.generation}", self.store)
         with self._moving:
             if self._lost.is_set():  # before there was a client of the store to shut down
                 raise PeerLost("a member was lost before the group was opened")
         dist.distributed_c10d._world.group_count = 0  # an attempt that has failed counts, and names the next group
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=connect)
-        dist.barrier()  # all have opened it
+        authenticate(world_group(), secret_of_run())  # which all have opened then
         dist.distributed_c10d._set_pg_timeout(regular)
         if self._lost.is_set():
             raise PeerLost("a member was lost while the group was opened")
@@ -163,3 +191,15 @@ class LiveGroup:
         if own and is_over and not self._lost.is_set():
             self._lost.set()
             self.connections.shut_down()
+            threading.Thread(target=self._end_if_stuck, args=(own,), name="stuck", daemon=True).start()
+
+    def _end_if_stuck(self, generation: int) -> None:
+        """End this process, for another to take its place, if Gloo does not notice that its connections are closed."""
+        before = None
+        while not self._has_left.wait(STUCK_SECONDS) and self.formation.generation == generation:
+            waits = activity.waits_for_others(self._thread)
+            if waits and waits == before and waits != activity.SAVE:
+                sys.stderr.write(f"{waits} does not end though its connections are closed: this process is killed\n")
+                sys.stderr.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+            before = waits

@@ -12,12 +12,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.base.errors import LaunchError
+from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.base.world import World
+from lockstep.core.distributed.peer_proof import authenticate
+from lockstep.launch.elastic.live_notes import NAME, secret_of_run, store_at
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, interface_to
 
 TIMEOUT_SECONDS = 1800.0
 """Of a collective, unless launch.collective_timeout_seconds says otherwise; data is prepared before the first one."""
+CONNECT_SECONDS = 5.0
+"""With live recovery, how long processes may take to connect to each other once all are there."""
 TIMED_OUT = (
     "ms for recv operation to complete",
     "ms for send operation to complete",
@@ -81,6 +85,26 @@ def timeout() -> timedelta:
     """The timeout of the default process group, which groups of their own are to share."""
     options = world_group()._get_backend(torch.device("cpu")).options
     return options._timeout
+
+
+def further_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Another Gloo group of all ranks. Collective.
+
+    With live recovery, raises PeerLost where a rank is lost before all are connected. Nothing wakes those that wait for
+    its connection but the timeout: hence a short one, which begins when all are there.
+    """
+    if NAME not in os.environ or dist.get_world_size() == 1:
+        return dist.new_group(backend="gloo", timeout=timeout)
+    dist.all_reduce(torch.zeros(1))
+    try:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONNECT_SECONDS))
+    except RuntimeError as error:
+        if NOT_CONNECTED not in str(error) and not isinstance(error, dist.DistStoreError):
+            raise
+        raise PeerLost("a process was lost while another group was opened") from None
+    authenticate(group, secret_of_run())
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return group
 
 
 @contextmanager
@@ -150,12 +174,18 @@ def _initialized(world: World, device: torch.device, timeout: timedelta) -> Iter
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        store, is_live = None, NAME in os.environ
+        if is_live:
+            meeting = Endpoint(host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]))
+            store = store_at(meeting, timeout=timeout)
         try:
-            dist.init_process_group(backend, timeout=timeout, rank=world.rank, world_size=world.size)
+            dist.init_process_group(backend, store=store, timeout=timeout, rank=world.rank, world_size=world.size)
         except RuntimeError as error:
             if NOT_CONNECTED not in str(error):
                 raise
             raise _not_connected(world, str(error)) from None
+        if is_live:
+            authenticate(world_group(), secret_of_run())
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), timeout=timeout, rank=0, world_size=1)
     try:

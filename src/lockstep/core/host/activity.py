@@ -1,5 +1,6 @@
 """What this process does, for the watchdog thread: which collective it waits in, and when it last made progress."""
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,10 @@ from lockstep.core.host.phases import phase
 
 SAVE = "the end of the last save"
 """No hang: training waits for the disk."""
+COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/nn/parallel/distributed.py")
+"""A thread whose innermost line is there waits in native code for other processes."""
+GRADIENTS = "gradients"
+"""Name of the thread that exchanges them."""
 _waiting: dict[int, list[str]] = {}
 """Thread -> what it waits in, the innermost last."""
 _progress = [0.0]
@@ -30,6 +35,21 @@ def waits(thread: int) -> str | None:
     """What a thread waits in, if anything."""
     stack = _waiting.get(thread)
     return stack[-1] if stack else None
+
+
+def waits_for_others(thread: int) -> str | None:
+    """The collective that the training thread waits in, if so: its own, one of the user's or of DDP's, or that of the
+    gradients' thread during the backward pass."""
+    own, frame = waits(thread), sys._current_frames().get(thread)
+    if own is not None or frame is None:
+        return own
+    file = frame.f_code.co_filename
+    if file.endswith(COLLECTIVES):
+        return f"a collective of torch's {frame.f_code.co_name}()"
+    if "autograd" not in file:
+        return None
+    helpers = [each for each in threading.enumerate() if each.name == GRADIENTS]
+    return next((what for each in helpers if each.ident and (what := waits(each.ident))), None)
 
 
 def progress() -> None:

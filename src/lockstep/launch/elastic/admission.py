@@ -1,20 +1,21 @@
 """What has to be the same on all nodes of a run, checked before one joins: versions, and the folder that they share."""
 
-import json
 import os
 import platform
 import secrets
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError
 
 from lockstep.base.errors import LaunchError
-from lockstep.launch.elastic.rendezvous import Endpoint
+from lockstep.launch.elastic import run_secret
+from lockstep.launch.elastic.rendezvous import STORE_TIMEOUT, Endpoint
+from lockstep.launch.elastic.store_client import StoreClient, connected
+from lockstep.launch.elastic.store_server import StoreServer
 
 POLL_SECONDS = 0.25
 NFS_CACHE_SECONDS = 60.0
@@ -33,8 +34,8 @@ def versions() -> dict[str, str]:
     return {"Lockstep": version("lockstep-train"), "torch": str(torch.__version__)}
 
 
-def introduce(store: TCPStore, folder: Path, *, is_alone: bool) -> Path | None:
-    """On the leader: let nodes that join check what has to be the same -> the file that they look for, if any."""
+def introduce(store: StoreServer, folder: Path, *, is_alone: bool) -> Path | None:
+    """On the leader: admit nodes, which first check what has to be the same -> the file that they look for, if any."""
     nonce, file = secrets.token_hex(8), None
     if not is_alone:
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,59 +43,68 @@ def introduce(store: TCPStore, folder: Path, *, is_alone: bool) -> Path | None:
             stale.unlink(missing_ok=True)
         file = folder / f"{NONCE_PREFIX}{nonce}"
         file.touch()
-    info = {**versions(), "run": folder.name, "host": platform.node(), "nonce": nonce}
-    store.set("leader", json.dumps(info))
+        greeting = {**versions(), "run": folder.name, "host": platform.node(), "nonce": nonce}
+        store.open_to(run_secret.create(folder), greeting)
     return file
 
 
-def leader_info(store: TCPStore, endpoint: Endpoint, seconds: float) -> dict[str, str]:
-    """What the leader has said of itself, waiting for it so long. Raises LaunchError."""
-    deadline = time.monotonic() + seconds
-    while True:
-        with suppress(DistError):
-            info: dict[str, str] = json.loads(store.get("leader"))
-            return info
-        if time.monotonic() > deadline:
-            text = f"{endpoint} answers, but no run of Lockstep begins there: check --rendezvous"
-            raise LaunchError(text, code="LS-NODE-01")
-
-
-def check_versions(store: TCPStore, leader: Mapping[str, str]) -> None:
-    """Raises Rejection for another version of Lockstep or torch."""
+def check_versions(store: StoreClient) -> None:
+    """Raises Rejection for another version of Lockstep or torch than the leader's, LaunchError for a wrong greeting."""
+    leader = store.greeting
     for package, here in versions().items():
-        if leader[package] != here:
+        if leader.get(package) != here:
             raise _rejection(
                 store,
-                f"{platform.node()} has {package} {here}, but {leader['host']} (node 0) has {leader[package]}: "
+                f"{platform.node()} has {package} {here}, but {leader.get('host')} (node 0) has {leader.get(package)}: "
                 "install the same on all machines",
                 code="LS-NODE-02",
             )
+    if Path(name := leader.get("run", "")).name != name or not name:
+        raise LaunchError(f"{store.host}:{store.port} names a run {name!r}, which is no name", code="LS-NODE-01")
 
 
-def check_shared(store: TCPStore, leader: Mapping[str, str], folder: Path, *, seconds: float) -> None:
-    """Raises Rejection where this is not the leader's folder; its files may take so long to be visible."""
-    deadline = time.monotonic() + min(NFS_CACHE_SECONDS, seconds)
+def join(store: StoreClient, folder: Path, *, seconds: float) -> StoreClient:
+    """The leader's store, for a node that knows the run's secret. Raises Rejection where this is not the leader's
+    folder, whose files may take so long to be visible; LaunchError where the secret cannot be read."""
+    deadline, leader = time.monotonic() + min(NFS_CACHE_SECONDS, seconds), store.greeting
+    needed = {f"{NONCE_PREFIX}{leader['nonce']}", run_secret.FILE}
     while time.monotonic() < deadline:
         with suppress(OSError):
-            if f"{NONCE_PREFIX}{leader['nonce']}" in os.listdir(folder):  # makes NFS revalidate its cache
-                return
+            if needed.issubset(os.listdir(folder)):  # makes NFS revalidate its cache
+                break
         time.sleep(POLL_SECONDS)
-    raise _rejection(
-        store,
-        f"{folder} is not the same folder on {platform.node()} and on {leader['host']} (node 0): set run.dir to a "
-        "folder that all machines share",
-        code="LS-NODE-03",
-    )
+    else:
+        raise _rejection(
+            store,
+            f"{folder} is not the same folder on {platform.node()} and on {leader['host']} (node 0): set run.dir to a "
+            "folder that all machines share",
+            code="LS-NODE-03",
+        )
+    return _admitted(store, folder)
 
 
-def _rejection(store: TCPStore, text: str, *, code: str) -> Rejection:
-    store.set("rejection", json.dumps({"text": text, "code": code}))
+def _admitted(store: StoreClient, folder: Path) -> StoreClient:
+    try:
+        return connected(store.host, store.port, run_secret.read(folder), timeout=STORE_TIMEOUT)
+    except OSError as error:
+        text = f"{folder / run_secret.FILE} cannot be read ({error}): start all machines of a run as the same user"
+        raise LaunchError(text, code="LS-NODE-03") from None
+    except DistError as error:
+        endpoint = Endpoint(host=store.host, port=store.port)
+        raise LaunchError(f"{endpoint} does not admit this machine ({error})", code="LS-NODE-01") from None
+    finally:
+        store.close()
+
+
+def _rejection(store: StoreClient, text: str, *, code: str) -> Rejection:
+    with suppress(DistError, OSError):
+        again = StoreClient(store.host, store.port, timeout=STORE_TIMEOUT)  # the first one has waited for too long
+        again.read_greeting()
+        again.reject(text=text, code=code)
     return Rejection(text, code=code)
 
 
-def rejection(store: TCPStore) -> Rejection | None:
+def rejection(store: StoreServer) -> Rejection | None:
     """On the leader: why a node cannot join, if one reported so."""
-    if not store.check(["rejection"]):
-        return None
-    reported = json.loads(store.get("rejection"))
-    return Rejection(reported["text"], code=reported["code"])
+    told = store.rejection
+    return Rejection(told["text"], code=told["code"]) if told else None

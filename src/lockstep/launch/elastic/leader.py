@@ -7,11 +7,15 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 from lockstep.base.errors import LaunchError, PeerLost
+from lockstep.launch.elastic import run_secret
 from lockstep.launch.elastic.failure import VERDICT, Failure, node_failure
 from lockstep.launch.elastic.live_notes import Formation
 from lockstep.launch.elastic.membership import Membership, RoundState
-from lockstep.launch.elastic.rendezvous import serve_store
+from lockstep.launch.elastic.rendezvous import serve_store, serve_torch_store
+from lockstep.launch.elastic.store_server import StoreServer
 
 FAILED_SECONDS = 15.0
 """After a failure, how long the other workers may take to exit by themselves and finish a checkpoint."""
@@ -24,8 +28,11 @@ QUIET_SECONDS = 2.0
 class Leader:
     """The leader's decisions over the rounds of a run."""
 
-    def __init__(self, membership: Membership, logs: Path) -> None:
+    def __init__(self, membership: Membership, logs: Path, *, is_live: bool) -> None:
         self.membership, self.section, self.logs = membership, membership.section, logs
+        self.is_live = is_live
+        self.store: TCPStore | StoreServer | None = None
+        """Of the round, in which its processes find each other."""
         self.restarts, self.restarts_without_progress, self.max_processes = 0, 0, 0
         self.last_signature = ""
         """Of the last failure: equal for two exceptions raised at the same lines."""
@@ -47,16 +54,27 @@ class Leader:
         elif number > 1:
             sys.stderr.write(f"Going on with {self._size(members)}.\n")
         rotate_logs(self.logs)
-        self.store = serve_store(replace(self.membership.endpoint, port=0))  # the last one has addresses of the dead
+        store = self._serve_round()
         plan = {
             "resume": number > 1 and bool(self.checkpoints),  # --resume never or PATH is for the first round
             "max_processes": self.max_processes,
-            "port": self.store.port,
+            "port": store.port,
             "sizes": [self._processes(index) for index in members],
         }
         return self.membership.publish_round(
             number=number, members=tuple(members), plan=plan, end_reason="", is_graceful=False, formation=None
         )
+
+    def _serve_round(self) -> TCPStore | StoreServer:
+        """A new store: the last one has addresses of the dead."""
+        if isinstance(self.store, StoreServer):
+            self.store.close()
+        endpoint = replace(self.membership.endpoint, port=0)
+        if self.is_live:
+            self.store = serve_store(endpoint).open_to(run_secret.create(self.logs.parent))
+        else:
+            self.store = serve_torch_store(endpoint)
+        return self.store
 
     def _rendezvous(self) -> list[int]:
         """Wait for up to max_nodes, or for min_nodes and the last call -> the members."""

@@ -11,16 +11,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import Store
 
-from lockstep.launch.elastic.rendezvous import LOOPBACK
+from lockstep.launch.elastic import run_secret
+from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint
+from lockstep.launch.elastic.store_client import StoreClient, connected
 
 NAME, JOINS, TERMINAL = "LOCKSTEP_LIVE", "LOCKSTEP_LIVE_JOINS", "LOCKSTEP_LIVE_TERMINAL"
 """Variables of a worker: its name; whether it joins a run in progress; descriptors of the launcher's terminal."""
 PORT = "LOCKSTEP_LIVE_PORT"
 """Variable of a worker: the port of its machine's store."""
+SECRET = "LOCKSTEP_LIVE_SECRET"
+"""Variable of a worker: the folder that has the run's secret."""
 PATIENCE = timedelta(seconds=10)
 """Timeout of a note; a store that takes longer counts as lost."""
 FOR_EVER = timedelta(days=365)
@@ -151,6 +156,16 @@ class MachineState:
         return cls(**{**plain, **lists, "workers": workers, "exits": exits, "formation": formation})
 
 
+def store_at(endpoint: Endpoint, *, timeout: timedelta) -> StoreClient:
+    """Of this run, for one of its workers. Raises DistError."""
+    return connected(endpoint.host, endpoint.port, secret_of_run(), timeout=timeout)
+
+
+def secret_of_run() -> bytes:
+    """For one of its workers."""
+    return run_secret.read(Path(os.environ[SECRET]))
+
+
 def take_terminal() -> None:
     """Write to the launcher's terminal from here on, as rank 0 does."""
     for descriptor, terminal in zip((1, 2), os.environ[TERMINAL].split(","), strict=True):
@@ -158,16 +173,16 @@ def take_terminal() -> None:
 
 
 class LiveNotes:
-    """A connection to the machine's store, for use by one thread. Methods raise DistError when the store is lost."""
+    """The machine's store, for use by one thread. Methods raise DistError when it is lost."""
 
-    def __init__(self, port: int) -> None:
-        self.store = TCPStore(LOOPBACK, port, timeout=PATIENCE, wait_for_workers=False)
+    def __init__(self, store: Store) -> None:
+        self.store = store
         self._published = 0
 
     @classmethod
     def from_environment(cls) -> "LiveNotes":
         """To the store of this worker's launcher."""
-        return cls(int(os.environ[PORT]))
+        return cls(store_at(Endpoint(host=LOOPBACK, port=int(os.environ[PORT])), timeout=PATIENCE))
 
     def publish(self, formation: Formation) -> None:
         """Of the launcher."""

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from lockstep.base import ctrl_c, storage
 from lockstep.base.lifetime import Started
+from lockstep.launch.elastic import run_secret
 from lockstep.launch.elastic.agent import WorkerGroupStart
 from lockstep.launch.elastic.environment import CPP_LOG_LEVEL
 from lockstep.launch.elastic.failure import Failure, death, failure_of, oom_kills
@@ -23,6 +24,7 @@ from lockstep.launch.elastic.live_notes import (
     JOINS,
     NAME,
     PORT,
+    SECRET,
     TERMINAL,
     Exit,
     Formation,
@@ -83,8 +85,9 @@ class LiveWorkers:
     def __init__(self, start: WorkerGroupStart, place: MachinePlace, section: LaunchSection) -> None:
         self.start, self.place, self.section = start, place, section
         processes = start.processes + section.spare_processes
-        self.store = serve_store(Endpoint(host=LOOPBACK, port=0))
-        self.notes = LiveNotes(self.store.port)
+        self.secret_folder = start.logs.parent
+        self.store = serve_store(Endpoint(host=LOOPBACK, port=0)).open_to(run_secret.create(self.secret_folder))
+        self.notes = LiveNotes(self.store)
         self.slots = [Slot(is_spare=number >= start.processes) for number in range(processes)]
         self.running: dict[str, LiveWorker] = {}
         """By name; the oldest first."""
@@ -295,6 +298,7 @@ class LiveWorkers:
             "TORCHELASTIC_ERROR_FILE": str(error),
             CPP_LOG_LEVEL: os.environ.get(CPP_LOG_LEVEL, "ERROR"),
             PORT: str(self.store.port),
+            SECRET: str(self.secret_folder),
             TERMINAL: ",".join(map(str, self.terminal)),
         }
 
@@ -358,6 +362,7 @@ class LiveWorkers:
         for worker in self.running.values():
             worker.process.wait()
         self.running.clear()
+        self.store.close()
         for descriptor in self.terminal:
             os.close(descriptor)
 

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, Store
 
 from lockstep.base.errors import LaunchError, PeerLost
-from lockstep.launch.elastic import admission
+from lockstep.launch.elastic import admission, run_secret
 from lockstep.launch.elastic.live_notes import MachineState
-from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, address_to, connect_store, serve_store
+from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, address_to, greeted, serve_store
+from lockstep.launch.elastic.store_client import StoreClient
+from lockstep.launch.elastic.store_server import StoreServer
 from lockstep.launch.launch_config import LaunchSection
 
 HEARTBEAT_SECONDS, LIVE_HEARTBEAT_SECONDS = 0.25, 0.1
@@ -75,7 +77,7 @@ class Membership:
         self.is_alone = endpoint is None
         is_first = node_rank == 0 if node_rank is not None else self.is_alone or self.endpoint.is_local()
         self.is_leader = is_first and not follows
-        self.standby: TCPStore | None = None
+        self.standby: StoreServer | None = None
         """With live recovery on several nodes, the store that this node serves if it becomes the leader."""
         self.lead: FileLock | None = None
         """On the leader with live recovery on several nodes, a lock in the run's folder."""
@@ -104,10 +106,11 @@ class Membership:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
+        self.store: Store
         if self.is_leader:
             self.store = serve_store(self.endpoint)
         else:
-            self.store = connect_store(self.endpoint, seconds=self.section.join_timeout_seconds)
+            self.store = greeted(self.endpoint, seconds=self.section.join_timeout_seconds)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -119,6 +122,9 @@ class Membership:
             self.lead.release()
         if self._nonce_file is not None:
             self._nonce_file.unlink(missing_ok=True)
+        for store in {self.store, self.standby}:
+            if isinstance(store, StoreServer):
+                store.close()
 
     @property
     def name(self) -> str:
@@ -130,9 +136,9 @@ class Membership:
         """The run's name on all nodes: the leader's. Raises Rejection for another version of Lockstep or torch."""
         if self.is_leader:
             return name
-        leader = self._leader_info()
-        admission.check_versions(self.store, leader)
-        return str(leader["run"])
+        assert isinstance(self.store, StoreClient)
+        admission.check_versions(self.store)
+        return self.store.greeting["run"]
 
     def join(self, folder: Path) -> None:
         """Join the run in this folder, which all nodes have to share. Raises LaunchError."""
@@ -142,13 +148,14 @@ class Membership:
                 raise LaunchError(f"another process leads this run: it has locked {folder / LEAD}")
             self.introduce(self.store, folder)
         else:
+            assert isinstance(self.store, StoreClient)
             seconds = self.section.join_timeout_seconds / 2  # while the leader still waits
-            admission.check_shared(self.store, self._leader_info(), folder, seconds=seconds)
+            self.store = admission.join(self.store, folder, seconds=seconds)
             self.index = self._next_index()
         self.last_contact = time.monotonic()
         if self._can_succeed:
             host = address_to(self.endpoint) or self.endpoint.host
-            self.standby = serve_store(Endpoint(host=host, port=0))
+            self.standby = serve_store(Endpoint(host=host, port=0)).open_to(run_secret.read(folder))
             self._entry["standby"] = str(Endpoint(host=host, port=self.standby.port))
         if not self.is_alone:
             self._start_heartbeats()
@@ -170,17 +177,16 @@ class Membership:
         self.lead = lock
         return True
 
-    def introduce(self, store: TCPStore, folder: Path) -> None:
+    def introduce(self, store: Store, folder: Path) -> None:
+        assert isinstance(store, StoreServer)
         self._nonce_file = admission.introduce(store, folder, is_alone=self.is_alone)
 
     def _next_index(self) -> int:
         return self.store.add("nodes", 1) - 1
 
-    def _leader_info(self) -> dict[str, str]:
-        return admission.leader_info(self.store, self.endpoint, self.section.join_timeout_seconds)
-
     def rejection(self) -> LaunchError | None:
         """On the leader: why a node cannot join, if one reported so."""
+        assert isinstance(self.store, StoreServer)
         return admission.rejection(self.store)
 
     # ---- publishing and waiting
@@ -198,9 +204,7 @@ class Membership:
         with self._changed:
             return dict(self._entry)
 
-    def move_to(
-        self, store: TCPStore, endpoint: Endpoint, *, entries: Mapping[int, dict[str, Any]] | None = None
-    ) -> None:
+    def move_to(self, store: Store, endpoint: Endpoint, *, entries: Mapping[int, dict[str, Any]] | None = None) -> None:
         """Go on with another leader's store; that of this node itself, with the `entries` of the others, if given."""
         now = time.monotonic()
         with self._changed:
@@ -310,7 +314,7 @@ class Membership:
         self._thread = threading.Thread(target=self._heartbeat_loop, args=(self.store,), name="membership", daemon=True)
         self._thread.start()
 
-    def _heartbeat_loop(self, store: TCPStore) -> None:
+    def _heartbeat_loop(self, store: Store) -> None:
         is_last = False
         while not is_last and store is self.store:
             self._is_due.wait(self._pause_seconds)
@@ -328,7 +332,7 @@ class Membership:
         is_busy = formation.get("is_broken") or formation.get("is_wanted")
         return BUSY_HEARTBEAT_SECONDS if is_busy else LIVE_HEARTBEAT_SECONDS
 
-    def _heartbeat(self, store: TCPStore) -> None:
+    def _heartbeat(self, store: Store) -> None:
         with self._changed:
             self._entry["heartbeat"] += 1
             text = json.dumps(self._entry)
@@ -345,14 +349,15 @@ class Membership:
                 self.last_contact = time.monotonic()
                 self._changed.notify_all()
 
-    def _read_entries(self, store: TCPStore) -> None:
+    def _read_entries(self, store: Store) -> None:
         known = self._heartbeats  # an entry stays: a heartbeat costs the same with any number of nodes
         keys = [f"node-{i}" for i in range(store.add("nodes", 0)) if i in known or store.check([f"node-{i}"])]
         entries = {int(k[5:]): json.loads(text) for k, text in zip(keys, store.multi_get(keys), strict=True)}
         now = time.monotonic()
         with self._changed:
+            if store is not self.store:  # that of an earlier leader, which has just answered after all
+                return
             for index, entry in entries.items():
                 if self._heartbeats.get(index, (-1, 0.0))[0] != entry["heartbeat"]:
                     self._heartbeats[index] = entry["heartbeat"], now
-            if store is self.store:
-                self.entries = entries
+            self.entries = entries

@@ -78,7 +78,7 @@ class Node:
 
     def _lead(self, ended: "tuple[RoundState, Failure | None] | None") -> int:
         """Lead the run to its end; if given, from where a round has `ended`."""
-        leader = Leader(self.membership, self.logs)
+        leader = Leader(self.membership, self.logs, is_live=self.is_live)
         while True:
             if ended is None:
                 state = leader.start_round()

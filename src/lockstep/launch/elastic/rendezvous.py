@@ -1,4 +1,4 @@
-"""The rendezvous of a run's nodes: a TCPStore at HOST:PORT, served by node 0."""
+"""The rendezvous of a run's nodes: a store at HOST:PORT, served by node 0."""
 
 import errno
 import socket
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from lockstep.base.errors import LaunchError
+from lockstep.launch.elastic.store_client import StoreClient
+from lockstep.launch.elastic.store_server import StoreServer
 
 LOOPBACK = "127.0.0.1"
 RETRY_SECONDS = 0.5
@@ -54,8 +56,26 @@ class Endpoint:
         return True
 
 
-def serve_store(endpoint: Endpoint) -> TCPStore:
-    """A store that this process serves; port 0 means any free port. Raises LaunchError."""
+def serve_store(endpoint: Endpoint) -> StoreServer:
+    """A store that this process serves to those that know the run's secret, once it is opened to them; port 0 means any
+    free port. Raises LaunchError."""
+    return StoreServer(_listener(endpoint), STORE_TIMEOUT)
+
+
+def serve_torch_store(endpoint: Endpoint) -> TCPStore:
+    """One for processes that torch itself connects. Raises LaunchError."""
+    listener = _listener(endpoint)
+    return TCPStore(
+        endpoint.host,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # bound to this address only; torch would listen on all
+    )
+
+
+def _listener(endpoint: Endpoint) -> socket.socket:
     try:
         family, address = endpoint.address()
     except OSError as error:
@@ -69,15 +89,7 @@ def serve_store(endpoint: Endpoint) -> TCPStore:
     except OSError as error:
         listener.close()
         raise LaunchError(_bind_error(endpoint, address, error), code="LS-NODE-04") from None
-    port = listener.getsockname()[1]
-    return TCPStore(
-        endpoint.host,
-        port,
-        is_master=True,
-        timeout=STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # bound to this address only; torch would listen on all
-    )
+    return listener
 
 
 def _bind_error(endpoint: Endpoint, address: str, error: OSError) -> str:
@@ -91,23 +103,24 @@ def _bind_error(endpoint: Endpoint, address: str, error: OSError) -> str:
     return f"--rendezvous {endpoint}: {error.strerror}; choose another port"
 
 
-def connect_store(endpoint: Endpoint, *, seconds: float) -> TCPStore:
-    """Connect to another node's store, with retries until it is up. Raises LaunchError."""
+def greeted(endpoint: Endpoint, *, seconds: float) -> StoreClient:
+    """Connect to the leader's store, with retries until it is up and has greeted. Raises LaunchError."""
     start, logged = time.monotonic(), ""
     while True:
-        limit = seconds
+        limit, waited = seconds, time.monotonic() - start
         try:
-            family, address = endpoint.address()
-            with socket.socket(family) as probe:
-                probe.settimeout(max(RETRY_SECONDS, min(5.0, seconds)))
-                probe.connect((address, endpoint.port))
-            return TCPStore(endpoint.host, endpoint.port, timeout=STORE_TIMEOUT)
+            patience = max(RETRY_SECONDS, min(5.0, seconds))
+            store = StoreClient(endpoint.host, endpoint.port, timeout=STORE_TIMEOUT, connect_seconds=patience)
+            store.read_greeting(seconds=max(RETRY_SECONDS, seconds - waited))
+            return store
         except socket.gaierror as error:
             limit, reason = min(seconds, RESOLVE_SECONDS), f"{endpoint.host} cannot be resolved ({error.strerror})"
         except OSError as error:
             reason = f"{endpoint} does not answer ({error.strerror or 'timed out'})"
-        except DistError as error:
-            reason = f"{endpoint} answers, but not as Lockstep does ({str(error).splitlines()[0]})"
+        except DistStoreError:
+            reason = f"{endpoint} answers, but no run of Lockstep begins there"
+        except DistNetworkError as error:
+            reason = f"{endpoint} answers, but not as Lockstep does ({error})"
         waited = time.monotonic() - start
         if waited + RETRY_SECONDS > limit:
             raise LaunchError(

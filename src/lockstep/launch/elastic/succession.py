@@ -14,14 +14,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, Store
 
 from lockstep.base import storage
 from lockstep.base.errors import LaunchError
+from lockstep.launch.elastic import run_secret
 from lockstep.launch.elastic.admission import NONCE_PREFIX
 from lockstep.launch.elastic.live_notes import Formation
 from lockstep.launch.elastic.membership import NOTE, Membership, RoundState
 from lockstep.launch.elastic.rendezvous import STORE_TIMEOUT, Endpoint, answers
+from lockstep.launch.elastic.store_client import connected
 from lockstep.launch.launch_config import LaunchSection
 
 GATHER_SECONDS, MARGIN_SECONDS = 3.0, 1.0
@@ -62,7 +64,7 @@ def succeed(membership: Membership, folder: Path) -> bool:
     for index in [index for index in state.members if index != state.leader]:
         if index == membership.index:
             return _take_over(membership, state, folder)
-        if _turn_to(membership, state, Endpoint.parse(state.standbys[str(index)])):
+        if _turn_to(membership, index, folder):
             return True
     return False
 
@@ -71,17 +73,19 @@ def _key(state: RoundState, index: int) -> str:
     return f"term-{state.term + 1}/{index}"
 
 
-def _turn_to(membership: Membership, state: RoundState, endpoint: Endpoint) -> bool:
-    """Wait for this node to become the leader -> whether it has."""
+def _turn_to(membership: Membership, index: int, folder: Path) -> bool:
+    """Wait for another node to become the leader -> whether it has."""
+    state = membership.round
+    endpoint = Endpoint.parse(state.standbys[str(index)])
     if not answers(endpoint, seconds=ANSWER_SECONDS):
         return False
     try:
-        store = TCPStore(endpoint.host, endpoint.port, timeout=STORE_TIMEOUT, wait_for_workers=False)
+        store = connected(endpoint.host, endpoint.port, run_secret.read(folder), timeout=STORE_TIMEOUT)
         entry = json.dumps(membership.entry)
         store.set(f"node-{membership.index}", entry)
         store.set(_key(state, membership.index), entry)
         store.wait([_key(state, -1)], timedelta(seconds=2 * GATHER_SECONDS))
-    except DistError:
+    except (DistError, OSError):
         return False
     membership.move_to(store, endpoint)
     return True
@@ -117,7 +121,7 @@ def _take_over(membership: Membership, state: RoundState, folder: Path) -> bool:
     return True
 
 
-def _gathered(store: TCPStore, state: RoundState, others: list[int]) -> dict[int, dict[str, Any]]:
+def _gathered(store: Store, state: RoundState, others: list[int]) -> dict[int, dict[str, Any]]:
     """The entries of the nodes that turn to this one."""
     came: dict[int, dict[str, Any]] = {}
     end = time.monotonic() + GATHER_SECONDS

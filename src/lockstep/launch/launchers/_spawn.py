@@ -23,7 +23,7 @@ from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
 from lockstep.launch.elastic.fork_server import SIGNALS
 from lockstep.launch.elastic.leader import FAILED_SECONDS, resume_hint, rotate_logs
 from lockstep.launch.elastic.node import worker_plan
-from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, serve_store
+from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, serve_torch_store
 from lockstep.launch.elastic.stopped_workers import StoppedWorkers
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.launch.launchers._output_pipe import OutputPipe
@@ -68,7 +68,7 @@ class Spawn(OwnProcess):
         kills_before = oom_kills()
         workers = SpawnedWorkers(pipes or {}, self.config)
         with workers.forwarding_signals():
-            store = serve_store(Endpoint(host=LOOPBACK, port=0))  # here, so that no other process can take its port
+            store = serve_torch_store(Endpoint(host=LOOPBACK, port=0))  # here, so that nobody else takes its port
             workers.start(plan, logs, port=store.port)
             workers.wait()
         return workers.failure(logs, kills_before)

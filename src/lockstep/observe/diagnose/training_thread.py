@@ -10,9 +10,6 @@ from lockstep.core.host.loader_stacks import dump_all
 from lockstep.observe.diagnose.hang_verdict import Report
 from lockstep.observe.diagnose.stacks import all_stacks, parsed, stack_of, telling
 
-COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/nn/parallel/distributed.py")
-"""A thread whose innermost line is there waits in native code for other processes."""
-
 
 class TrainingThread:
     """The thread that makes this object."""
@@ -22,18 +19,8 @@ class TrainingThread:
         self.location, self.since = "", time.monotonic()
 
     def waits_in(self) -> str | None:
-        """The collective that it waits in: its own, one of the user's or of DDP's, or that of the gradients' thread
-        during the backward pass."""
-        own = activity.waits(self.ident)
-        stack = stack_of(self.ident)
-        if own is not None or not stack:
-            return own
-        if any(file in stack[0].file for file in COLLECTIVES):
-            return f"a collective of torch's {stack[0].function}()"
-        if "autograd" not in stack[0].file:
-            return None
-        helpers = [thread for thread in threading.enumerate() if thread.name == "gradients"]
-        return next((what for t in helpers if t.ident and (what := activity.waits(t.ident))), None)
+        """The collective that it waits in, if so."""
+        return activity.waits_for_others(self.ident)
 
     def sample(self) -> None:
         """Note the time whenever it has moved."""

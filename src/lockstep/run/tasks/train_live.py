@@ -196,6 +196,7 @@ class LiveTrainTask(TrainTask):
         if self.world.is_main and not self.is_writer:
             self._take_over()
         self._rewire()
+        self.live.release()
         self._tell(formation)
 
     def _move_to(self, world: World) -> None:

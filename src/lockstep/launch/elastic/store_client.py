@@ -1,0 +1,142 @@
+"""A connection to another process's StoreServer, which torch.distributed takes for any other store."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, Store
+
+from lockstep.launch.elastic.store_server import ADMISSION_SECONDS, LARGEST, NOBODY, limit_waiting
+
+MARGIN_SECONDS = 60.0
+"""How much longer than a request may take there its answer may take."""
+LONGEST_SECONDS = 1e6
+"""Of waiting for an answer, that poll() takes."""
+
+
+class StoreClient(Store):
+    """Methods raise DistNetworkError where the server is lost, DistStoreError after the timeout."""
+
+    def __init__(self, host: str, port: int, *, timeout: timedelta, connect_seconds: float = ADMISSION_SECONDS) -> None:
+        """Connects; `prove` has to follow. Raises OSError."""
+        super().__init__()
+        self.host, self.port, self._timeout = host, port, timeout
+        self.greeting: dict[str, str] = {}
+        self._secret = b""
+        self._clones: list[StoreClient] = []
+        """Kept, since C++ holds a clone but not its Python object."""
+        self._busy = threading.Lock()
+        sock = socket.create_connection((host, port), timeout=connect_seconds)
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = Connection(sock.detach())
+
+    def read_greeting(self, *, seconds: float = ADMISSION_SECONDS) -> None:
+        """What the server says of itself, to everybody, waiting for it so long. Raises DistError."""
+
+        def read() -> None:
+            limit_waiting(self._connection, ADMISSION_SECONDS)
+            if not self._connection.poll(seconds):
+                raise DistStoreError(f"{self.host}:{self.port} says nothing")
+            self.greeting = {key: str(value) for key, value in json.loads(self._connection.recv_bytes(LARGEST)).items()}
+
+        self._shaking_hands(read)
+
+    def reject(self, *, text: str, code: str) -> None:
+        """Instead of `prove`: say why this process cannot join. Raises DistNetworkError."""
+        self._shaking_hands(lambda: self._connection.send_bytes(json.dumps({"text": text, "code": code}).encode()))
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def prove(self, secret: bytes) -> "StoreClient":
+        """After the greeting: show that this process knows the secret, and see that the server does. Raises
+        DistNetworkError."""
+
+        def prove() -> None:
+            self._connection.send_bytes(b"null")
+            answer_challenge(self._connection, secret)
+            deliver_challenge(self._connection, secret)
+            limit_waiting(self._connection, 0)
+
+        self._shaking_hands(prove)
+        self._secret = secret
+        return self
+
+    def _shaking_hands(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except AuthenticationError:
+            raise DistNetworkError(f"{self.host}:{self.port} does not know the run's secret, or has another") from None
+        except NOBODY as error:
+            self._connection.close()
+            raise DistNetworkError(f"{self.host}:{self.port} does not answer as a store ({error!r})") from None
+
+    def _ask(self, *request: Any, seconds: float) -> Any:
+        with self._busy:
+            try:
+                self._connection.send_bytes(json.dumps(request).encode())
+                if not self._connection.poll(min(seconds + MARGIN_SECONDS, LONGEST_SECONDS)):
+                    raise TimeoutError
+                is_done, result = json.loads(self._connection.recv_bytes(LARGEST))
+            except NOBODY as error:
+                self._connection.close()
+                raise DistNetworkError(f"the store at {self.host}:{self.port} is lost ({error!r})") from None
+            except BaseException:
+                self._connection.close()  # a later request would read the answer of this one
+                raise
+        if not is_done:
+            raise DistStoreError(result)
+        return result
+
+    @property
+    def _seconds(self) -> float:
+        return self._timeout.total_seconds()
+
+    # ---- what torch.distributed calls, and Lockstep's own notes
+
+    def clone(self) -> "StoreClient":
+        """With a connection of its own."""
+        copy = connected(self.host, self.port, self._secret, timeout=self._timeout)
+        self._clones.append(copy)
+        return copy
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        encoded = value.encode() if isinstance(value, str) else bytes(value)
+        self._ask("set", key, encoded.decode("latin-1"), seconds=self._seconds)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        found = self._ask("get", list(keys), self._seconds, seconds=self._seconds)
+        return [text.encode("latin-1") for text in found]
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, amount, seconds=self._seconds))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", list(keys), seconds=self._seconds))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = (timeout or self._timeout).total_seconds()
+        self._ask("wait", list(keys), seconds, seconds=seconds)
+
+
+def connected(host: str, port: int, secret: bytes, *, timeout: timedelta) -> StoreClient:
+    """Raises DistError."""
+    try:
+        client = StoreClient(host, port, timeout=timeout)
+    except OSError as error:
+        raise DistNetworkError(f"cannot connect to {host}:{port} ({error.strerror or error})") from None
+    client.read_greeting()
+    return client.prove(secret)
