@@ -29,6 +29,8 @@ PATIENCE_SECONDS = 60.0
 SPARE_SECONDS = 1.0
 BUSY_SECONDS = 0.2
 """Of processor time, meanwhile: a spare that uses less has loaded everything."""
+FAULTS_OF_A_RUN = 20
+"""After more, a process that is lost again waits for longer and longer."""
 MANY = 10**5
 """Steps of a run that is to be disturbed."""
 
@@ -123,14 +125,15 @@ class Run:
 
 def faults(folder: Path, options: argparse.Namespace, *, recovery: str, spares: int) -> dict[str, list[float]]:
     """Seconds of each stall, and until all processes train again."""
-    name, chosen = f"faults-{recovery}-{spares}", random.Random(0)
-    run = Run(folder, name, recovery=recovery, options=options, steps=10**6, spares=spares)
-    run.wait(lambda: run.lines() > 0)
-    measured = []
-    for _ in range(options.faults):
-        time.sleep(chosen.uniform(0.2, 0.6))
-        measured.append(run.kill_one(chosen))
-    run.end()
+    chosen, measured = random.Random(0), list[tuple[float, float]]()
+    while left := options.faults - len(measured):
+        name = f"faults-{recovery}-{spares}-{left}"
+        run = Run(folder, name, recovery=recovery, options=options, steps=10**6, spares=spares)
+        run.wait(lambda run=run: run.lines() > 0)
+        for _ in range(min(left, FAULTS_OF_A_RUN)):
+            time.sleep(chosen.uniform(0.2, 0.6))
+            measured.append(run.kill_one(chosen))
+        run.end()
     stalls, whole = zip(*measured, strict=True)
     return {"stall": list(stalls), "whole": list(whole)}
 

@@ -71,6 +71,7 @@ def _serve(pipe):
         except BaseException:
             result = False, traceback.format_exc()
         finally:
+            gc.collect()  # what C++ frees a group for later holds the GIL, for which a thread of the group may wait
             if dist.is_initialized():
                 dist.destroy_process_group()
             gc.collect()
@@ -255,6 +256,7 @@ def lone():
     """A process group of one, in this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
+    gc.collect()  # before: see _serve
     dist.destroy_process_group()
 
 

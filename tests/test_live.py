@@ -194,6 +194,19 @@ def test_stopped_by_a_signal_and_resumed(tmp_path, plain):
     assert summary(tmp_path, "live")["digest"] == plain[0]
 
 
+def test_stopped_by_a_signal_while_processes_are_lost(tmp_path, plain):
+    """One is dead, another is stopped in the middle of the recovery: the one that is left saves, once it is alone."""
+    chaos = Chaos(tmp_path, SHORT)
+    chaos.start()
+    wait_for_steps(tmp_path / "runs" / "live", 4)
+    taken = [chaos.order("kill", "forward"), chaos.order("stop", "rendezvous")]
+    chaos.wait(lambda: all(map(chaos.is_taken, taken)), "both")
+    chaos.process.send_signal(signal.SIGTERM)
+    assert chaos.process.wait(60) == 75 and "stopped by a signal after step" in chaos.text(), chaos.text()
+    assert lockstep(tmp_path, "train", "c.yaml", *LIVE).returncode == 0
+    assert summary(tmp_path, "live")["digest"] == plain[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -74,6 +74,8 @@ class LiveRound:
             workers.look()
             with suppress(DistError):  # the leader is lost
                 workers.follow(self._exchanged())
+            if self.coordinator is not None and self.coordinator.is_dead:  # those that are left have nothing to save
+                return
 
     def _exchanged(self) -> Formation:
         """Tell the other machines of this one -> the newest formation."""

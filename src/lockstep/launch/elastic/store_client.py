@@ -11,7 +11,14 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
-from lockstep.launch.elastic.store_server import ADMISSION_SECONDS, LARGEST, NOBODY, limit_waiting
+from lockstep.launch.elastic.store_server import (
+    ADMISSION_SECONDS,
+    LARGEST,
+    LARGEST_FIRST,
+    LOST,
+    STRANGE,
+    limit_waiting,
+)
 
 MARGIN_SECONDS = 60.0
 """How much longer than a request may take there its answer may take."""
@@ -43,7 +50,8 @@ class StoreClient(Store):
             limit_waiting(self._connection, ADMISSION_SECONDS)
             if not self._connection.poll(seconds):
                 raise DistStoreError(f"{self.host}:{self.port} says nothing")
-            self.greeting = {key: str(value) for key, value in json.loads(self._connection.recv_bytes(LARGEST)).items()}
+            greeting = json.loads(self._connection.recv_bytes(LARGEST_FIRST))
+            self.greeting = {key: str(value) for key, value in greeting.items()}
 
         self._shaking_hands(read)
 
@@ -73,9 +81,10 @@ class StoreClient(Store):
         try:
             step()
         except AuthenticationError:
+            self.close()
             raise DistNetworkError(f"{self.host}:{self.port} does not know the run's secret, or has another") from None
-        except NOBODY as error:
-            self._connection.close()
+        except STRANGE as error:
+            self.close()
             raise DistNetworkError(f"{self.host}:{self.port} does not answer as a store ({error!r})") from None
 
     def _ask(self, *request: Any, seconds: float) -> Any:
@@ -85,11 +94,11 @@ class StoreClient(Store):
                 if not self._connection.poll(min(seconds + MARGIN_SECONDS, LONGEST_SECONDS)):
                     raise TimeoutError
                 is_done, result = json.loads(self._connection.recv_bytes(LARGEST))
-            except NOBODY as error:
-                self._connection.close()
+            except LOST as error:
+                self.close()
                 raise DistNetworkError(f"the store at {self.host}:{self.port} is lost ({error!r})") from None
             except BaseException:
-                self._connection.close()  # a later request would read the answer of this one
+                self.close()  # a later request would read the answer of this one
                 raise
         if not is_done:
             raise DistStoreError(result)

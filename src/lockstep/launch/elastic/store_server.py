@@ -30,8 +30,10 @@ PAUSE_SECONDS = 0.05
 """Before another connection is accepted, after one could not be."""
 WATCH_SECONDS = 1.0
 """Between two looks at whether a client that waits is still there."""
-NOBODY = (OSError, EOFError, ValueError, TypeError, KeyError, AssertionError, RecursionError, AuthenticationError)
-"""What a client that is lost, or is none of ours, leads to."""
+LOST = (OSError, EOFError)
+"""What the loss of the other side leads to."""
+STRANGE = (*LOST, ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError, AuthenticationError)
+"""What that leads to which is none of ours."""
 
 
 def limit_waiting(connection: Connection, seconds: float) -> None:
@@ -141,7 +143,7 @@ class StoreServer(Store):
             threading.Thread(target=self._serve, args=(connection,), name="store client", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
-        with connection, suppress(*NOBODY):
+        with connection, suppress(*LOST):
             if not self._is_admitted(connection):
                 return
             limit_waiting(connection, 0)
@@ -165,7 +167,7 @@ class StoreServer(Store):
             answer_challenge(connection, self._secret)
         except EOFError:  # it only looked whether somebody is here
             return False
-        except NOBODY:
+        except STRANGE:
             self.refused += 1
             return False
         finally:

@@ -235,6 +235,9 @@ class TrainTask(WatchedTask):
         with raise_on_all_ranks():
             if is_fresh and self.world.is_main:
                 bad_samples.forget(self.logs)
+        self.list_faults()
+
+    def list_faults(self) -> None:
         for faults in self.parts.data.faults.values():
             faults.record(bad_samples.file_of(self.logs, self.world.rank), self.warn)
 

@@ -22,6 +22,7 @@ from lockstep.observe.sinks.progress import ProgressSink
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.train import TrainTask
 from lockstep.run.user_code_checks import UserCodeChecks
+from lockstep.training.findings import Finding
 from lockstep.training.loop import ProcessJoins
 from lockstep.training.loop_state import Training
 from lockstep.training.state_transfer import equalise
@@ -187,6 +188,8 @@ class LiveTrainTask(TrainTask):
         if not self.has_state:
             self.stopped_at = time.monotonic()  # until now it has only started
         self._move_to(self.live.world)
+        if not self.has_state:
+            self.list_faults()
         extras = equalise(self.parts.state, formation.positions, self._extras)
         if extras is not None:
             self._load_extras(extras)
@@ -270,6 +273,7 @@ class LiveTrainTask(TrainTask):
             "metrics": self.training.metrics,
             "events": self.backlog.plain(),
             "regrouped": self.regrouped,
+            "findings": self.checks.findings and [asdict(finding) for finding in self.checks.findings],
         }
 
     def _load_extras(self, extras: Any) -> None:
@@ -279,7 +283,8 @@ class LiveTrainTask(TrainTask):
         progress.owes_save, training.metrics = extras["owes_save"], extras["metrics"]
         training.owes_evaluation = extras["owes_evaluation"]
         training.outcome, training.unread = None, []
-        self.regrouped = extras["regrouped"]
+        self.regrouped, findings = extras["regrouped"], extras["findings"]
+        self.checks.findings = findings and [Finding(**finding) for finding in findings]
         for event in self.backlog.missed(extras["events"]):
             self.bus.publish(event)
 
