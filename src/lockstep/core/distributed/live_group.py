@@ -61,6 +61,7 @@ class LiveGroup:
         self.is_wanted = False
         """Whether another worker waits to join."""
         self._left: list[dist.ProcessGroup] = []
+        """Groups that were given up and are not freed yet."""
         self._has_left = threading.Event()
         """Whether this process has given up the present formation."""
         self._thread = threading.get_ident()
