@@ -1,6 +1,7 @@
 """Real process groups for tests: warm worker processes that are started once and joined into groups as asked."""
 
 import atexit
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import pathlib
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import traceback
 import warnings
@@ -173,6 +175,18 @@ class Sharing(LoadFileScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return Sharing(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Ends a process of tests that hangs outside of Python, where the signal of pytest-timeout has no effect."""
+    marker = item.get_closest_marker("timeout")
+    seconds = marker.args[0] if marker else float(item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(seconds + 60, file=sys.__stderr__, exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_sessionfinish(session, exitstatus):
