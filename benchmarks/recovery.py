@@ -1,13 +1,17 @@
 """What the loss of a process costs: live recovery, without and with a spare, against a restart from a checkpoint of
 every step or two.
 
-    python benchmarks/recovery.py [--data FOLDER] [--processes 2] [--faults 50] [--steps 300] [--rounds 3]
+    python benchmarks/recovery.py [--data FOLDER] [--processes 2] [--faults 50] [--seconds 40] [--rounds 6]
 
 A random process is killed (SIGKILL) once all train, and the spare is loaded. `stall`: from the kill to the next step
-of the others that metrics.jsonl shows; `whole`: until the first step of all processes. Then the cost per step without
-faults: seconds of a run with live recovery and without, in turns. `--data` has mnist/; without it the CNN trains on
-scikit-learn's digits.
-Run nothing else beside it.
+of the others that metrics.jsonl shows; `whole`: until the first step of all processes.
+
+Then the cost per step without faults. Two runs, with live recovery and without, train side by side for some seconds,
+so that both have the same share of a machine whose speed changes; their steps are compared. Rounds of two runs without
+live recovery show what that measures where there is no difference. Since both share the processors, what live recovery
+uses outside of the training threads slows both; so that is counted as well, in percent of a core.
+
+`--data` has mnist/; without it the CNN trains on scikit-learn's digits. Run nothing else beside it.
 """
 
 import argparse
@@ -31,25 +35,26 @@ BUSY_SECONDS = 0.2
 """Of processor time, meanwhile: a spare that uses less has loaded everything."""
 FAULTS_OF_A_RUN = 20
 """After more, a process that is lost again waits for longer and longer."""
-MANY = 10**5
-"""Steps of a run that is to be disturbed."""
+MANY = 10**6
+"""More steps than a run trains."""
+WARM_STEPS = 50
 
 
 class Run:
     """A training that logs every step."""
 
     def __init__(
-        self, folder: Path, name: str, *, recovery: str, options: argparse.Namespace, steps: int, spares: int = 0
+        self, folder: Path, name: str, *, recovery: str, options: argparse.Namespace, spares: int = 0, saves: int = MANY
     ) -> None:
         source = {"kind": "mnist", "root": str(options.data)} if options.data else {"kind": "digits"}
         config = {
             "data": source,
             "model": {"kind": "cnn"},
-            "train": {"global_batch": 64, "micro_batch": 8, "epochs": None, "steps": steps},
-            "launch": {"processes": options.processes, "recovery": recovery, "spares": spares, "max_restarts": 10**6},
+            "train": {"global_batch": 64, "micro_batch": 8, "epochs": None, "steps": MANY},
+            "launch": {"processes": options.processes, "recovery": recovery, "spares": spares, "max_restarts": MANY},
             "observe": {"log_every": 1, "sinks": ["jsonl"]},
-            "evaluate": {"every_steps": steps, "limit": 100},
-            "checkpoint": {"every_steps": 2 if recovery == "restart" and steps > MANY else steps},
+            "evaluate": {"every_steps": MANY, "limit": 100},
+            "checkpoint": {"every_steps": saves},
         }
         (folder / f"{name}.yaml").write_text(json.dumps(config))
         self.folder, self.processes, self.spares = folder / "runs" / name, options.processes, spares
@@ -82,6 +87,20 @@ class Run:
         with suppress(OSError):
             return (self.folder / "metrics.jsonl").stat().st_size
         return 0
+
+    def steps(self) -> int:
+        """Of metrics.jsonl."""
+        with suppress(OSError):
+            return (self.folder / "metrics.jsonl").read_bytes().count(b"\n")
+        return 0
+
+    def seconds_beside_training(self) -> float:
+        """Processor time of the launcher, and of the workers' threads besides the first, so far."""
+        launcher = psutil.Process(self.process.pid)
+        seconds = sum(launcher.cpu_times()[:2])
+        for worker in self.workers():
+            seconds += sum(each.user_time + each.system_time for each in worker.threads() if each.id != worker.pid)
+        return seconds
 
     def changes(self) -> list[dict]:
         """The lines of its history on starts and on changes of its processes."""
@@ -128,7 +147,8 @@ def faults(folder: Path, options: argparse.Namespace, *, recovery: str, spares: 
     chosen, measured = random.Random(0), list[tuple[float, float]]()
     while left := options.faults - len(measured):
         name = f"faults-{recovery}-{spares}-{left}"
-        run = Run(folder, name, recovery=recovery, options=options, steps=10**6, spares=spares)
+        saves = 2 if recovery == "restart" else MANY
+        run = Run(folder, name, recovery=recovery, options=options, spares=spares, saves=saves)
         run.wait(lambda run=run: run.lines() > 0)
         for _ in range(min(left, FAULTS_OF_A_RUN)):
             time.sleep(chosen.uniform(0.2, 0.6))
@@ -138,13 +158,46 @@ def faults(folder: Path, options: argparse.Namespace, *, recovery: str, spares: 
     return {"stall": list(stalls), "whole": list(whole)}
 
 
-def seconds_per_step(folder: Path, name: str, *, recovery: str, options: argparse.Namespace) -> float:
-    """Of an undisturbed run, from its first step to its last."""
-    run = Run(folder, name, recovery=recovery, options=options, steps=options.steps)
-    run.process.wait(timeout=600)
-    lines = [json.loads(line) for line in (run.folder / "history.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["kind"] == "steps"][options.steps // 10 :]
-    return sum(line["seconds"] for line in steps) / len(steps)
+def side_by_side(folder: Path, names: dict[str, str], options: argparse.Namespace) -> dict[str, tuple[int, float]]:
+    """Two undisturbed runs at once; name -> recovery. Name -> its steps, and the percentage of a core that it used
+    beside the training threads."""
+    runs = {name: Run(folder, name, recovery=recovery, options=options) for name, recovery in names.items()}
+    for run in runs.values():
+        run.wait(lambda run=run: run.steps() >= WARM_STEPS)
+    before = {name: (run.steps(), run.seconds_beside_training()) for name, run in runs.items()}
+    time.sleep(options.seconds)
+    after = {name: (run.steps(), run.seconds_beside_training()) for name, run in runs.items()}
+    for run in runs.values():
+        run.end()
+    return {
+        name: (after[name][0] - before[name][0], 100 * (after[name][1] - before[name][1]) / options.seconds)
+        for name in names
+    }
+
+
+def cost(folder: Path, options: argparse.Namespace) -> None:
+    """Print the steps of runs without live recovery for one of those with it."""
+    same, ratios, beside = list[float](), list[float](), {"live": list[float](), "restart": list[float]()}
+    for number in range(options.rounds):
+        names = {f"restart-{number}": "restart", f"live-{number}": "live"}
+        if number % 2:
+            names = dict(reversed(names.items()))
+        found = side_by_side(folder, names, options)
+        ratios.append(found[f"restart-{number}"][0] / found[f"live-{number}"][0])
+        for name, recovery in names.items():
+            beside[recovery].append(found[name][1])
+        found = side_by_side(folder, {f"first-{number}": "restart", f"second-{number}": "restart"}, options)
+        pair = [steps for steps, _ in found.values()]
+        same.append(pair[number % 2] / pair[1 - number % 2])
+        say(f"round {number}: {ratios[-1]:.4f} times as long a step with live recovery; without twice: {same[-1]:.4f}")
+    say(f"cost per step: {_spread(ratios)}; without it twice: {_spread(same)}")
+    for recovery, percent in beside.items():
+        say(f"{recovery}: {statistics.median(percent):.1f} % of a core beside the training threads")
+
+
+def _spread(ratios: list[float]) -> str:
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
+    return f"mean {statistics.mean(ratios):.4f} (standard error {error:.4f}), median {statistics.median(ratios):.4f}"
 
 
 def say(text: str) -> None:
@@ -157,26 +210,18 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--faults", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=40)
+    parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     options.data = options.data and options.data.resolve()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for recovery, spares in (("live", 0), ("live", 1), ("restart", 0)):
+        for recovery, spares in (("live", 0), ("live", 1), ("restart", 0)) if options.faults else ():
             for what, seconds in faults(folder, options, recovery=recovery, spares=spares).items():
                 p99 = sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
                 with_spare = ", a spare" if spares else ""
                 say(f"{recovery + with_spare:14} {what:6} median {statistics.median(seconds):.2f} s, p99 {p99:.2f} s")
-        ratios = []
-        for number in range(options.rounds):
-            order = ["live", "restart"] if number % 2 else ["restart", "live"]
-            seconds = {
-                each: seconds_per_step(folder, f"{each}-{number}", recovery=each, options=options) for each in order
-            }
-            ratios.append(seconds["live"] / seconds["restart"])
-            say(f"round {number}: {1000 * seconds['restart']:.2f} ms a step, live {ratios[-1]:.3f} times")
-        say(f"cost per step: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+        cost(folder, options)
 
 
 if __name__ == "__main__":

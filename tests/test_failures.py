@@ -58,6 +58,7 @@ def source(options, split):
     return made
 """
 SETTINGS = ["data.kind=user", "data.file=mine.py", "run.name=a", "launch.processes=2", "train.epochs=2"]
+RESTART = "launch.recovery=restart"
 SETTINGS += ["train.global_batch=20", "train.micro_batch=5", "observe.log_every=1", "checkpoint.every_steps=1"]
 
 
@@ -154,7 +155,7 @@ def test_a_rank_that_dawdles_is_named_and_training_goes_on(folder):
 
 def test_a_collective_that_takes_too_long_restarts_the_run(folder, undisturbed):
     """After a report on what the ranks do; the message names the setting."""
-    settings = ["data.options.once=true", "data.options.seconds=20", "launch.collective_timeout_seconds=5"]
+    settings = ["data.options.once=true", "data.options.seconds=20", "launch.collective_timeout_seconds=5", RESTART]
     done = train(folder, "sleep", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     reported = done.stderr.index("rank 1 is in mine.py:16 `fault`")
@@ -166,6 +167,7 @@ def test_a_collective_that_takes_too_long_restarts_the_run(folder, undisturbed):
 
 def test_a_rank_that_never_comes_back_is_started_again(folder, undisturbed):
     settings = ["data.workers=1", "data.options.once=true", "observe.hang_seconds=3", "observe.on_hang=restart"]
+    settings.append(RESTART)
     done = train(folder, "sleep", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"rank 1 is in mine\.py:16 `fault` \(its loader's worker process \d+\)", done.stderr), done.stderr
@@ -176,7 +178,7 @@ def test_a_rank_that_never_comes_back_is_started_again(folder, undisturbed):
 
 def test_a_frozen_process_is_noticed_and_the_run_goes_on(folder, undisturbed):
     """The agent sees nothing: the process is there. It is the one whose thread watches, so another takes over."""
-    settings = ["data.options.fault=slow", "launch.failure_timeout_seconds=3", "launch.processes=2"]
+    settings = ["data.options.fault=slow", "launch.failure_timeout_seconds=3", "launch.processes=2", RESTART]
     process = started(folder, "train", "c.yaml", *SETTINGS, *settings)
     wait_for_steps(folder / "runs" / "a", 2)
     frozen = workers(process)[0]
@@ -223,7 +225,7 @@ def test_a_process_that_is_stopped_while_nobody_hears_its_heartbeats(folder, und
     """Before there is a process group, before its first heartbeat, and after its last."""
     text = FAULTY + STOP + WHEN[when] + "\n"
     (folder / "mine.py").write_text(text + STOPPING_SOURCE if when == "before its first heartbeat" else text)
-    settings = [f"launch.kind={kind}", "launch.failure_timeout_seconds=2"]
+    settings = [f"launch.kind={kind}", "launch.failure_timeout_seconds=2", *([RESTART] if kind == "local" else [])]
     done = train(folder, "none", *settings)
     assert (folder / "stopped").exists()
     assert "Traceback" not in done.stderr

@@ -58,6 +58,10 @@ def server_of(process):
     return found[0] if found else None
 
 
+OF_A_RUN = ("LOCKSTEP_TEST_KIND", "TORCHELASTIC_ERROR_FILE", "LOCKSTEP_LIVE_SECRET", "LOCKSTEP_LIVE_TERMINAL")
+"""Variables whose values name files of a run."""
+
+
 def test_a_forked_worker_begins_like_a_new_process(config):
     """The same environment, signals, threads and import path, and the same weights."""
     (config / "net.py").write_text(USER_CODE)
@@ -70,7 +74,7 @@ def test_a_forked_worker_begins_like_a_new_process(config):
         for rank in (0, 1):
             assert (config / f"atexit-{kind}-{rank}").exists()
             facts[kind, rank] = json.loads((config / f"facts-{kind}-{rank}.json").read_text())
-            for name in ("LOCKSTEP_TEST_KIND", "TORCHELASTIC_ERROR_FILE"):
+            for name in OF_A_RUN:
                 del facts[kind, rank]["environment"][name]
             facts[kind, rank]["argv"] = [word.replace(f"/{kind}/", "/RUN/") for word in facts[kind, rank]["argv"]]
     assert facts["forked", 0] == facts["new", 0]
@@ -81,6 +85,7 @@ def test_a_forked_worker_begins_like_a_new_process(config):
 
 def test_a_killed_server_takes_its_workers_along_and_the_run_goes_on(config):
     arguments = ["train", "c.yaml", *SHORT, "launch.processes=2", "checkpoint.every_steps=3"]
+    arguments.append("launch.recovery=restart")
     whole = lockstep(config, *arguments, "run.name=whole")
     assert whole.returncode == 0, whole.stderr
     process = started(config, *arguments, "run.name=killed")

@@ -80,7 +80,8 @@ def test_a_signal_ends_all_processes_and_leaves_a_resumable_run(config, number):
 
 def test_ctrl_c_ends_a_run_that_cannot_reach_a_step(config):
     """A rank is stopped, so the others wait in a collective for ever: Ctrl-C still ends all of them."""
-    process = started(config, "train", "c.yaml", *LONG, "run.name=a", "launch.processes=2", "launch.grace_seconds=1")
+    settings = ["launch.processes=2", "launch.grace_seconds=1", "launch.recovery=restart"]
+    process = started(config, "train", "c.yaml", *LONG, "run.name=a", *settings)
     wait_for_steps(config / "runs" / "a", 3)
     everyone = family(process)
     frozen = workers(process)[1]

@@ -224,9 +224,10 @@ def test_what_cannot_recover_live_is_refused(tmp_path, settings, words):
 
 def test_resizing_needs_live_recovery(tmp_path):
     (tmp_path / "c.yaml").write_text(SHORT)
-    assert lockstep(tmp_path, "train", "c.yaml", "train.steps=2", "run.name=a").returncode == 0
+    words = ["train", "c.yaml", "train.steps=2", "run.name=a", "launch.recovery=restart"]
+    assert lockstep(tmp_path, *words).returncode == 0
     done = lockstep(tmp_path, "resize", "runs/a", "2")
-    assert done.returncode == 2 and "a was started without launch.recovery=live: cancel it" in done.stderr
+    assert done.returncode == 2 and "a does not recover live (launch.recovery): cancel it" in done.stderr
 
 
 def test_the_events_of_a_step_are_kept_together():

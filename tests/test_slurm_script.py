@@ -38,6 +38,8 @@ EVERYTHING = """
 """
 APPTAINER = "{kind: slurm, gpus: 1, container: images/lockstep.sif, container_kind: apptainer, time: 90}"
 
+LIVE = "{kind: slurm, nodes: 4, recovery: live, partition: cpu, setup: [ulimit -n 65536]}"
+
 
 def example():
     """examples/slurm/train.slurm: the same template with values that a user edits."""
@@ -64,18 +66,18 @@ def example():
         '"run.name=$SLURM_JOB_NAME-$SLURM_JOB_ID" "${@:2}"',
         requeues=100,
         warning_seconds=120,
-        **dict.fromkeys(("gpus", "memory", "partition", "account", "is_elastic")),
+        **dict.fromkeys(("gpus", "memory", "partition", "account", "is_elastic", "recovers_live")),
         **dict.fromkeys(("options", "modules", "srun_options"), ()),
         quote=quote,
     )
 
 
-def script(text):
+def script(text, name="train.slurm"):
     """The script that the launcher submits for a `launch:` section."""
     config = parse(Recipe, f"launch: {text}", file="c.yaml").launch
     request = Request(recipe=Path("/home/me/my runs/digits/launch.yaml"), arguments=("--resume", "auto"))
     plan = Slurm(config, threads=1, shards=8).plan(request)
-    return plan.files[Path("/home/me/my runs/digits/train.slurm")].replace(sys.executable, "/home/me/venv/bin/python")
+    return plan.files[Path("/home/me/my runs/digits") / name].replace(sys.executable, "/home/me/venv/bin/python")
 
 
 SCRIPTS = {
@@ -83,6 +85,8 @@ SCRIPTS = {
     "everything.slurm": lambda: script(EVERYTHING),
     "apptainer.slurm": lambda: script(APPTAINER),
     "example.slurm": example,
+    "live.slurm": lambda: script(LIVE),
+    "join.slurm": lambda: script(LIVE, "join.slurm"),
 }
 
 

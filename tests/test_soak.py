@@ -34,7 +34,7 @@ run: {{dir: {folder}/runs, name: {name}}}
 checkpoint: {{every_steps: 3, keep: 2}}
 evaluate: {{every_epochs: 10, micro_batch: 400}}
 observe: {{log_every: {log_every}, desync_every: 5}}
-launch: {{kind: local, failure_timeout_seconds: 3}}
+launch: {{kind: local, recovery: restart, failure_timeout_seconds: 3}}
 """
 
 

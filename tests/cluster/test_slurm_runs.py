@@ -29,15 +29,20 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FIRST, GO = HERE / "runs" / "a" / "checkpoints" / "step-000000050", HERE / "go"
+CHECKPOINTS = HERE / "runs" / "a" / "checkpoints"
+WAITS = {CHECKPOINTS / "step-000000050": HERE / "go", CHECKPOINTS / "step-000000100": HERE / "go-100"}
 
 
 def augment(sample):
-    while FIRST.exists() and not GO.exists():
-        time.sleep(0.05)
+    for saved, go in WAITS.items():
+        while saved.exists() and not go.exists():
+            time.sleep(0.05)
+    if (HERE / "slow").exists():
+        time.sleep(0.02)
     return sample
 """
-"""A run waits once it has saved something, so that what is done to it comes in its midst on any machine."""
+"""A run waits once it has saved something, so that what is done to it comes in its midst on any machine; and once more
+where it is asked to."""
 SLOW = """
 import time
 
@@ -65,6 +70,7 @@ def write(folder, *, is_held):
     (folder / "c.yaml").write_text("data: {kind: digits}\n")
     (folder / "held.py").write_text(HELD)
     (folder / "slow.py").write_text(SLOW)
+    (folder / "go-100").touch()
     if not is_held:
         (folder / "go").touch()
 
@@ -199,13 +205,24 @@ def test_a_lost_machine_is_done_without(slurm, tmp_path, plain):
 
 
 def test_the_others_go_on_without_a_restart_where_a_machine_is_lost(slurm, tmp_path, plain):
-    """launch.recovery=live, with any launch.nodes."""
-    run = Run(slurm, tmp_path, "launch.nodes=2", "launch.recovery=live")
+    """launch.recovery=live, with any launch.nodes. When Slurm has the machine again, it joins the run."""
+    run = Run(slurm, tmp_path, "launch.nodes=2", "launch.recovery=live", "launch.cpus=4")  # all of a machine
+    (tmp_path / "go-100").unlink()
     run.is_held()
     slurm.kill("node2")
     run.goes_on()
+    run.until(lambda: run.step >= 100, "step 100")
+    run.says("takes its place once it starts")
+    slurm.wait_for_node("node2", "down*")
+    slurm.heal("node2")
+    run.says("has joined: its processes start beside the others")
+    (tmp_path / "slow").touch()
+    (tmp_path / "go-100").touch()
+    run.until(lambda: "1 process joined" in (run.folder / "history.jsonl").read_text(), "its processes")
+    (tmp_path / "slow").unlink()
     summary = run.finished()
-    assert (summary["digest"], summary["world_size"]) == (plain, 1)
+    assert (summary["digest"], summary["world_size"]) == (plain, 2)
+    assert [change["world_size"] for change in summary["regrouped"]] == [1, 2]
     assert "node 1 (node2) is lost, with rank 1" in run.said and "Starting again" not in run.said
 
 

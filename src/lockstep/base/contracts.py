@@ -84,6 +84,8 @@ HOOKS = {
     "launch.launchers": {
         "on_nodes": "(config, threads, words) -> the words of a command that runs `lockstep WORDS` on each machine of "
         "a run at once, with its output here, and adds --rendezvous and --node-rank",
+        "replace_node": "(folder, node_rank, rendezvous) -> what happens, for the user; with live recovery, another "
+        "machine is to take the place of a lost one: it joins the run. Raises LaunchError",
     },
 }
 """Optional functions of a plugin's module besides `build`: family -> name -> arguments and result. Other optional

@@ -30,9 +30,10 @@ def command(
     from lockstep.launch.elastic import environment
 
     environment.set_threads(recipe.run.threads)
-    if recipe.launch.recovers_live:
+    from lockstep.launch import launch_run, recovery
+
+    if recovery.may_recover_live(recipe):
         environment.quieten_torch()
-    from lockstep.launch import launch_run
 
     arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *trust)
     node = launch_run.node_address(rendezvous, node_rank)

@@ -151,9 +151,9 @@ class LaunchSection(PluginSection):
 class LiveLaunchSection(LaunchSection):
     """Of launchers whose runs can go on where a process is lost."""
 
-    recovery: Literal["restart", "live"] = "restart"
+    recovery: Literal["auto", "restart", "live"] = "auto"
     """After the loss of a process: restart all from the newest checkpoint; or live: the others redo the step without
-    it and go on, until it is back (parallel.kind=ddp)."""
+    it and go on, until it is back (parallel.kind=ddp). auto: live on one machine without GPUs, where it is possible."""
     heartbeat_seconds: float = Field(1.0, ge=0.2, le=MANY)
     """With live recovery, a process that is stopped for this long, or a machine that is silent for three times as long,
     counts as lost."""

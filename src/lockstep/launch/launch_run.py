@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -20,6 +21,7 @@ from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.node import Node, worker_plan
 from lockstep.launch.elastic.rendezvous import Endpoint, answers
 from lockstep.launch.launch_config import LaunchSection
+from lockstep.launch.recovery import with_recovery
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 
@@ -86,8 +88,10 @@ def show_plan(recipe: Recipe, arguments: tuple[str, ...], console: Console, *, n
 
 def launch(recipe: Recipe, arguments: tuple[str, ...], *, name: str = "launch") -> int:
     """Start the processes of a run, or submit it to a scheduler -> exit code. Raises UserError."""
-    request, launcher = build_request(recipe, arguments, name), build_launcher(recipe)
     is_training = name == "launch"
+    request = build_request(recipe, arguments, name)  # in which recovery=auto stays, for other machines
+    recipe = with_recovery(recipe) if is_training else recipe
+    launcher = build_launcher(recipe)
     plan = write_plan(recipe, request, launcher, is_training=is_training)
     logs = request.folder / "logs" / ("" if is_training else name)
     if not is_training:
@@ -140,7 +144,9 @@ def launch_node(
                 if membership.is_leader:
                     _write(agreed, request, plan, training=build_launcher(agreed) if name == "launch" else None)
                 membership.join(agreed.folder)
-                start = Node(membership, plan, agreed.folder / "logs", fork_server=server)
+                hook = plugins.hook("launch.launchers", recipe.launch.kind, "replace_node")
+                replaced = partial(hook, folder) if hook else None
+                start = Node(membership, plan, agreed.folder / "logs", fork_server=server, replace=replaced)
                 return _with_resume_hint(agreed, start.run)
 
         try:

@@ -1,6 +1,7 @@
 """Checks of the user's code during the first steps of training."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.distributed.collectives import all_gather_object
@@ -22,6 +23,11 @@ class UserCodeChecks:
         """Why the weights depend, or may depend, on the number of processes; None where they do not."""
         findings = (finding.message for finding in self.findings or () if finding.leaves_promise)
         return self.parts.world_size_dependence or next(findings, None)
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says of them."""
+        findings = None if self.findings is None else [finding.plain() for finding in self.findings]
+        return {"findings": findings, "digest_depends_on_world": self.world_size_dependence}
 
     def steps(self, start: int) -> Iterator[list[MicroBatch]]:
         """Yield the micro-batches of each step from `start` on, running the checks in between."""

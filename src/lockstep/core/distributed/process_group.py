@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.base.world import World
 from lockstep.core.distributed.peer_proof import authenticate
-from lockstep.launch.elastic.live_notes import NAME, secret_of_run, store_at
+from lockstep.launch.elastic.live_notes import is_live_worker, secret_of_run, store_at
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, interface_to
 
 TIMEOUT_SECONDS = 1800.0
@@ -93,7 +93,7 @@ def further_group(timeout: timedelta) -> dist.ProcessGroup:
     With live recovery, raises PeerLost where a rank is lost before all are connected. Nothing wakes those that wait for
     its connection but the timeout: hence a short one, which begins when all are there.
     """
-    if NAME not in os.environ or dist.get_world_size() == 1:
+    if not is_live_worker() or dist.get_world_size() == 1:
         return dist.new_group(backend="gloo", timeout=timeout)
     dist.all_reduce(torch.zeros(1))
     try:
@@ -174,7 +174,7 @@ def _initialized(world: World, device: torch.device, timeout: timedelta) -> Iter
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        store, is_live = None, NAME in os.environ
+        store, is_live = None, is_live_worker()
         if is_live:
             meeting = Endpoint(host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]))
             store = store_at(meeting, timeout=timeout)

@@ -20,7 +20,8 @@ def set_threads(threads: int) -> None:
 def quieten_torch() -> None:
     """Hide warnings of torch's C++ code, which live recovery causes where it gives up a process group; before torch is
     imported, so that workers that are forked from this process have it."""
-    os.environ.setdefault(CPP_LOG_LEVEL, "ERROR")
+    if "torch" not in sys.modules:
+        os.environ.setdefault(CPP_LOG_LEVEL, "ERROR")
 
 
 def environment(section: LaunchSection, *, threads: int, logs: Path, interface: str | None = None) -> dict[str, str]:

@@ -34,6 +34,11 @@ NOTHING = -1
 """The step of a worker that has no training state yet."""
 
 
+def is_live_worker() -> bool:
+    """Whether the launcher of this worker recovers live."""
+    return NAME in os.environ
+
+
 @dataclass(frozen=True, order=True)
 class Position:
     """How far a worker's training state is."""

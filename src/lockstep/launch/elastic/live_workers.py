@@ -310,15 +310,16 @@ class LiveWorkers:
     def _kill_stopped(self) -> None:
         """Kill workers that a signal or a debugger has stopped: the others wait for them."""
         now = time.monotonic()
-        if now - self.looked_at_stopped < STOPPED_SECONDS:
+        pause, limit = now - self.looked_at_stopped, self.section.worker_timeout_seconds
+        if pause < STOPPED_SECONDS:
             return
         self.looked_at_stopped = now
         for worker in self.running.values():
-            if not is_stopped(worker.process.pid):
+            if pause > limit + STOPPED_SECONDS or not is_stopped(worker.process.pid):  # or this one was
                 worker.stopped_since = None
             elif worker.stopped_since is None:
                 worker.stopped_since = now
-            elif now - worker.stopped_since > self.section.worker_timeout_seconds:
+            elif now - worker.stopped_since > limit:
                 worker.process.kill()
 
     def _kill_late(self) -> None:

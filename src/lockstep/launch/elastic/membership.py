@@ -59,6 +59,8 @@ class RoundState:
     """With live recovery, HOST:PORT of the store that each member, by index, serves if it becomes the leader."""
     evicted: tuple[int, ...] = ()
     """Nodes that were declared lost and have to leave: none may rejoin with its old state."""
+    replaced: tuple[int, ...] = ()
+    """Those of them for which the scheduler was asked for another, where it can be."""
     formation: Mapping[str, Any] | None = None
     """With live recovery, the newest live_notes.Formation of this round."""
     result: Mapping[str, Any] | None = None

@@ -1,11 +1,12 @@
 """What every node of a run does: join, run a worker group in each round, and leave."""
 
+import dataclasses
 import logging
 import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from lockstep.launch.elastic.live_round import LiveRound
 from lockstep.launch.elastic.live_workers import LiveWorkers, MachinePlace
 from lockstep.launch.elastic.membership import Membership, RoundState
 from lockstep.launch.elastic.rendezvous import Endpoint, interface_to
+from lockstep.launch.elastic.replacement import Replace, replace_lost
 from lockstep.launch.launch_config import LaunchSection
 
 TASK = "--task"
@@ -40,13 +42,15 @@ class Node:
         logs: Path,
         *,
         fork_server: ForkServer | None,
+        replace: Replace | None = None,
     ) -> None:
+        """`replace`: with live recovery, how another machine is started in the place of a lost one, if it can be."""
         self.membership, self.section, self.logs = membership, membership.section, logs
-        self.fork_server = fork_server
+        self.fork_server, self.replace = fork_server, replace
         own = ("--began", f"{time.time():.3f}", "--launcher", str(os.getpid()))
         self.is_live = self.section.recovers_live and TASK not in plan.argv
         live = (TASK, "train_live") if self.is_live else ()
-        self.plan = replace(plan, argv=(*plan.argv, *own, *live))
+        self.plan = dataclasses.replace(plan, argv=(*plan.argv, *own, *live))
 
     def run(self) -> int:
         """Run the plan to its end, over restarts -> the exit code: 0, or that of the first process that failed.
@@ -152,6 +156,8 @@ class Node:
             return RoundEnded(text, is_graceful=False)
         if membership.is_leader and not membership.is_alone:
             Leader.check_round(membership)
+            if self.is_live and self.replace is not None:
+                replace_lost(membership, self.replace)
         state = membership.round
         if state.number == number and state.end_reason:
             return RoundEnded(state.end_reason, is_graceful=state.is_graceful)

@@ -25,6 +25,9 @@ EXAMINATION_MINUTES = 10
 HEAD = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 """The first node hosts the rendezvous; the port follows from the job's number, so that two on a node rarely collide."""
+JOIN = "join.slurm"
+"""In the run's folder, with live recovery."""
+JOIN_HEADER = "Takes the place of a lost node: submitted by the run, with its job, the node's rank and the rendezvous."
 Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n]*$")]
 """Text for an #SBATCH line, which a line break would end."""
 
@@ -91,10 +94,13 @@ class Slurm:
     def plan(self, request: Request) -> Plan:
         """The script, and the command that submits it. Raises LaunchError."""
         file = request.folder / "train.slurm"
+        files = {file: self._script(request)}
+        if self.config.recovers_live:
+            files[request.folder / JOIN] = self._script(request, joins=True)
         return Plan(
             argv=("sbatch", "--parsable", str(file)),
             environment=environment(self.config, threads=self.threads, logs=request.folder / "logs"),
-            files={file: self._script(request)},
+            files=files,
         )
 
     def run(self, plan: Plan, logs: Path) -> int:
@@ -140,7 +146,8 @@ class Slurm:
 
     # ---- the script
 
-    def _script(self, request: Request) -> str:
+    def _script(self, request: Request, *, joins: bool = False) -> str:
+        """Of the job, or of one for a node that `joins` in the place of a lost one."""
         from lockstep.base.templates import render  # noqa: PLC0415 (a config is checked without Jinja2)
 
         config, folder = self.config, request.folder
@@ -148,17 +155,19 @@ class Slurm:
             raise LaunchError(f"{str(folder)!r}: sbatch takes no path with a line break; set another run.dir")
         is_elastic = config.min_nodes < config.max_nodes or config.recovers_live
         srun_options, command = _container(config, folder.parent)
+        no_kill = ["--no-kill"] if is_elastic and not joins else []
         return render(
-            "launch/launchers/slurm.sh.j2",
+            "launch/launchers/slurm_join.sh.j2" if joins else "launch/launchers/slurm.sh.j2",
             **config.model_dump(include=TEMPLATE_SETTINGS),
-            header=[f"Trains {folder}. Written by `lockstep train`, submitted with sbatch."],
+            header=[JOIN_HEADER if joins else f"Trains {folder}. Written by `lockstep train`, submitted with sbatch."],
+            recovers_live=config.recovers_live,
             job_name=folder.name,
             nodes=str(config.nodes).replace(":", "-"),
             cpus=_cpus(config, self.threads),
             output=folder / "logs" / "slurm-%j.out",
             is_elastic=is_elastic,
             options=[option.removeprefix("--") for option in config.options],
-            srun_options=[*(["--no-kill"] if is_elastic else []), *map(quote, srun_options)],
+            srun_options=[*no_kill, *map(quote, srun_options)],
             command=command,
             arguments=shlex.join([str(request.recipe), *request.arguments]),
             quote=quote,
@@ -203,10 +212,11 @@ def _queued_job(note: Mapping[str, Any]) -> list[str] | None:
     return answer.splitlines()[0].split("|") if answer else None
 
 
-def run_command(*command: str) -> str:
+def run_command(*command: str, environment: Mapping[str, str] | None = None) -> str:
     """Run one of Slurm's commands -> its output. Raises LaunchError with its complaint."""
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": COMMAND_TIMEOUT_SECONDS, "check": False}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_SECONDS, check=False)
+        done = subprocess.run(command, env=environment, **how)
     except FileNotFoundError:
         raise LaunchError(
             f"there is no {command[0]} here: launch.kind=slurm is for a machine where Slurm's commands are installed, "
@@ -217,6 +227,18 @@ def run_command(*command: str) -> str:
     if done.returncode:
         raise LaunchError(f"`{shlex.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+def replace_node(folder: Path, node_rank: int, rendezvous: str) -> str:
+    """Submit a job for a node in the place of a lost one. See contracts.HOOKS."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        raise LaunchError("its launcher was not started by a Slurm job")
+    of_this_job = {name for name in os.environ if name.startswith("SLURM_")} - {"SLURM_CONF"}
+    variables = {name: value for name, value in os.environ.items() if name not in of_this_job}
+    command = ["sbatch", "--parsable", "--nodes=1", f"--job-name=join-{job}", str(folder / JOIN)]
+    answer = run_command(*command, job, str(node_rank), rendezvous, environment=variables)
+    return f"Slurm job {answer.split(';')[0].strip()} takes its place once it starts"
 
 
 def on_nodes(config: Config, threads: int, words: Sequence[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.mirror import Mirror
 from lockstep.checkpoint.writer import Writer
-from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
+from lockstep.core.distributed.collectives import raise_on_all_ranks
 from lockstep.core.host.signals import SignalWatch
 from lockstep.data import bad_samples
 from lockstep.launch import run_folder
@@ -28,13 +28,14 @@ from lockstep.observe.run_history import RunHistory
 from lockstep.run import recipe as recipes
 from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
+from lockstep.run.start_notes import start_notes
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.run.text_samples import text_samples
+from lockstep.run.training_summary import training_summary
 from lockstep.run.user_code_checks import UserCodeChecks
 from lockstep.training import observer_state, steering
 from lockstep.training.deadline import Deadline
 from lockstep.training.evaluation import Evaluation
-from lockstep.training.findings import LOSS_IS
 from lockstep.training.loop import train
 from lockstep.training.loop_state import Training
 from lockstep.training.resume import NumericRecipe, resumed, set_aside
@@ -125,7 +126,7 @@ class TrainTask(WatchedTask):
             if resume not in ("auto", "never"):
                 set_aside(self.checkpoints, parts.state.step, self.warn)
             self.prepare_folder()
-        self.bus.publish(self.run_started(parts.state.step, self.start_notes()))
+        self.bus.publish(self.run_started(parts.state.step, start_notes(parts, self.world)))
         if texts:
             self.bus.publish(TextsGenerated(step=0, samples=texts))
         self.training = self.wired()
@@ -257,25 +258,6 @@ class TrainTask(WatchedTask):
             goes_on=goes_on,
         )
 
-    def start_notes(self) -> list[str]:
-        """What the user should know before training starts. Collective."""
-        parts, notes = self.parts, list[str]()
-        idle = all_gather_object(not parts.owned(0)[0]).count(True)
-        if idle:
-            notes.append(
-                f"a step has {parts.order.shards_per_step} micro-batches, too few for {self.world.size} processes: "
-                f"{idle} of them idle; launch.processes={self.world.size - idle} is as fast"
-            )
-        if parts.state.step > parts.total_steps:
-            what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
-            notes.append(f"{what}: there is nothing left to train")
-        notes += parts.model._lockstep_notes + (parts.warm_start.notes if parts.warm_start else ())
-        if parts.world_size_dependence:
-            notes.append(parts.world_size_dependence)
-        if self.recipe.train.loss_is == "batch_wise":
-            notes.append(LOSS_IS)
-        return notes
-
     def wired(self) -> Training:
         """Wire the training loop."""
         recipe, parts = self.recipe, self.parts
@@ -372,35 +354,17 @@ class TrainTask(WatchedTask):
 
     def end(self, status: str, metrics: dict[str, float]) -> None:
         """Write summary.json and publish the end of the run."""
-        training, parts, state, findings = self.training, self.parts, self.parts.state, self.checks.findings
-        speed, evaluation = training.throughput.steady, self.last_evaluation
-        skipped_samples = bad_samples.listed(self.logs)
-        for split, skipped in skipped_samples.items():
-            self.warn(
-                f"{skipped['count']} samples of the {split} split were left out ({bad_samples.PATTERN} in logs say why)"
-            )
         summary: dict[str, Any] = {
             "status": status,
             "name": self.recipe.folder.name,
             "folder": str(self.recipe.folder),
-            "steps": state.step,
-            "epochs": round(parts.samples_at(state.step) / parts.order.samples, 4),
             "world_size": self.world.size,
-            "samples_seen": parts.samples_at(state.step),
-            "train_samples_per_second": round(speed, 2) if speed else None,
             "first_step_seconds": self.first_step.seconds,
-            "evaluation": metrics,
-            "labels": parts.data.train.spec.labels,
-            "confusion_matrix": evaluation.confusion if evaluation and metrics else None,
+            **training_summary(self.parts, self.training, evaluation=self.last_evaluation, metrics=metrics),
             # after a failure other ranks may have exited: no collectives
-            **parts.digests(is_collective=self.ENDS_TOGETHER and (status != "failed" or self.world.size == 1)),
-            "digest_depends_on_world": self.checks.world_size_dependence,
-            "findings": None if findings is None else [finding.plain() for finding in findings],
-            "chain": state.chain,
-            "skipped_steps": state.skipped,
-            "bad_samples": skipped_samples,
-            "saves": training.saving.facts(),
-            "drift": [change for change in state.drift if change["step"] < state.step],  # a step was trained with it
+            **self.parts.digests(is_collective=self.ENDS_TOGETHER and (status != "failed" or self.world.size == 1)),
+            **self.checks.summary(),
+            "bad_samples": self.skipped_samples(),
             "torch_version": str(torch.__version__),
             "device": self.facts["device_model"],
             "numeric_recipe": self.numeric,
@@ -411,6 +375,15 @@ class TrainTask(WatchedTask):
         self.bus.publish(RunEnded(status=status, summary=summary))
         if self.world.is_main:
             self.write_report()
+
+    def skipped_samples(self) -> dict[str, Any]:
+        """Those that were left out, by split; says so."""
+        skipped = bad_samples.listed(self.logs)
+        for split, samples in skipped.items():
+            self.warn(
+                f"{samples['count']} samples of the {split} split were left out ({bad_samples.PATTERN} in logs say why)"
+            )
+        return skipped
 
     def facts_of_end(self) -> dict[str, Any]:
         """Further facts for the summary."""

@@ -1,0 +1,36 @@
+"""How a run recovers from the loss of a process where launch.recovery=auto leaves it open."""
+
+import sys
+
+from lockstep.launch.launch_config import LiveLaunchSection
+from lockstep.run.recipe import Recipe
+
+
+def with_recovery(recipe: Recipe) -> Recipe:
+    """The recipe with launch.recovery decided for a start on this machine. Raises LaunchError."""
+    launch = recipe.launch
+    if not (isinstance(launch, LiveLaunchSection) and launch.recovery == "auto"):
+        return recipe
+    is_live = may_recover_live(recipe) and _has_processes_without_gpus(recipe)
+    decided = launch.model_copy(update={"recovery": "live" if is_live else "restart"})
+    return recipe.model_copy(update={"launch": decided})
+
+
+def may_recover_live(recipe: Recipe) -> bool:
+    """Whether a run recovers live on a machine with several cores and no GPUs.
+
+    With `auto` only where nothing is lost by that: on one machine, without settings or observers that need restarts.
+    """
+    launch = recipe.launch
+    if launch.recovers_live or not isinstance(launch, LiveLaunchSection) or launch.recovery != "auto":
+        return launch.recovers_live
+    counts_restarts = launch.max_restarts == 0 or launch.min_processes > 1
+    is_possible = recipe.parallel.RECOVERS_LIVE and recipe.train.batchnorm != "sync" and recipe.observe.file is None
+    is_here = sys.platform == "linux" and not launch.SUBMITS and launch.max_nodes == 1
+    return is_possible and is_here and not counts_restarts
+
+
+def _has_processes_without_gpus(recipe: Recipe) -> bool:
+    import torch  # noqa: PLC0415 (a config is checked without it)
+
+    return not torch.cuda.device_count() and recipe.launch.processes_here(recipe.run.threads, recipe.train.shards) > 1

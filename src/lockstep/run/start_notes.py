@@ -1,0 +1,26 @@
+"""What the user should know before training starts."""
+
+from lockstep.base.world import World
+from lockstep.core.distributed.collectives import all_gather_object
+from lockstep.run.components import Components
+from lockstep.training.findings import LOSS_IS
+
+
+def start_notes(parts: Components, world: World) -> list[str]:
+    """Sentences, the same on every rank. Collective."""
+    notes = list[str]()
+    idle = all_gather_object(not parts.owned(0)[0]).count(True)
+    if idle:
+        notes.append(
+            f"a step has {parts.order.shards_per_step} micro-batches, too few for {world.size} processes: "
+            f"{idle} of them idle; launch.processes={world.size - idle} is as fast"
+        )
+    if parts.state.step > parts.total_steps:
+        what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
+        notes.append(f"{what}: there is nothing left to train")
+    notes += parts.model._lockstep_notes + (parts.warm_start.notes if parts.warm_start else ())
+    if parts.world_size_dependence:
+        notes.append(parts.world_size_dependence)
+    if parts.recipe.train.loss_is == "batch_wise":
+        notes.append(LOSS_IS)
+    return notes

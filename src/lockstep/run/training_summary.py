@@ -1,0 +1,27 @@
+"""What summary.json says about the training itself."""
+
+from typing import Any
+
+from lockstep.run.components import Components
+from lockstep.training.evaluation import Evaluation
+from lockstep.training.loop_state import Training
+
+
+def training_summary(
+    parts: Components, training: Training, *, evaluation: Evaluation | None, metrics: dict[str, float]
+) -> dict[str, Any]:
+    """Steps, samples, speed, saves, and the last evaluation; `metrics` are empty where training has failed."""
+    state, speed = parts.state, training.throughput.steady
+    return {
+        "steps": state.step,
+        "epochs": round(parts.samples_at(state.step) / parts.order.samples, 4),
+        "samples_seen": parts.samples_at(state.step),
+        "train_samples_per_second": round(speed, 2) if speed else None,
+        "evaluation": metrics,
+        "labels": parts.data.train.spec.labels,
+        "confusion_matrix": evaluation.confusion if evaluation and metrics else None,
+        "chain": state.chain,
+        "skipped_steps": state.skipped,
+        "saves": training.saving.facts(),
+        "drift": [change for change in state.drift if change["step"] < state.step],  # a step was trained with it
+    }
