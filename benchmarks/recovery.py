@@ -1,15 +1,14 @@
 """What the loss of a process costs: live recovery, without and with a spare, against a restart from a checkpoint of
 every step or two.
 
-    python benchmarks/recovery.py [--data FOLDER] [--processes 2] [--faults 50] [--seconds 40] [--rounds 6]
+    python benchmarks/recovery.py [--data FOLDER] [--processes 2] [--faults 50] [--seconds 15] [--rounds 12]
 
 A random process is killed (SIGKILL) once all train, and the spare is loaded. `stall`: from the kill to the next step
 of the others that metrics.jsonl shows; `whole`: until the first step of all processes.
 
-Then the cost per step without faults. Two runs, with live recovery and without, train side by side for some seconds,
-so that both have the same share of a machine whose speed changes; their steps are compared. Rounds of two runs without
-live recovery show what that measures where there is no difference. Since both share the processors, what live recovery
-uses outside of the training threads slows both; so that is counted as well, in percent of a core.
+Then the cost per step without faults, of runs with live recovery and without, in turns: the seconds of a step, and the
+processor time of a step, of the launcher and all its processes, which depends less on what else a machine does. What
+the launcher and the threads beside the training use is told by itself, in percent of a core.
 
 `--data` has mnist/; without it the CNN trains on scikit-learn's digits. Run nothing else beside it.
 """
@@ -24,6 +23,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -38,6 +38,21 @@ FAULTS_OF_A_RUN = 20
 MANY = 10**6
 """More steps than a run trains."""
 WARM_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a run has used so far."""
+
+    steps: int
+    seconds: float
+    processor: float
+    """Seconds of the launcher and all threads of the workers."""
+    beside: float
+    """Those of the launcher, and of the workers' threads besides the first."""
+
+    def __sub__(self, other: "Used") -> "Used":
+        return Used(**{name: value - vars(other)[name] for name, value in vars(self).items()})
 
 
 class Run:
@@ -94,13 +109,14 @@ class Run:
             return (self.folder / "metrics.jsonl").read_bytes().count(b"\n")
         return 0
 
-    def seconds_beside_training(self) -> float:
-        """Processor time of the launcher, and of the workers' threads besides the first, so far."""
+    def used(self) -> "Used":
         launcher = psutil.Process(self.process.pid)
-        seconds = sum(launcher.cpu_times()[:2])
+        beside = total = sum(launcher.cpu_times()[:2])
         for worker in self.workers():
-            seconds += sum(each.user_time + each.system_time for each in worker.threads() if each.id != worker.pid)
-        return seconds
+            for thread in worker.threads():
+                seconds = thread.user_time + thread.system_time
+                total, beside = total + seconds, beside + (seconds if thread.id != worker.pid else 0.0)
+        return Used(steps=self.steps(), seconds=time.monotonic(), processor=total, beside=beside)
 
     def changes(self) -> list[dict]:
         """The lines of its history on starts and on changes of its processes."""
@@ -158,46 +174,36 @@ def faults(folder: Path, options: argparse.Namespace, *, recovery: str, spares: 
     return {"stall": list(stalls), "whole": list(whole)}
 
 
-def side_by_side(folder: Path, names: dict[str, str], options: argparse.Namespace) -> dict[str, tuple[int, float]]:
-    """Two undisturbed runs at once; name -> recovery. Name -> its steps, and the percentage of a core that it used
-    beside the training threads."""
-    runs = {name: Run(folder, name, recovery=recovery, options=options) for name, recovery in names.items()}
-    for run in runs.values():
-        run.wait(lambda run=run: run.steps() >= WARM_STEPS)
-    before = {name: (run.steps(), run.seconds_beside_training()) for name, run in runs.items()}
+def undisturbed(folder: Path, name: str, *, recovery: str, options: argparse.Namespace) -> Used:
+    """What a run uses once it trains, in so many seconds."""
+    run = Run(folder, name, recovery=recovery, options=options)
+    run.wait(lambda: run.steps() >= WARM_STEPS)
+    before = run.used()
     time.sleep(options.seconds)
-    after = {name: (run.steps(), run.seconds_beside_training()) for name, run in runs.items()}
-    for run in runs.values():
-        run.end()
-    return {
-        name: (after[name][0] - before[name][0], 100 * (after[name][1] - before[name][1]) / options.seconds)
-        for name in names
-    }
+    used = run.used() - before
+    run.end()
+    return used
 
 
 def cost(folder: Path, options: argparse.Namespace) -> None:
-    """Print the steps of runs without live recovery for one of those with it."""
-    same, ratios, beside = list[float](), list[float](), {"live": list[float](), "restart": list[float]()}
+    """Print what live recovery costs a run without faults."""
+    found: dict[str, list[Used]] = {"restart": [], "live": []}
     for number in range(options.rounds):
-        names = {f"restart-{number}": "restart", f"live-{number}": "live"}
-        if number % 2:
-            names = dict(reversed(names.items()))
-        found = side_by_side(folder, names, options)
-        ratios.append(found[f"restart-{number}"][0] / found[f"live-{number}"][0])
-        for name, recovery in names.items():
-            beside[recovery].append(found[name][1])
-        found = side_by_side(folder, {f"first-{number}": "restart", f"second-{number}": "restart"}, options)
-        pair = [steps for steps, _ in found.values()]
-        same.append(pair[number % 2] / pair[1 - number % 2])
-        say(f"round {number}: {ratios[-1]:.4f} times as long a step with live recovery; without twice: {same[-1]:.4f}")
-    say(f"cost per step: {_spread(ratios)}; without it twice: {_spread(same)}")
-    for recovery, percent in beside.items():
-        say(f"{recovery}: {statistics.median(percent):.1f} % of a core beside the training threads")
-
-
-def _spread(ratios: list[float]) -> str:
-    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
-    return f"mean {statistics.mean(ratios):.4f} (standard error {error:.4f}), median {statistics.median(ratios):.4f}"
+        for recovery in sorted(found, reverse=bool(number % 2)):
+            used = undisturbed(folder, f"{recovery}-{number}", recovery=recovery, options=options)
+            found[recovery].append(used)
+            a_step = (
+                f"{1000 * used.seconds / used.steps:.3f} ms, {1000 * used.processor / used.steps:.3f} ms of processor"
+            )
+            beside = f"{100 * used.beside / used.seconds:.2f} % of a core beside training"
+            say(f"round {number}, {recovery:7}: a step {a_step}; {beside}")
+    for what in ("seconds", "processor"):
+        a_step = {name: [getattr(used, what) / used.steps for used in runs] for name, runs in found.items()}
+        ratios = [live / restart for live, restart in zip(a_step["live"], a_step["restart"], strict=True)]
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
+        median = statistics.median(a_step["live"]) / statistics.median(a_step["restart"])
+        say(f"{what} of a step, live / restart: mean {statistics.mean(ratios):.4f} (standard error {error:.4f})")
+        say(f"{what} of a step, live / restart: of the medians {median:.4f}")
 
 
 def say(text: str) -> None:
@@ -210,8 +216,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--faults", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=40)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=15)
+    parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
     options.data = options.data and options.data.resolve()
     with tempfile.TemporaryDirectory() as name:

@@ -64,6 +64,7 @@ def _serve(pipe):
             rank, world, store, function, args = pipe.recv()
         except EOFError:  # the tests have ended, one way or another
             return
+        gc.freeze()  # what was imported so far: collections need not look through it again
         try:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
@@ -156,6 +157,12 @@ def pytest_collection_modifyitems(items):
     if "PYTEST_XDIST_WORKER" in os.environ:
         first = [*SLEEPING, *SLOWEST]
         items.sort(key=lambda item: first.index(item.path.stem) if item.path.stem in first else len(first))
+
+
+def pytest_collection_finish():
+    """Collections need not look through all that was imported so far."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

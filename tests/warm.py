@@ -26,7 +26,7 @@ PRELOADED = (
     "lockstep.inference.trained_model",
     "lockstep.observe.report.report_page",
     "lockstep.parallel.strategies._pipeline",
-    "lockstep.run.tasks.train",
+    "lockstep.run.tasks.train_live",
     "lockstep.run.worker",
     "lockstep.inference.evaluate.evaluate_model",
     "torch._dynamo",

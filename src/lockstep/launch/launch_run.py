@@ -113,6 +113,7 @@ def worker_modules(recipe: Recipe, arguments: Sequence[str]) -> tuple[str, ...]:
     task = arguments[arguments.index("--task") + 1] if "--task" in arguments else "train"
     kinds = {"data.sources": recipe.data, "models": recipe.model, "parallel.strategies": recipe.parallel}
     plugin = (plugins.implementation_name(family, section.kind) for family, section in kinds.items())
+    task += "_live" if task == "train" and recipe.launch.recovers_live else ""
     return ("lockstep.run.worker", f"lockstep.run.tasks.{task}", *plugin, *recipe.model.LIBRARIES)
 
 

@@ -1,10 +1,13 @@
 """One round of this machine's workers with launch.recovery=live: training goes on while workers and machines come and
 go."""
 
+import os
+import select
 import signal
+import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 
 from torch.distributed import DistError
@@ -18,12 +21,29 @@ from lockstep.launch.elastic.live_slots import RESIZE
 from lockstep.launch.elastic.live_workers import LiveWorkers
 from lockstep.launch.elastic.membership import Membership
 
-POLL_SECONDS, BUSY_POLL_SECONDS = 0.02, 0.003
-"""Between two looks at the workers; while a formation is broken."""
+POLL_SECONDS, BUSY_POLL_SECONDS, CALM_POLL_SECONDS = 0.02, 0.003, 0.1
+"""Between two looks at the workers; while a formation is broken; while all train, and no other machine has news."""
 FAILED_SECONDS = 15.0
 """After a failure, how long the other workers may take to exit by themselves."""
 FINISH_SECONDS = 2.0
 """How much later than rank 0 the others may exit."""
+
+
+def _has_exit(pids: Iterable[int], seconds: float) -> bool:
+    """Whether one of these processes has exited, or exits within this time."""
+    if sys.platform != "linux":
+        time.sleep(POLL_SECONDS)
+        return False
+    with ExitStack() as stack:
+        poll = select.poll()
+        for pid in pids:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return True
+            stack.callback(os.close, descriptor)
+            poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
 
 
 class LiveRound:
@@ -44,7 +64,7 @@ class LiveRound:
         try:
             workers.start_all()
             while True:
-                time.sleep(BUSY_POLL_SECONDS if workers.formation.is_broken else POLL_SECONDS)
+                self._pause()
                 if (end := round_end()) is not None:
                     self._end(signal.SIGTERM if end.is_graceful else signal.SIGKILL)
                     raise end
@@ -63,6 +83,15 @@ class LiveRound:
             raise
         finally:
             workers.close()
+
+    def _pause(self) -> None:
+        """Until it may be time for the next look: at once if a worker exits."""
+        if self.workers.formation.is_broken:
+            time.sleep(BUSY_POLL_SECONDS)
+        elif not (self.membership.is_alone and self.workers.is_calm):
+            time.sleep(POLL_SECONDS)
+        elif _has_exit([worker.process.pid for worker in self.workers.running.values()], CALM_POLL_SECONDS):
+            time.sleep(BUSY_POLL_SECONDS)  # its exit code comes from the fork server
 
     def _end(self, number: signal.Signals) -> None:
         """Have the workers save and exit, within the grace period: before that, those that are without a process group

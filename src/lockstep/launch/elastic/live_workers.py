@@ -126,6 +126,14 @@ class LiveWorkers:
     def _spares(self) -> list[LiveWorker]:
         return [worker for worker in self.running.values() if self.slots[worker.slot].is_spare]
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether all that are to train do, and only an exit or `lockstep resize` can change that."""
+        formation = self.formation
+        is_whole = formation.is_training and not (formation.is_broken or formation.is_wanted)
+        is_known = all(name in formation.members or name in self.reports for name in self.running)
+        return is_whole and is_known and all(slot.due is None for slot in self.slots)
+
     def start_all(self) -> None:
         """But for spares, which would compete with them: those are started once the others train."""
         for number in range(self.start.processes):
