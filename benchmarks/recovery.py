@@ -227,7 +227,8 @@ def main() -> None:
                 p99 = sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
                 with_spare = ", a spare" if spares else ""
                 say(f"{recovery + with_spare:14} {what:6} median {statistics.median(seconds):.2f} s, p99 {p99:.2f} s")
-        cost(folder, options)
+        if options.rounds:
+            cost(folder, options)
 
 
 if __name__ == "__main__":
