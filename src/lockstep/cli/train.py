@@ -27,13 +27,13 @@ def command(
 
     recipe = recipes.load(path, overrides or [])
     trust = recipe_trust.trust_arguments(recipe) if dry_run else recipe_trust.authorize(recipe, path, trusts=trust_code)
+    from lockstep.launch import recovery
     from lockstep.launch.elastic import environment
 
     environment.set_threads(recipe.run.threads)
-    from lockstep.launch import launch_run, recovery
-
     if recovery.may_recover_live(recipe):
         environment.quieten_torch()
+    from lockstep.launch import launch_run
 
     arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *trust)
     node = launch_run.node_address(rendezvous, node_rank)

@@ -110,10 +110,10 @@ def write_plan(recipe: Recipe, request: Request, launcher: Launcher, *, is_train
 
 def worker_modules(recipe: Recipe, arguments: Sequence[str]) -> tuple[str, ...]:
     """What every worker with these arguments imports."""
-    task = arguments[arguments.index("--task") + 1] if "--task" in arguments else "train"
+    train = "train_live" if recipe.launch.recovers_live else "train"
+    task = arguments[arguments.index("--task") + 1] if "--task" in arguments else train
     kinds = {"data.sources": recipe.data, "models": recipe.model, "parallel.strategies": recipe.parallel}
     plugin = (plugins.implementation_name(family, section.kind) for family, section in kinds.items())
-    task += "_live" if task == "train" and recipe.launch.recovers_live else ""
     return ("lockstep.run.worker", f"lockstep.run.tasks.{task}", *plugin, *recipe.model.LIBRARIES)
 
 

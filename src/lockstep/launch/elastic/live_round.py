@@ -4,7 +4,6 @@ go."""
 import os
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -31,18 +30,18 @@ FINISH_SECONDS = 2.0
 
 def _has_exit(pids: Iterable[int], seconds: float) -> bool:
     """Whether one of these processes has exited, or exits within this time."""
-    if sys.platform != "linux":
-        time.sleep(POLL_SECONDS)
-        return False
     with ExitStack() as stack:
-        poll = select.poll()
-        for pid in pids:
-            try:
+        try:
+            poll = select.poll()
+            for pid in pids:
                 descriptor = os.pidfd_open(pid)
-            except ProcessLookupError:
-                return True
-            stack.callback(os.close, descriptor)
-            poll.register(descriptor, select.POLLIN)
+                stack.callback(os.close, descriptor)
+                poll.register(descriptor, select.POLLIN)
+        except ProcessLookupError:
+            return True
+        except (AttributeError, OSError):  # this system cannot wait for any process
+            time.sleep(POLL_SECONDS)
+            return False
         return bool(poll.poll(1000 * seconds))
 
 
