@@ -188,7 +188,7 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_runtest_protocol(item):
     """Ends a process of tests that hangs outside of Python, where the signal of pytest-timeout has no effect."""
     marker = item.get_closest_marker("timeout")
-    seconds = marker.args[0] if marker else float(item.config.getini("timeout"))
+    seconds = (marker.args or [marker.kwargs["timeout"]])[0] if marker else float(item.config.getini("timeout"))
     faulthandler.dump_traceback_later(seconds + 60, file=sys.__stderr__, exit=True)
     try:
         return (yield)

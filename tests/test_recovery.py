@@ -1,5 +1,6 @@
 """launch.recovery=auto: where a run goes on without a lost process by default, and where it restarts."""
 
+import os
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import torch
 from running import summary, wait_for_steps, workers
 
 from lockstep.base.config import parse
+from lockstep.base.errors import ConfigError
 from lockstep.launch.recovery import may_recover_live, with_recovery
 from lockstep.run.recipe import Recipe
 
@@ -16,6 +18,7 @@ RESTARTS = {
     "one process": "launch: {processes: 1}",
     "several machines": "launch: {processes: 2, nodes: 2}",
     "no restarts": "launch: {processes: 2, max_restarts: 0}",
+    "patience": "launch: {processes: 2, failure_timeout_seconds: 600}",
     "a smallest size": "launch: {processes: 2, min_processes: 2}",
     "asked for": "launch: {processes: 2, recovery: restart}",
     "a scheduler": "launch: {kind: slurm, processes: 2}",
@@ -31,8 +34,13 @@ def recipe(text):
     return parse(Recipe, f"data: {{kind: digits}}\n{text}", file="c.yaml")
 
 
+@pytest.fixture
+def no_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
 @linux
-def test_several_processes_of_one_machine_recover_live():
+def test_several_processes_of_one_machine_recover_live(no_gpus):
     asked = recipe(TWO)
     decided = with_recovery(asked)
     assert may_recover_live(asked) and decided.launch.recovers_live
@@ -41,7 +49,7 @@ def test_several_processes_of_one_machine_recover_live():
 
 
 @pytest.mark.parametrize("why", RESTARTS)
-def test_others_restart(why):
+def test_others_restart(why, no_gpus):
     assert not with_recovery(recipe(RESTARTS[why])).launch.recovers_live
 
 
@@ -57,7 +65,10 @@ def test_a_run_goes_on_without_a_lost_process_by_default(tmp_path):
     (tmp_path / "c.yaml").write_text("data: {kind: digits}\ntrain: {epochs: 30}\n" + TWO + "observe: {log_every: 1}\n")
     command = [sys.executable, "-m", "lockstep", "train", "c.yaml", "run.name=a"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=tmp_path, **pipes)  # a new process: what torch says depends on that
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, **pipes
+    )  # a new process: what torch says depends on that
     wait_for_steps(tmp_path / "runs" / "a", 3)
     workers(process)[1].kill()
     output, _ = process.communicate(timeout=90)
@@ -66,3 +77,10 @@ def test_a_run_goes_on_without_a_lost_process_by_default(tmp_path):
     assert summary(tmp_path, "a")["regrouped"]
     kept = parse(Recipe, (tmp_path / "runs" / "a" / "recipe.yaml").read_text(), file="recipe.yaml")
     assert kept.launch.recovery == "auto"
+
+
+@linux
+def test_spares_ask_for_live_recovery(no_gpus):
+    assert with_recovery(recipe("launch: {processes: 2, spares: 1}")).launch.recovers_live
+    with pytest.raises(ConfigError, match="spares=1 is for recovery: live"):
+        recipe("launch: {processes: 2, spares: 1, recovery: restart}")

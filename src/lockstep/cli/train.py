@@ -31,8 +31,7 @@ def command(
     from lockstep.launch.elastic import environment
 
     environment.set_threads(recipe.run.threads)
-    if recovery.may_recover_live(recipe):
-        environment.quieten_torch()
+    recovery.quieten_torch(recipe)
     from lockstep.launch import launch_run
 
     arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *trust)

@@ -49,7 +49,7 @@ class LaunchSection(PluginSection):
     """After the loss of a process, restart from the newest checkpoint, at most this often; 0: never."""
     min_processes: int = Field(1, ge=1, le=MOST_PROCESSES)
     """On one machine, when processes are lost twice with no checkpoint in between, restart with one fewer, down to this
-    number (not with recovery: live)."""
+    number (with live recovery only where they are lost before they train)."""
 
     @field_validator("nodes")
     @classmethod
@@ -153,7 +153,8 @@ class LiveLaunchSection(LaunchSection):
 
     recovery: Literal["auto", "restart", "live"] = "auto"
     """After the loss of a process: restart all from the newest checkpoint; or live: the others redo the step without
-    it and go on, until it is back (parallel.kind=ddp). auto: live on one machine without GPUs, where it is possible."""
+    it and go on, until it is back (parallel.kind=ddp). auto: live with spares, and on one Linux machine without GPUs
+    where that is possible."""
     heartbeat_seconds: float = Field(1.0, ge=0.2, le=MANY)
     """With live recovery, a process that is stopped for this long, or a machine that is silent for three times as long,
     counts as lost."""
@@ -164,14 +165,14 @@ class LiveLaunchSection(LaunchSection):
 
     @model_validator(mode="after")
     def _spares_take_over(self) -> Self:
-        if self.spares and not self.recovers_live:
+        if self.spares and self.recovery == "restart":
             raise ValueError(f"spares={self.spares} is for recovery: live, in which a spare takes a lost one's place")
         return self
 
     @property
     def recovers_live(self) -> bool:
-        """Whether training goes on where a process is lost."""
-        return self.recovery == "live"
+        """Whether training goes on where a process is lost, for sure; with recovery=auto see launch/recovery.py."""
+        return self.recovery == "live" or self.spares > 0
 
     @property
     def spare_processes(self) -> int:

@@ -229,7 +229,8 @@ def _write(recipe: Recipe, request: Request, plan: Plan, *, training: Launcher |
 def _write_note(recipe: Recipe, launcher: Launcher) -> None:
     """Write job.json: again after the launch, since a scheduler assigns the job's id on submission."""
     if note := launcher.note():
-        storage.write(recipe.folder / JOB, json.dumps({"kind": recipe.launch.kind, **note}))
+        facts = {"kind": recipe.launch.kind, "recovers_live": recipe.launch.recovers_live}
+        storage.write(recipe.folder / JOB, json.dumps({**facts, **note}))
 
 
 def _check_not_training(folder: Path) -> None:

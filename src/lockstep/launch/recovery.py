@@ -1,19 +1,34 @@
 """How a run recovers from the loss of a process where launch.recovery=auto leaves it open."""
 
 import sys
+from pathlib import Path
 
-from lockstep.launch.launch_config import LiveLaunchSection
+from lockstep.launch.elastic import environment
+from lockstep.launch.launch_config import LaunchSection, LiveLaunchSection
 from lockstep.run.recipe import Recipe
+
+USUAL = {name: LaunchSection.model_fields[name].default for name in ("min_processes", "failure_timeout_seconds")}
+"""Settings that say how a restart is to be: by default live recovery has no use for them."""
+GPUS = ("/dev/nvidiactl", "/dev/kfd")
+"""Devices that are there where a GPU's driver is."""
 
 
 def with_recovery(recipe: Recipe) -> Recipe:
     """The recipe with launch.recovery decided for a start on this machine. Raises LaunchError."""
     launch = recipe.launch
-    if not (isinstance(launch, LiveLaunchSection) and launch.recovery == "auto"):
+    if launch.recovers_live or not (isinstance(launch, LiveLaunchSection) and launch.recovery == "auto"):
         return recipe
     is_live = may_recover_live(recipe) and _has_processes_without_gpus(recipe)
     decided = launch.model_copy(update={"recovery": "live" if is_live else "restart"})
     return recipe.model_copy(update={"launch": decided})
+
+
+def quieten_torch(recipe: Recipe) -> None:
+    """Hide warnings of torch's C++ code that live recovery causes, where this run may recover live; before torch is
+    imported."""
+    has_gpus = any(Path(device).exists() for device in GPUS)
+    if may_recover_live(recipe) and not (recipe.launch.debug or has_gpus):
+        environment.quieten_torch()
 
 
 def may_recover_live(recipe: Recipe) -> bool:
@@ -24,10 +39,10 @@ def may_recover_live(recipe: Recipe) -> bool:
     launch = recipe.launch
     if launch.recovers_live or not isinstance(launch, LiveLaunchSection) or launch.recovery != "auto":
         return launch.recovers_live
-    counts_restarts = launch.max_restarts == 0 or launch.min_processes > 1
+    asks_for_restarts = launch.max_restarts == 0 or any(getattr(launch, name) != usual for name, usual in USUAL.items())
     is_possible = recipe.parallel.RECOVERS_LIVE and recipe.train.batchnorm != "sync" and recipe.observe.file is None
-    is_here = sys.platform == "linux" and not launch.SUBMITS and launch.max_nodes == 1
-    return is_possible and is_here and not counts_restarts
+    is_here = sys.platform == "linux" and not launch.SUBMITS and launch.max_nodes == 1 and launch.processes != 1
+    return is_possible and is_here and not asks_for_restarts
 
 
 def _has_processes_without_gpus(recipe: Recipe) -> bool:

@@ -13,7 +13,7 @@ from lockstep.base import plugins, storage
 from lockstep.base.contracts import Launcher
 from lockstep.base.errors import ConfigError, LaunchError, absence
 from lockstep.checkpoint.layout import listed
-from lockstep.launch import launch_run, recovery
+from lockstep.launch import launch_run
 from lockstep.launch.elastic import live_slots
 from lockstep.run import recipe as recipes
 
@@ -71,14 +71,14 @@ def cancel(folder: Path) -> str:
 def resize(folder: Path, processes: int) -> str:
     """Have a run go on with another number of processes. Raises ConfigError, LaunchError."""
     launcher, note = _job(folder)
-    launch = recovery.with_recovery(recipes.load(folder / "launch.yaml")).launch
-    if not launch.recovers_live:
+    if storage.read_json(folder / launch_run.JOB).get("recovers_live") is not True:
         raise LaunchError(
             f"{folder.name} does not recover live (launch.recovery): cancel it, and start it again with "
             f"launch.processes={processes}; it resumes with the same bits"
         )
     if launcher.is_over(note):
         raise LaunchError(f"{folder.name} has ended: start it with launch.processes={processes}")
+    launch = recipes.load(folder / "launch.yaml").launch
     launch.model_copy(update={"processes": processes}).check_machine(threads=1)
     storage.write(folder / live_slots.RESIZE, f"{processes}\n")
     return f"{folder.name} goes on with {processes} process{'es' if processes > 1 else ''} after one of the next steps"

@@ -196,7 +196,8 @@ class Leader:
         sys.stderr.write(text)
         self.restarts, self.is_restart = self.restarts + 1, True
         is_stuck = self.restarts_without_progress > 1 and world_size > self.section.min_processes
-        can_shrink = self.membership.is_alone and not self.section.recovers_live  # which trains on with fewer itself
+        formation = self.membership.round.formation or {}  # one that trains goes on with fewer itself
+        can_shrink = self.membership.is_alone and not formation.get("is_training")
         if can_shrink and is_stuck:
             self.max_processes = world_size - 1
         return None

@@ -42,6 +42,8 @@ POLL_SECONDS = 0.02
 """Between two looks at workers that are to exit."""
 STOPPED_SECONDS = 0.2
 """Between two looks at whether a worker is stopped."""
+OWN_STOP_SECONDS = 2.0
+"""After a longer pause between them, this process was stopped itself."""
 RESIZE_SECONDS = 0.5
 """Between two looks at whether another number of processes is asked for."""
 
@@ -318,16 +320,17 @@ class LiveWorkers:
     def _kill_stopped(self) -> None:
         """Kill workers that a signal or a debugger has stopped: the others wait for them."""
         now = time.monotonic()
-        pause, limit = now - self.looked_at_stopped, self.section.worker_timeout_seconds
+        limit, pause = self.section.worker_timeout_seconds, now - self.looked_at_stopped
         if pause < STOPPED_SECONDS:
             return
         self.looked_at_stopped = now
         for worker in self.running.values():
-            if pause > limit + STOPPED_SECONDS or not is_stopped(worker.process.pid):  # or this one was
+            if pause > OWN_STOP_SECONDS or not is_stopped(worker.process.pid):
                 worker.stopped_since = None
             elif worker.stopped_since is None:
                 worker.stopped_since = now
             elif now - worker.stopped_since > limit:
+                sys.stderr.write(f"process {worker.process.pid} has been stopped for {limit:g} s: it is killed\n")
                 worker.process.kill()
 
     def _kill_late(self) -> None:

@@ -25,7 +25,7 @@ from lockstep.launch.elastic.live_round import LiveRound
 from lockstep.launch.elastic.live_workers import LiveWorkers, MachinePlace
 from lockstep.launch.elastic.membership import Membership, RoundState
 from lockstep.launch.elastic.rendezvous import Endpoint, interface_to
-from lockstep.launch.elastic.replacement import Replace, replace_lost
+from lockstep.launch.elastic.replacement import Replace, Replacements
 from lockstep.launch.launch_config import LaunchSection
 
 TASK = "--task"
@@ -46,10 +46,11 @@ class Node:
     ) -> None:
         """`replace`: with live recovery, how another machine is started in the place of a lost one, if it can be."""
         self.membership, self.section, self.logs = membership, membership.section, logs
-        self.fork_server, self.replace = fork_server, replace
+        self.fork_server = fork_server
         own = ("--began", f"{time.time():.3f}", "--launcher", str(os.getpid()))
         self.is_live = self.section.recovers_live and TASK not in plan.argv
         live = (TASK, "train_live") if self.is_live else ()
+        self.replacements = Replacements(membership, replace) if replace is not None and self.is_live else None
         self.plan = dataclasses.replace(plan, argv=(*plan.argv, *own, *live))
 
     def run(self) -> int:
@@ -156,8 +157,8 @@ class Node:
             return RoundEnded(text, is_graceful=False)
         if membership.is_leader and not membership.is_alone:
             Leader.check_round(membership)
-            if self.is_live and self.replace is not None:
-                replace_lost(membership, self.replace)
+            if self.replacements is not None:
+                self.replacements.look()
         state = membership.round
         if state.number == number and state.end_reason:
             return RoundEnded(state.end_reason, is_graceful=state.is_graceful)

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,10 @@ PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 """The first node hosts the rendezvous; the port follows from the job's number, so that two on a node rarely collide."""
 JOIN = "join.slurm"
 """In the run's folder, with live recovery."""
+JOINED_JOB = "LOCKSTEP_JOINED_JOB"
+"""Variable of a node that has joined: the job of the run."""
+OF_THE_WHOLE_JOB = re.compile(r"--(nodelist|nodes|dependency|begin|array|output|error|exclude|ntasks)\b|-[wNdbaoexn]\b")
+"""Options of sbatch that are not for a further node."""
 JOIN_HEADER = "Takes the place of a lost node: submitted by the run, with its job, the node's rank and the rendezvous."
 Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n]*$")]
 """Text for an #SBATCH line, which a line break would end."""
@@ -166,7 +171,10 @@ class Slurm:
             cpus=_cpus(config, self.threads),
             output=folder / "logs" / "slurm-%j.out",
             is_elastic=is_elastic,
-            options=[option.removeprefix("--") for option in config.options],
+            options=[
+                option.removeprefix("--") for option in config.options if not (joins and OF_THE_WHOLE_JOB.match(option))
+            ],
+            joined_job=JOINED_JOB,
             srun_options=[*no_kill, *map(quote, srun_options)],
             command=command,
             arguments=shlex.join([str(request.recipe), *request.arguments]),
@@ -231,9 +239,11 @@ def run_command(*command: str, environment: Mapping[str, str] | None = None) -> 
 
 def replace_node(folder: Path, node_rank: int, rendezvous: str) -> str:
     """Submit a job for a node in the place of a lost one. See contracts.HOOKS."""
-    job = os.environ.get("SLURM_JOB_ID")
+    job = os.environ.get(JOINED_JOB) or os.environ.get("SLURM_JOB_ID")
     if job is None:
         raise LaunchError("its launcher was not started by a Slurm job")
+    if shutil.which("sbatch") is None:
+        raise LaunchError("sbatch is not installed on the nodes, or not in the container")
     of_this_job = {name for name in os.environ if name.startswith("SLURM_")} - {"SLURM_CONF"}
     variables = {name: value for name, value in os.environ.items() if name not in of_this_job}
     command = ["sbatch", "--parsable", "--nodes=1", f"--job-name=join-{job}", str(folder / JOIN)]

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from lockstep.base.errors import LockstepError
 from lockstep.base.lifetime import end_with_parent
+from lockstep.launch import recovery
 from lockstep.launch.elastic import environment
 from lockstep.run import recipe as recipes
 
@@ -19,6 +20,7 @@ def run(argv: list[str]) -> NoReturn:
     end_with_parent("SIGTERM", int(parent) or None)
     recipe = recipes.load(Path(config))
     environment.set_threads(recipe.run.threads)
+    recovery.quieten_torch(recipe)
     from lockstep.launch import launch_run  # noqa: PLC0415 (imports torch)
 
     try:
