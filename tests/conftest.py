@@ -124,9 +124,13 @@ class Ranks:
         self.workers = []
 
 
-SLEEPING = ("test_slurm_runs", "test_cluster", "test_failures", "test_nodes", "test_doctor_nodes")
+SLEEPING = ("test_slurm_runs", "test_cluster", "test_failures", "test_nodes", "test_doctor_nodes", "test_live_nodes")
 """Files of tests that mostly wait: for Slurm's timers, and until what is lost is noticed."""
 SLOWEST = (
+    "test_live",
+    "test_documented_commands",
+    "test_scripts",
+    "test_spawn",
     "test_lessons",
     "test_training",
     "test_objectives",
