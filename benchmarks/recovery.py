@@ -192,11 +192,9 @@ def cost(folder: Path, options: argparse.Namespace) -> None:
         for recovery in sorted(found, reverse=bool(number % 2)):
             used = undisturbed(folder, f"{recovery}-{number}", recovery=recovery, options=options)
             found[recovery].append(used)
-            a_step = (
-                f"{1000 * used.seconds / used.steps:.3f} ms, {1000 * used.processor / used.steps:.3f} ms of processor"
-            )
+            seconds, processor = 1000 * used.seconds / used.steps, 1000 * used.processor / used.steps
             beside = f"{100 * used.beside / used.seconds:.2f} % of a core beside training"
-            say(f"round {number}, {recovery:7}: a step {a_step}; {beside}")
+            say(f"round {number}, {recovery:7}: a step {seconds:.3f} ms, {processor:.3f} ms of processor; {beside}")
     for what in ("seconds", "processor"):
         a_step = {name: [getattr(used, what) / used.steps for used in runs] for name, runs in found.items()}
         ratios = [live / restart for live, restart in zip(a_step["live"], a_step["restart"], strict=True)]

@@ -1,5 +1,6 @@
 """launch.recovery=auto: where a run goes on without a lost process by default, and where it restarts."""
 
+import json
 import os
 import subprocess
 import sys
@@ -66,10 +67,9 @@ def test_a_run_goes_on_without_a_lost_process_by_default(tmp_path):
     command = [sys.executable, "-m", "lockstep", "train", "c.yaml", "run.name=a"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, **pipes
-    )  # a new process: what torch says depends on that
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)  # not forked: torch is not imported yet
     wait_for_steps(tmp_path / "runs" / "a", 3)
+    assert json.loads((tmp_path / "runs" / "a" / "job.json").read_text())["recovers_live"], "lockstep resize reads it"
     workers(process)[1].kill()
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 0, output

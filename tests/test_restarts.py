@@ -127,6 +127,13 @@ def test_one_process_fewer_when_one_cannot_come_back(run, fewest, worlds):
     assert f"Starting again on {worlds[-1]} process" in said
 
 
+def test_one_process_fewer_with_live_recovery_where_it_is_lost_before_the_others_train(run):
+    script = "if rank == 0:\n    os.kill(os.getpid(), 9)\ntime.sleep(0.5)\nsys.exit(5)"  # as those that have lost it
+    code, said, starts = run(script, processes=3, recovery="live")
+    assert (code, starts) == (128 + 9, [3, 3, 2, 1])
+    assert "Starting again on 1 process" in said
+
+
 @pytest.mark.parametrize("code", [2, 3, 4, 75])
 def test_what_would_happen_again_is_not_tried_again(run, code):
     """A mistake in the config, a loss that is not finite, weights that came apart, an end that was asked for."""

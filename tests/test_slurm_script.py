@@ -38,7 +38,7 @@ EVERYTHING = """
 """
 APPTAINER = "{kind: slurm, gpus: 1, container: images/lockstep.sif, container_kind: apptainer, time: 90}"
 
-LIVE = "{kind: slurm, nodes: 4, recovery: live, partition: cpu, setup: [ulimit -n 65536]}"
+LIVE = "{kind: slurm, nodes: 4, recovery: live, partition: cpu, setup: [ulimit -n 65536], options: ['--nodelist=n[1-4]', --exclude=n9]}"
 
 
 def example():

@@ -320,7 +320,7 @@ class LiveWorkers:
     def _kill_stopped(self) -> None:
         """Kill workers that a signal or a debugger has stopped: the others wait for them."""
         now = time.monotonic()
-        limit, pause = self.section.worker_timeout_seconds, now - self.looked_at_stopped
+        pause, limit = now - self.looked_at_stopped, self.section.worker_timeout_seconds
         if pause < STOPPED_SECONDS:
             return
         self.looked_at_stopped = now

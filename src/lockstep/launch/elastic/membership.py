@@ -60,7 +60,7 @@ class RoundState:
     evicted: tuple[int, ...] = ()
     """Nodes that were declared lost and have to leave: none may rejoin with its old state."""
     replaced: tuple[int, ...] = ()
-    """Those of them for which the scheduler was asked for another, where it can be."""
+    """Those of them that have come back, or for which the scheduler was asked for another node."""
     formation: Mapping[str, Any] | None = None
     """With live recovery, the newest live_notes.Formation of this round."""
     result: Mapping[str, Any] | None = None

@@ -30,7 +30,7 @@ JOIN = "join.slurm"
 """In the run's folder, with live recovery."""
 JOINED_JOB = "LOCKSTEP_JOINED_JOB"
 """Variable of a node that has joined: the job of the run."""
-OF_THE_WHOLE_JOB = re.compile(r"--(nodelist|nodes|dependency|begin|array|output|error|exclude|ntasks)\b|-[wNdbaoexn]\b")
+OF_THE_WHOLE_JOB = re.compile(r"(--)?(nodelist|nodefile|nodes|dependency|begin|array)\b")
 """Options of sbatch that are not for a further node."""
 JOIN_HEADER = "Takes the place of a lost node: submitted by the run, with its job, the node's rank and the rendezvous."
 Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n]*$")]
