@@ -24,6 +24,8 @@ BEFORE_TORCH = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 RARE = ("rendezvous", "connecting", "sending", "receiving", "placing")
 """Phases that come only after another fault."""
 OFTEN = ("forward", "shared-memory", "buffers", "optimizer", "agreement", "after-step")
+SHARDED = ("forward", "gather", "scatter", "buffers", "norm", "ready", "applying", "agreement", "after-step")
+"""Instead of OFTEN, where several processes hold the weights together."""
 SELDOM = ("evaluation", "save", "writing", "renaming")
 PATIENCE_SECONDS = 3.0
 MOST_SECONDS = 40.0
@@ -39,6 +41,7 @@ class Chaos:
     seed: int = 0
     processes: int = 3
     spares: int = 0
+    often: tuple = OFTEN
     counts: Counter = field(default_factory=Counter)
     """(kind, phase) -> how often a process took such an order."""
     number: int = 0
@@ -99,7 +102,7 @@ class Chaos:
             self.counts[kind, "any"] += 1
             return
         how = self.random.choices(["kill", "stop", "crash"], [8, 1, 1])[0]
-        phase = self.random.choice([*OFTEN, *OFTEN, *SELDOM])
+        phase = self.random.choice([*self.often, *self.often, *SELDOM])
         names = {self.order(how, phase): phase}
         if kind == "double":
             second = self.random.choice([*RARE, phase])

@@ -127,6 +127,7 @@ class Ranks:
 SLEEPING = ("test_slurm_runs", "test_cluster", "test_failures", "test_nodes", "test_doctor_nodes", "test_live_nodes")
 """Files of tests that mostly wait: for Slurm's timers, and until what is lost is noticed."""
 SLOWEST = (
+    "test_live_replicas",
     "test_live",
     "test_documented_commands",
     "test_scripts",

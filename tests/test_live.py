@@ -1,6 +1,7 @@
 """launch.recovery=live: processes are killed, stopped, added and removed while the others train on, to the same bits."""
 
 import json
+import pathlib
 import re
 import signal
 import sys
@@ -15,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lockstep.base.events import Evaluated, StepDone
 from lockstep.launch.elastic.live_notes import Formation, Position
-from lockstep.run.tasks.train_live import Backlog
+from lockstep.run.event_backlog import Backlog
 
 pytestmark = pytest.mark.timeout(300)
 LONG, SHORT = DIGITS.replace("steps: 2000", "steps: 800"), DIGITS.replace("steps: 2000", "steps: 300")
@@ -83,6 +84,23 @@ def test_each_loss_is_told(disturbed):
     history = (disturbed.folder / "runs" / "live" / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in history].count("started") == 1
     assert "training goes on" in (disturbed.folder / "runs" / "live" / "report.html").read_text()
+
+
+def test_a_step_that_fails_after_the_buffers_were_updated(tmp_path):
+    """On all processes: none has finished the step, and they run it again."""
+    own = str(pathlib.Path(__file__).parent / "own" / "normed.py")
+    settings = ("model.kind=user", f"model.file={own}", "train.precision=fp16", "train.ema=null")
+    config = DIGITS.replace("steps: 2000", "steps: 80").replace("{kind: cnn}", "{}")
+    reference = undisturbed(tmp_path, config, settings)
+    chaos = Chaos(tmp_path, config, settings=settings)
+    chaos.start()
+    wait_for_steps(tmp_path / "runs" / "live", 4)
+    before = len(chaos.regrouped())
+    for _ in range(chaos.processes):
+        chaos.order("fail", "unscaling")
+    chaos.wait(lambda: len(chaos.regrouped()) > before, "all")
+    assert chaos.process.wait(200) == 0, chaos.text()
+    assert differences(final_state(tmp_path / "runs" / "live"), reference) == []
 
 
 LATE = pytest.param(("launch.collective_timeout_seconds=2",), marks=pytest.mark.matrix)
@@ -210,7 +228,7 @@ def test_stopped_by_a_signal_while_processes_are_lost(tmp_path, plain):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["parallel.kind=fsdp"], "launch.recovery: live needs the whole state in every process"),
+        (["parallel.kind=fsdp"], "launch.recovery: live needs a second copy of the state, and parallel.kind=fsdp"),
         (["launch.recovery=restart", "launch.spares=1"], "spares=1 is for recovery: live, in which a spare takes"),
         (["launch.spares=100"], "launch.spares=100 on the "),
         (["train.batchnorm=sync"], "live changes the number of processes, on which train.batchnorm=sync depends"),

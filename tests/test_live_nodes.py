@@ -1,13 +1,12 @@
 """launch.recovery=live on several machines, as network namespaces: one is lost or cut off while the others train on."""
 
 import re
-import sys
-import time
 
-import psutil
+import live_machines
 import pytest
-from chaos import DIGITS, differences, final_state, undisturbed
-from networks import can_make_namespaces, namespaces, set_link
+from chaos import differences, final_state, undisturbed
+from live_machines import NODES, SHORT, kill
+from networks import set_link
 from running import summary, wait_for_steps
 from test_live import lines
 
@@ -15,11 +14,7 @@ from lockstep.launch.elastic import succession
 from lockstep.launch.elastic.live_coordinator import Coordinator
 from lockstep.launch.elastic.live_notes import Exit, MachineState, Position, WorkerReport
 
-PORT = 29434
-SHORT = DIGITS.replace("steps: 2000", "steps: 500")
-LIVE = ["launch.recovery=live", "launch.processes=1", "run.name=live"]
 pytestmark = pytest.mark.timeout(300)
-NODES = pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root and iproute2")
 
 
 @pytest.fixture(scope="module")
@@ -29,52 +24,10 @@ def plain(tmp_path_factory):
     return undisturbed(folder, SHORT), lines(folder / "runs" / "plain")
 
 
-class Machines:
-    """Those that train together in a folder."""
-
-    def __init__(self, folder, places):
-        self.folder, self.places, self.outputs = folder, places, []
-        self.run = folder / "runs" / "live"
-        (folder / "c.yaml").write_text(SHORT)
-
-    def start(self, number, *settings):
-        output = self.folder / f"{len(self.outputs)}.out"
-        self.outputs.append(output)
-        words = [sys.executable, "-m", "lockstep", "train", "c.yaml", *LIVE, f"launch.nodes={len(self.places)}"]
-        words += ["--node-rank", str(number), "--rendezvous", f"{self.places[0].environment['MASTER_ADDR']}:{PORT}"]
-        with output.open("w") as file:
-            command = [*self.places[number].prefix, *words, *settings]
-            return psutil.Popen(command, cwd=self.folder, stdout=file, stderr=file)
-
-    def wait(self, condition, seconds=60):
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, self.text()
-            time.sleep(0.05)
-
-    def wait_for_size(self, size, times=1):
-        """Until the run has gone on with so many processes so often."""
-        history = self.run / "history.jsonl"
-        self.wait(lambda: history.read_text().count(f"{size} processes now" if size > 1 else "1 process now") >= times)
-
-    def text(self):
-        return "\n----\n".join(output.read_text() for output in self.outputs)
-
-
-def kill(process):
-    for each in [*process.children(recursive=True), process]:
-        each.kill()
-    process.wait()
-
-
 @pytest.fixture
 def machines(tmp_path, request):
-    with namespaces(machines=request.param, ranks_each=1) as places:
-        found = Machines(tmp_path, places)
+    with live_machines.made(tmp_path, request.param) as found:
         yield found
-        for process in psutil.Process().children():
-            if "--rendezvous" in process.cmdline():
-                kill(process)
 
 
 @NODES

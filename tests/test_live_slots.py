@@ -40,11 +40,11 @@ def test_one_that_has_failed_by_itself_waits_and_a_closed_one_for_ever():
 
 def test_resizing_leaves_rank_0_and_the_spares():
     slots = [Slot(), Slot(), Slot(), Slot(is_spare=True)]
-    resize(slots, 1, main=2)
+    resize(slots, 1, ranked=[2, 0])
     assert [slot.is_closed for slot in slots] == [True, True, False, False]
-    resize(slots, 4, main=2)
+    resize(slots, 4, ranked=[2, 0])
     assert [slot.is_closed for slot in slots] == [False] * 5 and [slot.due is not None for slot in slots] == [
         *(True, True, False, False, True)
     ]
-    resize(slots, 4, main=None)
+    resize(slots, 4, ranked=[])
     assert len(slots) == 5

@@ -64,11 +64,12 @@ def run(tmp_path, monkeypatch, capfd):
     """Run a script on each rank -> exit code, what was said, and the world of each start."""
     monkeypatch.setenv("LOCKSTEP_TEST_FOLDER", str(tmp_path))
 
-    def launch(script, processes=2, arguments=(), **config):
+    def launch(script, processes=2, arguments=(), multiple=1, **config):
         for name in ("OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE"):  # the launcher sets them
             monkeypatch.setenv(name, "")
         launcher = Local(Config(kind="local", **config), threads=1, shards=8)
-        plan = Plan(argv=(sys.executable, "-c", PREFACE + script, *arguments), processes=processes)
+        argv = (sys.executable, "-c", PREFACE + script, *arguments)
+        plan = Plan(argv=argv, processes=processes, process_multiple=multiple)
         code = launcher.run(plan, tmp_path / "logs")
         starts = [int(line) for line in (tmp_path / "starts-0").read_text().split()]
         return code, capfd.readouterr().err, starts
@@ -125,6 +126,12 @@ def test_one_process_fewer_when_one_cannot_come_back(run, fewest, worlds):
     assert code == 128 + 9
     assert starts == worlds
     assert f"Starting again on {worlds[-1]} process" in said
+
+
+@pytest.mark.parametrize(("multiple", "worlds"), [(2, [4, 4, 2, 2]), (0, [4, 4, 4, 4])])
+def test_fewer_processes_are_a_number_that_the_strategy_can_take(run, multiple, worlds):
+    code, _, starts = run("if rank == 0:\n    os.kill(os.getpid(), 9)\nwait()", processes=4, multiple=multiple)
+    assert (code, starts) == (128 + 9, worlds)
 
 
 def test_one_process_fewer_with_live_recovery_where_it_is_lost_before_the_others_train(run):

@@ -134,6 +134,10 @@ class Plan:
     """Environment variables that the launcher sets."""
     modules: tuple[str, ...] = ()
     """What each process imports, as far as it is known."""
+    state_copies: int | None = None
+    """How many copies of the training state the processes hold at the start; None: each of them one."""
+    process_multiple: int = 1
+    """The run may go on with a number of processes that is a multiple of it; 0: with no other."""
     files: dict[Path, str] = field(default_factory=dict)
     """Scripts and manifests that it would write and submit: file -> text."""
 

@@ -148,17 +148,21 @@ class Regrouped:
     """Processes that have joined."""
     world_size: int
     """Processes now."""
+    waiting: int = 0
+    """Further processes, which do not train until there are enough for another replica."""
     seconds: float
     """For which training stood still."""
 
     @property
     def text(self) -> str:
         """A line for each loss, and one on how training goes on."""
-        size = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
+        size = f"{self.world_size} process{'es' if self.world_size > 1 else ''} now"
+        if self.waiting:
+            size += f", {self.waiting} wait{'' if self.waiting > 1 else 's'} for the rest of a replica"
         joined = f"{self.joined} process{'es' if self.joined > 1 else ''} joined" if self.joined else ""
         left = "training goes on" if self.losses or not joined else ""
         what = " and ".join(part for part in (left, joined) if part)
-        return "\n".join([*self.losses, f"after step {self.step}: {what}; {size} now, {self.seconds:.2f} s lost"])
+        return "\n".join([*self.losses, f"after step {self.step}: {what}; {size}, {self.seconds:.2f} s lost"])
 
 
 @dataclass(frozen=True, kw_only=True)

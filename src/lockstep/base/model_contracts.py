@@ -145,6 +145,9 @@ class BufferNotes(Protocol):
     def notes(self) -> list[str]:
         """Sentences on why changed buffers depend on the number of processes, or differ after a resume."""
 
+    def keep_step(self) -> None:
+        """A step is complete, and has not failed."""
+
     def undo_step(self) -> None:
         """Restore the values of the start of a step that has failed."""
 

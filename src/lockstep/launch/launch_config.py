@@ -153,8 +153,8 @@ class LiveLaunchSection(LaunchSection):
 
     recovery: Literal["auto", "restart", "live"] = "auto"
     """After the loss of a process: restart all from the newest checkpoint; or live: the others redo the step without
-    it and go on, until it is back (parallel.kind=ddp). auto: live with spares, and on one Linux machine without GPUs
-    where that is possible."""
+    it and go on, until it is back (parallel.kind=ddp, and fsdp with replicas). auto: live with spares, and on one
+    Linux machine without GPUs where that is possible."""
     heartbeat_seconds: float = Field(1.0, ge=0.2, le=MANY)
     """With live recovery, a process that is stopped for this long, or a machine that is silent for three times as long,
     counts as lost."""

@@ -103,7 +103,12 @@ def launch(recipe: Recipe, arguments: tuple[str, ...], *, name: str = "launch") 
 
 def write_plan(recipe: Recipe, request: Request, launcher: Launcher, *, is_training: bool = True) -> Plan:
     """Write recipe, plan files and the launcher's note into the run's folder -> the plan. Raises UserError."""
-    plan = replace(launcher.plan(request), modules=worker_modules(recipe, request.arguments))
+    plan = replace(
+        launcher.plan(request),
+        modules=worker_modules(recipe, request.arguments),
+        state_copies=recipe.parallel.state_copies,
+        process_multiple=recipe.parallel.process_multiple,
+    )
     _write(recipe, request, plan, training=launcher if is_training else None)
     return plan
 
@@ -141,7 +146,7 @@ def launch_node(
                 agreed = named.model_copy(update={"run": run})
                 folder = agreed.folder
                 request = build_request(agreed, arguments, name)
-                plan = _plan(agreed, request, node)
+                plan = replace(_plan(agreed, request, node), state_copies=agreed.parallel.state_copies)
                 if membership.is_leader:
                     _write(agreed, request, plan, training=build_launcher(agreed) if name == "launch" else None)
                 membership.join(agreed.folder)

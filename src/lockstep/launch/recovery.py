@@ -40,7 +40,7 @@ def may_recover_live(recipe: Recipe) -> bool:
     if launch.recovers_live or not isinstance(launch, LiveLaunchSection) or launch.recovery != "auto":
         return launch.recovers_live
     asks_for_restarts = launch.max_restarts == 0 or any(getattr(launch, name) != usual for name, usual in USUAL.items())
-    is_possible = recipe.parallel.RECOVERS_LIVE and recipe.train.batchnorm != "sync" and recipe.observe.file is None
+    is_possible = recipe.parallel.state_copies != 1 and recipe.train.batchnorm != "sync" and recipe.observe.file is None
     is_here = sys.platform == "linux" and not launch.SUBMITS and launch.max_nodes == 1 and launch.processes != 1
     return is_possible and is_here and not asks_for_restarts
 

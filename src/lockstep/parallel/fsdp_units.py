@@ -5,8 +5,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils import _pytree as pytree
 
@@ -75,11 +77,33 @@ def clone_views(_: nn.Module, __: Any, outputs: Any) -> Any:
 def use_multi_grad_hook(module: Any) -> None:
     """Replace FSDP's post-backward autograd function by a hook on views of the unit's inputs: the function forbids
     changes in place, and sums the gradients of several inputs in another order."""
+    for group in _parameter_groups(module):
+        group._register_post_backward_hook = partial(_register_hook, group)
+
+
+def set_process_group(module: Any, process_group: dist.ProcessGroup) -> None:
+    """Gather and reduce over another process group of the same size, in which this rank has the same place."""
+    for group in _parameter_groups(module):
+        group.mesh_info.shard_process_group = process_group
+
+
+def forget_pass(model: Any) -> None:
+    """Take the whole model back from a forward or backward pass that has failed, if it has had any pass at all; with
+    the gradients so far, which FSDP itself would add to those of the next pass."""
+    if not model._get_fsdp_state()._is_root:
+        return
+    model.reset_iter_state()
+    for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        for parameter in (each for group in _parameter_groups(module) for each in group.fsdp_params):
+            parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # gathered at least once
+                parameter._unsharded_param.grad = None
+
+
+def _parameter_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    for group in groups:
-        if group is not None:
-            group._register_post_backward_hook = partial(_register_hook, group)
+    return [group for group in groups if group is not None]
 
 
 def _register_hook(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

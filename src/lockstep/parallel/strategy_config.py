@@ -21,8 +21,6 @@ class StrategySection(PluginSection):
     """Whether a micro-batch is as much work for one process as for another."""
     HAS_COMMON_BITS: ClassVar[bool] = True
     """Whether it gives the weights that other strategies give."""
-    RECOVERS_LIVE: ClassVar[bool] = False
-    """Whether training goes on where processes are lost or join: each of them holds the whole state."""
     FOR_ANY_MODEL: ClassVar[Mapping[str, Any]] = {}
     """Settings with which it accepts models that it does not accept by default."""
 
@@ -38,6 +36,21 @@ class StrategySection(PluginSection):
     def contradictions(self, precision: str) -> Iterator[tuple[str, str]]:
         """Setting, and why it contradicts train.precision."""
         return iter(())
+
+    @property
+    def state_copies(self) -> int | None:
+        """How many copies of the training state all processes hold: with more than one, training can go on where
+        processes are lost. None: each process holds a copy."""
+        return 1
+
+    @property
+    def process_multiple(self) -> int:
+        """The number of processes may be changed to a multiple of it; 0: not at all."""
+        return 1
+
+    def with_one_copy(self) -> Self:
+        """The same for so few processes that they hold one copy of the training state together."""
+        return self
 
     def fitted(self, processes: int) -> Self:
         """The same with group sizes that divide the number of processes; they change no bit."""

@@ -1,6 +1,7 @@
 """Build what a recipe describes: data, model, strategy and optimizer of one process."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -71,8 +72,15 @@ def _deferred_model(recipe: Recipe, spec: DataSpec) -> Model | None:
     return deferred(partial(build_model, recipe, spec))
 
 
-def assemble(recipe: Recipe, world: World, device: torch.device) -> Components:
-    """Build everything for this process; the process group is open and the data has been prepared."""
+def assemble(
+    recipe: Recipe,
+    world: World,
+    device: torch.device,
+    *,
+    placing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Components:
+    """Build everything for this process; the process group is open and the data has been prepared. `placing` is around
+    the placing of the model."""
     with raise_on_all_ranks():
         data = open_splits(recipe)
     data.check_streams()
@@ -86,13 +94,15 @@ def assemble(recipe: Recipe, world: World, device: torch.device) -> Components:
     order = data.order()
     total_steps = recipe.train.total_steps(order.steps_per_epoch)
     sample = partial(data.first_training_batch, order, device)
+    with placing():
+        state = distribute(recipe, model, sample, total_steps=total_steps, device=device)
     return Components(
         recipe=recipe,
         world=world,
         device=device,
         order=order,
         model=model,
-        state=distribute(recipe, model, sample, total_steps=total_steps, device=device),
+        state=state,
         data=data,
         total_steps=total_steps,
         token_flops=flops,

@@ -142,9 +142,9 @@ def _parallelism(recipe: Recipe) -> Iterator[Complaint]:
     if parallel.MOST_PROCESSES == 1 and launch.processes not in ("auto", 1):
         what = f"{launch.processes} processes, but parallel.kind={parallel.kind} runs one"
         yield ("launch", "processes"), f"{what}; set parallel.kind=ddp or launch.processes=1"
-    if launch.recovers_live and not parallel.RECOVERS_LIVE:
-        what = f"live needs the whole state in every process, and parallel.kind={parallel.kind} shares it out"
-        yield ("launch", "recovery"), f"{what}; set it to restart, or parallel.kind=ddp"
+    if launch.recovers_live and parallel.state_copies == 1:
+        what = f"live needs a second copy of the state, and parallel.kind={parallel.kind} shares one out"
+        yield ("launch", "recovery"), f"{what}; set it to restart, or parallel.kind=ddp, or fsdp with replicas"
     if launch.recovers_live and train.batchnorm == "sync":
         yield ("launch", "recovery"), "live changes the number of processes, on which train.batchnorm=sync depends"
     for setting, why in parallel.contradictions(train.precision):

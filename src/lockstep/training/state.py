@@ -41,6 +41,11 @@ class TrainState:
     term_counts: Callable[[Batch], Mapping[str, float]] | None = None
     """Model.term_counts: the count of each term of the loss in a batch; None for a loss without terms."""
     ema: MovingAverage | None = None
+    confirm: Callable[[], None] | None = None
+    """Where ranks that hold the state together recover live: a collective that ends once the gradients of a step are
+    complete on all ranks. After it each rank can apply them by itself, so that none has to stay a step behind."""
+    ready_step: Callable[[], Any] | None = None
+    """While a rank is in `confirm`: applies the gradients, and returns the step's Outcome."""
     step: int = 0
     """Finished steps."""
     rate_factor: float = 1.0

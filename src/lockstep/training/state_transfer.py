@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.errors import CheckpointError
+from lockstep.core.modules.dtensors import local_tensor
 from lockstep.launch.elastic.live_notes import Position
 from lockstep.training.state import TrainState
 
@@ -18,48 +19,62 @@ def equalise(
     state: TrainState,
     positions: Sequence[Position],
     extras: Callable[[], Mapping[str, Any]],
+    *,
+    replica_size: int = 1,
 ) -> Mapping[str, Any] | None:
-    """Give every rank the state of the furthest one; `positions` are those of all ranks. Collective.
+    """Give every rank the state of the furthest one; `positions` are those of all ranks, of which each `replica_size`
+    in a row hold a state together. Collective. Raises CheckpointError where they do not train the same model.
 
-    Returns what the furthest rank's `extras` gave (JSON), on ranks whose state has changed; None elsewhere.
+    Returns what the furthest rank's `extras` gave (JSON), on ranks that were at another position; None elsewhere.
     """
     rank, furthest = dist.get_rank(), max(positions)
-    sources = [each for each, position in enumerate(positions) if position == furthest]
-    others = [each for each, position in enumerate(positions) if position != furthest]
-    pairs = [(sources[number % len(sources)], other) for number, other in enumerate(others)]
-    for receiver in (other for source, other in pairs if source == rank):
-        _send(state, extras(), receiver)
-    return next((_receive(state, source) for source, other in pairs if other == rank), None)
+    for source, other in _pairs([position == furthest for position in positions]):
+        if rank == source:
+            _send_bytes(json.dumps({"state": state.state_dict(), "extras": extras()}).encode(), other)
+        if rank == other:
+            header = json.loads(_receive_bytes(source))
+    for part in range(replica_size):
+        for source, other in _pairs([position.step == furthest.step for position in positions[part::replica_size]]):
+            ranks = [part + replica_size * each for each in (source, other)]
+            if rank in ranks:
+                (_send if rank == ranks[0] else _receive)(state, *(each for each in ranks if each != rank))
+    if positions[rank] == furthest:
+        return None
+    state.load_state_dict(header["state"])
+    received: Mapping[str, Any] = header["extras"]
+    return received
 
 
-def _send(state: TrainState, extras: Mapping[str, Any], receiver: int) -> None:
+def _pairs(have: Sequence[bool]) -> list[tuple[int, int]]:
+    """(source, receiver) for each that does not have something, from those that have it."""
+    sources = [number for number, has in enumerate(have) if has]
+    others = [number for number, has in enumerate(have) if not has]
+    return [(sources[number % len(sources)], other) for number, other in enumerate(others)]
+
+
+def _send(state: TrainState, receiver: int) -> None:
     tensors = state.tensors()
-    header = {"state": state.state_dict(), "tensors": _shapes(tensors), "extras": extras}
-    _send_bytes(json.dumps(header).encode(), receiver)
+    _send_bytes(json.dumps(_shapes(tensors)).encode(), receiver)
     for tensor in tensors.values():
-        dist.send(_on_wire(tensor.detach().contiguous()), receiver)
+        dist.send(_on_wire(local_tensor(tensor).contiguous()), receiver)
 
 
-def _receive(state: TrainState, source: int) -> Mapping[str, Any]:
-    """Raises CheckpointError where the two do not train the same model."""
-    header = json.loads(_receive_bytes(source))
+def _receive(state: TrainState, source: int) -> None:
     tensors = state.tensors()
-    if header["tensors"] != _shapes(tensors):
+    if json.loads(_receive_bytes(source)) != _shapes(tensors):
         raise CheckpointError(f"rank {source} trains another model or optimizer: its tensors are not those of here")
     plain = torch.contiguous_format
-    received = {name: torch.empty_like(tensor, memory_format=plain) for name, tensor in tensors.items()}
+    received = {name: torch.empty_like(local_tensor(tensor), memory_format=plain) for name, tensor in tensors.items()}
     for tensor in received.values():
         dist.recv(_on_wire(tensor), source)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            tensor.detach().copy_(received[name])
-    state.load_state_dict(header["state"])
-    extras: Mapping[str, Any] = header["extras"]
-    return extras
+            local_tensor(tensor).copy_(received[name])
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
-    return [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+    """Of the shards of this rank."""
+    return [[name, str(tensor.dtype), list(local_tensor(tensor).shape)] for name, tensor in tensors.items()]
 
 
 def _on_wire(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,6 +61,16 @@ def update(state: TrainState, loss: LossSum, *, clip: float | None, skip_non_fin
     """Apply the gradients of a step, sums over all ranks, and count it."""
     state.precision.unscale(state.optimizer)
     norm = state.strategy.norm()
+    apply = partial(_apply, state, loss, norm, clip=clip, skip_non_finite=skip_non_finite)
+    if state.confirm is not None:
+        state.ready_step = apply
+        state.confirm()
+        state.ready_step = None
+    return apply()
+
+
+def _apply(state: TrainState, loss: LossSum, norm: Tensor, *, clip: float | None, skip_non_finite: bool) -> Outcome:
+    """Without collectives."""
     is_empty = not loss.is_counted and bool(loss.count == 0)
     if not is_empty:
         grads, count = gradients(list(state.module.parameters())), torch.as_tensor(loss.count).to(torch.float64)
@@ -78,7 +89,18 @@ def update(state: TrainState, loss: LossSum, *, clip: float | None, skip_non_fin
     state.precision.apply(state.optimizer, commit=commit, is_empty=is_empty)
     if state.ema and commit:
         state.ema.update()
+    for updates in state.strategy.buffer_updates:
+        updates.keep_step()
     state.skipped += not commit
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     return Outcome(loss, norm, is_finite | is_empty, rate)
+
+
+def undo(state: TrainState) -> None:
+    """Take back what a step has begun that has failed, for it to be run again."""
+    state.ready_step = None
+    for updates in state.strategy.buffer_updates:
+        updates.undo_step()
+    state.precision.undo_unscaling()
+    state.optimizer.zero_grad(set_to_none=True)

@@ -97,6 +97,12 @@ def all_reduce_max(flags: torch.Tensor) -> None:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
 
 
+def confirm_on_all_ranks() -> None:
+    """Return once every rank has called it."""
+    with waiting_in("all ranks to be ready for the update"):
+        dist.all_reduce(torch.zeros(1))
+
+
 def all_reduce_each(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Sum each tensor over a group in place, in the backend's order of summation."""
     for tensor in tensors:

@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -52,8 +53,11 @@ class LiveGroup:
         self.formation = replace(newest, generation=0, members=(name,)) if joins else newest
         self._newest = newest
         """That the watching thread has seen."""
-        self.store: dist.Store | None = None
-        """In which the present group was opened; kept, since C++ does not keep its Python object."""
+        self.part = None if joins and newest.replica_size > 1 else self.formation.part_of(name)
+        """Of the training state, that this worker holds or is prepared for."""
+        self._stores: list[dist.Store] = []
+        """In which the present group was opened, and earlier ones; kept, since C++ does not keep their Python objects,
+        and the thread that watches for hangs may still use those of the last group."""
         self._untold: list[str] = []
         """What became of members of formations since the last one that trained."""
         self.failed_attempts = 0
@@ -105,16 +109,37 @@ class LiveGroup:
         whoever frees its group, until the timeout.
         """
         left, self._left = self._left, []
+        del self._stores[:-2]
         gc.collect()  # of what refers to them
         threading.Thread(target=left.clear, name="groups that were left", daemon=True).start()
 
-    def regroup(self, position: Position) -> Formation:
-        """Report where this worker is, wait for the next formation and open its group.
+    @contextmanager
+    def as_part(self) -> Iterator[None]:
+        """For a worker that joins: inside, it is alone, and builds its part of a training state that several processes
+        hold together. Waits for the part that it is to have; collectives with the others are imitated."""
+        if not self.joins or self.formation.replica_size == 1:
+            yield
+            return
+        newest = self._newest
+        self.notes.report(self.name, WorkerReport(generation=newest.generation, position=Position(), part=None))
+        with activity.waiting_in("the part of the training state to prepare for"):
+            while self.name not in newest.assigned:
+                newest = self.notes.formation(after=newest.version)
+        self.part = newest.assigned[self.name]
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=dist.HashStore(), rank=self.part, world_size=newest.replica_size)
+        yield
+        dist.destroy_process_group()
+        self.open_alone()
+
+    def regroup(self, position: Position, left_out: Callable[[], None]) -> Formation:
+        """Report where this worker is, wait for the next formation and open its group. `left_out` is called if the
+        others go on without this worker, until there are enough for a further replica.
 
         Raises DistError when the launcher is lost, LaunchError where the members cannot connect to each other.
         """
         while True:
-            self._wait_for_formation(position)
+            self._wait_for_formation(position, left_out)
             try:
                 self._open()
             except (PeerLost, RuntimeError) as error:  # a member was lost meanwhile
@@ -137,15 +162,18 @@ class LiveGroup:
         told, self._untold = tuple(self._untold), []
         return told
 
-    def _wait_for_formation(self, position: Position) -> None:
+    def _wait_for_formation(self, position: Position, left_out: Callable[[], None]) -> None:
         newest = self.formation
         while True:
             generation = newest.generation
-            self.notes.report(self.name, WorkerReport(generation=generation, position=position))
+            report = WorkerReport(generation=generation, position=position, part=self.part)
+            self.notes.report(self.name, report)
             with activity.waiting_in("the new process group"):
                 while newest.generation <= generation:
                     newest = self.notes.formation(after=newest.version)
-            if self.name in newest.members and not newest.is_broken:
+            if self.name not in newest.members:
+                left_out()
+            elif not newest.is_broken:
                 break
         with self._moving:
             self._lost.clear()
@@ -161,10 +189,10 @@ class LiveGroup:
         world = self.world
         connect, regular = timedelta(seconds=CONNECT_SECONDS), timedelta(seconds=self.timeout_seconds)
         if world.size == 1:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=regular)
+            self.open_alone()
             return
-        self.store = store_at(Endpoint.parse(self.formation.meeting), timeout=connect)
-        store = dist.PrefixStore(f"formation-{self.formation.generation}", self.store)
+        self._stores.append(store_at(Endpoint.parse(self.formation.meeting), timeout=connect))
+        store = dist.PrefixStore(f"formation-{self.formation.generation}", self._stores[-1])
         with self._moving:
             if self._lost.is_set():  # before there was a client of the store to shut down
                 raise PeerLost("a member was lost before the group was opened")
@@ -174,6 +202,11 @@ class LiveGroup:
         dist.distributed_c10d._set_pg_timeout(regular)
         if self._lost.is_set():
             raise PeerLost("a member was lost while the group was opened")
+
+    def open_alone(self) -> None:
+        """A group of this process."""
+        timeout = timedelta(seconds=self.timeout_seconds)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
     def _watch(self) -> None:
         """Look at each formation that is published, until the launcher ends."""

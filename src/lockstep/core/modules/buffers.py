@@ -75,6 +75,7 @@ class TrackedBuffer:
     def adopt(self, tensor: Tensor) -> None:
         """Take a tensor that the module holds as the model's own, and its value as that of the step's start."""
         self.tensor, self.before = tensor, tensor.detach().clone()
+        self.previous = self.before
         self.install(tensor)
 
     def install(self, tensor: Tensor) -> None:
@@ -108,10 +109,16 @@ class TrackedBuffer:
     def commit(self, total: Tensor | None, shards: int) -> None:
         """Set the value after the step from the sum over its shards; None restores the value of the step's start."""
         value = self.before if total is None else self._updated(total.view(self.before.shape), shards)
+        if total is not None:
+            self.previous, self.before = self.before, value
         with torch.no_grad():
             self.tensor.data.copy_(value)
-        self.before.copy_(value)
         self.install(self.tensor)
+
+    def take_back(self) -> None:
+        """Restore the value from before the last sum was set."""
+        self.before = self.previous
+        self.commit(None, 1)
 
     def _updated(self, total: Tensor, shards: int) -> Tensor:
         if self.rule == "steps":
@@ -149,6 +156,8 @@ class BufferUpdates:
         """Buffer -> why its value depends on the number of processes."""
         self.steps, self.finished_shards = 0, list[int]()
         self.all_reduce: AllReduce | None = None
+        self.updated: list[TrackedBuffer] = []
+        """Those that the current step has set, until it is kept."""
         self.may_find_new = True
         """Whether a buffer may yet change for the first time, so that ranks have to agree on it in every step. The same
         on every rank."""
@@ -174,6 +183,7 @@ class BufferUpdates:
             self._find_buffers()
         self.refresh()
         self.all_reduce, self.finished_shards, self.new = all_reduce, [], set()
+        self.updated.clear()
         self.sums = {name: self._tree() for name in self.sums}
 
     def _tree(self) -> TreeSum:
@@ -245,6 +255,7 @@ class BufferUpdates:
         for buffers, values in totals:  # once every exchange has succeeded
             for buffer, value in zip(buffers, values, strict=True):
                 buffer.commit(value, len(self.all_reduce.present))
+                self.updated.append(buffer)
         self.sums = dict.fromkeys(self.sums)
         self.all_reduce = None  # the model's hooks would keep its process group for good
         self._discard()
@@ -276,8 +287,15 @@ class BufferUpdates:
             partials = [torch.empty(sum(sizes), dtype=buffers[0].sum_dtype, device=buffers[0].before.device)]
         return all_reduce.sum(partials).split(sizes)
 
+    def keep_step(self) -> None:
+        """The step is complete: `undo_step` leaves it alone."""
+        self.updated.clear()
+
     def undo_step(self) -> None:
         """Restore the values of the start of a step that has failed."""
+        for buffer in self.updated:
+            buffer.take_back()
+        self.updated.clear()
         self.sums, self.all_reduce = dict.fromkeys(self.sums), None
         self._discard()
 

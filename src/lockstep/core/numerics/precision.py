@@ -58,6 +58,11 @@ class Precision:
         self.scaler.scale(torch.zeros((), device=self.device))  # creates the scale on a rank without a loss
         self.scaler.unscale_(optimizer)
 
+    def undo_unscaling(self) -> None:
+        """Forget a step that has failed in between: another one may be unscaled."""
+        if self.is_scaled:
+            self.scaler._per_optimizer_states.clear()
+
     def apply(self, optimizer: torch.optim.Optimizer, *, commit: bool = True, is_empty: bool = False) -> None:
         """Run the optimizer's step, unless `commit` is false or scaled gradients overflowed; update the scale.
         `is_empty`: whether there is no gradient at all."""

@@ -52,6 +52,10 @@ class TreeReduceScatter(ReduceScatter):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget a step that has failed."""
         self.tree: TreeSum | None = None
         self.rows: Tensor | None = None
         self.finished: tuple[Rounds, int] | None = None

@@ -28,9 +28,10 @@ QUIET_SECONDS = 2.0
 class Leader:
     """The leader's decisions over the rounds of a run."""
 
-    def __init__(self, membership: Membership, logs: Path, *, is_live: bool) -> None:
+    def __init__(self, membership: Membership, logs: Path, *, is_live: bool, process_multiple: int = 1) -> None:
+        """`process_multiple`: see Plan."""
         self.membership, self.section, self.logs = membership, membership.section, logs
-        self.is_live = is_live
+        self.is_live, self.process_multiple = is_live, process_multiple
         self.store: TCPStore | StoreServer | None = None
         """Of the round, in which its processes find each other."""
         self.restarts, self.restarts_without_progress, self.max_processes = 0, 0, 0
@@ -195,11 +196,12 @@ class Leader:
             return self._end(failure.exit_code, f"{text}{others}{reason}\n{resume_hint(self.logs)}")
         sys.stderr.write(text)
         self.restarts, self.is_restart = self.restarts + 1, True
-        is_stuck = self.restarts_without_progress > 1 and world_size > self.section.min_processes
+        fewer = (world_size - 1) // self.process_multiple * self.process_multiple if self.process_multiple else 0
+        is_stuck = self.restarts_without_progress > 1 and fewer >= self.section.min_processes
         formation = self.membership.round.formation or {}  # one that trains goes on with fewer itself
         can_shrink = self.membership.is_alone and not formation.get("is_training")
         if can_shrink and is_stuck:
-            self.max_processes = world_size - 1
+            self.max_processes = fewer
         return None
 
     def _reason_not_to_restart(self, failure: Failure, *, has_progress: bool, is_repeated: bool) -> str | None:

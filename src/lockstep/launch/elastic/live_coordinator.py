@@ -1,21 +1,48 @@
 """Decides who trains together with launch.recovery=live, from the states of all machines. It runs on the leader."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.launch.elastic.live_notes import Exit, Formation, MachineState, Position, WorkerReport, machine_of
 
 
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A worker that may be a member of the next formation."""
+
+    name: str
+    part: int
+    """Of the training state, that it holds or is prepared for."""
+    position: Position
+    leaves: bool = False
+    """Whether the run is made smaller by it, as soon as the others do without it."""
+
+
+def chosen(candidates: Collection[Candidate], replica_size: int) -> list[Candidate] | None:
+    """The members of as many replicas as there can be, in the order of ranks; None where a part of the training state
+    is lost."""
+    for group in ([each for each in candidates if not each.leaves], candidates):
+        by_part = [[each for each in group if each.part == part] for part in range(replica_size)]
+        if all(any(each.position.has_state for each in part) for part in by_part):
+            ordered = [sorted(part, key=lambda each: not each.position.has_state) for part in by_part]
+            return [part[replica] for replica in range(min(map(len, ordered))) for part in ordered]
+    return None
+
+
 class Coordinator:
-    def __init__(self, meeting: str, machine_name: Callable[[int], str]) -> None:
-        """`meeting`: HOST:PORT of the store in which the members of a formation find each other."""
-        self.meeting, self.machine_name = meeting, machine_name
+    def __init__(self, meeting: str, machine_name: Callable[[int], str], state_copies: int | None = None) -> None:
+        """`meeting`: HOST:PORT of the store in which the members of a formation find each other. `state_copies`: see
+        Plan."""
+        self.meeting, self.machine_name, self.state_copies = meeting, machine_name, state_copies
         self.formation = Formation()
         self.losses: dict[str, str] = {}
         """Members of the present formation that are lost: name -> what happened, for the user."""
         self.is_dead = False
-        """Whether all members are lost that had a training state."""
+        """Whether all members are lost that had a training state, or a part of it."""
+        self.missing: tuple[int, ...] = ()
+        """The parts of it that nobody has, once the others have come for a new formation."""
 
     def look(self, machines: Mapping[int, MachineState], expected: Sequence[int]) -> Formation:
         """The formation that follows from what is known of the machines; those of the round are `expected`."""
@@ -35,7 +62,8 @@ class Coordinator:
     def _form_first(self, machines: Mapping[int, MachineState], expected: Sequence[int]) -> None:
         if all(number in machines for number in expected):
             members = tuple(name for number in expected for name in machines[number].workers)
-            self._change(generation=1, members=members, meeting=self.meeting)
+            size = 1 if self.state_copies is None else max(1, len(members) // self.state_copies)
+            self._change(generation=1, members=members, meeting=self.meeting, replica_size=size)
 
     def _has_failed(self, machines: Mapping[int, MachineState]) -> bool:
         """Whether a member has ended with an error, which ends the round."""
@@ -72,8 +100,8 @@ class Coordinator:
         return f"{self.machine_name(number)} is lost, with rank{'s' if len(there) > 1 else ''} {ranks}"
 
     def _form(self, machines: Mapping[int, MachineState]) -> None:
-        """A new formation once every member that is left has come for it; they are asked to come when another worker
-        waits."""
+        """A new formation once every member that is left has come for it; they are asked to come when others can join
+        or leave."""
         generation, members = self.formation.generation, self.formation.members
         reports: dict[str, WorkerReport | None] = {}
         leaving: set[str] = set()
@@ -83,29 +111,58 @@ class Coordinator:
             leaving |= set(state.leaving)
             spares |= set(state.spares)
         waiting = {n: report.position for n, report in reports.items() if report and report.generation >= generation}
-        others = {*members, *leaving, *spares}
-        joining = [name for name, report in reports.items() if report and name not in others]
         left = [name for name in members if name in reports]
         if any(name in waiting for name in left) and not self.formation.is_broken:
             self._change(is_broken=True)
+        others = {n: report for n, report in reports.items() if report and n not in {*members, *leaving, *spares}}
+        self._assign(reports.keys() - leaving - spares, others)
+        joining = [
+            Candidate(name=name, part=report.part, position=Position())
+            for name, report in others.items()
+            if report.part is not None
+        ]
         if left and all(name in waiting for name in left):
-            stay = [name for name in left if name not in leaving]
-            if not any(waiting[name].has_state for name in stay):  # until another worker has one
-                stay = left
-            self._form_with({name: waiting[name] for name in stay} | dict.fromkeys(joining, Position()))
-        elif (joining or 0 < len(leaving & set(left)) < len(left)) and not (
-            self.formation.is_wanted or self.formation.is_broken
-        ):
-            self._change(is_wanted=True)
+            self._form_of([*self._left(left, waiting, leaving), *joining])
+        elif not (self.formation.is_wanted or self.formation.is_broken):
+            has_state = dict.fromkeys(left, Position(step=0))
+            possible = chosen([*self._left(left, has_state, leaving), *joining], self.formation.replica_size)
+            if possible is not None and {each.name for each in possible} != set(members):
+                self._change(is_wanted=True)
 
-    def _form_with(self, positions: Mapping[str, Position]) -> None:
-        if not any(position.has_state for position in positions.values()):
+    def _left(
+        self, left: Sequence[str], positions: Mapping[str, Position], leaving: Collection[str]
+    ) -> Iterator[Candidate]:
+        for name in left:
+            part = self.formation.part_of(name)
+            yield Candidate(name=name, part=part, position=positions[name], leaves=name in leaving)
+
+    def _assign(self, running: Collection[str], others: Mapping[str, WorkerReport]) -> None:
+        """Give each worker that is prepared for no part of the training state the one that the fewest have."""
+        formation = self.formation
+        new = [name for name, report in others.items() if report.part is None and name not in formation.assigned]
+        if not new:
+            return
+        assigned = {name: part for name, part in formation.assigned.items() if name in running}
+        parts = {name: report.part for name, report in others.items() if report.part is not None} | assigned
+        parts |= {name: formation.part_of(name) for name in formation.members if name in running}
+        for name in new:
+            counts = Counter(parts.values())
+            parts[name] = assigned[name] = min(range(formation.replica_size), key=lambda part: counts[part])
+        self._change(assigned=assigned)
+
+    def _form_of(self, candidates: Sequence[Candidate]) -> None:
+        size = self.formation.replica_size
+        members = chosen(candidates, size)
+        if members is None:
+            there = {each.part for each in candidates if each.position.has_state}
+            self.missing = tuple(part for part in range(size) if part not in there)
             self.is_dead = True
             return
         self._change(
             generation=self.formation.generation + 1,
-            members=tuple(positions),
-            positions=tuple(positions.values()),
+            members=tuple(each.name for each in members),
+            positions=tuple(each.position for each in members),
+            num_waiting=sum(not each.leaves for each in candidates if each not in members),
             losses=tuple(text for text in self.losses.values() if text),
             meeting=self.meeting,
             is_broken=False,

@@ -47,6 +47,8 @@ class Position:
     """Finished steps."""
     settled: int = NOTHING
     """The last step that was also evaluated, saved and published, as far as that was due; NOTHING before the first."""
+    is_ready: bool = False
+    """Whether the next step only has to be applied here: all gradients of this worker's part are complete."""
 
     @property
     def has_state(self) -> bool:
@@ -66,6 +68,12 @@ class Formation:
     """Their names, in the order of ranks."""
     positions: tuple[Position, ...] = ()
     """Of each member, as it was reported; empty for the first generation, which starts together."""
+    replica_size: int = 1
+    """How many of them hold the training state together: rank r holds part r modulo this number."""
+    num_waiting: int = 0
+    """Further workers, which are too few for another replica."""
+    assigned: Mapping[str, int] = field(default_factory=dict)
+    """Workers that are to join -> the part that they are to prepare for."""
     losses: tuple[str, ...] = ()
     """What became of members of the last one, for the user."""
     meeting: str = ""
@@ -83,6 +91,10 @@ class Formation:
     def machines(self) -> tuple[int, ...]:
         """Those that its members run on."""
         return tuple(dict.fromkeys(map(machine_of, self.members)))
+
+    def part_of(self, name: str) -> int:
+        """The part of the training state that a member holds."""
+        return self.members.index(name) % self.replica_size
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -114,10 +126,12 @@ class WorkerReport:
 
     generation: int
     position: Position
+    part: int | None = 0
+    """Of the training state, that it holds or is prepared for; None: for none yet."""
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "WorkerReport":
-        return cls(generation=plain["generation"], position=Position(**plain["position"]))
+        return cls(**{**plain, "position": Position(**plain["position"])})
 
 
 @dataclass(frozen=True, kw_only=True)

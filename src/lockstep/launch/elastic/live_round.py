@@ -4,6 +4,7 @@ go."""
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -46,8 +47,9 @@ def _has_exit(pids: Iterable[int], seconds: float) -> bool:
 
 
 class LiveRound:
-    def __init__(self, workers: LiveWorkers, membership: Membership) -> None:
-        self.workers, self.membership = workers, membership
+    def __init__(self, workers: LiveWorkers, membership: Membership, state_copies: int | None = None) -> None:
+        """`state_copies`: see Plan."""
+        self.workers, self.membership, self.state_copies = workers, membership, state_copies
         self.coordinator: Coordinator | None = None
         """On the leader."""
         self.published: MachineState | None = None
@@ -116,7 +118,7 @@ class LiveRound:
         if not membership.is_leader:
             return newest
         if self.coordinator is None:
-            self.coordinator = Coordinator(str(membership.meeting), membership.node_name)
+            self.coordinator = Coordinator(str(membership.meeting), membership.node_name, self.state_copies)
         machines = {membership.index: state, **membership.machine_states(state.round)}
         formation = self.coordinator.look(machines, membership.round.members)
         if formation.version > newest.version:
@@ -124,7 +126,11 @@ class LiveRound:
         return formation
 
     def _death(self, coordinator: Coordinator) -> Failure | None:
-        """All members are lost."""
+        """All members are lost, or all that hold a part of the training state."""
+        size = coordinator.formation.replica_size
+        if coordinator.missing and size > 1:
+            parts = " and ".join(f"part {part + 1} of {size}" for part in coordinator.missing)
+            sys.stderr.write(f"no process is left that holds {parts} of the training state\n")
         if self.workers.deaths:
             self.workers.failures |= self.workers.deaths
             return self.workers.failure()

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,10 +63,11 @@ def requested_size(folder: Path) -> int | None:
     return None
 
 
-def resize(slots: list[Slot], wanted: int, main: int | None) -> None:
-    """Open or close slots until so many are open, spares not counted; that of rank 0, `main`, stays open."""
-    active = (number for number, slot in enumerate(slots) if not slot.is_spare)
-    order = sorted(active, key=lambda number: (main is not None and number != main, number))
+def resize(slots: list[Slot], wanted: int, ranked: Sequence[int]) -> None:
+    """Open or close slots until so many are open, spares not counted. Those that train, in the order of their ranks,
+    are `ranked`: the last of them close first."""
+    active = [number for number, slot in enumerate(slots) if not slot.is_spare]
+    order = [*(number for number in ranked if number in active), *(n for n in active if n not in ranked)]
     while len(order) < wanted:
         order.append(len(slots))
         slots.append(Slot(is_closed=True))

@@ -133,8 +133,13 @@ class LiveWorkers:
         """Whether all that are to train do, and only an exit or `lockstep resize` can change that."""
         formation = self.formation
         is_whole = formation.is_training and not (formation.is_broken or formation.is_wanted)
-        is_known = all(name in formation.members or name in self.reports for name in self.running)
+        is_known = all(name in formation.members or self._only_waits(name) for name in self.running)
         return is_whole and is_known and all(slot.due is None for slot in self.slots)
+
+    def _only_waits(self, name: str) -> bool:
+        """Whether a worker that is no member has reported all that it can for now."""
+        report = self.reports.get(name)
+        return report is not None and (report.part is not None or name not in self.formation.assigned)
 
     def start_all(self) -> None:
         """But for spares, which would compete with them: those are started once the others train."""
@@ -224,14 +229,14 @@ class LiveWorkers:
             self.reports = {name: report for name, report in found.items() if report}
 
     def _resize(self) -> None:
-        """Start or end processes where `lockstep resize` has asked for another number; rank 0 stays."""
+        """Start or end processes where `lockstep resize` has asked for another number; the lowest ranks stay."""
         now = time.monotonic()
         if now - self.looked_at_size < RESIZE_SECONDS:
             return
         self.looked_at_size = now
         if (wanted := requested_size(self.start.logs.parent)) is not None:
-            main = self.running.get(next(iter(self.formation.members), ""))
-            resize(self.slots, wanted, main.slot if main else None)
+            members = self.formation.members
+            resize(self.slots, wanted, [self.running[name].slot for name in members if name in self.running])
 
     # ---- starting
 

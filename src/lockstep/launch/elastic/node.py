@@ -83,7 +83,7 @@ class Node:
 
     def _lead(self, ended: "tuple[RoundState, Failure | None] | None") -> int:
         """Lead the run to its end; if given, from where a round has `ended`."""
-        leader = Leader(self.membership, self.logs, is_live=self.is_live)
+        leader = Leader(self.membership, self.logs, is_live=self.is_live, process_multiple=self.plan.process_multiple)
         while True:
             if ended is None:
                 state = leader.start_round()
@@ -126,7 +126,9 @@ class Node:
         try:
             if self.is_live:
                 workers = LiveWorkers(start, self._place(state), self.section)
-                return LiveRound(workers, self.membership).run(lambda: self._round_end(state.number))
+                return LiveRound(workers, self.membership, self.plan.state_copies).run(
+                    lambda: self._round_end(state.number)
+                )
             return run_round(start, self.membership, lambda: self._round_end(state.number))
         except RoundEnded as end:
             if self.membership.disconnected():

@@ -97,6 +97,10 @@ class Watch:
         self.world, self.heartbeats, self._question = world, heartbeats, 0
         activity.progress()
 
+    def rest(self) -> None:
+        """Watch nothing until the next group: this process is no part of the training meanwhile."""
+        self.heartbeats, self.is_training = None, False
+
     def notice(self, event: object) -> None:
         activity.progress()  # before is_training is set: the preparation may have taken long
         if isinstance(event, RunStarted):

@@ -25,7 +25,14 @@ from lockstep.core.reduction.reduce_scatter import BackendReduceScatter, Rounds,
 from lockstep.core.reduction.shard_assignment import contiguous, strided
 from lockstep.core.reduction.tree import Shards
 from lockstep.parallel.block_uses import block_uses
-from lockstep.parallel.fsdp_units import AllGather, OrderedUnits, clone_views, use_multi_grad_hook
+from lockstep.parallel.fsdp_units import (
+    AllGather,
+    OrderedUnits,
+    clone_views,
+    forget_pass,
+    set_process_group,
+    use_multi_grad_hook,
+)
 from lockstep.parallel.micro_batches import MicroBatches, world_loss
 from lockstep.parallel.sharded import Sharded
 from lockstep.parallel.strategies.fsdp import Config
@@ -39,21 +46,23 @@ class FullyShardedDataParallel(Sharded):
         self.config, self.exact = config, exact
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
-        """Shard the model; returns this rank's shard of every parameter. Raises LaunchError and ModelError."""
+        """Shard the model; returns this rank's shard of every parameter. Raises LaunchError and ModelError.
+
+        The same model again: with other replicas, in which this rank has the same shards.
+        """
+        if self.placed is model:
+            return self._place_again()
         self.start_placing(model)
-        sizes = self.config.replicas, self.config.group_size(dist.get_world_size())
+        size = self.config.group_size(dist.get_world_size())
         _check_shapes(model)
         return_large_tensors()
-        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
-        self.replica, self.shard_rank = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank()
-        self.across, self.within = mesh["replicate"].get_group(), mesh["shard"].get_group()
-        self.copies = tuple(dist.get_process_group_ranks(self.across))
+        self.mesh = self._open_groups(size)
         num_rows = {name: rows_of(p) for name, p in model.named_parameters() if p.requires_grad}
         with raise_on_all_ranks():
             uses = block_uses(model, model.blocks(), sample(), device=self.device, context=self.precision.autocast)
         units = [block for block in uses.alone() if block is not model and _shares_no_weights(block, model)]
         self.units = OrderedUnits(model, units)
-        self.scatters = self._shard(model, units, mesh["shard"])
+        self.scatters = self._shard(model, units, self.mesh)
         self.units.register_hooks()
         self.parameters = dict(model.named_parameters())
         for parameter in self.parameters.values():
@@ -64,9 +73,37 @@ class FullyShardedDataParallel(Sharded):
         }
         first_row = {name: global_offset(self.parameters[name])[0] for name in num_rows}
         self.sharded_norm = RowwiseNorm(num_rows, first_row, group=self.within, device=self.device)
-        self.passes = MicroBatches(model, self.randomness, self.precision, has_all_weights=False)
+        self._start_passes()
         model._lockstep_initial = None  # frees the recorded operations
-        return LocalParameters(model, self.local)
+        self.module = LocalParameters(model, self.local)
+        return self.module
+
+    def _start_passes(self) -> None:
+        """As all ranks do alike in a new process group."""
+        self.passes = MicroBatches(self.model, self.randomness, self.precision, has_all_weights=False)
+
+    def _open_groups(self, size: int) -> DeviceMesh:
+        """The groups of this rank, where `size` ranks share a model -> the mesh of these."""
+        sizes = dist.get_world_size() // size, size
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        self.replica, self.shard_rank = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank()
+        self.across, self.within = mesh["replicate"].get_group(), mesh["shard"].get_group()
+        self.copies = tuple(dist.get_process_group_ranks(self.across))
+        return mesh["shard"]
+
+    def _place_again(self) -> nn.Module:
+        mesh = self._open_groups(self.within.size())
+        self.mesh._dim_group_names = mesh._dim_group_names
+        self.mesh._get_root_mesh()._pg_registry = mesh._get_root_mesh()._pg_registry  # the old groups can be freed
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                set_process_group(module, self.within)
+        forget_pass(self.model)
+        for scatter in self.scatters:
+            scatter.reset()
+        self.sharded_norm.group = self.within
+        self._start_passes()
+        return self.module
 
     def _shard(self, model: Model, units: list[nn.Module], mesh: DeviceMesh) -> list[TreeReduceScatter]:
         """Apply FSDP to each unit, then to the model, for the remaining parameters."""
@@ -105,7 +142,7 @@ class FullyShardedDataParallel(Sharded):
 
     def _assignment(self, shards: int, present: Shards) -> list[list[list[int | None]]]:
         """replica -> rank in it -> shards: contiguous ones for each replica, strided within it."""
-        replicas, size = self.config.replicas, self.within.size()
+        replicas, size = self.across.size(), self.within.size()
         by_replica = [contiguous(replica, replicas, shards=shards, present=present) for replica in range(replicas)]
         return [[strided(rank, size, own) for rank in range(size)] for own in by_replica]
 

@@ -14,10 +14,14 @@ from lockstep.parallel.strategy_config import StrategySection
 class Config(StrategySection):
     """Every process holds the whole model and runs its share of the shards."""
 
-    RECOVERS_LIVE: ClassVar[bool] = True
     FOR_ANY_MODEL: ClassVar[Mapping[str, Any]] = {"find_unused": True}
 
     bucket_mb: float = Field(25.0, ge=1e-4, le=2**16)
     """Gradients are exchanged in buckets of about this many MiB."""
     find_unused: bool = False
     """Set when some parameters take no part in the loss (costs a walk over the graph per step)."""
+
+    @property
+    def state_copies(self) -> None:
+        """Each process holds one."""
+        return None

@@ -54,6 +54,17 @@ class Config(StrategySection):
             raise LaunchError(f"parallel.replicas={self.replicas} does not divide the {processes} processes")
         return processes // self.replicas
 
+    @property
+    def state_copies(self) -> int:
+        return self.replicas
+
+    @property
+    def process_multiple(self) -> int:
+        return self.replicas
+
+    def with_one_copy(self) -> Self:
+        return self.model_copy(update={"replicas": 1})
+
     def fitted(self, processes: int) -> Self:
         """Without replicas, where these do not divide the number of processes."""
         return self.model_copy(update={"replicas": 1}) if processes % self.replicas else self

@@ -56,8 +56,13 @@ class Config(StrategySection):
         count = max(shards, group_size)
         return -(-count // group_size) * group_size if self.schedule == "interleaved" else count
 
+    @property
+    def process_multiple(self) -> int:
+        """The number of stages, where it is given."""
+        stages = self.stages if self.cut == "auto" else len(self.cut) + 1
+        return 1 if stages == "auto" else stages
+
     def fitted(self, processes: int) -> Self:
         """With automatic stages, where those of the config do not divide the number of processes."""
-        stages = self.stages if self.cut == "auto" else len(self.cut) + 1
-        is_odd = stages != "auto" and processes % stages
+        is_odd = processes % self.process_multiple
         return self.model_copy(update={"stages": "auto", "cut": "auto"}) if is_odd else self

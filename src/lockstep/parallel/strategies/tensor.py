@@ -24,6 +24,11 @@ class Config(StrategySection):
     """Processes that share a model; the others form replicas of it. A layer's sums are split between them, so the last
     bits of the weights depend on it."""
 
+    @property
+    def process_multiple(self) -> int:
+        """With `all`, another number would be another size."""
+        return 0 if self.size == "all" else self.size
+
     def numeric(self, processes: int) -> dict[str, Any]:
         """The settings that change bits, for a number of processes."""
         return {"kind": "tensor", "size": processes if self.size == "all" else self.size}

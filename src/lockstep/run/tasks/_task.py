@@ -1,7 +1,7 @@
 """What tasks of a worker have in common: recipe, rank, event bus and watchdog."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import psutil
@@ -54,7 +54,11 @@ class WatchedTask:
         local_main_first(
             lambda: prepare_splits(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0
         )
-        return build.assemble(self.recipe, self.world, self.device)
+        return build.assemble(self.recipe, self.world, self.device, placing=self.placing)
+
+    def placing(self) -> AbstractContextManager[None]:
+        """Around the placing of the model."""
+        return nullcontext()
 
     def warn(self, message: str) -> None:
         self.bus.publish(Warned(message=message))

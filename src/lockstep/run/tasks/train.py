@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -75,8 +75,6 @@ class Hooks:
 class TrainTask(WatchedTask):
     """Claims the run folder, builds everything, resumes, trains, and always writes a summary."""
 
-    ENDS_TOGETHER: ClassVar[bool] = True
-    """Whether collectives are possible once training has ended."""
     parts: Components
     checks: UserCodeChecks
     training: Training
@@ -361,8 +359,7 @@ class TrainTask(WatchedTask):
             "world_size": self.world.size,
             "first_step_seconds": self.first_step.seconds,
             **training_summary(self.parts, self.training, evaluation=self.last_evaluation, metrics=metrics),
-            # after a failure other ranks may have exited: no collectives
-            **self.parts.digests(is_collective=self.ENDS_TOGETHER and (status != "failed" or self.world.size == 1)),
+            **self.final_digests(status),
             **self.checks.summary(),
             "bad_samples": self.skipped_samples(),
             "torch_version": str(torch.__version__),
@@ -375,6 +372,10 @@ class TrainTask(WatchedTask):
         self.bus.publish(RunEnded(status=status, summary=summary))
         if self.world.is_main:
             self.write_report()
+
+    def final_digests(self, status: str) -> dict[str, str | None]:
+        """Of the weights; None after a failure, when other ranks may have exited, unless this one holds them all."""
+        return self.parts.digests(is_collective=status != "failed" or self.world.size == 1)
 
     def skipped_samples(self) -> dict[str, Any]:
         """Those that were left out, by split; says so."""

@@ -1,24 +1,27 @@
 """Training that goes on when a process is lost, and when one joins (launch.recovery=live)."""
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import Timeout
 
-from lockstep.base.errors import LockstepError
-from lockstep.base.events import EpochDone, Evaluated, Regrouped, Steered, StepDone, TextSample, TextsGenerated
+from lockstep.base.errors import Interrupted, LockstepError
+from lockstep.base.events import Regrouped
 from lockstep.base.lifetime import name_process, rank_name
 from lockstep.base.world import World
+from lockstep.core.distributed.collectives import confirm_on_all_ranks
 from lockstep.core.distributed.live_group import LiveGroup
 from lockstep.core.host import activity
 from lockstep.core.host.signals import SignalWatch
 from lockstep.launch.elastic.live_notes import Formation, Position, take_terminal
 from lockstep.observe.run_history import RunHistory
 from lockstep.observe.sinks.progress import ProgressSink
+from lockstep.run.components import Components
+from lockstep.run.event_backlog import KINDS, Backlog
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.train import TrainTask
 from lockstep.run.user_code_checks import UserCodeChecks
@@ -27,71 +30,16 @@ from lockstep.training.loop import ProcessJoins
 from lockstep.training.loop_state import Training
 from lockstep.training.state_transfer import equalise
 from lockstep.training.steering import FILE, Steering
+from lockstep.training.step import undo
 from lockstep.training.step_outcomes import publish_step, read_outcomes
 
 NEEDS_GROUP = True
-BACKLOG_SECONDS = 15.0
-"""How old events are that a new rank 0 writes again: TensorBoard's writer keeps the last 10 s in memory."""
 LOCK_SECONDS = 10.0
 """How long the lock of a process that was killed may last."""
-KINDS = {kind.__name__: kind for kind in (StepDone, Evaluated, EpochDone, TextsGenerated, Steered)}
-
-
-class Backlog:
-    """The events of the last steps, which every rank has, for the rank that takes over the files: those of a step are
-    kept or dropped together, since the files are cut after whole steps."""
-
-    def __init__(self, seconds: float = BACKLOG_SECONDS) -> None:
-        self.seconds = seconds
-        self.by_step: dict[int, list[Any]] = {}
-        self._heard: dict[int, float] = {}
-        """Step -> when its last event came."""
-
-    def notice(self, event: object) -> None:
-        if not isinstance(event, StepDone | Evaluated | EpochDone | TextsGenerated | Steered):
-            return
-        now = time.monotonic()
-        if not isinstance(event, StepDone) or event.values:
-            self.by_step.setdefault(event.step, []).append(event)
-            self._heard[event.step] = now
-        for old in sorted(self.by_step):
-            if old >= event.step - 1 or now - self._heard[old] <= self.seconds:
-                break
-            del self.by_step[old], self._heard[old]
-
-    def close(self) -> None:
-        """Nothing is kept open."""
-
-    @property
-    def events(self) -> list[Any]:
-        """In the order of steps."""
-        return [event for step in sorted(self.by_step) for event in self.by_step[step]]
-
-    @property
-    def first_step(self) -> int | None:
-        return min(self.by_step, default=None)
-
-    def plain(self) -> list[list[Any]]:
-        """As JSON."""
-        return [[type(event).__name__, asdict(event)] for event in self.events]
-
-    def missed(self, plain: list[list[Any]]) -> list[Any]:
-        """Those of another rank that this one has not published."""
-        own = {(type(event), event.step) for event in self.events}
-        events = [_event(name, values) for name, values in plain]
-        return [event for event in events if (type(event), event.step) not in own]
-
-
-def _event(name: str, values: dict[str, Any]) -> Any:
-    if name == TextsGenerated.__name__:
-        values["samples"] = tuple(TextSample(**sample) for sample in values["samples"])
-    return KINDS[name](**values)
 
 
 class LiveTrainTask(TrainTask):
     """A process of such a run: one of the first, which start together as always, or one that joins them later."""
-
-    ENDS_TOGETHER = False
 
     def __init__(self, recipe: Recipe, world: World, signals: SignalWatch, *, live: LiveGroup, began: float) -> None:
         super().__init__(recipe, world, signals, began=began)
@@ -104,6 +52,19 @@ class LiveTrainTask(TrainTask):
         """Whether it is at the same place as the others, or was."""
         self.stopped_at = time.monotonic()
         """When it last did something that was of use before it left a process group."""
+        self.digests: dict[str, str | None] | None = None
+        """Of the weights at the end, where no process holds all of them."""
+
+    def assemble(self) -> Components:
+        """As always; the ranks of a replica agree before each update."""
+        parts = super().assemble()
+        if self.is_sharded:
+            parts.state.confirm = confirm_on_all_ranks
+        return parts
+
+    def placing(self) -> AbstractContextManager[None]:
+        """A process that joins waits for its part of the training state."""
+        return self.live.as_part()
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
         """Train to the end, from the start or from where the others are."""
@@ -137,7 +98,7 @@ class LiveTrainTask(TrainTask):
         if self.is_writer:
             self.live.notes.start_training()
         try:
-            return super().train()
+            return self._train_to_end()
         except (ProcessJoins, RuntimeError, LockstepError) as error:
             position = self._given_up(error)
         return self._train_on(position)  # here, where no error holds on to what the old group needed
@@ -146,9 +107,33 @@ class LiveTrainTask(TrainTask):
         while True:
             try:
                 self._regroup(position)
-                return super().train()
+                return self._train_to_end()
             except (ProcessJoins, RuntimeError, LockstepError) as error:
                 position = self._given_up(error)
+
+    def _train_to_end(self) -> tuple[str, dict[str, float]]:
+        try:
+            ended = super().train()
+        except Interrupted:  # on all ranks, after a save
+            with suppress(RuntimeError):
+                self._make_digests()
+            raise
+        self._make_digests()
+        return ended
+
+    def _make_digests(self) -> None:
+        """While the others are there."""
+        if self.is_sharded:
+            self.digests = self.parts.digests(is_collective=True)
+
+    def final_digests(self, status: str) -> dict[str, str | None]:
+        """Without collectives: the others may be lost, or have exited."""
+        return self.parts.digests(is_collective=False) if self.digests is None else self.digests
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether processes hold the training state together, if only one each."""
+        return self.recipe.parallel.SPLITS_TENSORS
 
     def _given_up(self, error: Exception) -> Position:
         """Undo what the present step has begun, and leave the process group -> where this process is. Raises the error
@@ -159,20 +144,41 @@ class LiveTrainTask(TrainTask):
         training, state, progress = self.training, self.parts.state, self.training.progress
         self._give_up_save(training)
         self.live.leave()
-        for updates in self.parts.strategy.buffer_updates:
-            updates.undo_step()
-        state.optimizer.zero_grad(set_to_none=True)
+        if state.ready_step is None:
+            undo(state)
         if not self.has_state:
             return Position()
         if progress.settled is None:  # the loop has not begun
             return Position(step=state.step)
+        self._publish()
+        return Position(step=state.step, settled=progress.settled, is_ready=state.ready_step is not None)
+
+    def _publish(self) -> None:
+        """What the last step has computed."""
         try:
-            publish_step(training)
-            read_outcomes(training)
+            publish_step(self.training)
+            read_outcomes(self.training)
         except LockstepError as error:
             error.is_shared = False  # there is no group in which the ranks could agree on who tells it
             raise
-        return Position(step=state.step, settled=progress.settled)
+
+    def _left_out(self) -> None:
+        """The others go on without this process, until it is one of a whole replica: then it takes their state."""
+        self.watch_thread.rest()
+        undo(self.parts.state)
+
+    def _finish_step(self, positions: Sequence[Position]) -> list[Position]:
+        """Where others have finished the step that this process has been ready for, finish it; else take it back. ->
+        the positions of all ranks after that."""
+        training, state = self.training, self.parts.state
+        furthest = max(position.step for position in positions)
+        if state.ready_step is not None and state.step < furthest:
+            training.outcome, state.ready_step = state.ready_step(), None
+            training.unread.append((state.step, training.outcome))
+            self._publish()
+        else:
+            undo(state)
+        return [replace(each, step=furthest if each.is_ready else each.step, is_ready=False) for each in positions]
 
     def _give_up_save(self, training: Training) -> None:
         """A save that is being written cannot end; another one follows."""
@@ -184,13 +190,14 @@ class LiveTrainTask(TrainTask):
 
     def _regroup(self, position: Position) -> None:
         """Wait for the next formation, take the state of its furthest process, and rebuild what depends on ranks."""
-        formation = self.live.regroup(position)
+        formation = self.live.regroup(position, self._left_out)
         if not self.has_state:
             self.stopped_at = time.monotonic()  # until now it has only started
         self._move_to(self.live.world)
         if not self.has_state:
             self.list_faults()
-        extras = equalise(self.parts.state, formation.positions, self._extras)
+        positions = self._finish_step(formation.positions)
+        extras = equalise(self.parts.state, positions, self._extras, replica_size=formation.replica_size)
         if extras is not None:
             self._load_extras(extras)
         self.has_state = True
@@ -294,6 +301,7 @@ class LiveTrainTask(TrainTask):
             losses=self.live.untold_losses(),
             joined=formation.positions.count(Position()),
             world_size=self.world.size,
+            waiting=formation.num_waiting,
             seconds=round(time.monotonic() - self.stopped_at, 3),
         )
         self.regrouped.append(asdict(event))
@@ -311,4 +319,6 @@ def build(
     live = LiveGroup.from_environment(recipe.launch.collective_timeout_seconds)
     if live is None:
         return TrainTask(recipe, world, signals, began=began)
+    if live.joins:  # it places the model alone, as if there were no other replica
+        recipe = recipe.model_copy(update={"parallel": recipe.parallel.with_one_copy()})
     return LiveTrainTask(recipe, world, signals, live=live, began=began)
