@@ -1,13 +1,15 @@
 """What the loss of a process costs: live recovery, without and with a spare, against a restart from a checkpoint of
 every step or two.
 
-    python benchmarks/recovery.py [--data FOLDER] [--processes 2] [--faults 50] [--seconds 15] [--rounds 12]
+    python benchmarks/recovery.py [--data FOLDER] [--processes 2] [--faults 50] [--seconds 3] [--rounds 150]
+                                  [--set parallel.kind=fsdp ...]
 
 A random process is killed (SIGKILL) once all train, and the spare is loaded. `stall`: from the kill to the next step
 of the others that metrics.jsonl shows; `whole`: until the first step of all processes.
 
-Then the cost per step without faults, of runs with live recovery and without, in turns: the seconds of a step, and the
-processor time of a step, of the launcher and all its processes, which depends less on what else a machine does. What
+Then the cost per step without faults, of a run with live recovery and one without, in turns of a few seconds, while all
+processes of the other are stopped (SIGSTOP): what else the machine does, and how fast it is, changes slowly, and so is
+the same for both. The seconds of a step, and the processor time of a step, of the launcher and all its processes. What
 the launcher and the threads beside the training use is told by itself, in percent of a core.
 
 `--data` has mnist/; without it the CNN trains on scikit-learn's digits. Run nothing else beside it.
@@ -22,8 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -38,6 +42,8 @@ FAULTS_OF_A_RUN = 20
 MANY = 10**6
 """More steps than a run trains."""
 WARM_STEPS = 50
+SAMPLES = 1000
+"""Of the rounds, with replacement, for a standard error (bootstrap)."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +60,23 @@ class Used:
     def __sub__(self, other: "Used") -> "Used":
         return Used(**{name: value - vars(other)[name] for name, value in vars(self).items()})
 
+    def __add__(self, other: "Used") -> "Used":
+        return Used(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+
 
 class Run:
     """A training that logs every step."""
 
     def __init__(
-        self, folder: Path, name: str, *, recovery: str, options: argparse.Namespace, spares: int = 0, saves: int = MANY
+        self,
+        folder: Path,
+        name: str,
+        *,
+        recovery: str,
+        options: argparse.Namespace,
+        spares: int = 0,
+        saves: int = MANY,
+        settings: Sequence[str] = (),
     ) -> None:
         source = {"kind": "mnist", "root": str(options.data)} if options.data else {"kind": "digits"}
         config = {
@@ -73,7 +90,8 @@ class Run:
         }
         (folder / f"{name}.yaml").write_text(json.dumps(config))
         self.folder, self.processes, self.spares = folder / "runs" / name, options.processes, spares
-        command = [sys.executable, "-m", "lockstep", "train", f"{name}.yaml", f"run.name={name}"]
+        command = [sys.executable, "-m", "lockstep", "train", f"{name}.yaml", f"run.name={name}", *settings]
+        command += options.set
         self.output = folder / f"{name}.txt"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
@@ -85,6 +103,10 @@ class Run:
                 if child.name().startswith("lockstep-r"):
                     found.append(child)
         return found
+
+    def signal_all(self, number: signal.Signals) -> None:
+        for process in [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]:
+            process.send_signal(number)
 
     def training_workers(self) -> list[psutil.Process]:
         """Those that use the processor, once the spares wait."""
@@ -174,34 +196,48 @@ def faults(folder: Path, options: argparse.Namespace, *, recovery: str, spares: 
     return {"stall": list(stalls), "whole": list(whole)}
 
 
-def undisturbed(folder: Path, name: str, *, recovery: str, options: argparse.Namespace) -> Used:
-    """What a run uses once it trains, in so many seconds."""
-    run = Run(folder, name, recovery=recovery, options=options)
-    run.wait(lambda: run.steps() >= WARM_STEPS)
-    before = run.used()
-    time.sleep(options.seconds)
-    used = run.used() - before
-    run.end()
-    return used
-
-
 def cost(folder: Path, options: argparse.Namespace) -> None:
     """Print what live recovery costs a run without faults."""
-    found: dict[str, list[Used]] = {"restart": [], "live": []}
+    patient = {"live": f"launch.heartbeat_seconds={MANY}", "restart": f"launch.failure_timeout_seconds={MANY}"}
+    found: dict[str, list[Used]] = {recovery: [] for recovery in patient}
+    runs = dict[str, Run]()
+    for recovery, setting in patient.items():
+        runs[recovery] = run = Run(folder, recovery, recovery=recovery, options=options, settings=[setting])
+        run.wait(lambda run=run: run.steps() >= WARM_STEPS)
+        run.signal_all(signal.SIGSTOP)
     for number in range(options.rounds):
         for recovery in sorted(found, reverse=bool(number % 2)):
-            used = undisturbed(folder, f"{recovery}-{number}", recovery=recovery, options=options)
+            run, before = runs[recovery], runs[recovery].used()
+            began = time.monotonic()
+            run.signal_all(signal.SIGCONT)
+            time.sleep(options.seconds)
+            run.signal_all(signal.SIGSTOP)
+            used = replace(run.used() - before, seconds=time.monotonic() - began)
             found[recovery].append(used)
-            seconds, processor = 1000 * used.seconds / used.steps, 1000 * used.processor / used.steps
-            beside = f"{100 * used.beside / used.seconds:.2f} % of a core beside training"
-            say(f"round {number}, {recovery:7}: a step {seconds:.3f} ms, {processor:.3f} ms of processor; {beside}")
+    for recovery, run in runs.items():
+        run.signal_all(signal.SIGCONT)
+        run.end()
+        total = sum(found[recovery][1:], found[recovery][0])
+        say(
+            f"{recovery:7}: {total.steps} steps, {1000 * total.seconds / total.steps:.3f} ms each, "
+            f"{1000 * total.processor / total.steps:.3f} ms of processor; "
+            f"{100 * total.beside / total.seconds:.2f} % of a core beside training"
+        )
     for what in ("seconds", "processor"):
-        a_step = {name: [getattr(used, what) / used.steps for used in runs] for name, runs in found.items()}
-        ratios = [live / restart for live, restart in zip(a_step["live"], a_step["restart"], strict=True)]
-        error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
-        median = statistics.median(a_step["live"]) / statistics.median(a_step["restart"])
-        say(f"{what} of a step, live / restart: mean {statistics.mean(ratios):.4f} (standard error {error:.4f})")
-        say(f"{what} of a step, live / restart: of the medians {median:.4f}")
+        ratio = partial(_ratio, found, what)
+        chosen, everyone = random.Random(0), range(options.rounds)
+        sampled = [ratio(chosen.choices(everyone, k=options.rounds)) for _ in range(SAMPLES)]
+        say(f"{what} of a step, live / restart: {ratio(everyone):.4f} (standard error {statistics.stdev(sampled):.4f})")
+
+
+def _ratio(found: Mapping[str, Sequence[Used]], what: str, rounds: Sequence[int]) -> float:
+    """Of a step with live recovery to one without, over these rounds: a step that is stopped in one is ended in the
+    next, so only sums are exact."""
+    a_step = {
+        name: sum(vars(each[number])[what] for number in rounds) / sum(each[number].steps for number in rounds)
+        for name, each in found.items()
+    }
+    return a_step["live"] / a_step["restart"]
 
 
 def say(text: str) -> None:
@@ -214,8 +250,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--faults", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=15)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=3)
+    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--set", nargs="*", default=[])
     options = parser.parse_args()
     options.data = options.data and options.data.resolve()
     with tempfile.TemporaryDirectory() as name:

@@ -1,6 +1,7 @@
 """launch.recovery=live with parallel.kind=fsdp and replicas: each process holds a part of the training state."""
 
 import json
+import pathlib
 import sys
 import time
 
@@ -15,7 +16,9 @@ from lockstep.launch.elastic.live_coordinator import Coordinator
 from lockstep.launch.elastic.live_notes import Exit, MachineState, Position, WorkerReport
 
 pytestmark = pytest.mark.timeout(300)
-LONG, SHORT = DIGITS.replace("steps: 2000", "steps: 700"), DIGITS.replace("steps: 2000", "steps: 200")
+NORMED = pathlib.Path(__file__).parent / "own" / "normed.py"
+CONFIG = DIGITS.replace("{kind: cnn}", f"{{kind: user, file: {NORMED}}}")
+LONG, SHORT = CONFIG.replace("steps: 2000", "steps: 900"), CONFIG.replace("steps: 2000", "steps: 200")
 SHARDED = ("parallel.kind=fsdp", "parallel.replicas=2", "observe.desync_every=10")
 LIVE = ["launch.recovery=live", "launch.processes=4", "run.name=live", *SHARDED]
 FAULTS = [
@@ -74,6 +77,11 @@ def test_faults_in_every_phase_change_nothing(tmp_path):
         chaos.meet(fault)
     for phase in ("rendezvous", "connecting", "sending", "receiving", "placing-again", "assigned"):
         chaos.meet("kill-forward", f"kill-{phase}")
+    for phase in ("connecting", "receiving", "placing-again"):  # of the formation in which those that wait come back
+        before = len(chaos.regrouped())
+        chaos.order("kill", "ready")
+        chaos.wait(lambda before=before: len(chaos.regrouped()) > before, phase)
+        chaos.meet(f"kill-{phase}")
     assert chaos.process.wait(200) == 0, chaos.text()
     assert differences(final_state(tmp_path / "runs" / "live"), reference) == []
 
@@ -108,13 +116,13 @@ def test_the_last_copy_of_a_part_is_lost(tmp_path, plain):
 
 
 def test_resized_and_with_a_spare(tmp_path, plain):
-    """Those that are too few for a further replica wait."""
+    """To whole replicas."""
     (tmp_path / "c.yaml").write_text(SHORT)
     run = started(tmp_path, "train", "c.yaml", *LIVE, "launch.spares=1")
     wait_for_steps(tmp_path / "runs" / "live", 4)
     workers(run)[2].kill()
     wait_for_steps(tmp_path / "runs" / "live", 12)
-    assert lockstep(tmp_path, "resize", "runs/live", "3").returncode == 0
+    assert lockstep(tmp_path, "resize", "runs/live", "1").returncode == 0
     output, _ = run.communicate(timeout=120)
     assert run.returncode == 0 and "Starting again" not in output, output
     sizes = [each["world_size"] for each in summary(tmp_path, "live")["regrouped"]]
@@ -198,7 +206,23 @@ def test_one_that_is_left_over_waits_until_another_is_prepared(coordinator):
 def test_a_part_that_nobody_has_any_more(coordinator):
     there = {"0.0.1": (1, AT_3, 0), "0.2.1": (1, AT_3, 0), "0.1.2": (0, Position(), 1)}
     coordinator.look(machine(there, exits=lost("0.1.1", "0.3.1")), [0])
-    assert coordinator.is_dead and coordinator.missing == (1,)
+    assert coordinator.is_dead and coordinator.missing == [1]
+
+
+def test_parts_of_different_steps_are_no_state(coordinator):
+    """What those that are left hold is never mixed, whatever they report."""
+    later = Position(step=50, settled=50)
+    there = {"0.0.1": (1, later, 0), "0.1.1": (1, AT_3, 1)}
+    coordinator.look(machine(there, exits=lost("0.2.1", "0.3.1")), [0])
+    assert coordinator.is_dead and coordinator.missing == [1]
+
+
+@pytest.mark.parametrize(("step", "is_dead"), [(4, False), (5, True)])
+def test_one_that_is_ready_is_as_good_as_a_step_further(coordinator, step, is_dead):
+    ready, ahead = Position(step=3, settled=3, is_ready=True), Position(step=step, settled=3)
+    there = {"0.0.1": (1, ready, 0), "0.1.1": (1, ahead, 1)}
+    coordinator.look(machine(there, exits=lost("0.2.1", "0.3.1")), [0])
+    assert coordinator.is_dead == is_dead
 
 
 def test_parts_are_assigned_evenly(coordinator):

@@ -2,7 +2,7 @@
 
 import time
 
-from lockstep.launch.elastic.live_slots import FREE_STARTS, MOST_STARTS, Slot, resize
+from lockstep.launch.elastic.live_slots import FREE_STARTS, MOST_STARTS, Slot, in_whole_replicas, resize
 
 
 def waits(slot):
@@ -48,3 +48,9 @@ def test_resizing_leaves_rank_0_and_the_spares():
     ]
     resize(slots, 4, ranked=[])
     assert len(slots) == 5
+
+
+def test_numbers_of_processes_make_whole_replicas():
+    assert [in_whole_replicas(wanted, 2, 1) for wanted in (1, 2, 3)] == [2, 2, 4]
+    assert [in_whole_replicas(wanted, 4, 2) for wanted in (1, 2, 3)] == [2, 2, 4]
+    assert in_whole_replicas(3, 1, 1) == 3 and in_whole_replicas(3, 2, 4) == 3

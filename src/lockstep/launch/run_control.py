@@ -78,10 +78,13 @@ def resize(folder: Path, processes: int) -> str:
         )
     if launcher.is_over(note):
         raise LaunchError(f"{folder.name} has ended: start it with launch.processes={processes}")
-    launch = recipes.load(folder / "launch.yaml").launch
-    launch.model_copy(update={"processes": processes}).check_machine(threads=1)
+    recipe = recipes.load(folder / "launch.yaml")
+    recipe.launch.model_copy(update={"processes": processes}).check_machine(threads=1)
     storage.write(folder / live_slots.RESIZE, f"{processes}\n")
-    return f"{folder.name} goes on with {processes} process{'es' if processes > 1 else ''} after one of the next steps"
+    number = f"{processes} process{'es' if processes > 1 else ''}"
+    if recipe.parallel.state_copies is not None:
+        number += ", or the next number that makes whole replicas,"
+    return f"{folder.name} goes on with {number} after one of the next steps"
 
 
 def output(folder: Path) -> Path:

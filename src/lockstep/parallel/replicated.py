@@ -38,6 +38,7 @@ class Replicated:
         """Prepare the model; its own parameters are optimised. May be called again."""
         self.release()
         self._all_reduces.clear()
+        vars(self).pop("all_reduce", None)  # it would keep the process group of an earlier placing
         if self.precision.device.type == "cpu":
             keep_freed_memory()
         self.model = model

@@ -46,6 +46,8 @@ class TrainState:
     complete on all ranks. After it each rank can apply them by itself, so that none has to stay a step behind."""
     ready_step: Callable[[], Any] | None = None
     """While a rank is in `confirm`: applies the gradients, and returns the step's Outcome."""
+    is_applying: bool = False
+    """Whether weights and optimizer are being changed: an error meanwhile leaves them between two steps."""
     step: int = 0
     """Finished steps."""
     rate_factor: float = 1.0

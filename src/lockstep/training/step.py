@@ -70,7 +70,8 @@ def update(state: TrainState, loss: LossSum, *, clip: float | None, skip_non_fin
 
 
 def _apply(state: TrainState, loss: LossSum, norm: Tensor, *, clip: float | None, skip_non_finite: bool) -> Outcome:
-    """Without collectives."""
+    """Without collectives, unless the user's optimizer has some."""
+    state.is_applying = True
     is_empty = not loss.is_counted and bool(loss.count == 0)
     if not is_empty:
         grads, count = gradients(list(state.module.parameters())), torch.as_tensor(loss.count).to(torch.float64)
@@ -94,6 +95,7 @@ def _apply(state: TrainState, loss: LossSum, norm: Tensor, *, clip: float | None
     state.skipped += not commit
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
+    state.is_applying = False
     return Outcome(loss, norm, is_finite | is_empty, rate)
 
 

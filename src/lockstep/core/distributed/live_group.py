@@ -139,7 +139,7 @@ class LiveGroup:
         Raises DistError when the launcher is lost, LaunchError where the members cannot connect to each other.
         """
         while True:
-            self._wait_for_formation(position, left_out)
+            position = self._wait_for_formation(position, left_out)
             try:
                 self._open()
             except (PeerLost, RuntimeError) as error:  # a member was lost meanwhile
@@ -162,7 +162,8 @@ class LiveGroup:
         told, self._untold = tuple(self._untold), []
         return told
 
-    def _wait_for_formation(self, position: Position, left_out: Callable[[], None]) -> None:
+    def _wait_for_formation(self, position: Position, left_out: Callable[[], None]) -> Position:
+        """Until this worker is a member of one -> its position: none, once the others have gone on without it."""
         newest = self.formation
         while True:
             generation = newest.generation
@@ -172,6 +173,7 @@ class LiveGroup:
                 while newest.generation <= generation:
                     newest = self.notes.formation(after=newest.version)
             if self.name not in newest.members:
+                position = Position()
                 left_out()
             elif not newest.is_broken:
                 break
@@ -182,6 +184,7 @@ class LiveGroup:
             self._untold += newest.losses
             self.connections = GroupConnections()
             self._compare(self._newest)  # the other thread may have seen already that it is broken
+        return position
 
     def _open(self) -> None:
         if dist.is_initialized():  # that of a process which joins: until now it was alone

@@ -14,9 +14,9 @@ BYTES = 32
 
 
 def authenticate(group: dist.ProcessGroup, secret: bytes) -> None:
-    """Of a group of all ranks. Collective. Raises PeerLost where another process does not know the secret."""
+    """Collective. Raises PeerLost where another process does not know the secret."""
     rank = dist.get_rank()
-    others = [other for other in range(dist.get_world_size()) if other != rank]
+    others = [other for other in dist.get_process_group_ranks(group) if other != rank]
     challenges = {other: secrets.token_bytes(BYTES) for other in others}
     asked = _exchanged(challenges, group)
     answers = _exchanged({other: _proof(secret, rank, asked[other]) for other in others}, group)

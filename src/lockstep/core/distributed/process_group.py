@@ -4,7 +4,7 @@ import atexit
 import os
 import platform
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -95,13 +95,25 @@ def further_group(timeout: timedelta) -> dist.ProcessGroup:
     """
     if not is_live_worker() or dist.get_world_size() == 1:
         return dist.new_group(backend="gloo", timeout=timeout)
+    return _among_live([list(range(dist.get_world_size()))], timeout)
+
+
+def own_group(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """This rank's one of several Gloo groups that divide all ranks, with live recovery. Collective; raises as
+    `further_group` does."""
+    return _among_live(partition, timeout())
+
+
+def _among_live(partition: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
     dist.all_reduce(torch.zeros(1))
     try:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONNECT_SECONDS))
+        short = timedelta(seconds=CONNECT_SECONDS)
+        groups = [dist.new_group(list(ranks), backend="gloo", timeout=short) for ranks in partition]
     except RuntimeError as error:
         if NOT_CONNECTED not in str(error) and not isinstance(error, dist.DistStoreError):
             raise
         raise PeerLost("a process was lost while another group was opened") from None
+    (group,) = (group for ranks, group in zip(partition, groups, strict=True) if dist.get_rank() in ranks)
     authenticate(group, secret_of_run())
     dist.distributed_c10d._set_pg_timeout(timeout, group)
     return group

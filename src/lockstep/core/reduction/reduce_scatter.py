@@ -55,7 +55,8 @@ class TreeReduceScatter(ReduceScatter):
         self.reset()
 
     def reset(self) -> None:
-        """Forget a step that has failed."""
+        """Forget a step that has failed, and its process group."""
+        vars(self).pop("rounds", None)
         self.tree: TreeSum | None = None
         self.rows: Tensor | None = None
         self.finished: tuple[Rounds, int] | None = None

@@ -19,16 +19,28 @@ class Candidate:
     leaves: bool = False
     """Whether the run is made smaller by it, as soon as the others do without it."""
 
+    def has(self, step: int) -> bool:
+        """Whether it has a training state of this step or a later one, or can have it at once."""
+        return self.position.has_state and self.position.step + self.position.is_ready >= step
+
 
 def chosen(candidates: Collection[Candidate], replica_size: int) -> list[Candidate] | None:
     """The members of as many replicas as there can be, in the order of ranks; None where a part of the training state
     is lost."""
     for group in ([each for each in candidates if not each.leaves], candidates):
-        by_part = [[each for each in group if each.part == part] for part in range(replica_size)]
-        if all(any(each.position.has_state for each in part) for part in by_part):
-            ordered = [sorted(part, key=lambda each: not each.position.has_state) for part in by_part]
-            return [part[replica] for replica in range(min(map(len, ordered))) for part in ordered]
+        ordered = sorted(group, key=lambda each: not each.position.has_state)
+        by_part = [[each for each in ordered if each.part == part] for part in range(replica_size)]
+        members = [part[replica] for replica in range(min(map(len, by_part))) for part in by_part]
+        if members and not missing(members, replica_size):
+            return members
     return None
+
+
+def missing(candidates: Collection[Candidate], replica_size: int) -> list[int]:
+    """The parts of the training state that nobody has at the furthest step, or can have at once."""
+    furthest = max((each.position.step for each in candidates), default=0)
+    there = {each.part for each in candidates if each.has(furthest)}
+    return [part for part in range(replica_size) if part not in there]
 
 
 class Coordinator:
@@ -41,7 +53,7 @@ class Coordinator:
         """Members of the present formation that are lost: name -> what happened, for the user."""
         self.is_dead = False
         """Whether all members are lost that had a training state, or a part of it."""
-        self.missing: tuple[int, ...] = ()
+        self.missing: list[int] = []
         """The parts of it that nobody has, once the others have come for a new formation."""
 
     def look(self, machines: Mapping[int, MachineState], expected: Sequence[int]) -> Formation:
@@ -151,11 +163,9 @@ class Coordinator:
         self._change(assigned=assigned)
 
     def _form_of(self, candidates: Sequence[Candidate]) -> None:
-        size = self.formation.replica_size
-        members = chosen(candidates, size)
+        members = chosen(candidates, self.formation.replica_size)
         if members is None:
-            there = {each.part for each in candidates if each.position.has_state}
-            self.missing = tuple(part for part in range(size) if part not in there)
+            self.missing = missing(candidates, self.formation.replica_size)
             self.is_dead = True
             return
         self._change(

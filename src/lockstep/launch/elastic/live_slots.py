@@ -1,5 +1,6 @@
 """The processes that a machine is to run with launch.recovery=live: when each is started, and started again."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -61,6 +62,12 @@ def requested_size(folder: Path) -> int | None:
     with suppress(OSError, ValueError):
         return max(1, int(storage.read(folder / RESIZE, 32)))
     return None
+
+
+def in_whole_replicas(wanted: int, replica_size: int, machines: int) -> int:
+    """The next number of processes on each of so many machines that form whole replicas together."""
+    multiple = replica_size // math.gcd(replica_size, machines)
+    return -(-wanted // multiple) * multiple
 
 
 def resize(slots: list[Slot], wanted: int, ranked: Sequence[int]) -> None:

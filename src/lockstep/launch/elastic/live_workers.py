@@ -33,7 +33,7 @@ from lockstep.launch.elastic.live_notes import (
     WorkerReport,
     worker_name,
 )
-from lockstep.launch.elastic.live_slots import Slot, requested_size, resize
+from lockstep.launch.elastic.live_slots import Slot, in_whole_replicas, requested_size, resize
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, serve_store
 from lockstep.launch.elastic.stopped_workers import is_stopped
 from lockstep.launch.launch_config import LaunchSection
@@ -235,8 +235,10 @@ class LiveWorkers:
             return
         self.looked_at_size = now
         if (wanted := requested_size(self.start.logs.parent)) is not None:
-            members = self.formation.members
-            resize(self.slots, wanted, [self.running[name].slot for name in members if name in self.running])
+            members, size = self.formation.members, self.formation.replica_size
+            number = in_whole_replicas(wanted, size, max(1, len(self.formation.machines)))
+            resize(self.slots, number, [self.running[name].slot for name in members if name in self.running])
+            self._kill_waiting(self.state().leaving)
 
     # ---- starting
 

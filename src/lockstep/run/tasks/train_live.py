@@ -139,9 +139,9 @@ class LiveTrainTask(TrainTask):
         """Undo what the present step has begun, and leave the process group -> where this process is. Raises the error
         unless it comes of the loss of a process, or of one that joins."""
         self.stopped_at = time.monotonic() - activity.seconds_without_progress()
-        if not isinstance(error, ProcessJoins) and not self.live.explains(error):
-            raise error
         training, state, progress = self.training, self.parts.state, self.training.progress
+        if not isinstance(error, ProcessJoins) and (state.is_applying or not self.live.explains(error)):
+            raise error  # an optimizer that calls collectives may have changed a part of the weights
         self._give_up_save(training)
         self.live.leave()
         if state.ready_step is None:
@@ -164,6 +164,7 @@ class LiveTrainTask(TrainTask):
 
     def _left_out(self) -> None:
         """The others go on without this process, until it is one of a whole replica: then it takes their state."""
+        self.has_state = False
         self.watch_thread.rest()
         undo(self.parts.state)
 
@@ -288,6 +289,7 @@ class LiveTrainTask(TrainTask):
         progress.settled, progress.is_over = extras["settled"], extras["is_over"]
         progress.published = {KINDS[name]: step for name, step in extras["published"].items()}
         progress.owes_save, training.metrics = extras["owes_save"], extras["metrics"]
+        progress.flags, progress.requests = [], None  # those of an earlier step
         training.owes_evaluation = extras["owes_evaluation"]
         training.outcome, training.unread = None, []
         self.regrouped, findings = extras["regrouped"], extras["findings"]
