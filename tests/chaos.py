@@ -28,7 +28,7 @@ SHARDED = ("forward", "gather", "scatter", "buffers", "norm", "ready", "applying
 """Instead of OFTEN, where several processes hold the weights together."""
 SELDOM = ("evaluation", "save", "writing", "renaming")
 PATIENCE_SECONDS = 3.0
-MOST_SECONDS = 40.0
+MOST_SECONDS = 90.0
 
 
 @dataclass

@@ -67,6 +67,7 @@ def test_chaos(tmp_path, shared_data, capsys):
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(900)
 def test_faults_in_every_phase_change_nothing(tmp_path):
     """And further ones while these are mended: with three replicas, two faults do not take the last copy of a part."""
     reference = undisturbed(tmp_path, LONG)
