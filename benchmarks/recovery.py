@@ -1,16 +1,17 @@
 """What the loss of a process costs: live recovery, without and with a spare, against a restart from a checkpoint of
 every step or two.
 
-    python benchmarks/recovery.py [--data FOLDER] [--processes 2] [--faults 50] [--seconds 3] [--rounds 150]
-                                  [--set parallel.kind=fsdp ...]
+    python benchmarks/recovery.py [--data FOLDER] [--processes 2] [--faults 50] [--seconds 3] [--rounds 30]
+                                  [--pairs 6] [--set parallel.kind=fsdp ...]
 
 A random process is killed (SIGKILL) once all train, and the spare is loaded. `stall`: from the kill to the next step
 of the others that metrics.jsonl shows; `whole`: until the first step of all processes.
 
 Then the cost per step without faults, of a run with live recovery and one without, in turns of a few seconds, while all
 processes of the other are stopped (SIGSTOP): what else the machine does, and how fast it is, changes slowly, and so is
-the same for both. The seconds of a step, and the processor time of a step, of the launcher and all its processes. What
-the launcher and the threads beside the training use is told by itself, in percent of a core.
+the same for both. In several pairs of runs, since runs differ, too; the first to start is the other one in every second
+pair. The seconds of a step, and the processor time of a step, of the launcher and all its processes. What the launcher
+and the threads beside the training use is told by itself, in percent of a core.
 
 `--data` has mnist/; without it the CNN trains on scikit-learn's digits. Run nothing else beside it.
 """
@@ -200,11 +201,33 @@ def cost(folder: Path, options: argparse.Namespace) -> None:
     """Print what live recovery costs a run without faults."""
     patient = {"live": f"launch.heartbeat_seconds={MANY}", "restart": f"launch.failure_timeout_seconds={MANY}"}
     found: dict[str, list[Used]] = {recovery: [] for recovery in patient}
-    runs = dict[str, Run]()
-    for recovery, setting in patient.items():
-        runs[recovery] = run = Run(folder, recovery, recovery=recovery, options=options, settings=[setting])
-        run.wait(lambda run=run: run.steps() >= WARM_STEPS)
-        run.signal_all(signal.SIGSTOP)
+    for pair in range(options.pairs):
+        runs = dict[str, Run]()
+        for recovery in sorted(patient, reverse=bool(pair % 2)):
+            name, settings = f"{recovery}-{pair}", [patient[recovery]]
+            runs[recovery] = run = Run(folder, name, recovery=recovery, options=options, settings=settings)
+            run.wait(lambda run=run: run.steps() >= WARM_STEPS)
+            run.signal_all(signal.SIGSTOP)
+        in_turns(runs, found, options)
+        of_pair = {recovery: used[-options.rounds :] for recovery, used in found.items()}
+        ratios = [_ratio(of_pair, what, range(options.rounds)) for what in ("seconds", "processor")]
+        say(f"pair {pair}: live / restart, seconds of a step {ratios[0]:.4f}, processor {ratios[1]:.4f}")
+    for recovery, used in found.items():
+        total = sum(used[1:], used[0])
+        say(
+            f"{recovery:7}: {total.steps} steps, {1000 * total.seconds / total.steps:.3f} ms each, "
+            f"{1000 * total.processor / total.steps:.3f} ms of processor; "
+            f"{100 * total.beside / total.seconds:.2f} % of a core beside training"
+        )
+    everyone = range(options.pairs * options.rounds)
+    for what in ("seconds", "processor"):
+        ratio, chosen = partial(_ratio, found, what), random.Random(0)
+        sampled = [ratio(chosen.choices(everyone, k=len(everyone))) for _ in range(SAMPLES)]
+        say(f"{what} of a step, live / restart: {ratio(everyone):.4f} (standard error {statistics.stdev(sampled):.4f})")
+
+
+def in_turns(runs: Mapping[str, Run], found: Mapping[str, list[Used]], options: argparse.Namespace) -> None:
+    """Let each of two runs train while the other one is stopped; note what each uses, and end them."""
     for number in range(options.rounds):
         for recovery in sorted(found, reverse=bool(number % 2)):
             run, before = runs[recovery], runs[recovery].used()
@@ -214,20 +237,9 @@ def cost(folder: Path, options: argparse.Namespace) -> None:
             run.signal_all(signal.SIGSTOP)
             used = replace(run.used() - before, seconds=time.monotonic() - began)
             found[recovery].append(used)
-    for recovery, run in runs.items():
+    for run in runs.values():
         run.signal_all(signal.SIGCONT)
         run.end()
-        total = sum(found[recovery][1:], found[recovery][0])
-        say(
-            f"{recovery:7}: {total.steps} steps, {1000 * total.seconds / total.steps:.3f} ms each, "
-            f"{1000 * total.processor / total.steps:.3f} ms of processor; "
-            f"{100 * total.beside / total.seconds:.2f} % of a core beside training"
-        )
-    for what in ("seconds", "processor"):
-        ratio = partial(_ratio, found, what)
-        chosen, everyone = random.Random(0), range(options.rounds)
-        sampled = [ratio(chosen.choices(everyone, k=options.rounds)) for _ in range(SAMPLES)]
-        say(f"{what} of a step, live / restart: {ratio(everyone):.4f} (standard error {statistics.stdev(sampled):.4f})")
 
 
 def _ratio(found: Mapping[str, Sequence[Used]], what: str, rounds: Sequence[int]) -> float:
@@ -251,7 +263,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=3)
-    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--set", nargs="*", default=[])
     options = parser.parse_args()
     options.data = options.data and options.data.resolve()
