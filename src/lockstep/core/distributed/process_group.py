@@ -105,6 +105,7 @@ def own_group(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 
 
 def _among_live(partition: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """Open the groups of a partition of all ranks -> this rank's one, once its members have proved who they are."""
     dist.all_reduce(torch.zeros(1))
     try:
         short = timedelta(seconds=CONNECT_SECONDS)

@@ -132,7 +132,7 @@ class LiveTrainTask(TrainTask):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether processes hold the training state together, if only one each."""
+        """Whether weights are DTensors, of which a process holds a part, or by chance all."""
         return self.recipe.parallel.SPLITS_TENSORS
 
     def _given_up(self, error: Exception) -> Position:
