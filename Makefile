@@ -1,5 +1,5 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` runs every test.
-.PHONY: setup demo test test-all test-matrix test-browser test-slurm soak chaos bench-check check docs pictures format
+.PHONY: setup packages demo test test-all test-matrix test-browser test-slurm soak chaos bench-check check docs pictures format
 
 BIN := .venv/bin
 # Hundreds of processes import Lockstep: without its bytecode cache each of them would compile it.
@@ -13,6 +13,10 @@ setup:
 demo: setup
 	@./demo.sh
 
+packages:
+	@tests/browser/packages.sh
+	@tests/cluster/packages.sh
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -22,9 +26,7 @@ test: setup
 	$(BIN)/python -m pytest $(SHARED_OUT)
 
 # make test, test-browser and test-slurm in one go: what CI runs after `make check`.
-test-all: setup
-	@tests/browser/packages.sh
-	@tests/cluster/packages.sh
+test-all: setup packages
 	$(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak"
 
 test-matrix: setup

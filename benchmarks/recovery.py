@@ -1,17 +1,17 @@
 """What the loss of a process costs: live recovery, without and with a spare, against a restart from a checkpoint of
 every step or two.
 
-    python benchmarks/recovery.py [--data FOLDER] [--processes 2] [--faults 50] [--seconds 3] [--rounds 30]
-                                  [--pairs 6] [--set parallel.kind=fsdp ...]
+    python benchmarks/recovery.py [--data FOLDER] [--processes 2] [--faults 50] [--seconds 3] [--rounds 4]
+                                  [--pairs 40] [--set parallel.kind=fsdp ...]
 
 A random process is killed (SIGKILL) once all train, and the spare is loaded. `stall`: from the kill to the next step
 of the others that metrics.jsonl shows; `whole`: until the first step of all processes.
 
 Then the cost per step without faults, of a run with live recovery and one without, in turns of a few seconds, while all
 processes of the other are stopped (SIGSTOP): what else the machine does, and how fast it is, changes slowly, and so is
-the same for both. In several pairs of runs, since runs differ, too; the first to start is the other one in every second
-pair. The seconds of a step, and the processor time of a step, of the launcher and all its processes. What the launcher
-and the threads beside the training use is told by itself, in percent of a core.
+the same for both. In many pairs of runs, since two equal runs differ as well (by 2 % here); the first to start is the
+other one in every second pair. The seconds of a step, and the processor time of a step, of the launcher and all its
+processes. What the launcher and the threads beside the training use is told by itself, in percent of a core.
 
 `--data` has mnist/; without it the CNN trains on scikit-learn's digits. Run nothing else beside it.
 """
@@ -28,7 +28,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -43,8 +42,6 @@ FAULTS_OF_A_RUN = 20
 MANY = 10**6
 """More steps than a run trains."""
 WARM_STEPS = 50
-SAMPLES = 1000
-"""Of the rounds, with replacement, for a standard error (bootstrap)."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +198,7 @@ def cost(folder: Path, options: argparse.Namespace) -> None:
     """Print what live recovery costs a run without faults."""
     patient = {"live": f"launch.heartbeat_seconds={MANY}", "restart": f"launch.failure_timeout_seconds={MANY}"}
     found: dict[str, list[Used]] = {recovery: [] for recovery in patient}
+    ratios: dict[str, list[float]] = {"seconds": [], "processor": []}
     for pair in range(options.pairs):
         runs = dict[str, Run]()
         for recovery in sorted(patient, reverse=bool(pair % 2)):
@@ -208,10 +206,13 @@ def cost(folder: Path, options: argparse.Namespace) -> None:
             runs[recovery] = run = Run(folder, name, recovery=recovery, options=options, settings=settings)
             run.wait(lambda run=run: run.steps() >= WARM_STEPS)
             run.signal_all(signal.SIGSTOP)
-        in_turns(runs, found, options)
-        of_pair = {recovery: used[-options.rounds :] for recovery, used in found.items()}
-        ratios = [_ratio(of_pair, what, range(options.rounds)) for what in ("seconds", "processor")]
-        say(f"pair {pair}: live / restart, seconds of a step {ratios[0]:.4f}, processor {ratios[1]:.4f}")
+        used = in_turns(runs, options)
+        for recovery, each in used.items():
+            found[recovery].append(each)
+        for what, values in ratios.items():
+            a_step = {recovery: vars(each)[what] / each.steps for recovery, each in used.items()}
+            values.append(a_step["live"] / a_step["restart"])
+        say(f"pair {pair}: live / restart, a step's " + ", ".join(f"{what} {v[-1]:.4f}" for what, v in ratios.items()))
     for recovery, used in found.items():
         total = sum(used[1:], used[0])
         say(
@@ -219,37 +220,29 @@ def cost(folder: Path, options: argparse.Namespace) -> None:
             f"{1000 * total.processor / total.steps:.3f} ms of processor; "
             f"{100 * total.beside / total.seconds:.2f} % of a core beside training"
         )
-    everyone = range(options.pairs * options.rounds)
-    for what in ("seconds", "processor"):
-        ratio, chosen = partial(_ratio, found, what), random.Random(0)
-        sampled = [ratio(chosen.choices(everyone, k=len(everyone))) for _ in range(SAMPLES)]
-        say(f"{what} of a step, live / restart: {ratio(everyone):.4f} (standard error {statistics.stdev(sampled):.4f})")
+    for what, values in ratios.items():
+        error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+        say(
+            f"{what} of a step, live / restart, of {len(values)} pairs: mean {statistics.mean(values):.4f} "
+            f"(standard error {error:.4f}), median {statistics.median(values):.4f}"
+        )
 
 
-def in_turns(runs: Mapping[str, Run], found: Mapping[str, list[Used]], options: argparse.Namespace) -> None:
-    """Let each of two runs train while the other one is stopped; note what each uses, and end them."""
+def in_turns(runs: Mapping[str, Run], options: argparse.Namespace) -> dict[str, Used]:
+    """Let each of two runs train while the other one is stopped; end them, and return what each used."""
+    used = dict.fromkeys(runs, Used(0, 0.0, 0.0, 0.0))
     for number in range(options.rounds):
-        for recovery in sorted(found, reverse=bool(number % 2)):
+        for recovery in sorted(runs, reverse=bool(number % 2)):
             run, before = runs[recovery], runs[recovery].used()
             began = time.monotonic()
             run.signal_all(signal.SIGCONT)
             time.sleep(options.seconds)
             run.signal_all(signal.SIGSTOP)
-            used = replace(run.used() - before, seconds=time.monotonic() - began)
-            found[recovery].append(used)
+            used[recovery] += replace(run.used() - before, seconds=time.monotonic() - began)
     for run in runs.values():
         run.signal_all(signal.SIGCONT)
         run.end()
-
-
-def _ratio(found: Mapping[str, Sequence[Used]], what: str, rounds: Sequence[int]) -> float:
-    """Of a step with live recovery to one without, over these rounds: a step that is stopped in one is ended in the
-    next, so only sums are exact."""
-    a_step = {
-        name: sum(vars(each[number])[what] for number in rounds) / sum(each[number].steps for number in rounds)
-        for name, each in found.items()
-    }
-    return a_step["live"] / a_step["restart"]
+    return used
 
 
 def say(text: str) -> None:
@@ -263,8 +256,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=3)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--set", nargs="*", default=[])
     options = parser.parse_args()
     options.data = options.data and options.data.resolve()
