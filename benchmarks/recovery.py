@@ -10,8 +10,9 @@ of the others that metrics.jsonl shows; `whole`: until the first step of all pro
 Then the cost per step without faults, of a run with live recovery and one without, in turns of a few seconds, while all
 processes of the other are stopped (SIGSTOP): what else the machine does, and how fast it is, changes slowly, and so is
 the same for both. In many pairs of runs, since two equal runs differ as well (by 2 % here); the first to start is the
-other one in every second pair. The seconds of a step, and the processor time of a step, of the launcher and all its
-processes. What the launcher and the threads beside the training use is told by itself, in percent of a core.
+other one in every second pair, since it is slower (by 1 %). The seconds of a step, and the processor time of a step, of
+the launcher and all its processes. What the launcher and the threads beside the training use is told by itself, in
+percent of a core.
 
 `--data` has mnist/; without it the CNN trains on scikit-learn's digits. Run nothing else beside it.
 """
