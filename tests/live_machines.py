@@ -2,7 +2,7 @@
 
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -23,11 +23,12 @@ class Machines:
         self.run = folder / "runs" / "live"
         (folder / "c.yaml").write_text(SHORT)
 
-    def start(self, number, *settings):
+    def start(self, number, *settings, node_rank=None):
         output = self.folder / f"{len(self.outputs)}.out"
         self.outputs.append(output)
         words = [sys.executable, "-m", "lockstep", "train", "c.yaml", *LIVE, f"launch.nodes={len(self.places)}"]
-        words += ["--node-rank", str(number), "--rendezvous", f"{self.places[0].environment['MASTER_ADDR']}:{PORT}"]
+        words += ["--node-rank", str(number if node_rank is None else node_rank)]
+        words += ["--rendezvous", f"{self.places[0].environment['MASTER_ADDR']}:{PORT}"]
         with output.open("w") as file:
             command = [*self.places[number].prefix, *words, *settings]
             return psutil.Popen(command, cwd=self.folder, stdout=file, stderr=file)
@@ -51,6 +52,13 @@ def kill(process):
     for each in [*process.children(recursive=True), process]:
         each.kill()
     process.wait()
+
+
+def terminate(process):
+    """As Slurm does: a signal to all processes."""
+    for each in [process, *process.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):  # those that the launcher has ended meanwhile
+            each.terminate()
 
 
 @contextmanager

@@ -5,11 +5,12 @@ import re
 import live_machines
 import pytest
 from chaos import differences, final_state, undisturbed
-from live_machines import NODES, SHORT, kill
+from live_machines import NODES, SHORT, kill, terminate
 from networks import set_link
-from running import summary, wait_for_steps
+from running import lockstep, summary, wait_for_steps
 from test_live import lines
 
+from lockstep.base.errors import Interrupted
 from lockstep.launch.elastic import succession
 from lockstep.launch.elastic.live_coordinator import Coordinator
 from lockstep.launch.elastic.live_notes import Exit, MachineState, Position, WorkerReport
@@ -45,6 +46,47 @@ def test_a_machine_that_is_lost_and_started_again(machines, plain):
     assert lines(machines.run) == plain[1]
     sizes = [each["world_size"] for each in summary(machines.folder, "live")["regrouped"]]
     assert sizes == [1, 2]
+
+
+@NODES
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_one_in_the_place_of_a_lost_machine_leaves(machines, plain):
+    """It has a job of its own: a signal to that, as by a preemption, is not one to the run."""
+    first, second = machines.start(0), machines.start(1)
+    wait_for_steps(machines.run, 2)
+    kill(second)
+    machines.wait_for_size(1)
+    third = machines.start(1, node_rank=3)
+    machines.wait_for_size(2)
+    terminate(third)
+    assert third.wait(30) == 0, machines.text()
+    machines.wait_for_size(1, times=2)
+    assert first.wait(140) == 0, machines.text()
+    assert "leaves the run (SIGTERM); the others go on" in machines.text() and "go on with: " not in machines.text()
+    assert differences(final_state(machines.run), plain[0]) == []
+    assert lines(machines.run) == plain[1]
+    assert [each["world_size"] for each in summary(machines.folder, "live")["regrouped"]] == [1, 2, 1]
+
+
+@NODES
+@pytest.mark.matrix
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_one_in_the_place_of_a_lost_machine_is_the_last(machines, plain):
+    """Then a signal to it is one to the run, which saves and ends."""
+    first, second = machines.start(0), machines.start(1)
+    wait_for_steps(machines.run, 2)
+    kill(second)
+    machines.wait_for_size(1)
+    third = machines.start(1, node_rank=3)
+    machines.wait_for_size(2)
+    kill(first)
+    machines.wait_for_size(1, times=2)
+    terminate(third)
+    assert third.wait(30) == Interrupted.exit_code, machines.text()
+    assert "stopped by a signal after step" in machines.text() and "go on with: " in machines.text()
+    resumed = lockstep(machines.folder, "train", "runs/live/recipe.yaml", "launch.nodes=1")
+    assert resumed.returncode == 0 and "resumed after step" in resumed.stdout, resumed.stdout + resumed.stderr
+    assert differences(final_state(machines.run), plain[0]) == []
 
 
 @NODES

@@ -48,8 +48,9 @@ class LaunchSection(PluginSection):
     max_restarts: int = Field(3, ge=0, le=MANY)
     """After the loss of a process, restart from the newest checkpoint, at most this often; 0: never."""
     min_processes: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """On one machine, when processes are lost twice with no checkpoint in between, restart with one fewer, down to this
-    number (with live recovery only where they are lost before they train)."""
+    """On one machine, when processes are lost twice with no checkpoint in between, restart with fewer, down to this
+    number: with one fewer, or as many as replicas, stages or `parallel.size` need (with live recovery only where they
+    are lost before they train)."""
 
     @field_validator("nodes")
     @classmethod

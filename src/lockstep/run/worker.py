@@ -33,6 +33,7 @@ from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import broadcast_object, reported_once
 from lockstep.core.host import deferred_dynamo
 from lockstep.core.host.signals import SignalWatch
+from lockstep.launch.elastic import live_notes
 from lockstep.run import leftover_processes, recipe_trust
 from lockstep.run import recipe as recipes
 
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
     """Run one process to its end; returns its exit code."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     deferred_dynamo.install()
-    options, world, signals = arguments(argv), World.from_environment(), SignalWatch()
+    options, world, signals = arguments(argv), World.from_environment(), SignalWatch(live_notes.ignored_signals())
     closed_output.tolerate_lost_reader()
     append_to_logs()
     with signals.watching():

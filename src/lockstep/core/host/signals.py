@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from lockstep.base.errors import Interrupted
@@ -21,7 +21,9 @@ class SignalWatch:
     """The first signal requests a stop at the next step boundary; a second one, or CTRL_C_SECONDS after Ctrl-C, exits
     at once with the exit code of Interrupted. So does the first signal before training has begun."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: Collection[int] = ()) -> None:
+        """`ignored`: signals that have no effect."""
+        self.ignored = ignored
         self.is_graceful = False
         """Whether `requested` is polled: set once training begins."""
         self._requested = threading.Event()
@@ -59,7 +61,7 @@ class SignalWatch:
 
     def _read(self, reader: socket.socket) -> None:
         while byte := reader.recv(1):
-            if byte[0] in SIGNALS:
+            if byte[0] in SIGNALS and byte[0] not in self.ignored:
                 self._handle(byte[0])
 
     def _handle(self, number: int) -> None:

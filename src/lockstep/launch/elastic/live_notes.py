@@ -8,6 +8,7 @@ who reads when.
 
 import json
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -26,6 +27,10 @@ PORT = "LOCKSTEP_LIVE_PORT"
 """Variable of a worker: the port of its machine's store."""
 SECRET = "LOCKSTEP_LIVE_SECRET"
 """Variable of a worker: the folder that has the run's secret."""
+SHIELDED = "LOCKSTEP_LIVE_SHIELDED"
+"""Variable of a worker: whether only SHIELDED_STOP asks it to stop. Its machine has a scheduler's job of its own, whose
+end is not the run's, and a scheduler signals all processes of a job."""
+SHIELDED_STOP = getattr(signal, "SIGUSR1", signal.SIGTERM)
 PATIENCE = timedelta(seconds=10)
 """Timeout of a note; a store that takes longer counts as lost."""
 FOR_EVER = timedelta(days=365)
@@ -37,6 +42,11 @@ NOTHING = -1
 def is_live_worker() -> bool:
     """Whether the launcher of this worker recovers live."""
     return NAME in os.environ
+
+
+def ignored_signals() -> frozenset[int]:
+    """What does not ask this worker to stop."""
+    return frozenset({signal.SIGTERM, signal.SIGINT} - {SHIELDED_STOP}) if SHIELDED in os.environ else frozenset()
 
 
 @dataclass(frozen=True, order=True)

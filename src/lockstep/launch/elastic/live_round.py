@@ -80,7 +80,7 @@ class LiveRound:
                 if self.coordinator is not None and self.coordinator.is_dead:
                     return self._death(self.coordinator)
         except SignalException as error:
-            self._end(error.sigval)
+            self._end(signal.SIGKILL if self.membership.can_withdraw else error.sigval)
             raise
         finally:
             workers.close()

@@ -25,6 +25,8 @@ from lockstep.launch.elastic.live_notes import (
     NAME,
     PORT,
     SECRET,
+    SHIELDED,
+    SHIELDED_STOP,
     TERMINAL,
     Exit,
     Formation,
@@ -65,6 +67,8 @@ class MachinePlace:
     """Whether the workers join a run in progress."""
     is_alone: bool = True
     """Whether the run has no other machine."""
+    is_replacement: bool = False
+    """Whether the machine was started in the place of a lost one, by a job of its own."""
 
 
 @dataclass(kw_only=True)
@@ -260,7 +264,7 @@ class LiveWorkers:
         name = worker_name(place.machine, slot, self.slots[slot].begin())
         is_main = not (slot or place.first_rank or place.joins)
         log = self.start.logs / (f"rank-{self._label(slot)}.log" if not is_main else "rank-0.again.log")
-        own = {NAME: name, **({JOINS: "1"} if joins else {})}
+        own = {NAME: name, **({JOINS: "1"} if joins else {}), **({SHIELDED: "1"} if place.is_replacement else {})}
         variables = {**os.environ, **self._variables(slot, joins=joins), **own}
         with ctrl_c.blocked():
             process = self._process(variables, None if is_main and not joins else log)
@@ -357,6 +361,8 @@ class LiveWorkers:
         self.has_finished = True
         if self.formation.generation:
             self._kill_waiting(self.running)
+        if self.place.is_replacement and number != signal.SIGKILL:
+            number = SHIELDED_STOP
         for worker in self.running.values():
             if worker.code is None:
                 with suppress(OSError):

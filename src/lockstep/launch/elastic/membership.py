@@ -132,6 +132,17 @@ class Membership:
     def name(self) -> str:
         return f"node {self.index} ({platform.node()})"
 
+    @property
+    def is_replacement(self) -> bool:
+        """Whether this node was started in the place of a lost one, by a job of its own: see replacement.py."""
+        rank = self._entry["node_rank"]
+        return self.section.recovers_live and rank is not None and rank >= self.section.max_nodes
+
+    @property
+    def can_withdraw(self) -> bool:
+        """Whether a signal to this node is not one to the run: the others go on without it."""
+        return self.is_replacement and not self.is_leader
+
     # ---- joining
 
     def agree_on_name(self, name: str) -> str:
@@ -289,10 +300,10 @@ class Membership:
         return self.last_contact - self._heartbeats[index][1]
 
     def is_lost(self, index: int) -> bool:
-        """Whether a node was evicted, has missed its heartbeats, or was started a second time."""
-        if index in self.round.evicted:
-            return True
+        """Whether a node was evicted, has withdrawn, has missed its heartbeats, or was started a second time."""
         entry = self.entries.get(index, {})
+        if index in self.round.evicted or entry.get("has_withdrawn"):
+            return True
         is_replaced = any(
             later > index and other["node_rank"] == entry.get("node_rank") is not None
             for later, other in self.entries.items()

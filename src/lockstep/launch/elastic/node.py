@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -71,6 +72,8 @@ class Node:
                 return self._lead(None) if self.membership.is_leader else self._follow()
             except SignalException as error:
                 kill_children(other_children)  # those left by a second signal, which stops the agent at once
+                if self.membership.can_withdraw:
+                    return self._withdraw(error.sigval)
                 leave_seconds = self.section.grace_seconds
                 self._announce(Interrupted(f"{self.membership.name} was ended by {error.sigval.name}"))
                 raise Interrupted(f"ended by {error.sigval.name}") from None
@@ -150,6 +153,7 @@ class Node:
             port=state.plan["port"],
             joins=joins,
             is_alone=membership.is_alone,
+            is_replacement=membership.is_replacement,
         )
 
     def _round_end(self, number: int) -> RoundEnded | None:
@@ -173,6 +177,12 @@ class Node:
         if not (self.is_live and formation and formation["is_training"]):
             return False
         return membership.index not in membership.round.evicted and succession.succeed(membership, self.logs.parent)
+
+    def _withdraw(self, number: signal.Signals) -> int:
+        """Leave the run after a signal; the others go on."""
+        self.membership.publish(has_withdrawn=True)
+        sys.stderr.write(f"{self.membership.name} leaves the run ({number.name}); the others go on\n")
+        return 0
 
     def _announce(self, error: LockstepError) -> None:
         """Let the other nodes know that the run ends here."""
