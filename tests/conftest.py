@@ -52,6 +52,9 @@ SKIPS = (
 )
 """The only reasons for which CI accepts a skip: what they need cannot be had on that machine."""
 SHARED = pathlib.Path(__file__).parents[2] / "shared"
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(list(warm.PRELOADED))
+"""Of ranks: each begins with what it would import."""
 
 
 def _serve(pipe):
@@ -88,10 +91,9 @@ class Ranks:
         self.workers = []
 
     def __call__(self, world, function, *args):
-        context = multiprocessing.get_context("spawn")
         while len(self.workers) < world:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,))
+            ours, theirs = FORKING.Pipe()
+            process = FORKING.Process(target=_serve, args=(theirs,))
             process.start()
             theirs.close()
             self.workers.append((process, ours))

@@ -11,6 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 LESSONS = sorted((ROOT / "lessons").glob("*.py"))
 PAGES = ROOT / "docs" / "lessons"
+SAMPLE = ("05", "10")
 UNRESOLVED = "hostname of the client socket cannot be retrieved"  # c10d, on a machine without a network
 
 
@@ -33,8 +34,8 @@ def blocks(lesson, language):
 @pytest.mark.parametrize(
     "lesson",
     [
-        pytest.param(lesson, marks=[] if "lockstep" in lesson.read_text() else pytest.mark.matrix, id=lesson.stem)
-        for lesson in LESSONS  # what PyTorch alone does changes with PyTorch
+        pytest.param(lesson, marks=[] if lesson.stem[:2] in SAMPLE else pytest.mark.matrix, id=lesson.stem)
+        for lesson in LESSONS  # what they print changes with PyTorch
     ],
 )
 def test_its_page_shows_what_it_prints(lesson, tmp_path):

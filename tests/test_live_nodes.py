@@ -49,6 +49,7 @@ def test_a_machine_that_is_lost_and_started_again(machines, plain):
 
 
 @NODES
+@pytest.mark.matrix  # tests/cluster shows it on a real cluster
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_one_in_the_place_of_a_lost_machine_leaves(machines, plain):
     """It has a job of its own: a signal to that, as by a preemption, is not one to the run."""

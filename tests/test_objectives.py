@@ -79,7 +79,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=list(OBJECTIVES))
+@pytest.fixture(
+    scope="module",
+    params=["regression", "multilabel", pytest.param("classification", marks=pytest.mark.matrix)],
+)
 def objective(folder, request):
     """One that is trained on one process."""
     train(folder, request.param, "one")
@@ -321,7 +324,7 @@ def test_early_stopping_by_a_users_metric_ends_at_the_same_step_everywhere(tmp_p
         "checkpoint: {best: r2, keep: 1}\nobserve: {sinks: [jsonl]}\n"
     )
     found = []
-    for world in (1, 2, 3, 5):
+    for world in (1, 3):
         done = lockstep(tmp_path, "train", "c.yaml", f"launch.processes={world}", f"run.name=w{world}")
         assert done.returncode == 0, done.stdout + done.stderr
         run, told = tmp_path / "runs" / f"w{world}", summary(tmp_path, f"w{world}")

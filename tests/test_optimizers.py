@@ -251,7 +251,7 @@ def test_an_optimizer_and_a_schedule_of_the_users(tmp_path):
     config = CONFIG | {
         "optim": {"kind": "user", "file": "own.py", "options": {"lr": 0.002}, "lr": 0.002},
         "schedule": {"shape": "user", "file": "own.py"},
-        "train": {"steps": 120, "global_batch": 16, "micro_batch": 4},
+        "train": {"steps": 60, "global_batch": 16, "micro_batch": 4},
         "checkpoint": {"every_steps": 10},
         "observe": {"log_every": 1},
     }
@@ -260,7 +260,7 @@ def test_an_optimizer_and_a_schedule_of_the_users(tmp_path):
         done = lockstep(tmp_path, "train", "c.yaml", f"run.name=w{processes}", f"launch.processes={processes}")
         assert done.returncode == 0, done.stdout + done.stderr
     killed = started(tmp_path, "train", "c.yaml", "run.name=killed", "launch.processes=2")
-    wait_for_steps(tmp_path / "runs" / "killed", 30)
+    wait_for_steps(tmp_path / "runs" / "killed", 15)
     killed.kill()
     killed.communicate(timeout=30)
     done = lockstep(tmp_path, "train", "c.yaml", "run.name=killed", "launch.processes=1")
@@ -268,4 +268,4 @@ def test_an_optimizer_and_a_schedule_of_the_users(tmp_path):
     assert len({summary(tmp_path, name)["digest"] for name in ("w1", "w2", "killed")}) == 1
     lines = map(json.loads, (tmp_path / "runs" / "w1" / "metrics.jsonl").read_text().splitlines())
     rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
-    assert rates == [0.002] * 60 + [0.0002] * 60
+    assert rates == [0.002] * 30 + [0.0002] * 30

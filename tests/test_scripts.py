@@ -169,6 +169,7 @@ def test_mistakes_are_told_once(tmp_path):
     assert errors.count("row 2 of ") == 1, errors
 
 
+@pytest.mark.matrix
 def test_notebook(tmp_path):
     """Its cells, one after the other in one process, on two processes and without a network."""
     notebook = json.loads((ROOT / "notebooks" / "train_on_two_gpus.ipynb").read_text())
