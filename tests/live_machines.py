@@ -1,13 +1,14 @@
 """Several machines, as network namespaces, that train together with launch.recovery=live."""
 
-import sys
 import time
 from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
+import warm
 from chaos import DIGITS
 from networks import can_make_namespaces, namespaces
+from running import family
 
 PORT = 29434
 SHORT = DIGITS.replace("steps: 2000", "steps: 500")
@@ -19,19 +20,21 @@ class Machines:
     """Those that train together in a folder."""
 
     def __init__(self, folder, places):
-        self.folder, self.places, self.outputs = folder, places, []
+        self.folder, self.places = folder, places
+        self.outputs, self.started = [], []
         self.run = folder / "runs" / "live"
         (folder / "c.yaml").write_text(SHORT)
 
     def start(self, number, *settings, node_rank=None):
         output = self.folder / f"{len(self.outputs)}.out"
         self.outputs.append(output)
-        words = [sys.executable, "-m", "lockstep", "train", "c.yaml", *LIVE, f"launch.nodes={len(self.places)}"]
+        words = ["lockstep", "train", "c.yaml", *LIVE, f"launch.nodes={len(self.places)}"]
         words += ["--node-rank", str(number if node_rank is None else node_rank)]
         words += ["--rendezvous", f"{self.places[0].environment['MASTER_ADDR']}:{PORT}"]
         with output.open("w") as file:
-            command = [*self.places[number].prefix, *words, *settings]
-            return psutil.Popen(command, cwd=self.folder, stdout=file, stderr=file)
+            command = [*self.places[number].prefix, *words]
+            self.started.append(warm.Popen([*command, *settings], cwd=self.folder, stdout=file, stderr=file))
+        return self.started[-1]
 
     def wait(self, condition, seconds=60):
         end = time.monotonic() + seconds
@@ -49,15 +52,16 @@ class Machines:
 
 
 def kill(process):
-    for each in [*process.children(recursive=True), process]:
-        each.kill()
+    for each in family(process):
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
     process.wait()
 
 
 def terminate(process):
     """As Slurm does: a signal to all processes."""
-    for each in [process, *process.children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):  # those that the launcher has ended meanwhile
+    for each in family(process):
+        with suppress(psutil.NoSuchProcess):
             each.terminate()
 
 
@@ -65,7 +69,8 @@ def terminate(process):
 def made(folder, number):
     """Machines that train in a folder."""
     with namespaces(machines=number, ranks_each=1) as places:
-        yield Machines(folder, places)
-        for process in psutil.Process().children():
-            if "--rendezvous" in process.cmdline():
+        machines = Machines(folder, places)
+        yield machines
+        for process in machines.started:
+            if process.poll() is None:
                 kill(process)

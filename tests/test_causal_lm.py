@@ -158,8 +158,7 @@ def test_a_config_alone_starts_with_random_weights(folder, tmp_path):
     config_of("llama", pad_token_id=7, tie_word_embeddings=False).save_pretrained(tmp_path)
     own = ["model.from_config=true", f"model.name={tmp_path}", "data.tokenizer=bytes", *SETTINGS]
     found = {
-        variant: train(folder, f"new-{variant}", "llama.yaml", *own, *VARIANTS[variant])
-        for variant in ("one", "fsdp")
+        variant: train(folder, f"new-{variant}", "llama.yaml", *own, *VARIANTS[variant]) for variant in ("one", "fsdp")
     }
     assert len({each["digest"] for each in found.values()}) == 1
     done = lockstep(folder, "export", "runs/new-fsdp")

@@ -214,7 +214,8 @@ def bits(found):
 
 
 @pytest.mark.parametrize(
-    "variant", ["two", "fsdp", "pipeline", *(pytest.param(v, marks=pytest.mark.matrix) for v in ("three", "recomputed"))]
+    "variant",
+    ["two", "fsdp", "pipeline", *(pytest.param(v, marks=pytest.mark.matrix) for v in ("three", "recomputed"))],
 )
 def test_the_same_bits_and_metrics_on_any_cluster(folder, brief, variant):
     assert bits(train(folder, variant, *BRIEF, *VARIANTS[variant])) == bits(brief)

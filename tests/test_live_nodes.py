@@ -1,6 +1,7 @@
 """launch.recovery=live on several machines, as network namespaces: one is lost or cut off while the others train on."""
 
 import re
+import signal
 
 import live_machines
 import pytest
@@ -96,11 +97,11 @@ def test_the_first_machine_is_lost_and_started_again(machines, plain):
     """The other one decides from there on; node 0 joins it, although it is back before the other has missed it."""
     first, second = machines.start(0), machines.start(1)
     wait_for_steps(machines.run, 20)
-    second.suspend()  # else it may have missed node 0 first, where starting takes long
+    second.send_signal(signal.SIGSTOP)  # else it may have missed node 0 first, where starting takes long
     kill(first)
     first = machines.start(0)
     machines.wait(lambda: "waiting up to 7 s to see who decides" in machines.text())
-    second.resume()
+    second.send_signal(signal.SIGCONT)
     machines.wait_for_size(2)
     assert [first.wait(140), second.wait(60)] == [0, 0], machines.text()
     assert "node 0 is lost: node 1 (" in machines.text() and "Starting again" not in machines.text()

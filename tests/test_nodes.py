@@ -11,10 +11,11 @@ import time
 
 import psutil
 import pytest
+import warm
 from networks import can_make_namespaces, namespaces
 from running import left_of
 
-LOCKSTEP = [sys.executable, "-m", "lockstep", "train", "c.yaml"]
+LOCKSTEP = ["lockstep", "train", "c.yaml"]
 SETTINGS = ["train.epochs=2", "data.limit=170", "train.global_batch=32", "train.micro_batch=4", "launch.processes=1"]
 LONG = ["train.steps=100000", *SETTINGS[1:], "evaluate.every_epochs=null", "checkpoint.every_steps=50"]
 NODES = pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root and iproute2")
@@ -37,13 +38,15 @@ def machines():
 
 @pytest.fixture
 def started():
-    """Start commands, each with a file that holds what it says; none outlives the test."""
+    """Start commands, each with a file that holds what it says; none outlives the test. Where PYTHONPATH is given, in a
+    new interpreter, which reads it."""
     processes = []
 
     def start(command, folder, name, **variables):
         with (folder / f"{name}.out").open("w") as out:
-            process = subprocess.Popen(
-                command, cwd=folder, env=os.environ | variables, stdout=out, stderr=subprocess.STDOUT
+            new, words = (subprocess.Popen, [sys.executable, "-m"]) if "PYTHONPATH" in variables else (warm.Popen, [])
+            process = new(
+                [*words, *command], cwd=folder, env=os.environ | variables, stdout=out, stderr=subprocess.STDOUT
             )
         process.said = lambda: (folder / f"{name}.out").read_text()
         processes.append(process)
@@ -86,12 +89,7 @@ def test_two_machines_by_hand(top, machines, started):
     second = started([*prefixes[1], *words], top, "second")
     time.sleep(1)
     first = started([*prefixes[0], *words, "--node-rank", "0"], top, "first")
-    lone = subprocess.run(
-        [sys.executable, "-m", "lockstep.run.worker", "c.yaml", *SETTINGS, "run.name=lone"],
-        cwd=top,
-        capture_output=True,
-        timeout=100,
-    )
+    lone = warm.run(["lockstep.run.worker", "c.yaml", *SETTINGS, "run.name=lone"], cwd=top, timeout=100)
     assert lone.returncode == 0, lone.stderr
     assert ended(first, second) == [0, 0], first.said() + second.said()
     (name,) = {path.name for path in (top / "runs").iterdir()} - {"lone"}
@@ -100,12 +98,8 @@ def test_two_machines_by_hand(top, machines, started):
     assert "node 1 (" in second.said()
     assert "finished after" in first.said()
     assert not list((top / "runs" / name).glob(".meeting*"))
-    shown = subprocess.run(
-        [*LOCKSTEP, "--dry-run", "launch.debug=true", "--rendezvous", "127.0.0.1:1"],
-        cwd=top,
-        capture_output=True,
-        text=True,
-        timeout=60,
+    shown = warm.run(
+        [*LOCKSTEP, "--dry-run", "launch.debug=true", "--rendezvous", "127.0.0.1:1"], cwd=top, timeout=60
     ).stdout
     for line in ("GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", "TORCH_DISTRIBUTED_DEBUG=INFO", "NCCL_DEBUG=INFO"):
         assert line in shown.splitlines(), shown
@@ -177,7 +171,7 @@ def test_places_that_cannot_be_met_at(top, free_port, place):
         taken.listen()
         words = place.format(closed=free_port, taken=taken.getsockname()[1]).split()
         command = [*LOCKSTEP, *SETTINGS, "launch.nodes=2", "launch.join_timeout_seconds=2", "run.name=a", *words]
-        done = subprocess.run(command, cwd=top, capture_output=True, text=True, timeout=60)
+        done = warm.run(command, cwd=top, timeout=60)
     assert done.returncode == 2, done.stderr
     assert REFUSED[place] in done.stderr
     assert "Traceback" not in done.stderr

@@ -5,6 +5,7 @@ folder, variables and pipes, whose workers are forked in turn. Tests of how a co
 """
 
 import atexit
+import ctypes
 import importlib
 import os
 import pickle
@@ -39,6 +40,8 @@ PRELOADED = (
 POLL_SECONDS = 0.01
 LARGEST = 1 << 18
 """Bytes of a message."""
+CLONE_NEWNET = 0x40000000
+"""From <sched.h>."""
 
 
 class Server:
@@ -89,7 +92,8 @@ server = Server()
 
 
 class Popen(subprocess.Popen):
-    """As subprocess.Popen([sys.executable, "-m", *words]) for `lockstep` and modules that have run()."""
+    """As subprocess.Popen([sys.executable, "-m", *words]) for `lockstep` and modules that have run(); `ip netns exec
+    NAME` may stand before the words."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
         *_, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = others[:9]
@@ -178,11 +182,21 @@ def _command(descriptors, words, folder, environment, targets, start_new_session
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
+    if words[:3] == ["ip", "netns", "exec"]:
+        _enter_network(words[3])
+        words = words[4:]
     sys.path[0] = folder  # as with -m; it was the folder of this file
     sys.argv = [__main__.__file__, *words[1:]]
     if words[0] == "lockstep":
         __main__.main()
     importlib.import_module(words[0]).run(words[1:])
+
+
+def _enter_network(name):
+    """Move this process into a network namespace that `ip netns add` has made."""
+    with open(f"/run/netns/{name}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"the network namespace {name} cannot be entered")
 
 
 if __name__ == "__main__":
