@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from io import BytesIO
@@ -13,6 +12,7 @@ from io import BytesIO
 import httpx
 import numpy as np
 import torch
+import warm
 from PIL import Image
 
 from lockstep.base.contracts import DataSpec
@@ -155,14 +155,14 @@ class Served:
 @contextmanager
 def serving(target, *options, variables=None):
     """`lockstep serve TARGET ...` on a port of its own; nobody's leak, as it may stand for many tests."""
-    environment = {k: v for k, v in os.environ.items() if k != "LOCKSTEP_TEST_SESSION"} | (variables or {})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", "serve", str(target), "--port", "0", *options],
-        env=environment,
+    process = warm.Popen(
+        ["lockstep", "serve", str(target), "--port", "0", *options],
+        env=os.environ | (variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    warm.server.standing.add(process.pid)
     try:
         first = process.stdout.readline()
         found = re.search(r"http://\S+", first)
@@ -176,6 +176,7 @@ def serving(target, *options, variables=None):
     finally:
         process.kill()
         process.wait()
+        warm.server.standing.remove(process.pid)
         process.stdout.close()
 
 

@@ -18,6 +18,8 @@ import time
 import warnings
 from contextlib import suppress
 
+import psutil
+
 from lockstep import __main__
 from lockstep.launch.elastic.fork_server import _end
 
@@ -48,7 +50,7 @@ class Server:
     """The warm process, started when it is first needed."""
 
     def __init__(self):
-        self.process, self.codes = None, {}
+        self.process, self.codes, self.standing = None, {}, set()
         atexit.register(self.close)
 
     def fork(self, request, descriptors):
@@ -78,7 +80,12 @@ class Server:
         return pickle.loads(data)
 
     def pids(self):
-        return {self.process.pid} if self.process else set()
+        """Its own, and those of commands that outlive a test."""
+        found = {self.process.pid} if self.process else set()
+        for pid in self.standing:
+            with suppress(psutil.NoSuchProcess):
+                found |= {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+        return found
 
     def close(self):
         if self.process:
