@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import warm
 import yaml
 from typer.testing import CliRunner
 
@@ -206,8 +207,7 @@ def test_what_init_writes_trains(lockstep, tmp_path, minilm, task):
         (tmp_path / "data").mkdir()
         rows = [f"{word} number {number},{word}" for number in range(30) for word in ("good", "bad")]
         (tmp_path / "data" / "train.csv").write_text("\n".join(["text,label", *rows]))
-    command = [sys.executable, "-m", "lockstep.run.worker", f"{task}.yaml", *settings]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    done = warm.run(["lockstep.run.worker", f"{task}.yaml", *settings], cwd=tmp_path, timeout=150)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert "finished after" in done.stdout
     assert "auroc" in done.stdout or task == "files"

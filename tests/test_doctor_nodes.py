@@ -9,11 +9,12 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+import warm
 from networks import can_make_namespaces, namespaces
 
 from lockstep.base.lifetime import end_family
 
-DOCTOR = [sys.executable, "-m", "lockstep", "doctor", "c.yaml", "launch.nodes=2"]
+DOCTOR = ["lockstep", "doctor", "c.yaml", "launch.nodes=2"]
 WORDS = ["launch.processes=1", "launch.join_timeout_seconds=30"]
 NODES = pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root and iproute2")
 
@@ -29,10 +30,12 @@ def examined(top, free_port, *nodes, prefixes=((), ()), host="127.0.0.1"):
     with ExitStack() as stack:
         started = []
         for rank, (words, variables) in enumerate(nodes):
-            command = [*prefixes[rank], *DOCTOR, *WORDS, *words, "--rendezvous", f"{host}:{free_port}"]
+            command = [*DOCTOR, *WORDS, *words, "--rendezvous", f"{host}:{free_port}", "--node-rank", str(rank)]
             out = stack.enter_context((top / f"{rank}.out").open("w"))
-            process = subprocess.Popen(
-                [*command, "--node-rank", str(rank)],
+            is_new = "taskset" in prefixes[rank] or variables  # which a new interpreter reads
+            new, interpreter = (subprocess.Popen, [sys.executable, "-m"]) if is_new else (warm.Popen, [])
+            process = new(
+                [*prefixes[rank], *interpreter, *command],
                 cwd=top,
                 env=os.environ | variables,
                 stdout=out,

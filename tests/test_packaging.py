@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from functools import cache
 from importlib import metadata
 
 import pytest
@@ -57,7 +58,12 @@ def names(requirements):
 
 def modules_of(distributions):
     """What can be imported from them."""
-    return {module for module, owners in metadata.packages_distributions().items() if names(owners) & distributions}
+    return {module for module, owners in owners_of_modules().items() if names(owners) & distributions}
+
+
+@cache
+def owners_of_modules():
+    return metadata.packages_distributions()
 
 
 def imported():

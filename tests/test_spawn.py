@@ -215,6 +215,7 @@ def test_ranks_end_with_the_process_that_has_started_them(config):
     assert not left_of(everyone, 8)
 
 
+@pytest.mark.matrix
 def test_an_interrupt_in_python_leaves_a_resumable_run(tmp_path):
     """A notebook's stop button is a SIGINT for the kernel alone."""
     (tmp_path / "script.py").write_text(

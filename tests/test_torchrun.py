@@ -117,8 +117,12 @@ def test_the_script_runs_from_a_shell_without_an_environment(folder, digest, che
     (said,) = ran(folder, [*words, "run.name=bare"], environment=bare_shell(CONFIG="c.yaml"))
     assert found(folder, "bare") == (digest, 2)
     assert said.startswith("run bare: ") and "OMP" not in said and "*****" not in said
+
+
+@pytest.mark.matrix
+def test_the_script_keeps_the_threads_of_the_config(folder, checkout):
     two = ["run.threads=2", "train.epochs=1"]
-    ran(folder, [*words, *two, "run.name=threads"], environment=bare_shell(CONFIG="c.yaml"))
+    ran(folder, [checkout, "2", *SHORT, *two, "run.name=threads"], environment=bare_shell(CONFIG="c.yaml"))
     ran(folder, [sys.executable, *worker("lone"), *two])
     assert found(folder, "threads")[0] == found(folder, "lone")[0]
 

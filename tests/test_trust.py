@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from crafting import CANARY
 from fuzzing import table
 
@@ -190,9 +191,7 @@ def test_settings_that_name_programs_count_as_code(commands, stranger):
 def asked(words, folder, answer):
     """What a command says on a terminal, where its question is answered -> exit code, what was said."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *words], cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs
-    )
+    process = warm.Popen(["lockstep", *words], cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     said = b""
     try:

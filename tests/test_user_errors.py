@@ -1,9 +1,7 @@
 """Errors that a user's code raises: one message with the user's own lines, whatever is raised, and wherever."""
 
-import subprocess
-import sys
-
 import pytest
+from running import lockstep
 
 from lockstep.base import user_code
 
@@ -162,13 +160,7 @@ def test_a_file_that_cannot_be_imported(train, case):
 def test_what_is_left_behind_is_not_waited_for(tmp_path, where):
     (tmp_path / "mine.py").write_text(FILE)
     (tmp_path / "c.yaml").write_text(CONFIG.replace("WHERE", where).replace("FAULT", "none"))
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "train", "c.yaml", "launch.processes=1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    done = lockstep(tmp_path, "train", "c.yaml", "launch.processes=1")
     assert done.returncode == 0, done.stderr
     what = "thread Thread-" if where == "left thread" else "process "
     assert f"ended, since your code has started and not ended it: {what}" in done.stderr

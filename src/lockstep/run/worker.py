@@ -8,7 +8,7 @@ One process by itself, or one of many under torchrun or any launcher that sets t
 # ruff: noqa: E402 (the imports take seconds, during which the launcher has to be watched already)
 import sys
 
-from lockstep.base.lifetime import LAUNCHER, begin
+from lockstep.base.lifetime import LAUNCHER, begin, has_imported
 
 if __name__ == "__main__":
     begin(sys.argv)
@@ -73,6 +73,7 @@ def main(argv: list[str]) -> int:
             recipe = recipes.with_run_name(recipes.load(options.config, options.overrides), options.config)
             authorize(recipe, options)
             kind = plugins.find(TASKS, options.task)
+            has_imported()
             with ExitStack() as stack:
                 if kind.NEEDS_GROUP:
                     timeout = recipe.launch.collective_timeout_seconds
