@@ -9,6 +9,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
+@pytest.mark.matrix
 def test_models_of_the_benchmarks_train(tmp_path):
     small = ["--models", "cnn", "--worlds", "2", "--networks", "loopback", "--seconds", "0.2"]
     command = [sys.executable, BENCHMARKS / "reproducibility.py", *small]

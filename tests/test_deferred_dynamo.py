@@ -65,10 +65,11 @@ def test_training_does_not_import_it(tmp_path, kind):
 @pytest.mark.parametrize(
     "submodule",
     [
-        "",
-        "import torch._dynamo.config",
         "from torch._dynamo import utils; utils.counters.clear()",
-        "from torch._dynamo.eval_frame import innermost_fn",
+        *(
+            pytest.param(line, marks=pytest.mark.matrix)
+            for line in ("", "import torch._dynamo.config", "from torch._dynamo.eval_frame import innermost_fn")
+        ),
     ],
 )
 def test_who_compiles_gets_the_real_one(submodule):

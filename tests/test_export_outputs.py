@@ -59,7 +59,7 @@ def several(folder, form, double=""):
 
 
 @pytest.mark.parametrize("kind", ["pretrained", "state_dict", "torch_export", "onnx"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["dict", *(pytest.param(f, marks=pytest.mark.matrix) for f in FORMS if f != "dict")])
 def test_outputs_of_any_form_are_exported(tmp_path, form, kind):
     """A graph holds a dict; of other trees it is said that their weights can be exported."""
     case, batch = several(tmp_path / "code", form), exporting.images(6, seed=9)

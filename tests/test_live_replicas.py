@@ -105,8 +105,8 @@ def test_one_process_is_a_step_ahead(tmp_path, plain):
 def test_the_last_copy_of_a_part_is_lost(tmp_path, plain):
     """The run starts again from its newest checkpoint, on all processes."""
     (tmp_path / "c.yaml").write_text(SHORT)
-    run = started(tmp_path, "train", "c.yaml", *LIVE, "checkpoint.every_steps=5")
-    wait_for_steps(tmp_path / "runs" / "live", 8)
+    run = started(tmp_path, "train", "c.yaml", *LIVE, "checkpoint.every_steps=20")
+    wait_for_steps(tmp_path / "runs" / "live", 24)
     for process in workers(run)[1::2]:
         process.kill()
     output, _ = run.communicate(timeout=120)

@@ -255,7 +255,7 @@ def undisturbed(tmp_path_factory):
     return summary(folder, "a")["digest"]
 
 
-@pytest.mark.parametrize("is_disk_gone", [False, True])
+@pytest.mark.parametrize("is_disk_gone", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_a_run_is_killed_while_it_copies_a_checkpoint(store, tmp_path, undisturbed, is_disk_gone):
     """What is at the place without its manifest is no checkpoint; the next start copies it, or a later one. Without its
     disk the run goes on from the copy before."""

@@ -150,9 +150,7 @@ def test_every_diagram_is_drawn(browser, site, address):
 
 
 @in_browser
-@pytest.mark.parametrize(
-    "page", ["index", "overview", "lessons/02-processes", "reference/configuration", "coming-from"]
-)
+@pytest.mark.parametrize("page", ["index", "lessons/02-processes", "reference/configuration"])
 def test_pages_fit_a_desk_and_a_phone(browser, address, page):
     browser.set_window_size(*WIDE)
     browser.get(f"{address}{page}.html")

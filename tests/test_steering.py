@@ -134,7 +134,7 @@ def test_a_killed_run_repeats_what_was_decided(folder, undisturbed):
     assert (folder / "closed").read_text() == "60"
 
 
-@pytest.mark.parametrize("step", [23, 24, 25])
+@pytest.mark.parametrize("step", [24, *(pytest.param(step, marks=pytest.mark.matrix) for step in (23, 25))])
 def test_an_interruption_loses_no_request(folder, undisturbed, step):
     """The run ends after the step before, that of the request, and the one in which it takes effect."""
     options = [f"observe.options.interrupts={step}"]
@@ -163,7 +163,13 @@ def test_a_stop_ends_the_run_for_good(folder):
     assert (again["status"], again["steps"], again["digest"]) == ("stopped early", 41, found["digest"])
 
 
-@pytest.mark.parametrize("kind", ["raise KeyboardInterrupt", "raise SystemExit(3)", "1 / 0", "return 'stop'"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("raise KeyboardInterrupt", "return 'stop'"),
+        *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("raise SystemExit(3)", "1 / 0")),
+    ],
+)
 def test_an_observer_that_fails_is_left_out(folder, undisturbed, kind):
     prepare(folder, kind)
     found = train(folder, "launch.processes=2")

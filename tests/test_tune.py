@@ -180,7 +180,7 @@ def test_what_fits_is_found_by_real_memory(tune):
     assert re.search(r"80% of the [0-9.]+ GB that are available, for 1 process\)", out)
     room = round(rows_of(out)[1][0] + 3.5 * 0.101, 2)
 
-    settings = "model.options={killed: 8, refused: 6, pauses: {1 samples: 0.15, 2 samples: 0.3}}"  # 4 is faster, whatever else runs
+    settings = "model.options={killed: 8, refused: 6, pauses: {1 samples: 0.3, 2 samples: 0.6}}"  # 4 is faster, whatever else runs
     code, out, err = tune("c.yaml", settings, "--micro-batch", "--memory", room)
     assert (code, err) == (0, ""), out + err
     rows = rows_of(out)
