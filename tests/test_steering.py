@@ -145,6 +145,13 @@ def test_an_interruption_loses_no_request(folder, undisturbed, step):
     assert (found["digest"], found["chain"]) == (undisturbed["digest"], undisturbed["chain"])
 
 
+def test_live_recovery_says_that_observers_begin_anew(folder):
+    live = ["train.steps=3", "launch.processes=2", "launch.recovery=live"]
+    done = lockstep(folder, "train", "c.yaml", *SETTINGS, *live)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("the observers of observe.file begin anew") == 1
+
+
 def test_a_fresh_start_forgets(folder, undisturbed):
     train(folder)
     (folder / "asked").touch()

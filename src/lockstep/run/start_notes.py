@@ -2,6 +2,7 @@
 
 from lockstep.base.world import World
 from lockstep.core.distributed.collectives import all_gather_object
+from lockstep.launch.elastic import live_notes
 from lockstep.launch.launch_config import LiveLaunchSection
 from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
@@ -33,6 +34,11 @@ def start_notes(parts: Components, world: World) -> list[str]:
         notes.append(
             f"if a process is lost, all start again from the newest checkpoint: with parallel.kind={kind} they hold "
             "one copy of the training state together"
+        )
+    if live_notes.is_live_worker() and parts.recipe.observe.file is not None:
+        notes.append(
+            "if rank 0 is lost, the observers of observe.file begin anew on another process: one that steers by what "
+            "it remembers may then ask for something else; launch.recovery=restart keeps that"
         )
     if parts.world_size_dependence:
         notes.append(parts.world_size_dependence)
