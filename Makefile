@@ -13,6 +13,7 @@ setup:
 demo: setup
 	@./demo.sh
 
+# Of Debian, for the tests in a browser and those on a Slurm cluster.
 packages:
 	@tests/browser/packages.sh
 	@tests/cluster/packages.sh

@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LESSONS = sorted((ROOT / "lessons").glob("*.py"))
 PAGES = ROOT / "docs" / "lessons"
 SAMPLE = ("10",)
+"""Those that run by default; `make test-matrix` runs the others."""
 UNRESOLVED = "hostname of the client socket cannot be retrieved"  # c10d, on a machine without a network
 
 
