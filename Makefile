@@ -30,7 +30,7 @@ test: setup
 test-all: setup packages
 	$(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak"
 
-test-matrix: setup
+test-matrix: setup packages
 	$(BIN)/python -m pytest $(SHARED_OUT) -m matrix
 
 test-browser: setup

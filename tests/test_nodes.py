@@ -106,6 +106,7 @@ def test_two_machines_by_hand(top, machines, started):
 
 
 @NODES
+@pytest.mark.matrix  # tests/cluster shows it on a real cluster
 def test_a_machine_leaves_and_another_comes(top, machines, started):
     """launch.nodes=1:2: node 1 is killed, the run goes on without it; one that comes later is taken in; Ctrl-C on one
     machine ends all, with a checkpoint."""

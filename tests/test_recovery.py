@@ -63,7 +63,7 @@ def test_with_gpus_a_run_restarts(monkeypatch):
 @linux
 def test_a_run_goes_on_without_a_lost_process_by_default(tmp_path):
     """Its recipe leaves the choice to the machine on which it is resumed."""
-    (tmp_path / "c.yaml").write_text("data: {kind: digits}\ntrain: {epochs: 30}\n" + TWO + "observe: {log_every: 1}\n")
+    (tmp_path / "c.yaml").write_text("data: {kind: digits}\ntrain: {epochs: 15}\n" + TWO + "observe: {log_every: 1}\n")
     command = [sys.executable, "-m", "lockstep", "train", "c.yaml", "run.name=a"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -192,6 +192,7 @@ def test_pre_empted_and_finished(slurm, tmp_path, plain):
     assert summary["digest"][:16] in lockstep(slurm, tmp_path, "status", "runs/a").stdout
 
 
+@pytest.mark.matrix
 def test_a_lost_machine_is_done_without(slurm, tmp_path, plain):
     """launch.nodes=1:2: the other one goes on."""
     run = Run(slurm, tmp_path, "launch.nodes=1:2", 'launch.options=["--nodes=2"]', QUICK)
