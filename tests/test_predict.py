@@ -124,8 +124,9 @@ def table(words):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def prepared():
+def prepared(ranks):
     """What all processes need is imported once for all of these tests, whoever has started processes before."""
+    ranks.close()  # else the fork server would not end before them
     forkserver._forkserver._stop()
     multiprocessing.set_forkserver_preload([*worker_pool.PRELOADED, *worker_pool.PRELOADED_FOR_TEXTS])
     forkserver.ensure_running()
