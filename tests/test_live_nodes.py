@@ -49,17 +49,23 @@ def test_a_machine_that_is_lost_and_started_again(machines, plain):
     assert sizes == [1, 2]
 
 
-@NODES
-@pytest.mark.matrix  # tests/cluster shows it on a real cluster
-@pytest.mark.parametrize("machines", [2], indirect=True)
-def test_one_in_the_place_of_a_lost_machine_leaves(machines, plain):
-    """It has a job of its own: a signal to that, as by a preemption, is not one to the run."""
+def replaced(machines):
+    """The second machine is lost, and another one started in its place, as Slurm does -> the first, the other one."""
     first, second = machines.start(0), machines.start(1)
     wait_for_steps(machines.run, 2)
     kill(second)
     machines.wait_for_size(1)
     third = machines.start(1, node_rank=3)
     machines.wait_for_size(2)
+    return first, third
+
+
+@NODES
+@pytest.mark.matrix  # tests/cluster shows it on a real cluster
+@pytest.mark.parametrize("machines", [2], indirect=True)
+def test_one_in_the_place_of_a_lost_machine_leaves(machines, plain):
+    """It has a job of its own: a signal to that, as by a preemption, is not one to the run."""
+    first, third = replaced(machines)
     terminate(third)
     assert third.wait(30) == 0, machines.text()
     machines.wait_for_size(1, times=2)
@@ -75,12 +81,7 @@ def test_one_in_the_place_of_a_lost_machine_leaves(machines, plain):
 @pytest.mark.parametrize("machines", [2], indirect=True)
 def test_one_in_the_place_of_a_lost_machine_is_the_last(machines, plain):
     """Then a signal to it is one to the run, which saves and ends."""
-    first, second = machines.start(0), machines.start(1)
-    wait_for_steps(machines.run, 2)
-    kill(second)
-    machines.wait_for_size(1)
-    third = machines.start(1, node_rank=3)
-    machines.wait_for_size(2)
+    first, third = replaced(machines)
     kill(first)
     machines.wait_for_size(1, times=2)
     terminate(third)
