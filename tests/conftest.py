@@ -175,7 +175,7 @@ def pytest_collection_finish():
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """As many as cores, at most four, since tests start processes of their own; and one for the files that sleep."""
-    return min(psutil.cpu_count(logical=False) or 1, 4) + (config.option.markexpr != "matrix")  # it has none of them
+    return min(psutil.cpu_count(logical=False) or 1, 4) + (config.option.markexpr != "matrix")  # it has few of them
 
 
 class Sharing(LoadFileScheduling):

@@ -153,17 +153,19 @@ def test_plain_transformers_measures_the_same_on_the_export(folder, kind, monkey
     assert summary(folder, kind)["evaluation"]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_config_alone_starts_with_random_weights(folder, tmp_path):
+@pytest.mark.parametrize("other", ["fsdp", pytest.param("pipeline", marks=pytest.mark.matrix)])
+def test_a_config_alone_starts_with_random_weights(folder, tmp_path, other):
     """The same on every cluster, of the data's vocabulary, and without the special tokens of another tokenizer."""
     config_of("llama", pad_token_id=7, tie_word_embeddings=False).save_pretrained(tmp_path)
     own = ["model.from_config=true", f"model.name={tmp_path}", "data.tokenizer=bytes", *SETTINGS]
     found = {
-        variant: train(folder, f"new-{variant}", "llama.yaml", *own, *VARIANTS[variant]) for variant in ("one", "fsdp")
+        variant: train(folder, f"new-{other}-{variant}", "llama.yaml", *own, *VARIANTS[variant])
+        for variant in ("one", other)
     }
     assert len({each["digest"] for each in found.values()}) == 1
-    done = lockstep(folder, "export", "runs/new-fsdp")
+    done = lockstep(folder, "export", f"runs/new-{other}-{other}")
     assert done.returncode == 0, done.stdout + done.stderr
-    config = json.loads((folder / "runs" / "new-fsdp" / "export" / "config.json").read_text())
+    config = json.loads((folder / "runs" / f"new-{other}-{other}" / "export" / "config.json").read_text())
     assert config["vocab_size"] == 257
     assert [config.get(name) for name in causal_lm.SPECIAL] == [None] * 3
 

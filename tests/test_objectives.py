@@ -316,7 +316,8 @@ def metrics(spec):
 
 
 @pytest.mark.timeout(120)
-def test_early_stopping_by_a_users_metric_ends_at_the_same_step_everywhere(tmp_path):
+@pytest.mark.parametrize("worlds", [(1, 3), pytest.param((1, 2, 5), marks=pytest.mark.matrix)])
+def test_early_stopping_by_a_users_metric_ends_at_the_same_step_everywhere(tmp_path, worlds):
     (tmp_path / "patients.py").write_text(STOPPED)
     (tmp_path / "c.yaml").write_text(
         "data: {kind: user, file: patients.py}\nmodel: {kind: user, file: patients.py}\noptim: {lr: 0.05}\n"
@@ -324,7 +325,7 @@ def test_early_stopping_by_a_users_metric_ends_at_the_same_step_everywhere(tmp_p
         "checkpoint: {best: r2, keep: 1}\nobserve: {sinks: [jsonl]}\n"
     )
     found = []
-    for world in (1, 3):
+    for world in worlds:
         done = lockstep(tmp_path, "train", "c.yaml", f"launch.processes={world}", f"run.name=w{world}")
         assert done.returncode == 0, done.stdout + done.stderr
         run, told = tmp_path / "runs" / f"w{world}", summary(tmp_path, f"w{world}")

@@ -150,7 +150,13 @@ def test_every_diagram_is_drawn(browser, site, address):
 
 
 @in_browser
-@pytest.mark.parametrize("page", ["index", "lessons/02-processes", "reference/configuration"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        *("index", "lessons/02-processes", "reference/configuration"),
+        *(pytest.param(page, marks=pytest.mark.matrix) for page in ("overview", "coming-from")),
+    ],
+)
 def test_pages_fit_a_desk_and_a_phone(browser, address, page):
     browser.set_window_size(*WIDE)
     browser.get(f"{address}{page}.html")

@@ -223,7 +223,7 @@ def test_the_others_go_on_without_a_restart_where_a_machine_is_lost(slurm, tmp_p
     history = run.folder / "history.jsonl"
     run.until(lambda: "1 process joined" in history.read_text(), "its processes")
     subprocess.run(["scancel", f"--name=join-{run.job}"], env=slurm.environment, check=True)
-    run.until(lambda: history.read_text().count("1 process now") == 2, "the loss of its processes")
+    run.until(lambda: history.read_text().count("1 process now") >= 2, "the loss of its processes")
     (tmp_path / "slow").unlink()
     summary = run.finished()
     assert summary["digest"] == plain

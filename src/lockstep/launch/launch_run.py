@@ -119,7 +119,8 @@ def worker_modules(recipe: Recipe, arguments: Sequence[str]) -> tuple[str, ...]:
     task = arguments[arguments.index("--task") + 1] if "--task" in arguments else train
     kinds = {"data.sources": recipe.data, "models": recipe.model, "parallel.strategies": recipe.parallel}
     plugin = (plugins.implementation_name(family, section.kind) for family, section in kinds.items())
-    saves = () if recipe.launch.processes in (1, 2) else ("torch.distributed.checkpoint",)  # else each when it saves
+    # Each would import it when it first saves; one or two may, since their first step comes half a second sooner.
+    saves = () if recipe.launch.processes in (1, 2) else ("torch.distributed.checkpoint",)
     return ("lockstep.run.worker", f"lockstep.run.tasks.{task}", *plugin, *recipe.model.LIBRARIES, *saves)
 
 
