@@ -44,9 +44,9 @@ test-slurm: setup
 soak: setup
 	$(BIN)/python -m pytest -m soak -s
 
-# 375 random faults in runs with live recovery: prints how many of each kind in each phase.
+# 375 random faults in runs with live recovery, others with another SEED: prints how many of each kind in each phase.
 chaos: setup
-	$(BIN)/python -m pytest -m soak -s tests/test_live.py tests/test_live_replicas.py
+	CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -m soak -s tests/test_live.py tests/test_live_replicas.py
 
 # Fails where Lockstep is slower than a tuned hand-written loop: make bench-check DATA=FOLDER MODEL=MINILM
 bench-check: setup

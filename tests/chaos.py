@@ -48,7 +48,7 @@ class Chaos:
     """Of the newest order."""
 
     def __post_init__(self):
-        self.random = random.Random(self.seed)
+        self.random = random.Random(self.seed + 1000 * int(os.environ.get("CHAOS_SEED") or 0))
 
     @property
     def orders(self):

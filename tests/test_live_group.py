@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 
 from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.live_notes import NAME, PORT, SECRET, Formation, LiveNotes
+from lockstep.launch.elastic.live_notes import NAME, PORT, Formation, LiveNotes
 from lockstep.launch.elastic.store_server import StoreServer
 
 pytestmark = pytest.mark.timeout(120)
@@ -56,7 +56,10 @@ def place(tmp_path):
     """A store, and the variables of workers of a run that it belongs to."""
     store = StoreServer(socket.create_server(("127.0.0.1", 0)), timedelta(seconds=60))
     store.open_to(run_secret.create(tmp_path))
-    yield store, os.environ | {NAME: "0.0.1", PORT: str(store.port), SECRET: str(tmp_path), "OMP_NUM_THREADS": "1"}
+    yield (
+        store,
+        os.environ | {NAME: "0.0.1", PORT: str(store.port), run_secret.VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
     store.close()
 
 

@@ -186,10 +186,15 @@ def _refusal(codes: Sequence[Code]) -> str:
     return f"this would execute code that this user has not run before: read it, then add {OPTION}{listing}"
 
 
-def _record() -> Path:
-    """The file with a line for each known file of code: its sha256 and path."""
+def state_folder() -> Path:
+    """Where this user's records are kept."""
     if os.name == "nt":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:
         base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "lockstep" / "trusted"
+    return Path(base) / "lockstep"
+
+
+def _record() -> Path:
+    """The file with a line for each known file of code: its sha256 and path."""
+    return state_folder() / "trusted"

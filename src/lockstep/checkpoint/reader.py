@@ -94,12 +94,11 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    with raise_on_all_ranks() if dist.is_initialized() else nullcontext():
+    with raise_on_all_ranks() if dist.is_initialized() else nullcontext(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         _check_names_and_shapes(folder, tensors)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process, as intended
-        try:
-            dcp.load(tensors, storage_reader=_safe_reader()(folder), no_dist=not dist.is_initialized())
+        try:  # each rank plans by itself: DCP would unpickle what the others send
+            dcp.load(tensors, storage_reader=_safe_reader()(folder), no_dist=True)
         except CheckpointException as error:
             reasons = [f"{type(reason).__name__}: {reason}".splitlines()[0] for reason, _ in error.failures.values()]
             raise DamagedError(f"{folder} cannot be read: {reasons[0]}") from None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of, read_manif
 from lockstep.checkpoint.row_chunks import in_row_chunks
 from lockstep.checkpoint.verify import problem
 from lockstep.checkpoint.weights import MODEL
-from lockstep.core.distributed.collectives import all_gather_object, broadcast_object
+from lockstep.core.distributed.collectives import broadcast_object, gather_object
 from lockstep.core.distributed.process_group import further_group
 from lockstep.core.modules.dtensors import local_tensor, sharded_like
 from lockstep.core.numerics.digest import digest_of, world_lines
@@ -145,20 +145,11 @@ class Writer:
         self, copies: dict[str, Tensor], weights: dict[str, Tensor], manifest: Manifest
     ) -> tuple[Path, str | None]:
         """Write in the thread, on all ranks: folder, and what went wrong. `weights`: those of the digest."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
-
         final, is_main = folder_of(self.root, manifest.step), dist.get_rank() == 0
         temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
         temporary, failure = broadcast_object((temporary, self._make_root() if is_main else None), self.group)
         if failure is None:
-            try:
-                target = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)  # copied already
-                chunks = {name: in_row_chunks(copy) for name, copy in copies.items()}
-                dcp.save(chunks, storage_writer=target, process_group=self.group)
-                failure = self._complete(temporary, weights, manifest)
-            except CheckpointException as error:
-                failure = self._reasons(error)
+            failure = self._complete(_written(temporary, copies), weights, manifest)
         if failure is not None and is_main:
             shutil.rmtree(temporary, ignore_errors=True)
         return final, failure
@@ -171,10 +162,6 @@ class Writer:
             return str(error)
         return None
 
-    def _reasons(self, error: Any) -> str:
-        """What went wrong on which rank, in one line: torch's own message does not show a full disk."""
-        return self._with_free_space("; ".join(_reason(reason, rank) for rank, (reason, _) in error.failures.items()))
-
     def _with_free_space(self, reasons: str) -> str:
         """Add the free disk space, if the folder exists."""
         try:
@@ -182,31 +169,72 @@ class Writer:
         except OSError:
             return reasons
 
-    def _complete(self, temporary: Path, weights: dict[str, Tensor], manifest: Manifest) -> str | None:
-        """Hash what each rank has written; then rank 0 writes the manifest and renames. Returns what went wrong."""
-        rank, hashes, failure = dist.get_rank(), {}, None
-        try:
-            hashes = _hashes(temporary, f"__{rank}_*", *([".metadata"] if rank == 0 else []))
-        except OSError as error:
-            failure = _reason(error, rank)
-        lines, everyone = world_lines(weights, self.group), all_gather_object((hashes, failure), self.group)
-        failures = [failure for _, failure in everyone if failure]
-        if not failures and rank == 0:
-            files = sorted(item for hashes, _ in everyone for item in hashes.items())
-            complete = replace(manifest, digest=digest_of(lines), files=dict(files))
-            final = folder_of(self.root, manifest.step)
-            with self._publishing:
-                try:
-                    if self._is_cancelled:
-                        failures = ["it was cancelled"]
-                    else:
-                        _publish(temporary, final, complete)
-                except OSError as error:
-                    failures = [_reason(error, rank)]
-            if not failures:
-                with suppress(OSError):  # the next save tries again to delete old ones
-                    self.saved(final)
+    def _complete(self, share: "Share", weights: dict[str, Tensor], manifest: Manifest) -> str | None:
+        """Tell rank 0 what each rank has written, which then writes metadata and manifest, and renames. Returns what
+        went wrong."""
+        lines, everyone = world_lines(weights, self.group), gather_object(share, self.group)
+        failures = [each.failure for each in everyone or () if each.failure]
+        if everyone and not failures:
+            try:
+                files = sorted(item for each in everyone for item in each.hashes.items())
+                files += _hashes(_with_metadata(share.folder, everyone), ".metadata").items()
+                complete = replace(manifest, digest=digest_of(lines), files=dict(files))
+                failures = self._publish(share.folder, complete)
+            except OSError as error:
+                failures = [_reason(error, 0)]
         return broadcast_object(self._with_free_space("; ".join(failures)) if failures else None, self.group)
+
+    def _publish(self, temporary: Path, manifest: Manifest) -> list[str]:
+        """Give a complete checkpoint its name, unless the save was cancelled: what went wrong. Raises OSError."""
+        final = folder_of(self.root, manifest.step)
+        with self._publishing:
+            if self._is_cancelled:
+                return ["it was cancelled"]
+            _publish(temporary, final, manifest)
+        with suppress(OSError):  # the next save tries again to delete old ones
+            self.saved(final)
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank has written."""
+
+    folder: Path
+    plan: Any = None
+    """dcp.SavePlan, and of what it has written:"""
+    results: Any = None
+    """list[dcp.storage.WriteResult]"""
+    hashes: dict[str, tuple[int, str]] = field(default_factory=dict)
+    failure: str | None = None
+
+
+def _written(folder: Path, copies: dict[str, Tensor]) -> Share:
+    """Write this rank's share through DCP. Not by dcp.save, which unpickles what other processes send; each rank plans
+    by itself, since no two write the same."""
+    import torch.distributed.checkpoint as dcp
+
+    rank = dist.get_rank()
+    try:
+        target = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)  # copied already
+        planner = dcp.DefaultSavePlanner()
+        planner.set_up_planner({name: in_row_chunks(copy) for name, copy in copies.items()}, is_coordinator=rank == 0)
+        target.set_up_storage_writer(rank == 0)
+        local = target.prepare_local_plan(planner.create_local_plan())
+        plan = target.prepare_global_plan([local] * (rank + 1))[rank]  # names its files after the rank
+        results = target.write_data(planner.finish_plan(plan), planner).wait()
+        return Share(folder=folder, plan=plan, results=results, hashes=_hashes(folder, f"__{rank}_*"))
+    except Exception as error:  # DCP's threads raise many kinds for a full disk
+        return Share(folder=folder, failure=_reason(error, rank))
+
+
+def _with_metadata(folder: Path, shares: Sequence[Share]) -> Path:
+    """The folder, once it has DCP's metadata of all shares. Raises OSError."""
+    import torch.distributed.checkpoint as dcp
+
+    _, metadata = dcp.DefaultSavePlanner().create_global_plan([share.plan for share in shares])
+    dcp.FileSystemWriter(folder, sync_files=True).finish(metadata, [share.results for share in shares])
+    return folder
 
 
 def _empty_copy(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from lockstep.base.model_contracts import MicroBatch
+from lockstep.core.distributed.collectives import receive_object, send_object
 from lockstep.core.host.activity import progress, waiting_in
 from lockstep.core.host.phases import phase
 from lockstep.core.modules.outputs import tensors
@@ -123,6 +124,14 @@ class SeededStage(PipelineStage):
         self.args_recv_info.pop(bwd_chunk_id, None)
         self.grad_recv_info.pop(bwd_chunk_id, None)
         progress()
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        """As PipelineStage, without pickle."""
+        send_object(meta, self.stage_index_to_group_rank[dst_stage], self.group)
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        """As PipelineStage, without pickle."""
+        return receive_object(self.stage_index_to_group_rank[src_stage], self.group)
 
     def _layouts(self, number: int, block: int) -> list[TensorLayout]:
         """The layouts of what is sent before a block, for a micro-batch."""

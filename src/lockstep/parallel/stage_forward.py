@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.model_contracts import Batch, Outputs
+from lockstep.core.distributed.collectives import receive_object, send_object
 from lockstep.core.host.activity import waiting_in
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import moved
@@ -88,10 +89,8 @@ class StageForward:
 
     def _sent_object(self, value: Any, source: int, target: int) -> Any:
         """Send an object from one rank to another; both call it."""
-        box = [value]
         if self.group.rank() == source:
-            dist.send_object_list(box, group=self.group, group_dst=target)
-        else:
-            with waiting_in(f"the stage on rank {source}"):
-                dist.recv_object_list(box, group=self.group, group_src=source)
-        return box[0]
+            send_object(value, target, self.group)
+            return value
+        with waiting_in(f"the stage on rank {source}"):
+            return receive_object(source, self.group)

@@ -207,6 +207,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return _with_defaults(config.load(Recipe, path, overrides, check=contradictions))
 
 
+def parse(text: str, *, file: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a config in memory; `file` names it in messages. Raises ConfigError."""
+    return _with_defaults(config.parse(Recipe, text, file=file, overrides=overrides, check=contradictions))
+
+
 def run_folder_overrides(run: Path) -> list[str]:
     """Overrides that make a recipe stand for the run in this folder, an absolute path."""
     settings = {"run.dir": str(run.parent), "run.name": run.name}
@@ -220,7 +225,7 @@ def of_sections(sections: Mapping[str, Any], overrides: Sequence[str] = ()) -> R
     except (TypeError, ValueError) as error:
         raise ConfigError(f"a config holds numbers, texts, lists and sections: {error}") from None
     try:
-        return _with_defaults(config.parse(Recipe, text, file="config", overrides=overrides, check=contradictions))
+        return parse(text, file="config", overrides=overrides)
     except ConfigError as error:
         raise ConfigError(re.sub(r"^config:1: ", "config: ", str(error), flags=re.MULTILINE)) from None
 

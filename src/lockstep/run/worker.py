@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lockstep.base import closed_output, plugins, trust, user_code
+from lockstep.base import closed_output, config, plugins, trust, user_code
 from lockstep.base.errors import LockstepError, PeerLost, few, printable
 from lockstep.base.world import World
 from lockstep.checkpoint.writer import THREAD
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
                     timeout = recipe.launch.collective_timeout_seconds
                     stack.enter_context(process_group.opened(world, process_group.device_of(world), timeout))
                     stack.enter_context(reported_once(sys.stderr))  # an error that all ranks share
-                    recipe = broadcast_object(recipe)
+                    recipe = of_main_rank(recipe, options)
                 task = kind.build(recipe, world, signals, request=options.request, began=options.began)
                 stack.enter_context(closing(task))
                 stack.enter_context(task.watching())
@@ -100,6 +100,17 @@ def main(argv: list[str]) -> int:
                 traceback.print_exc()
             return 1
     return 0
+
+
+def of_main_rank(recipe: recipes.Recipe, options: argparse.Namespace) -> recipes.Recipe:
+    """Rank 0's recipe, for this rank: the name of the run may come of the time. Raises UntrustedCode."""
+    own = config.dump(recipe)
+    text = broadcast_object(own)
+    if text == own:
+        return recipe
+    recipe = recipes.parse(text, file=str(options.config))
+    authorize(recipe, options)
+    return recipe
 
 
 def authorize(recipe: recipes.Recipe, options: argparse.Namespace) -> None:

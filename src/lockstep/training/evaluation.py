@@ -237,7 +237,7 @@ def _evaluate_round(arriving: Iterator[MicroBatch], totals: SplitTotals) -> None
             micro_batch = next(arriving)
         outputs = _forward(target, micro_batch)
         own, error = _attempt(lambda: measure(micro_batch, outputs))
-    gathered = gather_object((own, error))
+    gathered, error = _attempt(lambda: gather_object((own, error)))
     if gathered is not None:
         error = next((error for _, error in gathered if error is not None), None)
         if error is None:

@@ -9,18 +9,26 @@ import torch
 import torch.distributed as dist
 
 from lockstep.base.errors import LockstepError
-from lockstep.core.distributed.process_group import further_group, timeout
+from lockstep.core.distributed.messages import decode, encode
+from lockstep.core.distributed.process_group import further_group
 from lockstep.core.host.activity import waiting_in
 
 T = TypeVar("T")
 
 
 def broadcast_object(value: T, group: dist.ProcessGroup | None = None, *, source: int = 0) -> T:
-    """Broadcast the value of one rank of a group: for decisions that must not differ, such as those by a clock."""
-    values = [value]
+    """Broadcast the value of one rank of a group: for decisions that must not differ, such as those by a clock. Raises
+    ModelError on all ranks for a value that messages.py has no form for."""
     with waiting_in(f"a decision of rank {source}"):
-        dist.broadcast_object_list(values, group_src=source, group=group, device=torch.device("cpu"))
-    return values[0]
+        if dist.get_world_size(group) == 1:
+            return value
+        own = encode(value) if dist.get_rank(group) == source else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([len(own)])
+        dist.broadcast(size, group_src=source, group=group)
+        message = own if len(own) else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(message, group_src=source, group=group)
+    received: T = decode(message)
+    return received
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
@@ -33,21 +41,49 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, on every rank, by rank."""
-    values: list[Any] = [None] * dist.get_world_size()
+    """Every rank's value, on every rank, by rank. Raises ModelError on all ranks, as `broadcast_object` does."""
     with waiting_in("an all-gather of objects"):
-        dist.all_gather_object(values, value, group=group)
-    return values
+        message, sizes = _padded(value, group)
+        messages = [torch.empty_like(message) for _ in sizes]
+        dist.all_gather(messages, message, group=group)
+    return [decode(each[:size]) for each, size in zip(messages, sizes, strict=True)]
 
 
-def gather_object(value: T) -> list[T] | None:
-    """Every rank's value, by rank, on rank 0; None on the others."""
-    if dist.get_world_size() == 1:
+def gather_object(value: Any, group: dist.ProcessGroup | None = None, *, to: int = 0) -> list[Any] | None:
+    """Every rank's value, by rank, on one rank of a group; None on the others. Raises ModelError there, as
+    `broadcast_object` does."""
+    if dist.get_world_size(group) == 1:
         return [value]
-    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    with waiting_in("a gather of objects to rank 0"):
-        dist.gather_object(value, values, dst=0)
-    return values
+    with waiting_in(f"a gather of objects to rank {to}"):
+        message, sizes = _padded(value, group)
+        messages = [torch.empty_like(message) for _ in sizes] if dist.get_rank(group) == to else None
+        dist.gather(message, messages, group_dst=to, group=group)
+    return None if messages is None else [decode(each[:size]) for each, size in zip(messages, sizes, strict=True)]
+
+
+def send_object(value: Any, rank: int, group: dist.ProcessGroup | None) -> None:
+    """Send a value to a rank of a group, which calls `receive_object`."""
+    message = encode(value)
+    dist.send(torch.tensor([len(message)]), group_dst=rank, group=group)
+    dist.send(message, group_dst=rank, group=group)
+
+
+def receive_object(rank: int, group: dist.ProcessGroup | None) -> Any:
+    """Receive what a rank of a group sends by `send_object`. Raises ModelError, as `broadcast_object` does."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, group_src=rank, group=group)
+    message = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(message, group_src=rank, group=group)
+    return decode(message)
+
+
+def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, list[int]]:
+    """The value's message, padded to the longest of the group, and the length of each rank's."""
+    message = encode(value)
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+    dist.all_gather(list(sizes.split(1)), torch.tensor([len(message)]), group=group)
+    lengths = [int(size) for size in sizes]
+    return torch.nn.functional.pad(message, (0, max(lengths) - len(message))), lengths
 
 
 @contextmanager
@@ -147,7 +183,7 @@ class Agreement:
     while step s+1 runs, and read by all ranks before step s+2."""
 
     def __init__(self, flags: int) -> None:
-        self.group = further_group(timeout())
+        self.group = further_group()
         self.flags = torch.zeros(flags, dtype=torch.int64)
         self.work: dist.Work | None = None
 

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.base.world import World
-from lockstep.core.distributed.group_connections import GroupConnections
+from lockstep.core.distributed.group_attempts import CONNECT_SECONDS
+from lockstep.core.distributed.group_connections import shut_down_connections
 from lockstep.core.distributed.peer_proof import authenticate
-from lockstep.core.distributed.process_group import CONNECT_SECONDS, is_lost_peer, world_group
+from lockstep.core.distributed.process_group import is_lost_peer, meetings, world_group
 from lockstep.core.host import activity
 from lockstep.launch.elastic.live_notes import (
     JOINS,
@@ -45,19 +46,13 @@ class LiveGroup:
         """The process group is open: that of the first formation, or of this process alone, which `joins` a run in
         progress. `timeout_seconds`: of collectives."""
         self.name, self.joins, self.timeout_seconds = name, joins, timeout_seconds
-        self.connections = GroupConnections()
-        self.connections.spared.clear()  # the group is open already
-        with self.connections.sparing():
-            self.notes, self._watched = LiveNotes.from_environment(), LiveNotes.from_environment()
+        self.notes, self._watched = LiveNotes.from_environment(), LiveNotes.from_environment()
         newest = self.notes.formation()
         self.formation = replace(newest, generation=0, members=(name,)) if joins else newest
         self._newest = newest
         """That the watching thread has seen."""
         self.part = None if joins and newest.replica_size > 1 else self.formation.part_of(name)
         """Of the training state, that this worker holds or is prepared for."""
-        self._stores: list[dist.Store] = []
-        """In which the present group was opened, and earlier ones; kept, since C++ does not keep their Python objects,
-        and the thread that watches for hangs may still use those of the last group."""
         self._untold: list[str] = []
         """What became of members of formations since the last one that trained."""
         self.failed_attempts = 0
@@ -97,7 +92,7 @@ class LiveGroup:
     def leave(self) -> None:
         """Give up the present group, which `release` has to follow."""
         self._has_left.set()
-        self.connections.shut_down()
+        _shut_down()
         if dist.is_initialized():
             self._left += dist.distributed_c10d._world.pg_map
             dist.destroy_process_group()
@@ -109,7 +104,7 @@ class LiveGroup:
         whoever frees its group, until the timeout.
         """
         left, self._left = self._left, []
-        del self._stores[:-2]
+        del meetings[:-2]
         gc.collect()  # of what refers to them
         threading.Thread(target=left.clear, name="groups that were left", daemon=True).start()
 
@@ -182,7 +177,6 @@ class LiveGroup:
             self._has_left.clear()
             self.is_wanted, self.formation = False, newest
             self._untold += newest.losses
-            self.connections = GroupConnections()
             self._compare(self._newest)  # the other thread may have seen already that it is broken
         return position
 
@@ -194,8 +188,8 @@ class LiveGroup:
         if world.size == 1:
             self.open_alone()
             return
-        self._stores.append(store_at(Endpoint.parse(self.formation.meeting), timeout=connect))
-        store = dist.PrefixStore(f"formation-{self.formation.generation}", self._stores[-1])
+        meetings.append(store_at(Endpoint.parse(self.formation.meeting), timeout=connect))
+        store = dist.PrefixStore(f"formation-{self.formation.generation}", meetings[-1])
         with self._moving:
             if self._lost.is_set():  # before there was a client of the store to shut down
                 raise PeerLost("a member was lost before the group was opened")
@@ -227,7 +221,7 @@ class LiveGroup:
         is_over = newest.generation > own or (newest.generation == own and newest.is_broken)
         if own and is_over and not self._lost.is_set():
             self._lost.set()
-            self.connections.shut_down()
+            _shut_down()
             threading.Thread(target=self._end_if_stuck, args=(own,), name="stuck", daemon=True).start()
 
     def _end_if_stuck(self, generation: int) -> None:
@@ -240,3 +234,10 @@ class LiveGroup:
                 sys.stderr.flush()
                 os.kill(os.getpid(), signal.SIGKILL)
             before = waits
+
+
+def _shut_down() -> None:
+    """Wake whoever waits in the present group, or for the address of a process that will not come."""
+    shut_down_connections()
+    for meeting in meetings[-1:]:
+        meeting.shut_down()

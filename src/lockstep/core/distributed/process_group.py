@@ -2,7 +2,7 @@
 
 import atexit
 import os
-import platform
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,30 +11,40 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lockstep.base.errors import LaunchError, PeerLost
+from lockstep.base.errors import LaunchError
 from lockstep.base.world import World
+from lockstep.core.distributed.group_attempts import INTERFACES, Attempts
 from lockstep.core.distributed.peer_proof import authenticate
-from lockstep.launch.elastic.live_notes import is_live_worker, secret_of_run, store_at
+from lockstep.launch.elastic import run_secret
+from lockstep.launch.elastic.environment import RUN_ID
+from lockstep.launch.elastic.live_notes import is_live_worker
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, interface_to
+from lockstep.launch.elastic.store_client import StoreClient, connected
 
 TIMEOUT_SECONDS = 1800.0
 """Of a collective, unless launch.collective_timeout_seconds says otherwise; data is prepared before the first one."""
-CONNECT_SECONDS = 5.0
-"""With live recovery, how long processes may take to connect to each other once all are there."""
 TIMED_OUT = (
     "ms for recv operation to complete",
     "ms for send operation to complete",
     "Application timeout caused pair closure",
 )
-NOT_CONNECTED = "connectFullMesh failed"
-"""Of Gloo, when the processes have met but cannot open connections to each other."""
 LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "NCCL communicator was aborted",
 )
+
+
+UNPROVEN = (
+    "the processes of this run do not prove to each other that they belong to it: whoever reaches their ports could "
+    f"take part. Set {run_secret.VARIABLE} to a folder of yours on all machines (docs/launching.md)"
+)
+meetings: list[StoreClient] = []
+"""Connections to the stores in which the present group was opened, and earlier ones; kept, since C++ does not keep
+their Python objects, and the thread that watches for hangs may still use those of the last group."""
 
 
 def device_of(world: World) -> torch.device:
@@ -81,43 +91,49 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def timeout() -> timedelta:
-    """The timeout of the default process group, which groups of their own are to share."""
+def _timeout() -> timedelta:
+    """The timeout of the default process group, which groups of their own share."""
     options = world_group()._get_backend(torch.device("cpu")).options
     return options._timeout
 
 
-def further_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Another Gloo group of all ranks. Collective.
+def further_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Another Gloo group of all ranks, with a timeout other than the default group's. Collective; raises as `own_group`
+    does."""
+    return own_group([range(dist.get_world_size())], backend="gloo", timeout=timeout)
 
-    With live recovery, raises PeerLost where a rank is lost before all are connected. Nothing wakes those that wait for
-    its connection but the timeout: hence a short one, which begins when all are there.
+
+def own_group(
+    partition: Sequence[Sequence[int]], *, backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """This rank's one of several groups that divide all ranks; its members prove to belong to the run. Collective.
+
+    `backend`: by default, those of the default group. With live recovery, raises PeerLost where a rank is lost before
+    all are connected; else LaunchError where they cannot connect. Nothing wakes those that wait for a connection but
+    the timeout: hence a short one, which begins when all are there.
     """
-    if not is_live_worker() or dist.get_world_size() == 1:
-        return dist.new_group(backend="gloo", timeout=timeout)
-    return _among_live([list(range(dist.get_world_size()))], timeout)
+    timeout = timeout or _timeout()
+    is_alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
+    secret = None if is_alone else run_secret.of_process(World.from_environment())
+
+    def open_own(short: timedelta) -> dist.ProcessGroup:
+        groups = [dist.new_group(list(ranks), backend=backend, timeout=short) for ranks in partition]
+        return next(g for ranks, g in zip(partition, groups, strict=True) if dist.get_rank() in ranks)
+
+    if secret is None:
+        return open_own(timeout)
+    store = dist.distributed_c10d._get_default_store()
+    attempts = Attempts(store, secret, rank=dist.get_rank(), size=dist.get_world_size())
+    return (attempts.once if is_live_worker() else attempts.until_proven)(open_own, timeout)
 
 
-def own_group(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """This rank's one of several Gloo groups that divide all ranks, with live recovery. Collective; raises as
-    `further_group` does."""
-    return _among_live(partition, timeout())
-
-
-def _among_live(partition: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """Open the groups of a partition of all ranks -> this rank's one, once its members have proved who they are."""
-    dist.all_reduce(torch.zeros(1))
-    try:
-        short = timedelta(seconds=CONNECT_SECONDS)
-        groups = [dist.new_group(list(ranks), backend="gloo", timeout=short) for ranks in partition]
-    except RuntimeError as error:
-        if NOT_CONNECTED not in str(error) and not isinstance(error, dist.DistStoreError):
-            raise
-        raise PeerLost("a process was lost while another group was opened") from None
-    (group,) = (group for ranks, group in zip(partition, groups, strict=True) if dist.get_rank() in ranks)
-    authenticate(group, secret_of_run())
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
-    return group
+def open_mesh(device: str, sizes: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
+    """A mesh of all ranks. Collective; raises as `own_group` does."""
+    if dist.get_backend() == "fake":
+        return init_device_mesh(device, sizes, mesh_dim_names=names)
+    ranks = torch.arange(dist.get_world_size()).view(sizes)
+    groups = [own_group(each.tolist()) for each in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
 
 @contextmanager
@@ -149,11 +165,10 @@ def joined() -> World:
         )
     rank, size = dist.get_rank(), dist.get_world_size()
     if (world.rank, world.size) == (rank, size):
+        if size > 1 and (secret := run_secret.of_process(world)):
+            authenticate(world_group(), secret)
         return world
     return World(rank=rank, size=size, local_rank=rank, local_size=size)
-
-
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @contextmanager
@@ -170,35 +185,41 @@ def on_loopback(*, is_single_node: bool) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _not_connected(world: World, reason: str) -> LaunchError:
-    interface = os.environ.get(INTERFACES[0])
-    through = f"the network interface {interface}" if interface else "the network"
-    return LaunchError(
-        f"rank {world.rank} on {platform.node()} cannot connect to another process through {through} "
-        f"({reason.rpartition('] ')[2]}): set launch.interface to one by which the machines reach each other, and let "
-        "them connect to any port of each other (LS-NET-05)",
-        code="LS-NET-05",
-    )
+def _open(world: World, device: torch.device, timeout: timedelta) -> None:
+    """Open the default group of several processes. Raises LaunchError."""
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if (secret := run_secret.of_process(world)) is None:
+        if world.is_main:
+            sys.stderr.write(f"{UNPROVEN}\n")
+        dist.init_process_group(backend, timeout=timeout, rank=world.rank, world_size=world.size)
+        return
+    store = _meeting(world, secret, timeout)
+
+    def open_default(short: timedelta) -> dist.ProcessGroup:
+        own = dist.PrefixStore(f"default-{attempts.number}", store)
+        dist.init_process_group(backend, store=own, timeout=short, rank=world.rank, world_size=world.size)
+        return world_group()
+
+    attempts = Attempts(store, secret, rank=world.rank, size=world.size)
+    attempts.until_proven(open_default, timeout)
+
+
+def _meeting(world: World, secret: bytes, timeout: timedelta) -> dist.Store:
+    """Where the processes find each other: the store of Lockstep's launcher, or of another such as torchrun, to which
+    anybody can write."""
+    if os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID:
+        meetings.append(connected(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), secret, timeout=timeout))
+        return meetings[-1]
+    store, *_ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+    return store
 
 
 @contextmanager
 def _initialized(world: World, device: torch.device, timeout: timedelta) -> Iterator[None]:
     if world.size > 1:
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        store, is_live = None, is_live_worker()
-        if is_live:
-            meeting = Endpoint(host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]))
-            store = store_at(meeting, timeout=timeout)
-        try:
-            dist.init_process_group(backend, store=store, timeout=timeout, rank=world.rank, world_size=world.size)
-        except RuntimeError as error:
-            if NOT_CONNECTED not in str(error):
-                raise
-            raise _not_connected(world, str(error)) from None
-        if is_live:
-            authenticate(world_group(), secret_of_run())
+        _open(world, device, timeout)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), timeout=timeout, rank=0, world_size=1)
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lockstep.core.distributed.collectives import all_gather_object
-from lockstep.core.distributed.process_group import timeout
+from lockstep.core.distributed.process_group import own_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,10 @@ def topology(machine: str) -> Topology | None:
     width = len(machines[0])
     if width == 1 or any(len(ranks) != width for ranks in machines):
         return None
+    row_group = own_group(machines, backend="gloo")
+    column_group = own_group([*zip(*machines, strict=True)], backend="gloo")
     rank = dist.get_rank()
-    row_group, _ = dist.new_subgroups_by_enumeration(
-        [list(ranks) for ranks in machines], timeout=timeout(), backend="gloo"
-    )
-    column_group, _ = dist.new_subgroups_by_enumeration(
-        [list(ranks) for ranks in zip(*machines, strict=True)], timeout=timeout(), backend="gloo"
-    )
     column = next(ranks.index(rank) for ranks in machines if rank in ranks)
-    assert row_group is not None and column_group is not None
     return Topology(machines=machines, column=column, row_group=row_group, column_group=column_group)
 
 

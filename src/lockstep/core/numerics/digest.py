@@ -2,13 +2,13 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.core.distributed.collectives import all_gather_object
+from lockstep.core.distributed.collectives import all_gather_object, gather_object
 from lockstep.core.modules.dtensors import global_offset, is_dtensor
 from lockstep.core.numerics.tensor_bytes import bytes_of
 
@@ -50,9 +50,8 @@ def gathered(tensor: "DTensor | None", rank: int, group: dist.ProcessGroup) -> T
 
     Not DTensor.full_tensor(), which needs a shard on every rank and puts the full tensor on all of them.
     """
-    box: list[Any] | None = [None] * group.size() if group.rank() == rank else None
-    own = None if tensor is None else (tensor.shape, global_offset(tensor), tensor.to_local().detach().cpu())
-    dist.gather_object(own, box, group=group, group_dst=rank)
+    own = None if tensor is None else (tensor.shape, global_offset(tensor), tensor.to_local())
+    box = gather_object(own, group, to=rank)
     if box is None:
         return None
     shards = [shard for shard in box if shard is not None]

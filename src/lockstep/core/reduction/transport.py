@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.distributed.collectives import all_gather_object
-from lockstep.core.distributed.process_group import further_group, timeout, world_group
+from lockstep.core.distributed.process_group import further_group, world_group
 from lockstep.core.distributed.topology import Topology, this_machine, topology
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
@@ -160,5 +160,5 @@ def transport(device: torch.device) -> NetworkTransport:
     """
     if device.type == "cuda" or dist.get_world_size() == 1:
         return NetworkTransport(world_group())
-    group, neighbours = further_group(timeout()), topology(this_machine())
+    group, neighbours = further_group(), topology(this_machine())
     return SharedMemoryTransport(group, neighbours) if neighbours else NetworkTransport(group)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
@@ -18,11 +18,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep.base import ctrl_c
+from lockstep.launch.elastic import run_secret
+from lockstep.launch.elastic.environment import RUN_ID
 from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
 from lockstep.launch.elastic.fork_server import SIGNALS, ForkServer
 from lockstep.launch.elastic.membership import Membership
 from lockstep.launch.elastic.rendezvous import STORE_TIMEOUT
 from lockstep.launch.elastic.stopped_workers import StoppedWorkers
+from lockstep.launch.elastic.store_client import StoreClient, connected
 
 EXIT_BARRIER_SECONDS = 1
 """The agents need not wait for each other's exit: the leader waits for all outcomes."""
@@ -53,6 +56,8 @@ class Rendezvous(RendezvousHandler):
 
     def __init__(self, membership: Membership, round_end: Callable[[], RoundEnded | None]) -> None:
         self.membership, self.round_end = membership, round_end
+        self.store: StoreClient | None = None
+        """Kept, since C++ does not keep the Python object."""
         self._other_children = set(psutil.Process().children(recursive=True))
 
     def get_backend(self) -> str:
@@ -65,9 +70,10 @@ class Rendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         host, state = self.membership.endpoint.host, self.membership.round
-        store = TCPStore(host, state.plan["port"], timeout=STORE_TIMEOUT)
+        secret = run_secret.read(Path(os.environ[run_secret.VARIABLE]))
+        self.store = connected(host, state.plan["port"], secret, timeout=STORE_TIMEOUT)
         return RendezvousInfo(
-            store=PrefixStore("agents", store),
+            store=PrefixStore("agents", self.store),
             rank=list(state.members).index(self.membership.index),
             world_size=len(state.members),
             bootstrap_store_info=RendezvousStoreInfo(master_addr=host, master_port=state.plan["port"]),
@@ -89,7 +95,7 @@ class Rendezvous(RendezvousHandler):
 
     def get_run_id(self) -> str:
         """The run's name in logs and in TORCHELASTIC_RUN_ID."""
-        return "lockstep"
+        return RUN_ID
 
     def shutdown(self) -> bool:
         """Nothing to do: the next round has a store of its own."""

@@ -7,14 +7,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from torch.distributed import TCPStore
-
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.launch.elastic import run_secret
 from lockstep.launch.elastic.failure import VERDICT, Failure, node_failure
 from lockstep.launch.elastic.live_notes import Formation
 from lockstep.launch.elastic.membership import Membership, RoundState
-from lockstep.launch.elastic.rendezvous import serve_store, serve_torch_store
+from lockstep.launch.elastic.rendezvous import serve_store
 from lockstep.launch.elastic.store_server import StoreServer
 
 FAILED_SECONDS = 15.0
@@ -32,7 +30,7 @@ class Leader:
         """`process_multiple`: see Plan."""
         self.membership, self.section, self.logs = membership, membership.section, logs
         self.is_live, self.process_multiple = is_live, process_multiple
-        self.store: TCPStore | StoreServer | None = None
+        self.store: StoreServer | None = None
         """Of the round, in which its processes find each other."""
         self.restarts, self.restarts_without_progress, self.max_processes = 0, 0, 0
         self.last_signature = ""
@@ -66,15 +64,12 @@ class Leader:
             number=number, members=tuple(members), plan=plan, end_reason="", is_graceful=False, formation=None
         )
 
-    def _serve_round(self) -> TCPStore | StoreServer:
+    def _serve_round(self) -> StoreServer:
         """A new store: the last one has addresses of the dead."""
-        if isinstance(self.store, StoreServer):
+        if self.store is not None:
             self.store.close()
         endpoint = replace(self.membership.endpoint, port=0)
-        if self.is_live:
-            self.store = serve_store(endpoint).open_to(run_secret.create(self.logs.parent))
-        else:
-            self.store = serve_torch_store(endpoint)
+        self.store = serve_store(endpoint).open_to(run_secret.create(self.logs.parent))
         return self.store
 
     def _rendezvous(self) -> list[int]:

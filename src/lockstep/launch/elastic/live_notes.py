@@ -25,8 +25,6 @@ NAME, JOINS, TERMINAL = "LOCKSTEP_LIVE", "LOCKSTEP_LIVE_JOINS", "LOCKSTEP_LIVE_T
 """Variables of a worker: its name; whether it joins a run in progress; descriptors of the launcher's terminal."""
 PORT = "LOCKSTEP_LIVE_PORT"
 """Variable of a worker: the port of its machine's store."""
-SECRET = "LOCKSTEP_LIVE_SECRET"
-"""Variable of a worker: the folder that has the run's secret."""
 SHIELDED = "LOCKSTEP_LIVE_SHIELDED"
 """Variable of a worker: whether only SHIELDED_STOP asks it to stop. Its machine has a scheduler's job of its own, whose
 end is not the run's, and a scheduler signals all processes of a job."""
@@ -192,7 +190,7 @@ def store_at(endpoint: Endpoint, *, timeout: timedelta) -> StoreClient:
 
 def secret_of_run() -> bytes:
     """For one of its workers."""
-    return run_secret.read(Path(os.environ[SECRET]))
+    return run_secret.read(Path(os.environ[run_secret.VARIABLE]))
 
 
 def take_terminal() -> None:

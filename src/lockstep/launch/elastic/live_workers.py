@@ -17,14 +17,13 @@ from lockstep.base import ctrl_c, storage
 from lockstep.base.lifetime import Started
 from lockstep.launch.elastic import run_secret
 from lockstep.launch.elastic.agent import WorkerGroupStart
-from lockstep.launch.elastic.environment import CPP_LOG_LEVEL
+from lockstep.launch.elastic.environment import CPP_LOG_LEVEL, RUN_ID
 from lockstep.launch.elastic.failure import Failure, death, failure_of, oom_kills
 from lockstep.launch.elastic.fork_server import WorkerStart
 from lockstep.launch.elastic.live_notes import (
     JOINS,
     NAME,
     PORT,
-    SECRET,
     SHIELDED,
     SHIELDED_STOP,
     TERMINAL,
@@ -91,8 +90,7 @@ class LiveWorkers:
     def __init__(self, start: WorkerGroupStart, place: MachinePlace, section: LaunchSection) -> None:
         self.start, self.place, self.section = start, place, section
         processes = start.processes + section.spare_processes
-        self.secret_folder = start.logs.parent
-        self.store = serve_store(Endpoint(host=LOOPBACK, port=0)).open_to(run_secret.create(self.secret_folder))
+        self.store = serve_store(Endpoint(host=LOOPBACK, port=0)).open_to(run_secret.create(start.logs.parent))
         self.notes = LiveNotes(self.store)
         self.slots = [Slot(is_spare=number >= start.processes) for number in range(processes)]
         self.running: dict[str, LiveWorker] = {}
@@ -313,13 +311,12 @@ class LiveWorkers:
             **dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), ranks, strict=True)),
             "MASTER_ADDR": place.host,
             "MASTER_PORT": str(place.port),
-            "TORCHELASTIC_RUN_ID": "lockstep",
+            "TORCHELASTIC_RUN_ID": RUN_ID,
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_ERROR_FILE": str(error),
             CPP_LOG_LEVEL: os.environ.get(CPP_LOG_LEVEL, "ERROR"),
             PORT: str(self.store.port),
-            SECRET: str(self.secret_folder),
             TERMINAL: ",".join(map(str, self.terminal)),
         }
 

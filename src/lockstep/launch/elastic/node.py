@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LockstepError, PeerLost
-from lockstep.launch.elastic import succession
+from lockstep.launch.elastic import run_secret, succession
 from lockstep.launch.elastic.agent import RoundEnded, WorkerGroupStart, kill_children, run_round, signals_raised
 from lockstep.launch.elastic.environment import environment
 from lockstep.launch.elastic.failure import Failure, node_failure
@@ -63,7 +63,7 @@ class Node:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-        os.environ.update(self.plan.environment)
+        os.environ.update({**self.plan.environment, run_secret.VARIABLE: str(self.logs.parent.absolute())})
         self.logs.mkdir(parents=True, exist_ok=True)
         self.membership.publish(processes=self.plan.processes)
         other_children, leave_seconds = set(psutil.Process().children(recursive=True)), LEAVE_SECONDS

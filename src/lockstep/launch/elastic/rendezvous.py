@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
-from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 
 from lockstep.base.errors import LaunchError
 from lockstep.launch.elastic.store_client import StoreClient
@@ -60,19 +60,6 @@ def serve_store(endpoint: Endpoint) -> StoreServer:
     """A store that this process serves to those that know the run's secret, once it is opened to them; port 0 means any
     free port. Raises LaunchError."""
     return StoreServer(_listener(endpoint), STORE_TIMEOUT)
-
-
-def serve_torch_store(endpoint: Endpoint) -> TCPStore:
-    """One for processes that torch itself connects. Raises LaunchError."""
-    listener = _listener(endpoint)
-    return TCPStore(
-        endpoint.host,
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # bound to this address only; torch would listen on all
-    )
 
 
 def _listener(endpoint: Endpoint) -> socket.socket:

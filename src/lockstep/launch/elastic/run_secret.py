@@ -1,30 +1,101 @@
 """The secret of a run: who cannot read it is no part of the run. It is a file in the run's folder that only its owner
 may read, and is never in a command, in the environment or in a log."""
 
+import errno
 import os
 import secrets
+import stat
+import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
+from lockstep.base import trust
+from lockstep.base.errors import LaunchError
+from lockstep.base.world import World
+
 FILE = ".secret"
+VARIABLE = "LOCKSTEP_SECRET"
+"""Of a process: the folder that has the secret of its run. Lockstep's launchers set it; with torchrun a user can."""
 BYTES = 32
+FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+class _Exposed(OSError):
+    """Another user could have written or read the file."""
 
 
 def create(folder: Path) -> bytes:
-    """The secret of the run in this folder, which gets one unless it has one already."""
-    with suppress(OSError):
+    """The secret of the run in this folder, which gets one unless it has one already; one that another user could have
+    written or read is replaced, and this is said. Raises LaunchError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _ensure(folder)
         return read(folder)
-    own = folder / f"{FILE}.{secrets.token_hex(4)}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secrets.token_bytes(BYTES))
-    os.replace(own, folder / FILE)  # one that exists is damaged, or somebody else's
-    return read(folder)
+    except OSError as error:
+        raise LaunchError(f"{folder} cannot keep the run's secret ({error}): choose another run.dir") from None
 
 
 def read(folder: Path) -> bytes:
-    """Raises OSError where there is none, or this user may not read it."""
-    secret = (folder / FILE).read_bytes()
-    if len(secret) != BYTES:
-        raise OSError(f"{folder / FILE} is damaged")
-    return secret
+    """The secret of the run in this folder; on a file system without permissions, this user's. Raises OSError where
+    there is none, or this user may not read it."""
+    try:
+        return _read(folder)
+    except _Exposed:
+        if (own := _of_user()) is None:
+            raise
+        return own
+
+
+def of_process(world: World) -> bytes | None:
+    """The secret that the processes of this one's run share: that of its launcher or, where torchrun or a script has
+    started all of them on one machine, this user's. None where there is neither. Raises LaunchError."""
+    if folder := os.environ.get(VARIABLE):
+        try:
+            return read(Path(folder))
+        except OSError as error:
+            raise LaunchError(f"{error}: start all processes of a run as the same user ({VARIABLE})") from None
+    return _of_user() if world.local_size == world.size else None
+
+
+@cache
+def _of_user() -> bytes | None:
+    """None where this user has no home."""
+    folder = trust.state_folder()
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _ensure(folder)
+        return _read(folder)
+    return None
+
+
+def _read(folder: Path) -> bytes:
+    file = folder / FILE
+    with open(os.open(file, FLAGS), "rb") as opened:
+        facts = os.fstat(opened.fileno())
+        if os.name != "nt" and (facts.st_uid != os.geteuid() or facts.st_mode & 0o077):
+            raise _Exposed(errno.EPERM, "it is not this user's alone", str(file))
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size != BYTES:
+            raise OSError(errno.EINVAL, "it is not the secret of a run", str(file))
+        return opened.read(BYTES)
+
+
+def _ensure(folder: Path) -> None:
+    """Of two processes that come at once, both keep what the first has written."""
+    file, own = folder / FILE, folder / f"{FILE}.{secrets.token_hex(4)}"
+    try:
+        _read(folder)
+        return
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        sys.stderr.write(f"{error}; another secret takes its place\n")
+        file.unlink()
+    with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
+        new.write(secrets.token_bytes(BYTES))
+    try:
+        with suppress(FileExistsError):
+            os.link(own, file)
+    except OSError:  # a file system without links
+        own.replace(file)
+    own.unlink(missing_ok=True)

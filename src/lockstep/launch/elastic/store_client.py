@@ -1,9 +1,11 @@
 """A connection to another process's StoreServer, which torch.distributed takes for any other store."""
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -62,6 +64,11 @@ class StoreClient(Store):
 
     def close(self) -> None:
         self._connection.close()
+
+    def shut_down(self) -> None:
+        """Wake a thread that waits for an answer: to it, the server is lost."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
+            copy.shutdown(socket.SHUT_RDWR)
 
     def prove(self, secret: bytes) -> "StoreClient":
         """After the greeting: show that this process knows the secret, and see that the server does. Raises

@@ -19,11 +19,13 @@ from torch.multiprocessing.spawn import start_processes
 from lockstep.base import ctrl_c
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LaunchError
+from lockstep.launch.elastic import run_secret
+from lockstep.launch.elastic.environment import RUN_ID
 from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
 from lockstep.launch.elastic.fork_server import SIGNALS
 from lockstep.launch.elastic.leader import FAILED_SECONDS, resume_hint, rotate_logs
 from lockstep.launch.elastic.node import worker_plan
-from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, serve_torch_store
+from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, serve_store
 from lockstep.launch.elastic.stopped_workers import StoppedWorkers
 from lockstep.launch.launch_config import LaunchSection
 from lockstep.launch.launchers._output_pipe import OutputPipe
@@ -68,9 +70,12 @@ class Spawn(OwnProcess):
         kills_before = oom_kills()
         workers = SpawnedWorkers(pipes or {}, self.config)
         with workers.forwarding_signals():
-            store = serve_torch_store(Endpoint(host=LOOPBACK, port=0))  # here, so that nobody else takes its port
-            workers.start(plan, logs, port=store.port)
-            workers.wait()
+            store = serve_store(Endpoint(host=LOOPBACK, port=0)).open_to(run_secret.create(logs))
+            try:
+                workers.start(plan, logs, port=store.port)
+                workers.wait()
+            finally:
+                store.close()
         return workers.failure(logs, kills_before)
 
 
@@ -102,7 +107,7 @@ class SpawnedWorkers:
             parent=os.getpid(),
             pipes=self.pipes,
         )
-        variables = {**plan.environment, **_variables(plan.processes, port)}  # OpenMP reads its own at start-up
+        variables = {**plan.environment, **_variables(plan.processes, logs, port)}  # OpenMP reads its own at start-up
         before = set(multiprocessing.active_children())
         try:
             with environment(variables), script_unread(), ctrl_c.blocked():
@@ -196,15 +201,16 @@ class SpawnedWorkers:
                     os.kill(process.pid, number if number == signal.SIGINT else signal.SIGTERM)
 
 
-def _variables(processes: int, port: int) -> dict[str, str]:
+def _variables(processes: int, logs: Path, port: int) -> dict[str, str]:
     """What torchrun sets for every process of one machine."""
     return {
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
-        "TORCHELASTIC_RUN_ID": "lockstep",
+        "TORCHELASTIC_RUN_ID": RUN_ID,
         "TORCHELASTIC_RESTART_COUNT": "0",
+        run_secret.VARIABLE: str(logs.absolute()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store of this process, which outlives rank 0
     }
 

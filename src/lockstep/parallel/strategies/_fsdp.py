@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.core.distributed.collectives import all_reduce_each, raise_on_all_ranks
-from lockstep.core.distributed.process_group import own_group, world_group
+from lockstep.core.distributed.process_group import open_mesh, world_group
 from lockstep.core.host.malloc import return_large_tensors
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.deferred_init import replace_fake
@@ -24,7 +24,6 @@ from lockstep.core.reduction.gradient_norm import RowwiseNorm, gradients, rows_o
 from lockstep.core.reduction.reduce_scatter import BackendReduceScatter, Rounds, TreeReduceScatter
 from lockstep.core.reduction.shard_assignment import contiguous, strided
 from lockstep.core.reduction.tree import Shards
-from lockstep.launch.elastic.live_notes import is_live_worker
 from lockstep.parallel.block_uses import block_uses
 from lockstep.parallel.fsdp_units import (
     AllGather,
@@ -86,12 +85,7 @@ class FullyShardedDataParallel(Sharded):
     def _open_groups(self, size: int) -> DeviceMesh:
         """The groups of this rank, where `size` ranks share a model -> the mesh of these."""
         sizes, names = (dist.get_world_size() // size, size), ("replicate", "shard")
-        if is_live_worker() and dist.get_backend() != "fake":
-            ranks = torch.arange(dist.get_world_size()).view(sizes)
-            groups = [own_group(each.tolist()) for each in (ranks.T, ranks)]
-            mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
-        else:
-            mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        mesh = open_mesh(self.device.type, sizes, names)
         self.replica, self.shard_rank = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank()
         self.across, self.within = mesh["replicate"].get_group(), mesh["shard"].get_group()
         self.copies = tuple(dist.get_process_group_ranks(self.across))

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lockstep.base.errors import LaunchError, LockstepError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.core.distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
+from lockstep.core.distributed.process_group import open_mesh
 from lockstep.core.host.malloc import return_large_tensors
 from lockstep.core.host.phases import phase
 from lockstep.core.modules.buffers import BufferUpdates
@@ -65,9 +65,7 @@ class Pipeline(Sharded):
         bounds = broadcast_object(bounds)  # measured times differ between ranks
         with raise_on_all_ranks(), self.precision.autocast():
             self.partitioned.check(bounds, batch)
-        mesh = init_device_mesh(
-            self.device.type, (dist.get_world_size() // size, size), mesh_dim_names=("replica", "stage")
-        )
+        mesh = open_mesh(self.device.type, (dist.get_world_size() // size, size), ("replica", "stage"))
         self.replica, (self.across, self.along) = mesh["replica"].get_local_rank(), mesh.get_all_groups()
         self.copies = tuple(dist.get_process_group_ranks(self.across))
         self.bounds = bounds

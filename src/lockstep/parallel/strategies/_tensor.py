@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.base.errors import LaunchError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.core.distributed.collectives import all_reduce_each, raise_on_all_ranks
+from lockstep.core.distributed.process_group import open_mesh
 from lockstep.core.modules.buffers import BufferUpdates, copied_buffers
 from lockstep.core.modules.dtensors import LocalParameters, local_tensor
 from lockstep.core.numerics.precision import Precision
@@ -45,9 +45,7 @@ class TensorParallel(Sharded):
             styles = planned(model, size, dist.get_world_size())
             batch = sample()
             expected = self._random_ops(model, batch)
-        mesh = init_device_mesh(
-            self.device.type, (dist.get_world_size() // size, size), mesh_dim_names=("replicate", "tensor")
-        )
+        mesh = open_mesh(self.device.type, (dist.get_world_size() // size, size), ("replicate", "tensor"))
         self.replica, self.across, self.within = mesh["replicate"].get_local_rank(), *mesh.get_all_groups()
         self.copies = tuple(dist.get_process_group_ranks(self.across))
         split_layers(model, mesh["tensor"], styles)

@@ -1,8 +1,8 @@
 """Training that goes on when a process is lost, and when one joins (launch.recovery=live)."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -82,14 +82,6 @@ class LiveTrainTask(TrainTask):
         self.training = self.wired()
         self.signals.is_graceful = True
         self.complete(lambda: self._train_on(Position()))
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch for hangs inside, over connections that outlive a process group."""
-        with ExitStack() as stack:
-            with self.live.connections.sparing():
-                stack.enter_context(super().watching())
-            yield
 
     def train(self) -> tuple[str, dict[str, float]]:
         """Run the loop, and run it on with others after each loss of a process."""
@@ -213,8 +205,7 @@ class LiveTrainTask(TrainTask):
     def _move_to(self, world: World) -> None:
         self.world = self.parts.world = world
         name_process(rank_name(str(world.rank)))
-        with self.live.connections.sparing():
-            self.watch_thread.move_to(world)
+        self.watch_thread.move_to(world)
 
     def _rewire(self) -> None:
         """A new loop, whose collectives are those of the new group, at the place of the old one."""

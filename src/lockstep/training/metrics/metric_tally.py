@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Outputs
-from lockstep.core.modules.outputs import each, moved
+from lockstep.core.modules.outputs import moved
 from lockstep.core.numerics.seeds import seed_all, seed_of
 from lockstep.training.metrics.declared_metrics import DeclaredMetric
 from lockstep.training.metrics.summed_metric import SummedMetric
@@ -82,7 +82,7 @@ class ReplayTally(Tally):
         self.metric.reset()
 
     def _contribution(self, arguments: Any) -> Contribution:
-        return _to_send(arguments)
+        return moved(arguments, "cpu")
 
     def _merge(self, number: int, contribution: Contribution) -> None:
         seed_all(seed_of("metric", number))  # some metrics draw random numbers, such as BootStrapper
@@ -113,7 +113,7 @@ class MergedTally(ReplayTally):
     def _contribution(self, arguments: Any) -> Contribution:
         self.metric.reset()
         self._update(arguments)
-        return _to_send(dict(self.metric.metric_state))
+        return moved(dict(self.metric.metric_state), "cpu")
 
     def _merge(self, number: int, contribution: Contribution) -> None:
         for name, state in contribution.items():
@@ -133,11 +133,6 @@ def tally(declared: DeclaredMetric, device: torch.device) -> Tally:
     if isinstance(declared.metric, SummedMetric):
         return SumTally(declared)
     return (MergedTally if _is_mergeable(declared.metric) else ReplayTally)(declared, device)
-
-
-def _to_send(contribution: Contribution) -> Contribution:
-    """Copy to the CPU; views are cloned, since pickle would send their whole storage."""
-    return each(lambda t: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t, moved(contribution, "cpu"))
 
 
 def _cat(one: Any, other: Any) -> Any:

@@ -1,0 +1,99 @@
+"""Opens process groups whose members have proved to belong to the run.
+
+Gloo takes whoever connects to a port of a process, and guesses a small number, for the rank that is expected there. So
+each group proves its members before its first collective, within seconds, and is opened again where that fails.
+"""
+
+import os
+import platform
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep.base.errors import LaunchError, PeerLost, few
+from lockstep.core.distributed.group_connections import listening_ports
+from lockstep.core.distributed.peer_proof import authenticate
+
+CONNECT_SECONDS = 5.0
+"""How long processes may take to connect to each other once all are there."""
+MOST_ATTEMPTS = 5
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+NOT_CONNECTED = "connectFullMesh failed"
+"""Of Gloo, when the processes have met but cannot open connections to each other."""
+
+
+class Attempts:
+    """To open one group, or several that divide all ranks; every rank makes the same ones."""
+
+    def __init__(self, store: dist.Store, secret: bytes, *, rank: int, size: int) -> None:
+        self.store = dist.PrefixStore(f"opening-{dist.distributed_c10d._world.group_count}", store)
+        self.secret, self.rank, self.size = secret, rank, size
+        self.number = 0
+
+    def until_proven(self, open_own: Callable[[timedelta], dist.ProcessGroup], timeout: timedelta) -> dist.ProcessGroup:
+        """This rank's group, which `open_own` opens with the timeout of connecting, and which has `timeout` afterwards.
+        Collective. Raises LaunchError, PeerLost."""
+        reasons: list[str] = []
+        for self.number in range(MOST_ATTEMPTS):
+            if self.store.add(f"{self.number}/here", 1) == self.size:
+                self.store.set(f"{self.number}/all", "")
+            self.store.wait([f"{self.number}/all"], timeout)
+            group, reason = self._attempt(open_own)
+            reasons = self._reasons(reason)
+            if group is not None and not reasons:
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
+                return group
+            if group is not None:
+                dist.destroy_process_group(group)
+        raise _not_connected(reasons)
+
+    def _attempt(self, open_own: Callable[[timedelta], dist.ProcessGroup]) -> tuple[dist.ProcessGroup | None, str]:
+        """The group, if it could be opened, and why it cannot be used, if so."""
+        group = None
+        try:
+            group = open_own(timedelta(seconds=CONNECT_SECONDS))
+            authenticate(group, self.secret)
+        except (PeerLost, RuntimeError) as error:
+            where = f"port {few(ports)}" if (ports := listening_ports()) else "no port any more"
+            return group, f"rank {self.rank} on {platform.node()}, which listens on {where}: {_first_line(error)}"
+        return group, ""
+
+    def _reasons(self, own: str) -> list[str]:
+        """Why ranks cannot use their groups."""
+        self.store.set(f"{self.number}/{self.rank}", own or " ")  # TCPStore gives no empty values
+        keys = [f"{self.number}/{rank}" for rank in range(self.size)]
+        try:
+            self.store.wait(keys, timedelta(seconds=3 * CONNECT_SECONDS))
+        except dist.DistStoreError:
+            raise PeerLost("a process was lost while a process group was opened") from None
+        return [text for value in self.store.multi_get(keys) if (text := bytes(value).decode().strip())]
+
+    def once(self, open_own: Callable[[timedelta], dist.ProcessGroup], timeout: timedelta) -> dist.ProcessGroup:
+        """The same with live recovery, for which a failure is a loss. Raises PeerLost, RuntimeError."""
+        dist.all_reduce(torch.zeros(1))
+        try:
+            group = open_own(timedelta(seconds=CONNECT_SECONDS))
+        except RuntimeError as error:
+            if NOT_CONNECTED not in str(error) and not isinstance(error, dist.DistStoreError):
+                raise
+            raise PeerLost("a process was lost while another group was opened") from None
+        authenticate(group, self.secret)
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        return group
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rpartition("] ")[2]
+
+
+def _not_connected(reasons: list[str]) -> LaunchError:
+    interface = os.environ.get(INTERFACES[0])
+    through = f"the network interface {interface}" if interface else "the network"
+    return LaunchError(
+        f"the processes cannot connect to each other through {through}, in {MOST_ATTEMPTS} attempts "
+        f"({few(reasons, 1)}): set launch.interface to one by which the machines reach each other, let them connect to "
+        "any port of each other, and look for another program that connects to these ports (LS-NET-05)",
+        code="LS-NET-05",
+    )
