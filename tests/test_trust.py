@@ -21,7 +21,8 @@ from fuzzing import table
 from markupsafe import _speedups
 
 from lockstep.base import plugins, storage, trust
-from lockstep.base.errors import UntrustedCode
+from lockstep.base.errors import ModelError, UntrustedCode
+from lockstep.core.host import pretrained_files
 from lockstep.run import recipe as recipes
 from lockstep.run import recipe_trust
 
@@ -428,19 +429,57 @@ def _unwritable():
     assert not trust.is_known(trust.Code.of("y", b"y"))
 
 
-def test_the_hubs_own_code_is_never_executed(commands, tmp_path, minilm):
+NAMING = {
+    "auto_map": ("config.json", {"auto_map": {"AutoConfig": "own.C", "AutoModel": "own.M"}, "model_type": "own"}),
+    "tokenizer": ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["own.T", None]}}),
+    "processor": ("preprocessor_config.json", {"auto_map": {"AutoImageProcessor": "own.P"}}),
+    "attention": ("config.json", {"_attn_implementation": "somebody/kernel"}),
+    "attention of a part": ("config.json", {"attn_implementation": {"": "eager", "text_config": "somebody/kernel@v1"}}),
+    "a part": ("config.json", {"text_config": [{"_experts_implementation": "somebody/kernel"}]}),
+    "kernels": ("config.json", {"kernel_config": {"RMSNorm": "somebody/kernel:RMSNorm"}}),
+    "another file": ("config.4.0.0.json", {"_attn_implementation": "somebody/kernel"}),
+    "adapter": ("adapter_config.json", {"megatron_config": {"a": 1}, "megatron_core": "own"}),
+}
+
+
+def test_settings_that_name_code_are_refused(commands, tmp_path, minilm):
     folder = shutil.copytree(minilm, tmp_path / "folder")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"auto_map": {"AutoConfig": "own.C", "AutoModelForSequenceClassification": "own.M"}, "model_type": "own"}
-    (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(MARK.format(folder=str(tmp_path)) + "class C: pass\nclass M: pass\n")
     (tmp_path / "c.yaml").write_text(
         f"data: {{kind: files, train: t.csv, test: t.csv}}\nmodel: {{kind: transformer, name: {folder}}}\n"
         "train: {steps: 1}\nlaunch: {processes: 1}\n"
     )
     Path(tmp_path, "t.csv").write_text("text,label\na,b\nc,d\n" * 20)
-    answer = commands.answer(["data", "c.yaml"], folder=tmp_path, seconds=60)
-    assert answer.kind == "message" and "auto_map" in answer.output, answer
+    for name, (file, settings) in NAMING.items():
+        whole = (folder / file).read_text() if (folder / file).exists() else None
+        (folder / file).write_text(json.dumps(json.loads(whole or "{}") | settings))
+        with pytest.raises(ModelError, match=rf"{file} names code .*which is not executed"):
+            pretrained_files.check_folder(folder)
+        if name in ("auto_map", "attention"):
+            answer = commands.answer(["data", "c.yaml"], folder=tmp_path, seconds=60)
+            assert answer.kind == "message" and f"{file} names code" in answer.output, answer
+        (folder / file).unlink() if whole is None else (folder / file).write_text(whole)
+    pretrained_files.check_folder(folder)
+
+
+def test_no_kernel_is_fetched(minilm):
+    """Where the settings come from the hub, or are those of a part that nobody looks for."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers.integrations import hub_kernels
+
+    settings = pretrained_files.load(AutoConfig, minilm)
+    for kernel in ("somebody/kernel", "somebody/kernel@v1:attention"):
+        settings._attn_implementation = kernel
+        with pytest.raises(ModelError, match="kernel 'somebody/kernel.* of the hub, which is code"):
+            pretrained_files.untrained(AutoModelForSequenceClassification, settings)
+    with pytest.raises(ModelError, match="which is code"):  # what all other ways to a kernel call
+        hub_kernels.get_kernel_hub("kernels-community/mra")
+
+
+def test_everything_of_transformers_is_loaded_in_one_place():
+    files = (file for file in plugins.ROOT.rglob("*.py") if file.name != "pretrained_files.py")
+    calls = re.compile(r"\.(from_pretrained|from_config)\(|trust_remote_code")
+    assert [file for file in files if calls.search(file.read_text())] == []
 
 
 def test_a_file_too_large_to_be_looked_through_is_code_all_the_same(commands, stranger):
