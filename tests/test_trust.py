@@ -265,7 +265,7 @@ def test_a_yes_is_not_for_what_a_server_loads_later(unknown):
     def reload(process, said):
         exchange()
         url = re.search(r"http://[\w.:]+", said)[0]
-        codes.append(httpx.post(f"{url}/-/reload", timeout=30).status_code)
+        codes.append(httpx.post(f"{url}/-/reload", timeout=60).status_code)
         process.terminate()
         return b""
 
