@@ -27,6 +27,7 @@ from cluster import Cluster, why_not
 from fuzzing import Commands
 from xdist.scheduler import LoadFileScheduling
 
+from lockstep.base import trust
 from lockstep.checkpoint.writer import Writer
 
 TIMEOUT_SECONDS = 120
@@ -62,6 +63,7 @@ def _serve(pipe):
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    trust.accept([trust.OPTION])  # as a launcher passes on to its ranks
     while True:
         try:
             rank, world, store, function, args = pipe.recv()

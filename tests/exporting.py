@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from lockstep.base import trust
 from lockstep.base.contracts import DataSpec
 from lockstep.data.collate import collate
 from lockstep.inference.export import export_writer
@@ -120,6 +121,7 @@ def user_case(folder, code=MY_MODEL, *, seed=1, spec=IMAGES, batch=images, name=
     """Of a file in `folder`; trained a little, for running statistics that are not the initial ones."""
     file = folder / name
     file.write_text(code)
+    trust.own(trust.code_with_imports(file))
     section = user.Config(kind="user", file=file, options={"width": 16})
     model = untrained(lambda: user.build(section, spec), seed).train()
     for number in range(3):

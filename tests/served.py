@@ -15,6 +15,7 @@ import torch
 import warm
 from PIL import Image
 
+from lockstep.base import trust
 from lockstep.base.contracts import DataSpec
 from lockstep.core.numerics.digest import digest
 from lockstep.inference.export.export_config import ExportSection
@@ -94,6 +95,7 @@ def slow_export(folder):
     """A user's model, which dawdles."""
     file = folder.parent / "slow.py"
     file.write_text(SLOW)
+    trust.own(trust.code_with_imports(file))
     torch.manual_seed(0)
     config = user.Config(kind="user", file=file)
     images = {"image": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)}

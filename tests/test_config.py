@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.base import config, plugins
-from lockstep.base.errors import ConfigError, nearest
+from lockstep.base import config, plugins, trust
+from lockstep.base.errors import ConfigError, UntrustedCode, nearest
 from lockstep.run.recipe import Recipe, contradictions, load, starter
 
 EXAMPLES = sorted((pathlib.Path(__file__).parents[1] / "examples").glob("*.yaml"))
@@ -337,6 +337,9 @@ def test_nearest_ignores_case_and_invents_nothing():
 def test_file_that_fails_is_not_found_half_loaded(tmp_path):
     file = tmp_path / "my_broken_model.py"
     file.write_text("half = True\nraise ZeroDivisionError\n")
+    with pytest.raises(UntrustedCode):  # whoever calls it, nobody has asked
+        plugins.load_file(file, "model.file")
+    trust.own(trust.code_with_imports(file))
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             plugins.load_file(file, "model.file")

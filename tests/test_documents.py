@@ -12,6 +12,7 @@ from running import lockstep, summary
 from test_causal_lm import saved
 from torch.nn import functional as F
 
+from lockstep.base import trust
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.checkpoint.weights import restore_model
@@ -199,6 +200,7 @@ def build(options, spec):
 
 def test_an_own_model_is_tried_out(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
+    trust.own(trust.code_with_imports(tmp_path / "own.py"))
     config = user.Config(kind="user", file=tmp_path / "own.py", options={"apart": True})
     assert _user.build(config, SPEC).network.apart
     with pytest.raises(ModelError, match=r"own.py, which gets them as batch\['document'\], does not keep"):

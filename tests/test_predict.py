@@ -24,6 +24,7 @@ from running import left_of
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
+from lockstep.base import trust
 from lockstep.base.contracts import DataSpec
 from lockstep.cli import _app
 from lockstep.data.collate import collate
@@ -100,6 +101,7 @@ def images_model(tmp_path_factory):
     """A network of the user's own."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "net.py").write_text(NETWORK)
+    trust.own(trust.code_with_imports(folder / "net.py"))
     section = user.Config(kind="user", file=folder / "net.py")
     spec = DataSpec(modality="image", labels=("dark", "middling", "bright"), image_shape=(1, 8, 8))
 

@@ -1,21 +1,28 @@
 """Code from a folder that this user did not make: asked about on a terminal, refused elsewhere, never just executed."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import pty
+import re
 import shutil
+import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 import warm
 from crafting import CANARY
 from fuzzing import table
+from markupsafe import _speedups
 
-from lockstep.base import storage, trust
-from lockstep.base.errors import UntrustedCode
+from lockstep.base import plugins, storage, trust
+from lockstep.base.errors import ModelError, UntrustedCode
+from lockstep.core.host import pretrained_files
 from lockstep.run import recipe as recipes
 from lockstep.run import recipe_trust
 
@@ -188,31 +195,32 @@ def test_settings_that_name_programs_count_as_code(commands, stranger):
         assert answer.kind == "message" and "launch.environment" in answer.output, answer
 
 
-def asked(words, folder, answer):
-    """What a command says on a terminal, where its question is answered -> exit code, what was said."""
+def asked(words, folder, reactions):
+    """What a command says on a terminal -> exit code, what was said. `reactions` have a text and a function of the
+    process and what was said so far, called once the text is there -> what is typed."""
     ours, theirs = pty.openpty()
     process = warm.Popen(["lockstep", *words], cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    said = b""
+    said, pending = "", [*reactions]
     try:
-        while True:
-            part = os.read(ours, 4096)
-            if not part:
-                break
-            said += part
-            if b"[y/N] " in said and answer:
-                os.write(ours, answer)
-                answer = b""
+        while part := os.read(ours, 4096):
+            said += part.decode(errors="replace")
+            if pending and pending[0][0] in said:
+                os.write(ours, pending.pop(0)[1](process, said))
     except OSError:  # the other end is closed
         pass
     finally:
         os.close(ours)
-    return process.wait(timeout=60), said.decode(errors="replace")
+    return process.wait(timeout=60), said
+
+
+QUESTION = "[y/N] "
 
 
 @pytest.mark.parametrize("answer", [b"n\n", b"y\n"])
 def test_a_person_is_asked(stranger, answer):
-    code, said = asked(["evaluate", EXPORT, "launch.processes=1"], stranger, answer)
+    words = ["evaluate", EXPORT, "launch.processes=1"]
+    code, said = asked(words, stranger, [(QUESTION, lambda *_: answer)])
     assert "model.py (" in said and "bytes, sha256" in said, said
     if answer == b"y\n":
         assert code == 0 and "accuracy" in said, said
@@ -220,6 +228,191 @@ def test_a_person_is_asked(stranger, answer):
     else:
         assert code == 2 and "--trust-code" in said, said
         assert not (stranger / CANARY).exists()
+
+
+def test_a_yes_to_settings_that_name_programs_is_enough(stranger):
+    recipe = stranger / RUN / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("environment: {}", f"environment: {{MINE: {str(stranger)!r}}}"))
+    code, said = asked(["evaluate", RUN, "launch.processes=1"], stranger, [(QUESTION, lambda *_: b"y\n")])
+    assert code == 0 and "launch.environment of the recipe (" in said and "accuracy" in said, said
+
+
+@pytest.fixture
+def unknown(made, tmp_path):
+    """An export with harmless code that this user does not know, and a function that exchanges it."""
+    export = shutil.copytree(made / EXPORT, tmp_path / "export")
+    (export / "model.py").write_text(CODE + f"# {tmp_path}\n")
+
+    def exchange(*_):
+        (export / "model.py").write_text(MARK.format(folder=str(tmp_path)) + CODE)
+        return b"y\n"
+
+    return tmp_path, exchange
+
+
+@pytest.mark.parametrize("words", [["evaluate", "export", "launch.processes=1"], ["serve", "export", "--port", "0"]])
+def test_a_yes_is_for_what_was_shown(unknown, words):
+    folder, exchange = unknown
+    code, said = asked(words, folder, [(QUESTION, exchange)])
+    assert code == 2 and said.count("model.py (") == 2 and "add --trust-code" in said, said
+    assert not (folder / CANARY).exists()
+
+
+def test_a_yes_is_not_for_what_a_server_loads_later(unknown):
+    folder, exchange = unknown
+    codes = []
+
+    def reload(process, said):
+        exchange()
+        url = re.search(r"http://[\w.:]+", said)[0]
+        codes.append(httpx.post(f"{url}/-/reload", timeout=60).status_code)
+        process.terminate()
+        return b""
+
+    said = asked(["serve", "export", "--port", "0"], folder, [(QUESTION, lambda *_: b"y\n"), ("Ctrl-C", reload)])
+    assert codes == [409] and said[0] == 0, said
+    assert not (folder / CANARY).exists()
+
+
+def adapter(folder):
+    """Make an export of an adapter of a user's model from another, where the code is not in it but at a like-named
+    place below the folder one stands in."""
+    facts = json.loads((folder / "export/lockstep.json").read_text())
+    facts |= {"kind": "adapter", "model": {"kind": "user", "file": "model/net.py", "adapter": {"rank": 2}}}
+    (folder / "export/lockstep.json").write_text(json.dumps(facts))
+    (folder / "model").mkdir()
+    (folder / "model/net.py").write_text(MARK.format(folder=str(folder)) + CODE)
+
+
+ADAPTED = [["serve", "export", "--port", "0"], ["evaluate", "export", "launch.processes=1"],
+           ["predict", "export", "images", "--out", "p.csv", "--processes", "1"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["elsewhere", "here", "link"])
+def test_an_adapter_names_code_of_its_own_folder(commands, made, tmp_path, place):
+    shutil.copytree(made / EXPORT, tmp_path / "export")
+    adapter(tmp_path)
+    (tmp_path / "images").mkdir()
+    save_image(tmp_path / "images/a.png")
+    if place == "here":
+        shutil.copytree(tmp_path / "model", tmp_path / "export/model")
+    elif place == "link":
+        (tmp_path / "export/model").symlink_to(tmp_path / "model")
+    wanted = {"elsewhere": "no file model/net.py in it", "here": "net.py (", "link": "is a link"}[place]
+    for words in ADAPTED[: 3 if place == "elsewhere" else 1]:
+        answer = commands.answer(words, folder=tmp_path, seconds=60)
+        assert (answer.kind, answer.code) == ("message", 2) and wanted in answer.output, answer
+
+
+def test_a_worker_executes_what_its_launcher_has_hashed(commands, made, tmp_path):
+    """Also for a config that lies in no run's folder, such as that of a trial; on a cluster it is `lockstep train`."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    digest = hashlib.sha256((tmp_path / "model.py").read_bytes()).hexdigest()
+    (tmp_path / "model.py").write_text(MARK.format(folder=str(tmp_path)) + CODE)
+    for start, config in (("worker", "c.yaml"), ("worker", f"{RUN}/recipe.yaml"), ("train", "c.yaml")):
+        words = [start, config, "run.name=two", f"model.file={tmp_path}/model.py", "--known-code", digest]
+        answer = commands.answer(words, folder=tmp_path, seconds=60)
+        assert (answer.kind, answer.code) == ("message", 2) and "model.py (" in answer.output, answer
+
+
+def importing(folder, *, own):
+    """Load a file that imports others by names which its text does not show."""
+    file = folder / "main.py"
+    codes = trust.code_with_imports(file)
+    assert len(codes) == 1
+    if own:
+        trust.own(codes)
+    else:
+        trust.accept([trust.KNOWN, codes[0].digest])
+    try:
+        plugins.load_file(file, "model.file").load()
+    except UntrustedCode as error:
+        sys.stdout.write(f"{error}\n")
+        sys.stdout.flush()
+        return 2
+    return 0
+
+
+LATE = {
+    "a module": ("import_module('hid' + 'den')", "hidden.py"),
+    "a package": ("import_module('hid' + 'den.inner')", "hidden/__init__.py"),
+    "a module of a package": ("import_module('hid' + 'den.inner')", "hidden/inner.py"),
+    "a compiled module": ("import_module('_speed' + 'ups')", "_speedups.py"),
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_what_is_imported_later_passes_the_gate(commands, tmp_path, what):
+    statement, name = LATE[what]
+    (tmp_path / "main.py").write_text(f"from importlib import import_module\n\n\ndef load():\n    {statement}\n")
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden/inner.py").touch()
+    hidden = tmp_path / name
+    if what == "a compiled module":
+        hidden = tmp_path / Path(_speedups.__file__).name
+        hidden.write_bytes(Path(_speedups.__file__).read_bytes() + str(tmp_path).encode())  # of nobody that is known
+    else:
+        hidden.write_text(MARK.format(folder=str(tmp_path)))
+    answer = commands.answer(partial(importing, own=False), tmp_path, folder=tmp_path)
+    assert (answer.kind, answer.code) == ("message", 2) and f"{hidden.name} (" in answer.output, answer
+    answer = commands.answer(partial(importing, own=True), tmp_path, folder=tmp_path, canary="none")
+    assert answer.kind == "done" and (what == "a compiled module" or (tmp_path / CANARY).exists()), answer
+
+
+def exchanging(folder):
+    """Load a compiled module that is exchanged after it was checked."""
+    file = folder / Path(_speedups.__file__).name
+    checked = trust.admit
+
+    def admit(*args):
+        checked(*args)
+        file.write_bytes(b"of somebody else")
+
+    trust.admit = admit
+    trust.accept([trust.OPTION])
+    loader = plugins.UserExtension("own._speedups", str(file))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("own._speedups", loader, origin=str(file)))
+    assert module._escape_inner("<") == "&lt;" and module.__file__ == str(file)
+
+
+def test_a_compiled_module_is_the_bytes_that_were_checked(commands, tmp_path):
+    shutil.copy(_speedups.__file__, tmp_path)
+    answer = commands.answer(exchanging, tmp_path, folder=tmp_path)
+    assert answer.kind == "done", answer
+
+
+def recording(folder):
+    """Write the record with no umask, then believe it only while nobody else can write to it."""
+    os.umask(0)
+    os.environ["XDG_STATE_HOME"] = str(folder / "a/b")
+    record, code = folder / "a/b/lockstep/trusted", trust.Code.of("x", b"x")
+
+    def is_known():
+        trust._state.known.clear()
+        return trust.is_known(code)
+
+    trust.remember([code])
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (record, *record.parents[:3])]
+    assert modes == [0o600, 0o700, 0o700, 0o700], modes
+    assert is_known()
+    for path, mode in ((record, 0o620), (record, 0o602), (record.parent, 0o770)):
+        path.chmod(mode)
+        assert not is_known()
+        trust.remember([code])  # anew
+        assert is_known() and len(record.read_text().splitlines()) == 1
+    record.rename(folder / "elsewhere")
+    record.symlink_to(folder / "elsewhere")
+    assert not is_known()
+    if os.geteuid() == 0:
+        record.unlink()
+        (folder / "elsewhere").rename(record)
+        os.chown(record, 65534, 65534)
+        assert not is_known()
+
+
+def test_a_record_that_somebody_else_could_write_is_not_believed(commands, tmp_path):
+    answer = commands.answer(recording, tmp_path, folder=tmp_path)
+    assert answer.kind == "done", answer
 
 
 def test_without_a_place_for_the_record_it_goes_on(commands, stranger):
@@ -236,19 +429,57 @@ def _unwritable():
     assert not trust.is_known(trust.Code.of("y", b"y"))
 
 
-def test_the_hubs_own_code_is_never_executed(commands, tmp_path, minilm):
+NAMING = {
+    "auto_map": ("config.json", {"auto_map": {"AutoConfig": "own.C", "AutoModel": "own.M"}, "model_type": "own"}),
+    "tokenizer": ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["own.T", None]}}),
+    "processor": ("preprocessor_config.json", {"auto_map": {"AutoImageProcessor": "own.P"}}),
+    "attention": ("config.json", {"_attn_implementation": "somebody/kernel"}),
+    "attention of a part": ("config.json", {"attn_implementation": {"": "eager", "text_config": "somebody/kernel@v1"}}),
+    "a part": ("config.json", {"text_config": [{"_experts_implementation": "somebody/kernel"}]}),
+    "kernels": ("config.json", {"kernel_config": {"RMSNorm": "somebody/kernel:RMSNorm"}}),
+    "another file": ("config.4.0.0.json", {"_attn_implementation": "somebody/kernel"}),
+    "adapter": ("adapter_config.json", {"megatron_config": {"a": 1}, "megatron_core": "own"}),
+}
+
+
+def test_settings_that_name_code_are_refused(commands, tmp_path, minilm):
     folder = shutil.copytree(minilm, tmp_path / "folder")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"auto_map": {"AutoConfig": "own.C", "AutoModelForSequenceClassification": "own.M"}, "model_type": "own"}
-    (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(MARK.format(folder=str(tmp_path)) + "class C: pass\nclass M: pass\n")
     (tmp_path / "c.yaml").write_text(
         f"data: {{kind: files, train: t.csv, test: t.csv}}\nmodel: {{kind: transformer, name: {folder}}}\n"
         "train: {steps: 1}\nlaunch: {processes: 1}\n"
     )
     Path(tmp_path, "t.csv").write_text("text,label\na,b\nc,d\n" * 20)
-    answer = commands.answer(["data", "c.yaml"], folder=tmp_path, seconds=60)
-    assert answer.kind == "message" and "auto_map" in answer.output, answer
+    for name, (file, settings) in NAMING.items():
+        whole = (folder / file).read_text() if (folder / file).exists() else None
+        (folder / file).write_text(json.dumps(json.loads(whole or "{}") | settings))
+        with pytest.raises(ModelError, match=rf"{file} names code .*which is not executed"):
+            pretrained_files.check_folder(folder)
+        if name in ("auto_map", "attention"):
+            answer = commands.answer(["data", "c.yaml"], folder=tmp_path, seconds=60)
+            assert answer.kind == "message" and f"{file} names code" in answer.output, answer
+        (folder / file).unlink() if whole is None else (folder / file).write_text(whole)
+    pretrained_files.check_folder(folder)
+
+
+def test_no_kernel_is_fetched(minilm):
+    """Where the settings come from the hub, or are those of a part that nobody looks for."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers.integrations import hub_kernels
+
+    settings = pretrained_files.load(AutoConfig, minilm)
+    for kernel in ("somebody/kernel", "somebody/kernel@v1:attention"):
+        settings._attn_implementation = kernel
+        with pytest.raises(ModelError, match="kernel 'somebody/kernel.* of the hub, which is code"):
+            pretrained_files.untrained(AutoModelForSequenceClassification, settings)
+    with pytest.raises(ModelError, match="which is code"):  # what all other ways to a kernel call
+        hub_kernels.get_kernel_hub("kernels-community/mra")
+
+
+def test_everything_of_transformers_is_loaded_in_one_place():
+    files = (file for file in plugins.ROOT.rglob("*.py") if file.name != "pretrained_files.py")
+    calls = re.compile(r"\.(from_pretrained|from_config)\(|trust_remote_code")
+    assert [file for file in files if calls.search(file.read_text())] == []
 
 
 def test_a_file_too_large_to_be_looked_through_is_code_all_the_same(commands, stranger):
@@ -257,26 +488,6 @@ def test_a_file_too_large_to_be_looked_through_is_code_all_the_same(commands, st
         file.write(("#" * 1023 + "\n") * (33 << 10))
     answer = commands.answer(["data", f"{RUN}/recipe.yaml"], folder=stranger, seconds=60)
     assert (answer.kind, answer.code) == ("message", 2) and "model.py (" in answer.output, answer
-
-
-def admitted(folder):
-    """Whether a link from a guarded folder to a file outside is let pass."""
-    trust.require_known(folder / "export")
-    try:
-        trust.admit(folder / "export" / "linked.py", b"of nobody that is known")
-    except UntrustedCode as error:
-        sys.stdout.write(f"{error}\n")
-        sys.stdout.flush()
-        return 2
-    return 0
-
-
-def test_a_link_does_not_lead_out_of_the_guard(commands, tmp_path):
-    (tmp_path / "export").mkdir()
-    (tmp_path / "evil.py").write_text("")
-    (tmp_path / "export/linked.py").symlink_to(tmp_path / "evil.py")
-    answer = commands.answer(admitted, tmp_path, folder=tmp_path)
-    assert (answer.kind, answer.code) == ("message", 2), answer
 
 
 def settled(path):
@@ -289,6 +500,13 @@ def test_known_code_is_passed_on_by_its_sum_and_not_as_trust_in_all(commands, ma
     answer = commands.answer(settled, made / RUN / "recipe.yaml", folder=made)
     assert answer.output.startswith("--known-code ") and "--trust-code" not in answer.output, answer
     assert hashlib.sha256((made / "model.py").read_bytes()).hexdigest() in answer.output
+
+
+def test_a_plan_passes_on_no_more_than_is_known(commands, made):
+    recipe = (made / RUN / "recipe.yaml").read_text()
+    answer = commands.answer(["train", f"{RUN}/recipe.yaml", "--dry-run", "launch.kind=slurm"], folder=made)
+    assert answer.kind == "done" and "--known-code " in answer.output and "--trust-code" not in answer.output, answer
+    assert (made / RUN / "recipe.yaml").read_text() == recipe
 
 
 def test_a_training_imports_nothing_from_the_folder_one_stands_in(commands, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from test_compare import compare
 from test_training import config_in, lines, run_on_rank
 
+from lockstep.base import trust
 from lockstep.base.contracts import DataSpec
 from lockstep.checkpoint import layout
 from lockstep.inference import trained_model
@@ -320,6 +321,7 @@ def test_sums_may_be_plain_numbers(file):
     file.write_text(FILE + "\n\ndef loss(outputs, batch):\n    return LossSum(outputs.sum()[None], 4.0, {'n': 4})\n")
     import torch
 
+    trust.own(trust.code_with_imports(file))
     spec = DataSpec(modality="numbers", labels=())
     model = user.build(user.Config(kind="user", file=file), spec)
     found = model.loss(model({"x": torch.ones(4, 4)}), {})

@@ -1,9 +1,10 @@
 """Plugins: every file in a family's folder is one. The only module that imports by name."""
 
-import hashlib
 import importlib.machinery
 import importlib.util
+import os
 import sys
+import tempfile
 from functools import cached_property
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -76,7 +77,7 @@ def load_file(path: Path, setting: str) -> ModuleType:
         raise ConfigError(f"{setting}: there is no file {path}; a relative path counts from the folder you are in")
     name = f"lockstep_user_{path.stem}"
     loader = UserCode(name, str(path))
-    code = hashlib.sha256(loader.source).hexdigest()
+    code = trust.admit(path, loader.source, path.parent)
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path) and vars(known).get(CODE) == code:
         return known
@@ -103,7 +104,7 @@ class UserCode(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         """Check and compile the source. Raises UntrustedCode."""
-        trust.admit(Path(self.path), self.source)
+        trust.admit(Path(self.path), self.source, _owner(self.path))
         return self.source_to_code(self.source, self.path)
 
 
@@ -111,9 +112,23 @@ class UserExtension(importlib.machinery.ExtensionFileLoader):
     """Loads a compiled module beside a user's file."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Check the file before it is loaded. Raises UntrustedCode."""
-        trust.admit(Path(self.path), Path(self.path).read_bytes())
-        return super().create_module(spec)
+        """Check the file, and load the bytes that were checked. Raises UntrustedCode."""
+        content = Path(self.path).read_bytes()
+        trust.admit(Path(self.path), content, _owner(self.path))
+        copy = _private_copy(content, Path(self.path).name)
+        module = super().create_module(importlib.machinery.ModuleSpec(spec.name, self, origin=copy))
+        module.__file__ = self.path
+        return module
+
+
+def _private_copy(content: bytes, name: str) -> str:
+    """The path of a file with this content, which nobody else can exchange before the system loads it."""
+    if hasattr(os, "memfd_create"):  # it stays open: the system takes two files of one path for the same
+        copy = Path(f"/proc/self/fd/{os.memfd_create(name)}")
+    else:
+        copy = Path(tempfile.mkdtemp(prefix="lockstep-"), name)
+    copy.write_bytes(content)
+    return str(copy)
 
 
 _FOLDERS: set[Path] = set()
@@ -134,13 +149,18 @@ def make_importable(folder: Path) -> None:
 
 def _belongs_to_user(path: str) -> bool:
     """Whether modules in a folder belong to a user's file, and not to an environment or installed package below it."""
-    owners = [Path(entry) for entry in sys.path if entry and Path(path).is_relative_to(entry)]
-    folder = max(owners, key=lambda owner: len(owner.parts), default=None)
+    folder = _owner(path)
     if folder not in _FOLDERS:
         return False
     inner = Path(path).relative_to(folder).parts
     package = sys.modules.get(inner[0]) if inner else None
     return getattr(package, "__file__", None) is None or isinstance(package.__loader__, UserCode)  # type: ignore[union-attr]
+
+
+def _owner(path: str) -> Path:
+    """The folder from which a module below it is imported, directly or in a package."""
+    owners = [Path(entry) for entry in sys.path if entry and Path(path).is_relative_to(entry)]
+    return max(owners, key=lambda owner: len(owner.parts), default=Path(path).parent)
 
 
 def _finder(path: str) -> importlib.machinery.FileFinder:

@@ -3,12 +3,14 @@
 import ast
 import hashlib
 import os
+import stat
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from lockstep.base.errors import UntrustedCode
 from lockstep.base.escaping_console import escape_name
@@ -31,10 +33,12 @@ class Code:
     """Bytes."""
     digest: str
     """sha256."""
+    folder: Path | None = None
+    """From which it is imported, as is what it imports."""
 
     @classmethod
-    def of(cls, name: object, content: bytes) -> "Code":
-        return cls(str(name), len(content), hashlib.sha256(content).hexdigest())
+    def of(cls, name: object, content: bytes, folder: Path | None = None) -> "Code":
+        return cls(str(name), len(content), hashlib.sha256(content).hexdigest(), folder)
 
     def __str__(self) -> str:
         return f"{escape_name(self.name)} ({self.size:,} bytes, sha256 {self.digest})"
@@ -47,48 +51,41 @@ class _ProcessState:
         self.allows_all = False
         self.known: set[str] = set()
         """sha256 of code."""
-        self.restricted: set[Path] = set()
-        """Folders in which code has to be known; each as given and with links resolved."""
+        self.folders: set[str] = set()
+        """Those whose code this user answers for: of the user's own files, and of those that --trust-code is for."""
+        self.arguments: tuple[str, ...] = ()
 
 
 _state = _ProcessState()
 
 
-def allow_all() -> None:
-    """Execute any code in this process from now on, as --trust-code says."""
-    _state.allows_all = True
+def accept(arguments: Sequence[str]) -> None:
+    """Allow in this process what the process that started it has got agreement for; `arguments` are from there."""
+    _state.allows_all |= OPTION in arguments
+    if KNOWN in arguments:
+        _state.known |= set(arguments[arguments.index(KNOWN) + 1].split(","))
 
 
-def require_known(folder: Path) -> None:
-    """Execute code below this folder only where it is known from now on: somebody else may have written it."""
-    _state.restricted |= {Path(os.path.abspath(folder)), folder.resolve()}
+def arguments() -> tuple[str, ...]:
+    """The arguments by which worker processes learn what this process was last allowed."""
+    return _state.arguments
 
 
-def admit(file: Path, content: bytes) -> None:
-    """Check code that is about to be executed, and remember it. Raises UntrustedCode."""
+def admit(file: Path, content: bytes, folder: Path) -> str:
+    """Check code that is about to be executed, imported from `folder`, and remember it -> its sha256. Raises
+    UntrustedCode."""
     code = Code.of(file, content)
-    if _is_restricted(file) and not _state.allows_all and not is_known(code):
+    if not (_state.allows_all or os.path.abspath(folder) in _state.folders or is_known(code)):
         raise UntrustedCode(_refusal([code]))
     remember([code])
-
-
-def _is_restricted(file: Path) -> bool:
-    """Whether a file is below a restricted folder, or reached from there through a link."""
-    paths = (Path(os.path.abspath(file)), file.parent.resolve() / file.name, file.resolve())
-    return any(path.is_relative_to(folder) for path in paths for folder in _state.restricted)
-
-
-def add_known(digests: Iterable[str]) -> None:
-    """Accept code with these sha256 in this process."""
-    _state.known |= set(digests)
+    return code.digest
 
 
 def is_known(code: Code) -> bool:
     """Whether this user has agreed to execute this code before."""
-    if code.digest in _state.known:
-        return True
-    with suppress(OSError):
-        _state.known |= {line[:64] for line in _record().read_text("utf-8", "replace").splitlines()}
+    if code.digest not in _state.known:
+        with suppress(OSError), _record() as record:
+            _state.known |= {line[:64] for line in record}
     return code.digest in _state.known
 
 
@@ -98,27 +95,34 @@ def remember(codes: Iterable[Code]) -> None:
     _state.known |= {code.digest for code in new}
     with suppress(OSError):
         if new:
-            _record().parent.mkdir(parents=True, exist_ok=True)
-            with _record().open("a", encoding="utf-8") as record:
+            with _record(writes=True) as record:
                 record.write("".join(f"{code.digest}  {escape_name(code.name)}\n" for code in new))
 
 
-def authorize(codes: Sequence[Code], *, trusts: bool, folder: Path) -> bool:
-    """Get the user's agreement, by --trust-code or on the terminal, to execute code of a folder that may be somebody
-    else's. False where no agreement is needed because all of it is known.
+def own(codes: Sequence[Code]) -> tuple[str, ...]:
+    """Allow this user's own code, with what it imports from its folders while it runs -> `arguments()`."""
+    remember(codes)
+    _state.folders |= {os.path.abspath(code.folder) for code in codes if code.folder is not None}
+    _state.arguments = (OPTION,) if codes else ()
+    return _state.arguments
 
-    Raises UntrustedCode where there is no terminal to ask on, or the answer is no.
+
+def authorize(codes: Sequence[Code], *, trusts: bool, folder: Path, asks: bool = True) -> tuple[str, ...]:
+    """Get the user's agreement, by --trust-code or on the terminal, to execute code of a folder that may be somebody
+    else's -> `arguments()`. An answer on the terminal allows the bytes that were shown, and nothing else.
+
+    Raises UntrustedCode where there is no terminal to ask on, or the answer is no. Without `asks`, nothing is allowed.
     """
+    _stop_imports_from(folder)
+    if trusts:
+        return own(codes)
     unknown = list({code.digest: code for code in codes if not is_known(code)}.values())
-    if not trusts:
-        if not unknown:
-            _stop_imports_from(folder)
-            return False
+    if unknown and asks:
         if not (sys.stdin.isatty() and sys.stderr.isatty()) or not _ask(unknown):
             raise UntrustedCode(_refusal(unknown))
-    allow_all()
-    remember(unknown)
-    return True
+        remember(unknown)
+    _state.arguments = (KNOWN, ",".join(dict.fromkeys(code.digest for code in codes)) or "none")
+    return _state.arguments
 
 
 def _stop_imports_from(folder: Path) -> None:
@@ -140,10 +144,11 @@ def code_with_imports(file: Path) -> list[Code]:
                 size = path.stat().st_size
                 if size > MOST_BYTES:
                     with path.open("rb") as large:
-                        codes[path] = Code(str(path), size, hashlib.file_digest(large, "sha256").hexdigest())
+                        digest = hashlib.file_digest(large, "sha256").hexdigest()
+                    codes[path] = Code(str(path), size, digest, file.parent)
                     continue
                 content = path.read_bytes()
-                codes[path] = Code.of(path, content)
+                codes[path] = Code.of(path, content, file.parent)
                 pending += _imported_files(file.parent, path.parent, content)
     return list(codes.values())
 
@@ -195,6 +200,29 @@ def state_folder() -> Path:
     return Path(base) / "lockstep"
 
 
-def _record() -> Path:
-    """The file with a line for each known file of code: its sha256 and path."""
-    return state_folder() / "trusted"
+def _record(*, writes: bool = False) -> TextIO:
+    """Open the file with a line for each known file of code: its sha256 and path. Raises OSError, also where somebody
+    else could have written it; where this user owns its folder, a new one is begun when it is to be written."""
+    folder = state_folder()
+    file, flags = folder / "trusted", os.O_RDONLY
+    if writes:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        for each in (*reversed(folder.parents), folder):  # mkdir(parents=True) gives its mode to the last one only
+            if not each.is_dir():
+                each.mkdir(mode=0o700)
+        if not _is_private(folder.stat()):
+            folder.chmod(0o700)  # which only its owner may
+            file.unlink(missing_ok=True)
+        if os.path.lexists(file) and not _is_private(file.lstat()):
+            file.unlink()
+    handle = os.open(file, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
+    record = open(handle, "a" if writes else "r", encoding="utf-8", errors="replace")  # noqa: SIM115 (the caller's)
+    if not (_is_private(folder.stat()) and _is_private(os.fstat(handle))):
+        record.close()
+        raise PermissionError(f"{file} may have been written by somebody else")
+    return record
+
+
+def _is_private(found: os.stat_result) -> bool:
+    """Whether only this user can write to a file or folder."""
+    return os.name == "nt" or (found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))

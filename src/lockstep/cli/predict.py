@@ -46,6 +46,7 @@ def command(
     from lockstep.inference.generation.sampling import Sampling
     from lockstep.inference.predict import bulk
 
+    trained_model.authorize(model, (), trusts=trust_code)
     options = bulk.PredictOptions(
         model=model,
         input=source,
@@ -58,6 +59,5 @@ def command(
         has_probabilities=probabilities,
         sampling=Sampling(max_tokens=max_tokens, temperature=temperature),
         prefix=prefix,
-        trusts=trained_model.authorize(model, (), trusts=trust_code),
     )
     bulk.predict(options, console)

@@ -17,6 +17,7 @@ def command(
     rendezvous: Rendezvous = None,
     node_rank: NodeRank = None,
     trust_code: TrustCode = False,
+    known_code: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> int:
     """Train as the config says, and resume where an earlier run of the same name stopped.
 
@@ -26,7 +27,7 @@ def command(
     from lockstep.run import recipe_trust
 
     recipe = recipes.load(path, overrides or [])
-    trust = recipe_trust.trust_arguments(recipe) if dry_run else recipe_trust.authorize(recipe, path, trusts=trust_code)
+    trust = recipe_trust.authorize(recipe, path, trusts=trust_code, asks=not dry_run, known=known_code)
     from lockstep.launch import recovery
     from lockstep.launch.elastic import environment
 

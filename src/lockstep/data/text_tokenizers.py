@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError
+from lockstep.core.host.pretrained_files import load
 from lockstep.data.data_config import AUTO, BYTES, LEARNED
 from lockstep.data.packing import END
 from lockstep.data.token_cache import fingerprint
@@ -208,7 +209,7 @@ def _pretrained(name: str) -> PartsOfWords:
     from transformers import AutoTokenizer
 
     try:
-        found: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        found: Any = load(AutoTokenizer, name)
     except Exception as error:  # a damaged file can raise anything inside the libraries
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise DataError(

@@ -37,8 +37,8 @@ BATCH = 64
 """Batch size where the whole test split is compared."""
 
 
-def authorize(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> bool:
-    """Check the code of an export, a run or a checkpoint -> whether the user allows unknown code in it.
+def authorize(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> tuple[str, ...]:
+    """Check the code of an export, a run or a checkpoint -> arguments that pass this on to worker processes.
 
     Raises UserError, in particular UntrustedCode.
     """
@@ -46,7 +46,7 @@ def authorize(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> b
     if export_reader.is_export(path):
         return trust.authorize(export_reader.code_of(path, export_facts.read(path)), trusts=trusts, folder=path)
     if not is_run(path):
-        return False
+        return ()
     recipe, root, _ = locate(path, overrides)
     return trust.authorize(recipe_trust.executable_code(recipe), trusts=trusts, folder=root.parent)
 
@@ -54,7 +54,6 @@ def authorize(path: Path, overrides: Sequence[str] | None, *, trusts: bool) -> b
 def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tuple[ExportFacts, Path]:
     """Write the model of a run or checkpoint for others to load -> its facts, its folder. Raises UserError."""
     recipe, checkpoint = run_of(path, overrides)
-    recipe_trust.require_known_code(recipe)
     export_writer.check(recipe.export)
     data = open_splits(joined(recipe))  # in use, a model reads one document
     model, facts = _model(recipe, checkpoint, data.train.spec)
@@ -111,7 +110,6 @@ def open_predictor(
         facts, forward, tokenizer, processor = _read(folder)
         return _opened(facts, forward, tokenizer, processor=processor, device=device, dtype=dtype)
     recipe, checkpoint = run_of(folder)
-    recipe_trust.require_known_code(recipe)
     if recipe.data.PACKS:
         data = open_splits(joined(recipe))
         model, facts = _model(recipe, checkpoint, data.train.spec)

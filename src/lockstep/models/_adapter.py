@@ -107,6 +107,8 @@ def _config(section: AdapterSection, targets: list[str]) -> Any:
         raise ConfigError(f"model.adapter: {section.kind} has no dropout")
     if section.kind == "lora":
         made["lora_dropout"] = section.dropout
+    if "megatron_config" in section.options:
+        raise ConfigError("model.adapter.options: megatron_config would import a module that it names: leave it out")
     try:
         return getattr(peft, CLASSES[section.kind])(**made, **section.options)
     except (TypeError, ValueError) as error:

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Cache, Model
+from lockstep.core.host.pretrained_files import load, untrained
 from lockstep.core.modules.deferred_init import is_fake
 from lockstep.models._documents import DOCUMENT, are_close, keeps_apart, not_apart, positions_of, visible_of
 from lockstep.models._pretrained import (
-    WITHOUT_CODE,
     NetworkModel,
-    check_folder,
     from_pretrained,
     mismatches,
     reported,
@@ -139,7 +138,7 @@ def _untrained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
                 setattr(each, name, None)  # of another tokenizer; the row of a padding token would never be trained
     sizes.vocab_size = vocabulary
     with reported(config):
-        network = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, **_attention(config), **WITHOUT_CODE)
+        network = untrained(AutoModelForCausalLM, settings, dtype=torch.float32, **_attention(config))
     return network, []
 
 
@@ -252,17 +251,14 @@ def read_back(folder: Path, spec: DataSpec) -> Model:
     from transformers import AutoModelForCausalLM
 
     silence()
-    check_folder(folder)
-    return CausalTransformer(AutoModelForCausalLM.from_pretrained(folder, **WITHOUT_CODE), spec)
+    return CausalTransformer(load(AutoModelForCausalLM, folder), spec)
 
 
 def from_config(folder: Path, spec: DataSpec) -> Model:
     """Build a model from what `save_config` wrote; its weights are random."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    check_folder(folder)
-    settings = AutoConfig.from_pretrained(folder, **WITHOUT_CODE)
-    return CausalTransformer(AutoModelForCausalLM.from_config(settings, **WITHOUT_CODE), spec)
+    return CausalTransformer(untrained(AutoModelForCausalLM, load(AutoConfig, folder)), spec)
 
 
 save, save_config = save_network, save_architecture

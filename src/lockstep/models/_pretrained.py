@@ -1,6 +1,5 @@
 """What models of transformers have in common: load them without code of their own, check, split and save them."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,22 +7,18 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.base import storage
 from lockstep.base.contracts import DataSpec
-from lockstep.base.errors import ModelError
+from lockstep.base.errors import LockstepError, ModelError
 from lockstep.base.model_contracts import TensorPlan
 from lockstep.core.host.hub_access import hub_answers
+from lockstep.core.host.pretrained_files import load
 from lockstep.core.modules.blocks import blocks_of
 from lockstep.models._objective_model import ObjectiveModel
 from lockstep.models._pretrained_config import PretrainedSection
 from lockstep.models.objectives._choice import name_of, width_of
 
-WITHOUT_CODE: dict[str, Any] = {"trust_remote_code": False}
-"""Without it, transformers asks on the terminal whether to import the code that config.json names."""
 PROBLEM_TYPES = {"regression": "regression", "multilabel": "multi_label_classification"}
 """What transformers' pipelines call an objective; the others follow from the labels."""
-MAX_CONFIG_BYTES = 64 << 20
-MAX_LAYERS = 10_000
 MAX_NAMES = 3
 """Weights named in a message."""
 
@@ -72,17 +67,15 @@ def from_pretrained(auto_class: Any, config: PretrainedSection, *, check: Callab
     if config.name.startswith(("/", ".", "~")) and not folder.is_dir():
         raise ModelError(f"model.name={config.name}: there is no such folder")
     silence()
-    if folder.is_dir():
-        check_folder(folder)
-    origin = {"revision": config.revision, "local_files_only": folder.is_dir() or not hub_answers(), **WITHOUT_CODE}
+    origin = {"revision": config.revision, "local_files_only": folder.is_dir() or not hub_answers()}
     try:
-        settings = AutoConfig.from_pretrained(config.name, **origin)
+        settings = load(AutoConfig, config.name, **origin)
     except Exception:
         settings = None  # loading the model or its tokenizer reports it
     if settings is not None:
         check(settings)
     with reported(config):
-        return auto_class.from_pretrained(config.name, **origin, **options)
+        return load(auto_class, config.name, **origin, **options)
 
 
 def head_of(spec: DataSpec) -> dict[str, Any]:
@@ -101,6 +94,8 @@ def reported(config: PretrainedSection) -> Iterator[None]:
     """Turn whatever is raised while a model is loaded into a ModelError."""
     try:
         yield
+    except LockstepError:
+        raise
     except Exception as error:  # a damaged config or tokenizer can raise anything inside the libraries
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ModelError(
@@ -127,36 +122,6 @@ def mismatches(loading: dict[str, Any], prefix: str = "") -> list[str]:
 def _listing(names: list[str]) -> str:
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return f"{', '.join(names[:MAX_NAMES])}{more} ({len(names)} weights)"
-
-
-def check_folder(folder: Path) -> None:
-    """Raise ModelError for a config that names Python code of its own, which transformers would import, or more layers
-    than can be built."""
-    for path in (folder / "config.json", folder / "tokenizer_config.json"):
-        try:
-            settings = json.loads(storage.read(path, MAX_CONFIG_BYTES))
-            has_code = "auto_map" in settings
-        except (OSError, ValueError, TypeError, RecursionError):
-            continue  # loading the model reports it
-        if has_code:
-            raise ModelError(
-                f"{path} names code of its own (auto_map), which is not executed: save the model without it where "
-                "transformers knows its kind, or bring it as your own file with model.kind=user"
-            )
-        for key, layers in _layer_counts(settings):
-            if layers > MAX_LAYERS:
-                raise ModelError(f"{path} asks for {layers:,} layers ({key}), more than {MAX_LAYERS:,}")
-
-
-def _layer_counts(settings: Any) -> Iterator[tuple[str, int]]:
-    """Yield (key, value) of every number of layers in a config, at any depth, without recursion."""
-    pending = [settings]
-    while pending:
-        current = pending.pop()
-        for key, value in current.items() if isinstance(current, dict) else ():
-            if isinstance(value, int) and key.endswith(("layers", "layer")):
-                yield key, value
-            pending.append(value)
 
 
 def silence() -> None:

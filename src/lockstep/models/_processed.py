@@ -8,14 +8,8 @@ from torch import nn
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.model_contracts import Model
-from lockstep.models._pretrained import (
-    WITHOUT_CODE,
-    NetworkModel,
-    check_folder,
-    save_architecture,
-    save_network,
-    silence,
-)
+from lockstep.core.host.pretrained_files import load, untrained
+from lockstep.models._pretrained import NetworkModel, save_architecture, save_network, silence
 
 
 class ProcessedModel(NetworkModel):
@@ -46,16 +40,13 @@ class ModelFiles:
     def read_back(self, folder: Path, spec: DataSpec) -> Model:
         """Load what `save` wrote with plain transformers."""
         silence()
-        check_folder(folder)
-        return self._with(self._loader().from_pretrained(folder, **WITHOUT_CODE), folder, spec)
+        return self._with(load(self._loader(), folder), folder, spec)
 
     def from_config(self, folder: Path, spec: DataSpec) -> Model:
         """Build a model from what `save_config` wrote; its weights are random."""
         from transformers import AutoConfig
 
-        check_folder(folder)
-        settings = AutoConfig.from_pretrained(folder, **WITHOUT_CODE)
-        return self._with(self._loader().from_config(settings, **WITHOUT_CODE), folder, spec)
+        return self._with(untrained(self._loader(), load(AutoConfig, folder)), folder, spec)
 
     def _loader(self) -> Any:
         import transformers

@@ -12,11 +12,10 @@ from torch import Tensor
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
+from lockstep.core.host.pretrained_files import load, untrained
 from lockstep.core.numerics.word_tokens import marked, words_of
 from lockstep.models._pretrained import (
-    WITHOUT_CODE,
     NetworkModel,
-    check_folder,
     from_pretrained,
     head_of,
     mismatches,
@@ -173,17 +172,14 @@ tokenizer, save, save_config = PretrainedTokenizer, save_network, save_architect
 def read_back(folder: Path, spec: DataSpec) -> Model:
     """Load what `save` wrote with plain transformers."""
     silence()
-    check_folder(folder)
-    return TextModel(_auto_class(spec).from_pretrained(folder, **WITHOUT_CODE), spec)
+    return TextModel(load(_auto_class(spec), folder), spec)
 
 
 def from_config(folder: Path, spec: DataSpec) -> Model:
     """Build a model from what `save_config` wrote; its weights are random."""
     from transformers import AutoConfig
 
-    check_folder(folder)
-    shape = AutoConfig.from_pretrained(folder, **WITHOUT_CODE)
-    return TextModel(_auto_class(spec).from_config(shape, **WITHOUT_CODE), spec)
+    return TextModel(untrained(_auto_class(spec), load(AutoConfig, folder)), spec)
 
 
 def _auto_class(spec: DataSpec | None) -> Any:

@@ -14,7 +14,7 @@ SWEEP = "sweep.json"
 def executable_code(recipe: Recipe) -> list[trust.Code]:
     """Everything that a run of this recipe executes besides Lockstep: Python files, and launch settings that name
     programs."""
-    codes = [code for file in _python_files(recipe) for code in trust.code_with_imports(file)]
+    codes = code_of_files(recipe)
     launch: Section = recipe.launch
     values = launch.model_dump(mode="json", exclude={"kind", "nodes", "processes", "interface"})
     defaults = {name: field.get_default(call_default_factory=True) for name, field in type(launch).model_fields.items()}
@@ -26,10 +26,11 @@ def executable_code(recipe: Recipe) -> list[trust.Code]:
     return codes
 
 
-def _python_files(recipe: Recipe) -> list[Path]:
+def code_of_files(recipe: Recipe) -> list[trust.Code]:
+    """The Python files that a recipe names, which a worker executes."""
     own = (recipe.optim.file, recipe.schedule.file)
     files = (recipe.model.code, recipe.data.code, recipe.observe.file, recipe.data.augment, *own)
-    return [file for file in dict.fromkeys(files) if file is not None]
+    return [code for file in dict.fromkeys(files) if file is not None for code in trust.code_with_imports(file)]
 
 
 def is_in_run_folder(path: Path) -> bool:
@@ -39,27 +40,15 @@ def is_in_run_folder(path: Path) -> bool:
     )
 
 
-def authorize(recipe: Recipe, path: Path, *, trusts: bool) -> tuple[str, ...]:
+def authorize(recipe: Recipe, path: Path, *, trusts: bool, asks: bool = True, known: str = "") -> tuple[str, ...]:
     """Allow a recipe's code to be executed; return the arguments that pass this on to the worker processes.
 
     The user's own config is trusted. That of a run folder is not: its code has to be known, or the user has to agree.
-    Raises UntrustedCode.
+    Where a command has started this one, `known` are the sums of the code that it knew. Raises UntrustedCode.
     """
     codes = executable_code(recipe)
-    if not is_in_run_folder(path):
-        trust.remember(codes)
-    elif not trust.authorize(codes, trusts=trusts, folder=path.parent):
-        require_known_code(recipe)
-        return (trust.KNOWN, ",".join(code.digest for code in codes)) if codes else ()
-    return trust_arguments(recipe)
-
-
-def trust_arguments(recipe: Recipe) -> tuple[str, ...]:
-    """The arguments by which worker processes learn that the user trusts the recipe's code."""
-    return (trust.OPTION,) if executable_code(recipe) else ()
-
-
-def require_known_code(recipe: Recipe) -> None:
-    """From now on, execute code in the folders of the recipe's Python files only where it is known."""
-    for file in _python_files(recipe):
-        trust.require_known(file.parent)
+    if known:
+        trust.accept((trust.KNOWN, known))
+    if known or is_in_run_folder(path):
+        return trust.authorize(codes, trusts=trusts, folder=path.parent, asks=asks)
+    return trust.own(codes)

@@ -116,15 +116,13 @@ def of_main_rank(recipe: recipes.Recipe, options: argparse.Namespace) -> recipes
 def authorize(recipe: recipes.Recipe, options: argparse.Namespace) -> None:
     """Allow the code of a config of the user's; that of a run folder or an export has to be known, or allowed by the
     launcher's arguments. Raises UntrustedCode."""
-    trust.add_known(options.known_code.split(","))
-    codes = recipe_trust.executable_code
-    if options.trust_code:
-        trust.allow_all()
-    elif options.task == "evaluate" or recipe_trust.is_in_run_folder(options.config):
-        trust.authorize(codes(recipe), trusts=False, folder=options.config.parent)
-        recipe_trust.require_known_code(recipe)
+    codes = recipe_trust.code_of_files(recipe)
+    if options.trust_code or options.known_code:
+        trust.accept([trust.OPTION] if options.trust_code else [trust.KNOWN, options.known_code])
+    if options.known_code or options.task == "evaluate" or recipe_trust.is_in_run_folder(options.config):
+        trust.authorize(codes, trusts=options.trust_code, folder=options.config.parent)
     else:
-        trust.remember(codes(recipe))
+        trust.own(codes)
 
 
 def append_to_logs() -> None:

@@ -1,13 +1,12 @@
 """Starts the processes of a trial through the launcher, as `lockstep train` does, and passes their exit code on.
 
-python -m lockstep.tools.trial_launcher CONFIG.yaml PROCESSES cpu|any TASK REQUEST.json
+python -m lockstep.tools.trial_launcher CONFIG.yaml PROCESSES cpu|any TASK REQUEST.json [--trust-code]
 """
 
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.base import trust
 from lockstep.base.contracts import Request
 from lockstep.base.errors import Interrupted
 from lockstep.base.lifetime import end_with_parent
@@ -20,14 +19,14 @@ NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 def main(argv: list[str]) -> int:
     """Plan one process, which is allowed on any machine, then set the real number: hidden GPUs do not count."""
     end_with_parent("SIGTERM")
-    config, processes, device, task, request = argv
+    config, processes, device, task, request, *allowed = argv
     recipe = recipes.load(Path(config))
     environment.set_threads(recipe.run.threads)
     from lockstep.launch import launch_run  # noqa: PLC0415 (imports torch)
 
     alone = recipe.launch.model_copy(update={"processes": 1})
     launcher = launch_run.build_launcher(recipe.model_copy(update={"launch": alone}))
-    arguments = ("--task", task, "--request", request, trust.OPTION)  # the calling command has checked that
+    arguments = ("--task", task, "--request", request, *allowed)
     plan = launcher.plan(Request(recipe=Path(config), arguments=arguments))
     variables = {**plan.environment, **(NO_GPUS if device == "cpu" else {})}
     plan = replace(

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 from rich.console import Console
 
-from lockstep.base import config, plugins, storage
+from lockstep.base import config, plugins, storage, trust
 from lockstep.base.errors import ConfigError, LockstepError
 from lockstep.base.events import Bus
 from lockstep.base.lifetime import Started, end_family
@@ -134,7 +134,7 @@ def run(
     storage.write(recipe_file, config.dump(recipe.model_copy(update={"launch": local})))
     storage.write(request_file, request.model_dump_json())
     command = [sys.executable, "-P", "-m", "lockstep.tools.trial_launcher", str(recipe_file), str(processes)]
-    command += ["cpu" if on_cpu else "any", task, str(request_file)]
+    command += ["cpu" if on_cpu else "any", task, str(request_file), *trust.arguments()]
     code, peak = _run_launcher(command, folder / OUTPUT, poll)
     output = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
     return TrialEnd(code=code, output=output, peak_bytes=peak)

@@ -7,6 +7,7 @@ import numpy as np
 
 from lockstep.base.errors import DataError
 from lockstep.core.host.hub_access import hub_answers
+from lockstep.core.host.pretrained_files import load
 
 PROBE_SECONDS = (0.5, 1)
 """Of silence: an extractor that gives the same shape for both makes all sounds equally long."""
@@ -22,9 +23,9 @@ class FeatureExtractor:
         """`name`: a name on the hub, or a folder."""
         from transformers import AutoFeatureExtractor
 
-        origin = {"local_files_only": Path(name).is_dir() or not hub_answers(), "trust_remote_code": False}
+        origin = {"local_files_only": Path(name).is_dir() or not hub_answers()}
         try:
-            self.extractor: Any = AutoFeatureExtractor.from_pretrained(name, **origin)
+            self.extractor: Any = load(AutoFeatureExtractor, name, **origin)
             self.rate = int(self.extractor.sampling_rate)
             self.column = str(self.extractor.model_input_names[0])
             probes = [self._answer(np.zeros(int(self.rate * each), np.float32)) for each in PROBE_SECONDS]

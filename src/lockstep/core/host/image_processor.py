@@ -8,6 +8,7 @@ from PIL import Image
 
 from lockstep.base.errors import DataError
 from lockstep.core.host.hub_access import hub_answers
+from lockstep.core.host.pretrained_files import load
 
 PROBES = ((48, 64), (64, 48))
 """Heights and widths of blank images, which must come out with the same size."""
@@ -24,11 +25,11 @@ class ImageProcessor:
         """`name`: a name on the hub, or a folder."""
         from transformers import AutoConfig, AutoImageProcessor
 
-        origin = {"local_files_only": Path(name).is_dir() or not hub_answers(), "trust_remote_code": False}
+        origin = {"local_files_only": Path(name).is_dir() or not hub_answers()}
         try:
-            settings: Any = AutoConfig.from_pretrained(name, **origin)
+            settings: Any = load(AutoConfig, name, **origin)
             # not torchvision, which a machine may lack: its pixels differ
-            self.processor: Any = AutoImageProcessor.from_pretrained(name, backend="pil", **origin)
+            self.processor: Any = load(AutoImageProcessor, name, backend="pil", **origin)
         except Exception as error:  # a damaged file can raise anything inside the libraries
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise DataError(

@@ -76,7 +76,8 @@ def measure(target: Path, overrides: Sequence[str], options: EvaluateOptions, *,
     with tempfile.TemporaryDirectory(prefix="lockstep-") if is_export else nullcontext("") as temporary:
         recipe, folder = _of_export(target, settings, temporary) if is_export else _of_run(target, settings)
         code = export_reader.code_of(folder, export_facts.read(folder)) if is_export else []
-        trusts = trust.authorize([*code, *recipe_trust.executable_code(recipe)], trusts=options.trusts, folder=target)
+        codes = [*code, *recipe_trust.executable_code(recipe)]
+        allowed = trust.authorize(codes, trusts=options.trusts, folder=target)
         to = options.to or (folder if is_export else recipe.folder)
         request = EvaluationRequest(
             target=folder,
@@ -89,7 +90,7 @@ def measure(target: Path, overrides: Sequence[str], options: EvaluateOptions, *,
             calibrates=options.calibrates,
             to=_writable(to.absolute()),
         )
-        return _launch(recipe, request, trusts=trusts, launch=launch), request.to
+        return _launch(recipe, request, allowed=allowed, launch=launch), request.to
 
 
 def _is_column(override: str, options: EvaluateOptions) -> bool:
@@ -127,10 +128,10 @@ def _writable(folder: Path) -> Path:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another with --to") from None
 
 
-def _launch(recipe: Recipe, request: EvaluationRequest, *, trusts: bool, launch: Launch) -> int:
+def _launch(recipe: Recipe, request: EvaluationRequest, *, allowed: tuple[str, ...], launch: Launch) -> int:
     """Run the evaluation on this machine, whatever launcher the recipe names -> exit code."""
     file = recipe.folder / f"{NAME}.json"
-    arguments = ("--task", NAME, "--request", str(file), *([trust.OPTION] if trusts else []))
+    arguments = ("--task", NAME, "--request", str(file), *allowed)
     with _locked_request(file, request.model_dump_json(indent=1)):
         return launch(recipe, arguments)
 

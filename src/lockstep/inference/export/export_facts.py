@@ -43,6 +43,16 @@ def _inside(name: str) -> str:
 FileName = Annotated[str, Field(max_length=4096), AfterValidator(_inside)]
 
 
+def file_in(folder: Path, name: str) -> Path:
+    """The path of a file of code in an export. Raises FileNotFoundError, and ModelError for a link."""
+    path = folder / name
+    if path.resolve() != folder.resolve() / name:
+        raise ModelError(f"{path} is a link, which is not followed: put the file itself into the export's folder")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {name} in it")
+    return path
+
+
 class RoundTrip(BaseModel):
     """How the export, read back, compares with the trained model on samples of the test split."""
 

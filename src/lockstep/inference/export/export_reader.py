@@ -28,14 +28,15 @@ def is_export(folder: Path) -> bool:
 
 def code_of(folder: Path, facts: ExportFacts) -> list[trust.Code]:
     """The code that reading an export would execute: the user's file, and a torch.export program. Raises ModelError."""
-    codes = trust.code_with_imports(folder / facts.model["file"]) if "file" in facts.model else []
     with _read_errors(folder):
         program = plugins.find(FORMATS, facts.kind).PROGRAM
-        return [*codes, *([_program(folder / program)] if program else [])]
+        codes = [_program(export_facts.file_in(folder, program), folder)] if program else []
+        own = facts.model.get("file")
+        return [*codes, *(trust.code_with_imports(export_facts.file_in(folder, own)) if own else [])]
 
 
-def _program(file: Path) -> trust.Code:
-    return trust.Code(str(file), file.stat().st_size, storage.sha256(file))
+def _program(file: Path, folder: Path) -> trust.Code:
+    return trust.Code(str(file), file.stat().st_size, storage.sha256(file), folder)
 
 
 def forward_of(folder: Path, facts: ExportFacts | None = None) -> Forward:

@@ -47,8 +47,6 @@ class PredictOptions:
     device: str = "cpu"
     dtype: DTypeName | None = None
     batch: int = 64
-    trusts: bool = False
-    """Whether to execute the model's own code even if it is unknown."""
 
 
 def predict(options: PredictOptions, console: Console) -> None:
@@ -79,7 +77,6 @@ def predict(options: PredictOptions, console: Console) -> None:
         ),
         files=options.input if source.modality != "text" else None,
         output=files.folder,
-        trusts=options.trusts,
     )
     pool = WorkerPool(task=task, size=processes, report=lambda text: console.print(text, soft_wrap=True))
     with ended_by_sigterm(), files.locked(), pool:

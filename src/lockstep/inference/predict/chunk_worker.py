@@ -5,7 +5,7 @@ import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -77,8 +77,7 @@ class ChunkTask:
     """The folder that paths of images or sounds are relative to; None for texts."""
     output: Path
     """The folder that predictions are written to."""
-    trusts: bool = False
-    """Whether to execute the model's own code even if it is unknown."""
+    trust: tuple[str, ...] = field(default_factory=trust.arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +116,7 @@ def run_worker(task: ChunkTask, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent handles it
     try:
         _use_one_core()
-        if task.trusts:
-            trust.allow_all()
+        trust.accept(task.trust)
         model = open_predictor(task.model, device=task.device, dtype=task.dtype)
         pipe.send(model.facts)
         chunk_predictor: ChunkTable

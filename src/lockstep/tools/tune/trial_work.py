@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.base import trust
 from lockstep.base.errors import Interrupted, LockstepError
 from lockstep.base.lifetime import end_with_parent
 from lockstep.base.world import World
@@ -48,6 +49,7 @@ class TrialRequest:
     """How many more copies of the gradients the run holds than these steps do."""
     device_bytes: int | None = None
     """Limit of GPU memory; None: all of it."""
+    trust: tuple[str, ...] = field(default_factory=trust.arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class TrialResult:
 def work(request: TrialRequest, results: Connection, log: str) -> NoReturn:
     """Run a trial, send the results, and end this process; its output goes to the log."""
     end_with_parent("SIGKILL")
+    trust.accept(request.trust)
     with suppress(OSError):  # where memory runs short, the kernel ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep.base import plugins, storage, trust
+from lockstep.base import plugins, storage
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Model
-from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.inference.export.export_facts import ExportFacts, file_in
 from lockstep.models._model_config import ModelSection
 
 FILE = "model.safetensors"
@@ -24,14 +24,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return getattr(model, "network", model)
 
 
-def section_of(facts: ExportFacts, folder: Path) -> tuple[Any, ModelSection]:
-    """The model's plugin and its section, with paths in the export's folder; blocks unknown code from now on."""
-    trust.require_known(folder)
+def section_of(facts: ExportFacts, folder: Path, *, is_adapter: bool = False) -> tuple[Any, ModelSection]:
+    """The model's plugin and its section, with paths in the export's folder, but for the model that an adapter is for.
+    Raises ModelError."""
     plugin = plugins.implementation("models", facts.model["kind"])
     section = dict(facts.model)
     if "file" in section:
-        section["file"] = folder / section["file"]
-    if plugin.Config.TAKES_TOKENS:
+        section["file"] = file_in(folder, section["file"])
+    if plugin.Config.TAKES_TOKENS and not is_adapter:
         section["name"] = str(folder)
     return plugin, plugin.Config.model_validate(section)
 

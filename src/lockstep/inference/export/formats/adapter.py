@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from lockstep.base import plugins
 from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.inference.export.formats import _weights
 from lockstep.models import _adapter
 from lockstep.models.objectives._choice import name_of
 
@@ -22,8 +22,8 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
     """The pretrained model, which is loaded anew, with the adapter."""
-    plugin = plugins.implementation("models", facts.model["kind"])
-    section = plugin.Config.model_validate(facts.model)
+    plugin, section = _weights.section_of(facts, folder, is_adapter=True)
+    assert section.adapter is not None, "it is written only where there is one"
     with torch.random.fork_rng():
         model: Model = plugin.build(section, facts.spec)
         _adapter.attach(model, section.adapter, has_new_head=section.HAS_NEW_HEAD)

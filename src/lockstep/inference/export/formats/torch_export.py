@@ -7,7 +7,7 @@ import torch
 
 from lockstep.base import storage, trust
 from lockstep.base.model_contracts import Batch, Forward, Model, Outputs
-from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.inference.export.export_facts import ExportFacts, file_in
 from lockstep.inference.export.formats._graph import Traceable, cannot_be_traced, dynamic_dimensions, inputs_of, silence
 
 DTYPES = ("fp32", "fp16", "bf16")
@@ -39,10 +39,9 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
     """Load the program. Raises UntrustedCode for one from another machine."""
-    trust.require_known(folder)
-    with storage.regular(folder / FILE) as file:
+    with storage.regular(file_in(folder, FILE)) as file:
         content = file.read()
-    trust.admit(folder / FILE, content)
+    trust.admit(folder / FILE, content, folder)
     with silence():
         program = torch.export.load(io.BytesIO(content)).module()
     names = list(facts.inputs)

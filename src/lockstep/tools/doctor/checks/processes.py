@@ -80,7 +80,7 @@ def _on_nodes(case: Case, recipe: Recipe, folder: Path) -> list[RankFacts]:
     run = recipe.run.model_copy(update={"name": f"doctor-{secrets.token_hex(4)}"})
     launch = recipe.launch.model_copy(update={"max_restarts": 0, "collective_timeout_seconds": TIMEOUT_SECONDS})
     recipe = recipe.model_copy(update={"run": run, "launch": launch})
-    arguments = ("--task", "examination", "--request", str(request), trust.OPTION)
+    arguments = ("--task", "examination", "--request", str(request), *trust.arguments())
     try:
         code = launch_run.launch_node(recipe, case.config, arguments, node=case.node, name="doctor")
         ranks = read_facts(recipe.folder)

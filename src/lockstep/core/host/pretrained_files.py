@@ -1,0 +1,75 @@
+"""Load what transformers has saved, or what it fetches from the hub, without any code that comes with it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lockstep.base import storage
+from lockstep.base.errors import ModelError
+
+MAX_CONFIG_BYTES = 64 << 20
+MAX_LAYERS = 10_000
+CODE = ("auto_map", "use_kernels", "kernel_config", "megatron_config")
+"""Settings that name code beside them, of the hub or of a module; so do implementations with a slash in their name."""
+
+
+def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
+    """What an auto class of transformers loads from a folder or the hub. Raises ModelError for settings that name code,
+    and what transformers raises."""
+    check_folder(Path(name))
+    _refuse_kernels(auto_class)
+    # without the option, transformers asks on the terminal whether to import the code that config.json names
+    return auto_class.from_pretrained(name, **options, trust_remote_code=False)
+
+
+def untrained(auto_class: Any, settings: Any, **options: Any) -> Any:
+    """A model of transformers with random weights, from a config that `load` has returned."""
+    _refuse_kernels(auto_class)
+    return auto_class.from_config(settings, **options, trust_remote_code=False)
+
+
+def _refuse_kernels(auto_class: Any) -> None:
+    """Let no model of transformers load kernels from the hub, which are code: a setting of the model may name any."""
+    if auto_class.__name__.startswith("AutoModel"):  # the others are loaded without torch
+        from transformers.integrations import hub_kernels
+
+        loading: Any = hub_kernels
+        loading.load_and_register_attn_kernel = loading.get_kernel_hub = _refuse_kernel
+
+
+def _refuse_kernel(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise ModelError(
+        f"the model's settings ask for the kernel {name!r} of the hub, which is code and is not executed: save the "
+        "model with another implementation"
+    )
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ModelError for settings that name code, which transformers or peft would import, or more layers than can be
+    built. A config.json may name others of its kind that are read in its place."""
+    for path in sorted(folder.glob("*config*.json")):
+        try:
+            settings = json.loads(storage.read(path, MAX_CONFIG_BYTES))
+        except (OSError, ValueError, RecursionError):
+            continue  # loading the model reports it
+        for key, value in _settings(settings):
+            if (key in CODE and value) or ("_implementation" in key and "/" in str(value)):
+                raise ModelError(
+                    f"{path} names code ({key}), which is not executed: save the model without it where transformers "
+                    "knows its kind, or bring it as your own file with model.kind=user"
+                )
+            if isinstance(value, int) and key.endswith(("layers", "layer")) and value > MAX_LAYERS:
+                raise ModelError(f"{path} asks for {value:,} layers ({key}), more than {MAX_LAYERS:,}")
+
+
+def _settings(settings: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of every setting, at any depth, without recursion."""
+    pending = [settings]
+    while pending:
+        current = pending.pop()
+        if isinstance(current, dict):
+            yield from current.items()
+            pending += current.values()
+        elif isinstance(current, list):
+            pending += current
