@@ -8,10 +8,13 @@ import secrets
 import shutil
 import stat
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 import pydantic_core
+
+from lockstep.base.errors import DataError
 
 MOST_JSON_BYTES = 64 << 20
 """The largest JSON file that is read."""
@@ -56,6 +59,35 @@ def read_json(path: Path) -> Any:
 def regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading. Raises OSError for any other kind of file."""
     return open(_open_regular(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)), "rb")
+
+
+def require_inside(paths: Iterable[Path], *folders: Path) -> None:
+    """Raise DataError unless these paths, with all links followed, lie in folders that somebody else may have written.
+
+    A snapshot of the Hugging Face cache may link to the blobs of its own repository.
+    """
+    roots = [folder.resolve() for folder in folders]
+    snapshots = [each for root in roots for each in (root, *root.parents) if each.parent.name == "snapshots"]
+    roots += [each.parents[1] / "blobs" for each in snapshots]
+    known: set[Path] = set()
+    for path in paths:
+        if path.is_symlink() or path.parent not in known:
+            if not any((found := path.resolve()).is_relative_to(root) for root in roots):
+                raise DataError(
+                    f"{path} leads to {found}, outside of {folders[0]}: what a folder names has to lie inside it; "
+                    "copy it there (links by `cp -rL`)"
+                )
+            known |= set() if path.is_symlink() else {path.parent}
+
+
+def require_own_files(folder: Path) -> None:
+    """Raise DataError for files in a folder, or shards that an index names, outside of it; OSError for devices."""
+    for path in folder.iterdir():
+        if not path.is_dir():
+            require_inside([path], folder)
+            regular(path).close()
+    for path in folder.glob("*.index.json"):
+        require_inside((folder / shard for shard in set(read_json(path)["weight_map"].values())), folder)
 
 
 def append(path: Path) -> TextIO:

@@ -131,7 +131,8 @@ def _listing(names: list[str]) -> str:
 
 def check_folder(folder: Path) -> None:
     """Raise ModelError for a config that names Python code of its own, which transformers would import, or more layers
-    than can be built."""
+    than can be built; DataError for what leads out of the folder."""
+    storage.require_own_files(folder)
     for path in (folder / "config.json", folder / "tokenizer_config.json"):
         try:
             settings = json.loads(storage.read_regular(path, MAX_CONFIG_BYTES))
