@@ -442,7 +442,10 @@ LAUGHS = "\n".join(
 @pytest.mark.timeout(30)
 def test_aliases_do_not_multiply(folder):
     described(folder, f"{LAUGHS}\nconfigs:\n- config_name: default\n  data_files: {{x: *h}}")
-    assert "README.md holds aliases (*), which may stand for any amount: write them out" in told(folder)
+    assert "README.md holds aliases (*), or more than 60 levels: write them out" in told(folder)
+    for front in ("[" * 500_000, "- " * 50_000):
+        described(folder, front)
+        assert "or more than 60 levels" in told(folder)
     (folder / "recipe.yaml").write_text(f"train: 1\n{LAUGHS}")
     with pytest.raises(ConfigError, match="holds more than 20,000 values once its aliases"):
         run_files.read(folder)

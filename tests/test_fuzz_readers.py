@@ -12,22 +12,33 @@ fails the test. Every target is tried for LOCKSTEP_FUZZ_SECONDS. `corpus/TARGET/
 committed with the fix: it is tried first. `pytest tests/test_fuzz_readers.py -k NAME -s` says how many were tried.
 """
 
+import io
 import itertools
+import json
 import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import datasets
+import pyarrow
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.internal.conjecture import engine
+from PIL import Image
+from pyarrow import parquet
 
 from lockstep.base.errors import UserError
+from lockstep.data import tables
+from lockstep.data.huggingface import image_of, load_split
+from lockstep.observe.report import run_files
+from lockstep.run import recipe
 from lockstep.tools.sweep import sweep_state
 
 SECONDS = float(os.environ.get("LOCKSTEP_FUZZ_SECONDS", "3"))
@@ -132,6 +143,13 @@ def session(name, seconds):
     sys.stdout.write(f"{name}: {next(tried):,} inputs in {seconds:.0f} s\n")
 
 
+def sink(write):
+    """The bytes that a function writes into a file."""
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
+
+
 SWEEP = (
     b'{"keys":[{"key":"optim.lr","values":[0.1,0.2]}],"search":"grid","count":2,"metric":"loss","prune":"none",'
     b'"working_folder":"/","trials":[{"number":1,"settings":{"optim.lr":0.1},"state":"finished","value":0.5,"loss":0.5,'
@@ -144,6 +162,95 @@ def sweeps(folder, data):
     """What `sweep show` reads and draws."""
     (folder / "sweep.json").write_bytes(data)
     sweep_state.load(folder)
+
+
+ROWS = pyarrow.table({"text": [f"text {number}" for number in range(20)], "label": ["a", "b"] * 10})
+README = b"""---
+license: mit
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: "*.jsonl"
+dataset_info:
+  features:
+  - name: text
+    dtype: string
+  - name: label
+    dtype: string
+---
+"""
+DATA = {
+    "README.md": README,
+    "train.jsonl": b"\n".join(json.dumps(row).encode() for row in ROWS.to_pylist()),
+    "dataset_infos.json": b'{"default": {"features": {"text": {"dtype": "string", "_type": "Value"}}}}',
+}
+PICTURES = {
+    "metadata.jsonl": b'{"file_name": "a.png", "text": "a", "label": "b"}\n{"file_name": "a.png", "text": "a", "label": "b"}',
+    "a.png": sink(lambda file: Image.new("RGB", (2, 2)).save(file, "PNG")),
+}
+PARQUET = st.sampled_from(
+    [
+        sink(lambda file, options=options: parquet.write_table(ROWS, file, **options))
+        for options in ({}, {"compression": "zstd"})
+    ]
+)
+NUMBERS = st.sampled_from([number.to_bytes(4, "little", signed=True) for number in (0, -1, 8, 2**30, -(2**31))])
+
+
+def saved_folder():
+    """What save_to_disk writes."""
+    with tempfile.TemporaryDirectory() as place:
+        datasets.Dataset(ROWS).save_to_disk(place)
+        return {file.name: file.read_bytes() for file in Path(place).iterdir()}
+
+
+def read_rows(folder, files):
+    """All rows of a data folder, by the library `datasets`."""
+    written(folder / "set", files)
+    datasets.config.HF_DATASETS_CACHE = folder / "hf"
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    table = load_split(str(folder / "set"), "train", cache=folder / "cache")
+    for row in table:
+        image_of(row["image"], str(folder / "set")) if isinstance(row.get("image"), dict) else None
+
+
+@target(folder_of(DATA))
+def data_folders(folder, files):
+    read_rows(folder, files)
+
+
+@target(folder_of(PICTURES))
+def picture_folders(folder, files):
+    read_rows(folder, files)
+
+
+SAVED = saved_folder()
+
+
+@target(folder_of(SAVED))
+def saved_tables(folder, files):
+    read_rows(folder, files)
+
+
+@target(damaged(next(data for name, data in SAVED.items() if name.endswith(".arrow")), NUMBERS))
+def arrow_tables(folder, data):
+    read_rows(folder, {name: data if name.endswith(".arrow") else other for name, other in SAVED.items()})
+
+
+@target(damaged(PARQUET))
+def parquet_tables(folder, data):
+    (folder / "a.parquet").write_bytes(data)
+    tables.read_columns(folder / "a.parquet", ["text", "label"], lambda *_: None)
+
+
+@target(damaged(b"run: {name: one}\ndata: {kind: digits, limit: 32}\ntrain: {steps: 2}\nlaunch: {processes: 1}\n"))
+def recipes(folder, data):
+    """Of a run, in its report and as a config."""
+    (folder / "recipe.yaml").write_bytes(data)
+    run_files.read(folder)
+    recipe.load(folder / "recipe.yaml")
 
 
 @pytest.mark.timeout(SECONDS + 120)

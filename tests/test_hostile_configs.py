@@ -118,17 +118,17 @@ def _listening(path):
 
 
 FILES = {
-    "pipe": (os.mkfifo, "cannot read c.yaml: it is a pipe, not a regular file"),
-    "zeros": (lambda path: path.symlink_to("/dev/zero"), "cannot read c.yaml: it is a device, not a regular file"),
-    "nothing": (lambda path: path.symlink_to("/dev/null"), "cannot read c.yaml: it is a device, not a regular file"),
-    "socket": (_listening, "cannot read c.yaml: No such device or address"),
+    "pipe": (os.mkfifo, "c.yaml: it is a pipe, not a regular file"),
+    "zeros": (lambda path: path.symlink_to("/dev/zero"), "c.yaml: it is a device, not a regular file"),
+    "nothing": (lambda path: path.symlink_to("/dev/null"), "c.yaml: it is a device, not a regular file"),
+    "socket": (_listening, "c.yaml: No such device or address"),
     "large": (
         lambda path: path.write_bytes(b"#" * (MOST_BYTES + 1)),
-        "cannot read c.yaml: it has 131,073 bytes, more than 131,072",
+        "c.yaml: it has 131,073 bytes, more than 131,072",
     ),
     "sparse": (
         lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 1 << 40),
-        "cannot read c.yaml: it has 1,099,511,627,776 bytes",
+        "c.yaml: it has 1,099,511,627,776 bytes",
     ),
     "latin-1": (lambda path: path.write_bytes("run: {name: \xe9}".encode("latin-1")), "is not a YAML file: byte 12"),
     "utf-32": (lambda path: path.write_bytes("run:".encode("utf-32")), "is not a YAML file: byte 0"),

@@ -1,6 +1,7 @@
 """Read YAML configs with the location of every key, within limits on size, depth and aliases."""
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,12 @@ from lockstep.base.errors import ConfigError
 
 class YamlLoader(yaml.SafeLoader):
     """Reads 1e-3 as a number, and 1:30 (in YAML 1.1 the number 90) as text."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Raises RecursionError before the time for deep nesting, which is its square, is felt."""
+        if len(self.states) > 2 * MOST_LEVELS:
+            raise RecursionError
+        return super().compose_node(parent, index)
 
 
 class YamlDumper(yaml.SafeDumper):
@@ -98,7 +105,7 @@ def short(value: Any) -> str:
 
 def read_file(path: Path) -> str:
     """Read a config file. Raises ConfigError if it is missing, not a regular file, too large or not UTF-8."""
-    if path.is_dir():
+    if os.path.isdir(path):  # for any name, unlike Path.is_dir
         raise ConfigError(f"{path} is a folder: name the YAML file (that of a run is RUN/recipe.yaml)")
     try:
         data = storage.read_regular(path, MOST_BYTES)

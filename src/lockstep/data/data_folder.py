@@ -17,6 +17,7 @@ import yaml
 
 from lockstep.base import storage
 from lockstep.base.errors import DataError
+from lockstep.base.yaml_text import MOST_LEVELS
 from lockstep.data.tables import metered, parquet_batches, read_errors
 
 ARROW, PARQUET, IMAGES = "arrow", "parquet", "imagefolder"
@@ -24,7 +25,8 @@ FORMS = ("csv", "json", "text", "webdataset", "audiofolder", ARROW, PARQUET, IMA
 """What is read of a folder: files of other forms, such as HDF5, may refer to others themselves."""
 DICT, STATE = SAVED = ("dataset_dict.json", "state.json")
 """Files of which one is in a folder that save_to_disk wrote."""
-MOST_SETTINGS_BYTES = 2 << 20
+MOST_SETTINGS_BYTES = 1 << 19
+"""PyYAML takes five seconds for it."""
 OUTSIDE = re.compile(r"^[/\\~]|(^|[/\\])\.\.([/\\]|$)|:/|::")
 """In a name: absolute, a step up, a URL, or a chain of them."""
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b'\x04"M\x18': "lz4"}
@@ -34,16 +36,10 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "xz", b"\x28\xb5\
 def builder_of(folder: Path, subset: str | None, cache: Path) -> Any:
     """The builder of `datasets` for a local folder. Raises DataError for files outside of it, and damaged ones."""
     from datasets import load_dataset_builder
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     for path in filter(Path.exists, (folder / "README.md", folder / ".huggingface.yaml")):
         storage.require_inside([path], folder)
-        text: Any = storage.read_regular(path, MOST_SETTINGS_BYTES).decode()
-        if path.suffix == ".md":
-            text = block[2] if (block := REGEX_YAML_BLOCK.search(text)) else ""
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise DataError(f"{path} holds aliases (*), which may stand for any amount: write them out")
-        if wrong := next(filter(OUTSIDE.search, _named(yaml.safe_load(text))), None):
+        if wrong := next(filter(OUTSIDE.search, _named(_settings(path))), None):
             raise DataError(f"{path} names {wrong!r}: what a folder names has to lie inside it")
     builder: Any = load_dataset_builder(str(folder), subset)
     if (form := type(builder).__module__.rpartition(".")[2]) not in FORMS:
@@ -54,6 +50,20 @@ def builder_of(folder: Path, subset: str | None, cache: Path) -> Any:
         if form != IMAGES or path.suffix in (".zip", ".parquet"):
             _check_once(path, PARQUET if path.suffix == ".parquet" else form, cache)
     return builder
+
+
+def _settings(path: Path) -> Any:
+    """The YAML of a file, or that before a text. Raises DataError where it takes more memory than its length."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    text, levels = storage.read_regular(path, MOST_SETTINGS_BYTES).decode(), 0
+    if path.suffix == ".md":
+        text = block[2] if (block := REGEX_YAML_BLOCK.search(text)) else ""
+    for event in yaml.parse(text):
+        levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or levels > MOST_LEVELS:
+            raise DataError(f"{path} holds aliases (*), or more than {MOST_LEVELS} levels: write them out")
+    return yaml.safe_load(text)
 
 
 def _named(value: Any, *, is_name: bool = False) -> Iterator[str]:
