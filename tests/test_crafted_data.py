@@ -419,8 +419,13 @@ def test_the_files_of_a_model_lie_in_its_folder(tmp_path):
         check_folder(tmp_path / "model")
     (tmp_path / "model/a.safetensors").unlink()
     os.mkfifo(tmp_path / "model/a.safetensors")
-    with pytest.raises(OSError, match="it is a pipe"):
+    with pytest.raises(DataError, match="a.safetensors is no regular file"):
         check_folder(tmp_path / "model")
+    (tmp_path / "model/a.safetensors").unlink()
+    for content in ("{", "[]", '{"weight_map": {"a": 3}}'):
+        index.write_text(content)
+        with pytest.raises(DataError, match="index.json cannot be read"):
+            check_folder(tmp_path / "model")
 
 
 @pytest.mark.timeout(30)

@@ -81,13 +81,18 @@ def require_inside(paths: Iterable[Path], *folders: Path) -> None:
 
 
 def require_own_files(folder: Path) -> None:
-    """Raise DataError for files in a folder, or shards that an index names, outside of it; OSError for devices."""
+    """Raise DataError for files in a folder, or shards that an index names, which lie outside of it, and for pipes."""
     for path in folder.iterdir():
         if not path.is_dir():
             require_inside([path], folder)
-            regular(path).close()
+            if not path.is_file():
+                raise DataError(f"{path} is no regular file: remove it")
     for path in folder.glob("*.index.json"):
-        require_inside((folder / shard for shard in set(read_json(path)["weight_map"].values())), folder)
+        try:
+            shards = [folder / name for name in set(read_json(path)["weight_map"].values())]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        require_inside(shards, folder)
 
 
 def append(path: Path) -> TextIO:
