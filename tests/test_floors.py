@@ -15,6 +15,7 @@ from lockstep.base.contracts import HOOKS
 ROOT = pathlib.Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = [
     ["base.errors", "base.contracts", "base.socket_folder", "base.loading_line"],
+    ["base.storage"],
     ["base.yaml_text", "base.escaping_console", "base.ctrl_c", "base.closed_output"],
     ["base.user_code"],
     ["base.trust"],

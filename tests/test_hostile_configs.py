@@ -118,12 +118,18 @@ def _listening(path):
 
 
 FILES = {
-    "pipe": (os.mkfifo, "c.yaml is a pipe: name a YAML file"),
-    "zeros": (lambda path: path.symlink_to("/dev/zero"), "c.yaml is a device: name a YAML file"),
-    "nothing": (lambda path: path.symlink_to("/dev/null"), "c.yaml is a device: name a YAML file"),
-    "socket": (_listening, "c.yaml is a socket: name a YAML file"),
-    "large": (lambda path: path.write_bytes(b"#" * (MOST_BYTES + 1)), "c.yaml is larger than 128 KiB"),
-    "sparse": (lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 1 << 40), "c.yaml is larger than"),
+    "pipe": (os.mkfifo, "c.yaml: it is a pipe, not a regular file"),
+    "zeros": (lambda path: path.symlink_to("/dev/zero"), "c.yaml: it is a device, not a regular file"),
+    "nothing": (lambda path: path.symlink_to("/dev/null"), "c.yaml: it is a device, not a regular file"),
+    "socket": (_listening, "c.yaml: No such device or address"),
+    "large": (
+        lambda path: path.write_bytes(b"#" * (MOST_BYTES + 1)),
+        "c.yaml: it has 131,073 bytes, more than 131,072",
+    ),
+    "sparse": (
+        lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 1 << 40),
+        "c.yaml: it has 1,099,511,627,776 bytes",
+    ),
     "latin-1": (lambda path: path.write_bytes("run: {name: \xe9}".encode("latin-1")), "is not a YAML file: byte 12"),
     "utf-32": (lambda path: path.write_bytes("run:".encode("utf-32")), "is not a YAML file: byte 0"),
     "zero bytes": (lambda path: path.write_bytes(b"\0" * 99), "c.yaml:1: this is not YAML: it holds the character"),

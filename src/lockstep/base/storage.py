@@ -8,13 +8,18 @@ import secrets
 import shutil
 import stat
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 import pydantic_core
 
+from lockstep.base.errors import DataError
+
 MOST_JSON_BYTES = 64 << 20
 """The largest JSON file that is read."""
+KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+"""Of files, besides regular ones and folders."""
 FEW_INODES = 100
 """More files than a checkpoint has."""
 
@@ -33,27 +38,61 @@ def write(path: Path, text: str | bytes) -> None:
     sync(path.parent)
 
 
-def read(path: Path, most: int) -> bytes:
-    """Read a regular file of at most `most` bytes; a FIFO or /dev/zero would never end.
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Read a regular file of at most `most_bytes`; a FIFO or /dev/zero would never end.
 
     Raises OSError, with a `strerror` for the user.
     """
     with regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most:,}", str(path))
-        return file.read(most)
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most_bytes:,}", str(path))
+        return file.read(most_bytes)
 
 
 def read_json(path: Path) -> Any:
     """Parse a JSON file. Raises OSError, and ValueError for invalid or too deeply nested JSON (on which `json` would
     raise RecursionError)."""
-    return pydantic_core.from_json(read(path, MOST_JSON_BYTES))
+    return pydantic_core.from_json(read_regular(path, MOST_JSON_BYTES))
 
 
 def regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading. Raises OSError for any other kind of file."""
     return open(_open_regular(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)), "rb")
+
+
+def require_inside(paths: Iterable[Path], *folders: Path) -> None:
+    """Raise DataError unless these paths, with all links followed, lie in folders that somebody else may have written.
+
+    A snapshot of the Hugging Face cache may link to the blobs of its own repository.
+    """
+    roots = [folder.resolve() for folder in folders]
+    snapshots = [each for root in roots for each in (root, *root.parents) if each.parent.name == "snapshots"]
+    roots += [each.parents[1] / "blobs" for each in snapshots]
+    known: set[Path] = set()
+    for path in paths:
+        if path.is_symlink() or path.parent not in known:
+            if not any((found := path.resolve()).is_relative_to(root) for root in roots):
+                raise DataError(
+                    f"{path} leads to {found}, outside of {folders[0]}: what a folder names has to lie inside it; "
+                    "copy it there (links by `cp -rL`)"
+                )
+            known |= set() if path.is_symlink() else {path.parent}
+
+
+def require_own_files(folder: Path) -> None:
+    """Raise DataError for files in a folder, or shards that an index names, which lie outside of it, and for pipes."""
+    for path in folder.iterdir():
+        if not path.is_dir():
+            require_inside([path], folder)
+            if not path.is_file():
+                raise DataError(f"{path} is no regular file: remove it")
+    for path in folder.glob("*.index.json"):
+        try:
+            shards = [folder / name for name in set(read_json(path)["weight_map"].values())]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        require_inside(shards, folder)
 
 
 def append(path: Path) -> TextIO:
@@ -64,9 +103,10 @@ def append(path: Path) -> TextIO:
 
 def _open_regular(path: Path, flags: int) -> int:
     handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    if not stat.S_ISREG(mode := os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        kind = KINDS.get(stat.S_IFMT(mode), "a folder")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
     return handle
 
 

@@ -1,18 +1,25 @@
 """Read YAML configs with the location of every key, within limits on size, depth and aliases."""
 
 import math
+import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 
 
 class YamlLoader(yaml.SafeLoader):
     """Reads 1e-3 as a number, and 1:30 (in YAML 1.1 the number 90) as text."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Raises RecursionError before the time for deep nesting, which is its square, is felt."""
+        if len(self.states) > 2 * MOST_LEVELS:
+            raise RecursionError
+        return super().compose_node(parent, index)
 
 
 class YamlDumper(yaml.SafeDumper):
@@ -51,13 +58,6 @@ LONGEST_VALUE = 60
 SCALARS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))
 MERGE, TIMESTAMP = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:timestamp"
 COLLECTIONS = frozenset({"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"})
-SPECIAL = {
-    stat.S_ISFIFO: "a pipe",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
-    stat.S_ISSOCK: "a socket",
-}
-
 KeyPath = tuple[str, ...]
 """A key preceded by the sections that contain it."""
 
@@ -105,22 +105,16 @@ def short(value: Any) -> str:
 
 def read_file(path: Path) -> str:
     """Read a config file. Raises ConfigError if it is missing, not a regular file, too large or not UTF-8."""
+    if os.path.isdir(path):  # for any name, unlike Path.is_dir
+        raise ConfigError(f"{path} is a folder: name the YAML file (that of a run is RUN/recipe.yaml)")
     try:
-        mode = path.stat().st_mode
-        if special := next((name for is_special, name in SPECIAL.items() if is_special(mode)), None):
-            raise ConfigError(f"{path} is {special}: name a YAML file")
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        data = storage.read_regular(path, MOST_BYTES)
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path}; `lockstep init` writes one to start from") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder: name the YAML file (that of a run is RUN/recipe.yaml)") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:  # a zero byte in the name
         raise ConfigError(f"{str(path)!r} cannot be the name of a file") from None
-    if len(data) > MOST_BYTES:
-        raise ConfigError(f"{path} is larger than {MOST_BYTES >> 10} KiB: this is no config")
     try:
         return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

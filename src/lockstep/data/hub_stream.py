@@ -1,13 +1,13 @@
 """A data set of the Hugging Face hub that is read while training."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from lockstep.base.contracts import DataSpec, Source
 from lockstep.base.errors import DataError
 from lockstep.data.columns import Place
-from lockstep.data.images import ImageFile, SizedImages
+from lockstep.data.huggingface import image_of
+from lockstep.data.images import SizedImages
 from lockstep.data.sources.hub import Config
 from lockstep.data.stream import Stream
 from lockstep.data.targets import COLUMNS, Targets
@@ -29,11 +29,11 @@ def hub_stream(train: Any, data: Any, config: Config) -> Source:
     if config.modality == "text":
         spec = DataSpec(modality="text", **described)
         return DatasetSource(Stream(data, where, spec=spec, convert=_Texts(config, where, encode)), None, where)
-    files = (_file(row[config.sample_column]) for row in _undecoded(train, config))
+    files = (image_of(row[config.sample_column], config.name) for row in train)
     sized = SizedImages(config, files)
     spec = DataSpec(modality="image", image_shape=sized.shape, **described)
     convert = _Images(config, where, encode, sized=sized)
-    return DatasetSource(Stream(_undecoded(data, config), where, spec=spec, convert=convert), None, where)
+    return DatasetSource(Stream(data, where, spec=spec, convert=convert), None, where)
 
 
 class _Rows:
@@ -64,25 +64,8 @@ class _Images(_Rows):
 
     def __call__(self, row: dict[str, Any], position: int) -> dict[str, Any]:
         where = self.place(position)(0)
-        image = self.sized.open(_file(row[self.config.sample_column]), where)
+        image = self.sized.open(image_of(row[self.config.sample_column], self.config.name), where)
         return {"image": self.sized.pixels(image, where), "label": self.target(row, position)}
-
-
-def _undecoded(table: Any, config: Config) -> Any:
-    """With the files of images, which only the process that needs them decodes."""
-    from datasets import Image
-
-    return table.cast_column(config.sample_column, Image(decode=False))
-
-
-def _file(cell: Any) -> ImageFile:
-    if cell is None:
-        return None
-    if cell["bytes"] or Path(cell["path"]).is_file():
-        return cell["bytes"] or Path(cell["path"])
-    from datasets import Image
-
-    return Image().decode_example(cell)  # a file on the hub
 
 
 def _encoder(train: Any, config: Config) -> Encode:

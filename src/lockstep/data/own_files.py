@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.base import storage
 from lockstep.base.contracts import samples_of
 from lockstep.base.errors import DataError
 from lockstep.data.columns import Place
@@ -49,6 +50,7 @@ def read_class_folders(path: Path, modality: str) -> Found:
             f"class, such as {example} ({', '.join(SUFFIXES[modality])})"
         )
     samples = [file for _, file in files]
+    storage.require_inside(samples, path)
     return Found(samples=samples, labels=[parts[0] for parts, _ in files], place=lambda n: str(samples[n]))
 
 

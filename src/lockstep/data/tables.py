@@ -6,12 +6,13 @@ report line numbers.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import pyarrow as pa
 from pyarrow import csv, parquet
@@ -24,6 +25,11 @@ LARGE_BLOCK_BYTES = 1 << 26
 """Of CSV, for tables that are held in memory as a whole; the reader's default of 1 MiB is less than a book."""
 BLOCK_BYTES, BATCH_ROWS = 1 << 23, 1 << 12
 """Of CSV, and of other tables, where some rows are read at a time."""
+LEAST_BYTES, MOST_TIMES = 1 << 30, 100
+"""What any file may become, and what a larger one may, in times of its size."""
+PAGE_HEADER_BYTES, FEW_ROWS = 64, 64
+"""Of a page of Parquet; and of a column in which a value may repeat the one before."""
+Part = TypeVar("Part")
 Check = Callable[[Sequence[str], object], None]
 """Takes the names of the columns and where they are; raises DataError if a required one is missing or ambiguous."""
 
@@ -38,6 +44,24 @@ def read_errors(path: Path) -> Iterator[None]:
         is_encoding = isinstance(error, UnicodeDecodeError) or "invalid UTF8" in str(error)
         repair = ". Save it as UTF-8, for example with `iconv -f latin1 -t utf-8`" if is_encoding else ""
         raise DataError(f"{path} cannot be read as {form}: {error}{repair}") from error
+
+
+def most_bytes(path: Path) -> int:
+    """What a file may become."""
+    return max(LEAST_BYTES, MOST_TIMES * path.stat().st_size)
+
+
+def metered(path: Path, parts: Iterable[Part], size: Callable[[Part], int]) -> Iterator[Part]:
+    """The parts that a file unpacks to, each of some bytes. Raises DataError where they become too many."""
+    most, total = most_bytes(path), 0
+    for part in parts:
+        total += size(part)
+        if total > most:
+            raise DataError(
+                f"{path} has {path.stat().st_size:,} bytes, and becomes more than {most:,} ({MOST_TIMES} times its "
+                "size, or 1 GiB): if it is yours, write it uncompressed, such as .jsonl"
+            )
+        yield part
 
 
 def read_columns(path: Path, columns: Sequence[str], check: Check) -> list[list[Any]]:
@@ -62,7 +86,7 @@ def column_batches(path: Path, columns: Sequence[str], check: Check) -> Iterator
                 yield [[row[name] for _, row in some] for name in columns]
             return
         if path.suffix.lower() == ".parquet":
-            batches = parquet_batches(path, check, columns=columns, rows=BATCH_ROWS)
+            batches = parquet_batches(path, check, columns=columns)
         else:
             batches = csv_batches(path, check, columns=columns, block_bytes=BLOCK_BYTES)
         for batch in batches:
@@ -92,12 +116,32 @@ def _csv_options(path: Path, check: Check, *, columns: Sequence[str], block_byte
 
 
 def parquet_batches(
-    path: Path, check: Check, *, columns: Sequence[str] = (), rows: int = 1 << 16
+    path: Path, check: Check, *, columns: Sequence[str] = (), rows: int = BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """At most `rows` at a time. By default of all columns."""
+    """At most `rows` at a time. By default of all columns. Raises DataError for a file that becomes too large."""
     with parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # else the whole file would be held
-        check(file.schema_arrow.names, path)
-        yield from file.iter_batches(batch_size=rows, columns=list(columns) or None, use_threads=False)
+        names = file.schema_arrow.names
+        check(names, path)
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+        chosen = [each for each in chunks if each.num_values and each.path_in_schema.startswith((*(columns or names),))]
+        sizes = metered(path, chosen, lambda each: max(each.total_uncompressed_size, 8 * each.num_values))
+        with path.open("rb", buffering=PAGE_HEADER_BYTES) as opened:  # a repeated value may be as large as this
+            largest = max((_first_page_bytes(opened, each) for each in sizes), default=1)
+        few = FEW_ROWS if any("DELTA_BYTE_ARRAY" in each.encodings for each in chosen) else rows
+        rows = max(1, min(rows, few, most_bytes(path) // max(8, 8 * largest)))  # an eighth, as what grows is copied
+        batches = file.iter_batches(batch_size=rows, columns=list(columns) or None, use_threads=False)
+        yield from metered(path, batches, pa.RecordBatch.get_total_buffer_size)
+
+
+def _first_page_bytes(file: BinaryIO, chunk: Any) -> int:
+    """The unpacked size of the first page of a column, which holds its dictionary: the second field of its header, in
+    Thrift's compact protocol."""
+    file.seek(min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset))))
+    fields = re.match(rb"\x15[\x80-\xff]*[\0-\x7f]\x15([\x80-\xff]*[\0-\x7f])", file.read(PAGE_HEADER_BYTES), re.DOTALL)
+    if fields is None:
+        raise ValueError("a page has no header")
+    return sum((byte & 127) << 7 * place for place, byte in enumerate(fields[1])) >> 1
 
 
 def json_rows(path: Path, check: Check) -> Iterator[tuple[int, dict[str, Any]]]:

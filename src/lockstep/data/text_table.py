@@ -59,7 +59,9 @@ def open_table(
 def _opened(file: Path) -> Any:
     """The table in a file; None if there is none, or a damaged one."""
     with suppress(FileNotFoundError, pa.ArrowInvalid):
-        return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+        table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+        table.validate(full=True)
+        return table
     return None
 
 

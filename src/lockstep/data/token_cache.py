@@ -141,8 +141,10 @@ def fingerprint(source: Source) -> str:
 def _is_complete(folder: Path) -> bool:
     try:
         sizes = storage.read_json(folder / "manifest.json")
-        return all((folder / name).stat().st_size == size for name, (size, _) in sizes.items())
-    except (OSError, ValueError, TypeError, AttributeError):
+        offsets, count = np.load(folder / "offsets.npy"), np.load(folder / "ids.npy", mmap_mode="r").size
+        is_whole = offsets[0] == 0 and offsets[-1] == count and (np.diff(offsets) >= 0).all()
+        return is_whole and all((folder / name).stat().st_size == size for name, (size, _) in sizes.items())
+    except (OSError, ValueError, TypeError, AttributeError, EOFError, IndexError):
         return False
 
 
@@ -197,7 +199,9 @@ def _join(files: Sequence[Path], target: Path, *, count: int) -> None:
 def _read_chunk(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
     """Read (ids, lengths) of a chunk from an earlier build; None if it is missing or truncated."""
     try:
-        with path.open("rb") as file, np.load(file) as stored:
+        with storage.regular(path) as file:
+            storage.check_archive(file, path.stat().st_size)
+            stored = np.load(file)
             return stored["ids"], stored["lengths"]
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None

@@ -5,15 +5,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
+from lockstep.base.errors import ConfigError
+from lockstep.base.yaml_text import KeyLocations, read, read_file
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """The sections of recipe.yaml; none where it cannot be read."""
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        settings = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-        return settings if isinstance(settings, dict) else {}
+    with suppress(ConfigError):
+        return recipe_settings(folder / "recipe.yaml")
     return {}
+
+
+def recipe_settings(file: Path) -> dict[str, Any]:
+    """The sections of a recipe, within the limits of a config. Raises ConfigError."""
+    settings = read(read_file(file), KeyLocations(str(file)))
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file} has no sections")
+    return settings
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

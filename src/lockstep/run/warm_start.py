@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lockstep.base import storage
 from lockstep.base.errors import ConfigError, ModelError
 from lockstep.checkpoint.reader import contents, load
 from lockstep.checkpoint.weights import AVERAGE, MODEL
@@ -107,6 +108,7 @@ def _read(path: Path) -> dict[str, Tensor]:
                 f"model.init={path}: there is no run, no export and no file of weights: give a run's folder, a folder "
                 "with *.safetensors, or a file that ends in .safetensors, .pt, .pth, .bin or .ckpt"
             )
+        storage.require_inside(files, path if path.is_dir() else path.resolve())
         return {name: value for file in files for name, value in _of_file(file).items()}
     except (OSError, SafetensorError, RuntimeError, ValueError, ModelError) as error:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -131,6 +133,9 @@ def _of_checkpoint(folder: Path) -> dict[str, Tensor]:
 
 def _of_file(file: Path) -> dict[str, Tensor]:
     """Raises ConfigError for a file that holds no state dict; a pickled one is read without executing code."""
+    with storage.regular(file) as opened:
+        if opened.peek(2)[:2] == b"PK":  # else of torch before 1.6, which is never compressed
+            storage.check_archive(opened, file.stat().st_size)
     if file.suffix == ".safetensors":
         return load_file(file)
     if file.suffix not in PICKLED:

@@ -47,10 +47,12 @@ def _refuse_kernel(name: str, *_: Any, **__: Any) -> NoReturn:
 
 def check_folder(folder: Path) -> None:
     """Raise ModelError for settings that name code, which transformers or peft would import, or more layers than can be
-    built. A config.json may name others of its kind that are read in its place."""
+    built; DataError for what leads out of the folder. A config.json may name others of its kind that are read in its
+    place."""
+    storage.require_own_files(folder)
     for path in sorted(folder.glob("*config*.json")):
         try:
-            settings = json.loads(storage.read(path, MAX_CONFIG_BYTES))
+            settings = json.loads(storage.read_regular(path, MAX_CONFIG_BYTES))
         except (OSError, ValueError, RecursionError):
             continue  # loading the model reports it
         for key, value in _settings(settings):

@@ -23,7 +23,7 @@ def build(config: Config, split: str) -> Texts:
         if (folder / f"{split}.csv").is_file():
             return _read(folder / f"{split}.csv")
     try:
-        table = load_split(HUB_NAME, split)
+        table = load_split(HUB_NAME, split, cache=config.cache)
     except DataError as error:
         raise DataError(
             f"AG News is not there: put train.csv and test.csv (class 1-4, title, description) into "

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError
 from lockstep.data.columns import Place, require, rows_of
 from lockstep.data.hub_stream import hub_stream
-from lockstep.data.huggingface import load_split
+from lockstep.data.huggingface import image_of, load_split
 from lockstep.data.images import ImageFile, decode
 from lockstep.data.in_memory import Images, Texts
 from lockstep.data.mapped_texts import MappedTexts
@@ -39,12 +38,10 @@ class HubSplit:
             return None
         return MappedTexts(column, None if order is None else order.column(0).to_numpy())
 
-    def files(self, name: str) -> Iterator[ImageFile]:
-        """Yield the image files of a column without decoding them."""
-        from datasets import Image
-
-        for cell in self.table.select_columns([name]).cast_column(name, Image(decode=False))[name]:
-            yield None if cell is None else cell["bytes"] or Path(cell["path"])
+    def files(self, config: Config) -> Iterator[ImageFile]:
+        """Yield the image files of the column of samples without decoding them."""
+        for cell in self.table.select_columns([config.sample_column])[config.sample_column]:
+            yield image_of(cell, config.name)
 
 
 def build(config: Config, split: str) -> Source:
@@ -63,13 +60,14 @@ def build(config: Config, split: str) -> Source:
             return Texts(mapped, targets)
         texts = COLUMNS[config.labels].read_texts(data.column(config.sample_column), [*targets.values], data.place)
         return Texts(texts, targets)
-    like, files = train.files(config.sample_column), data.files(config.sample_column)
+    like, files = train.files(config), data.files(config)
     images, unreadable = decode(files, len(data.table), config, like=like, place=data.place)
     return Images(images, targets, unreadable=unreadable)
 
 
 def _load(config: Config, split: str) -> HubSplit:
-    table = load_split(config.name, split, subset=config.subset, revision=config.revision, streams=config.streaming)
+    origin = {"subset": config.subset, "revision": config.revision}
+    table = load_split(config.name, split, cache=config.cache, streams=config.streaming, **origin)
     from datasets import Image
 
     where = f"{config.name}, split {split}"

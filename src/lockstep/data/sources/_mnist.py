@@ -26,6 +26,8 @@ MD5 = {
 """Of the official archives; checked after a download only, since local files may be recompressed."""
 CONNECT_SECONDS, READ_SECONDS = 2.0, 30.0
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
+MOST_BYTES = 1 << 30
+"""Of a file, unpacked: twenty times those of MNIST."""
 HINT = "it is damaged or not MNIST; replace it, or remove it to have it fetched"
 
 
@@ -91,7 +93,8 @@ def _short(error: Exception) -> str:
 def _read(path: Path, magic: int, shape: tuple[int, ...]) -> np.ndarray:
     """Read an IDX file as uint8 [N, *shape]: magic number, N and shape as big-endian int32, then the bytes."""
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(MOST_BYTES)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}): {HINT}") from error
     head = 4 * (2 + len(shape))

@@ -105,7 +105,7 @@ def build(config: Config, split: str) -> Pieces | Topics | TextRows:
 def _rows(name: str, config: Config, split: str) -> TextRows:
     """Of a column of a data set."""
     chosen = config.test_split if split == "test" and config.test_split is not None else config.train_split
-    table = load_split(name, chosen, subset=config.subset, revision=config.revision)
+    table = load_split(name, chosen, cache=config.cache, subset=config.subset, revision=config.revision)
     where, rows = f"{name}, split {chosen}", np.arange(len(table))
     require([config.text_column], table.column_names, where)
     if config.test_split is None:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from lockstep.base import storage
 from lockstep.base.remote_path import DataPath
 from lockstep.data.data_config import Origin, PackedSection, hub_origin
 
@@ -65,13 +66,15 @@ SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".
 
 def text_files(path: Path) -> list[Path]:
     """The file itself, or the text files in a folder and its subfolders, without hidden ones, in the order of their
-    names."""
+    names. Raises DataError for links out of it."""
     if not path.is_dir():
         return [path]
-    return sorted(
+    found = sorted(
         file
         for file in path.rglob("*")
         if file.suffix.lower() in SUFFIXES
         and file.is_file()
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
+    storage.require_inside(found, path)
+    return found

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from lockstep.base import storage
 from lockstep.base.contracts import samples_of
 from lockstep.base.errors import DataError
 from lockstep.data import tables
@@ -53,6 +54,8 @@ def open_input(path: Path, text_column: str, modality: str = "text") -> Predicti
         modality = modality if modality in SUFFIXES else "image"
         reader = partial(_read_folder, modality=modality)
         return PredictionInput(path=path, column=FILE_COLUMN, reader=reader, modality=modality)
+    if not path.is_file():
+        raise DataError(f"{path} is a pipe or a device: give a file or a folder")
     if path.suffix.lower() not in READERS:
         raise DataError(
             f"{path} is of no known form: name it after its form ({', '.join(READERS)}), or give a folder of images "
@@ -155,6 +158,7 @@ def _read_lines(path: Path, column: str) -> Iterator[pa.Table]:
 def _read_folder(path: Path, column: str, modality: str) -> Iterator[pa.Table]:
     """Files in the order of their paths, which does not depend on the file system."""
     files = sorted(file.relative_to(path).parts for file in files_below(path, modality))
+    storage.require_inside((path.joinpath(*parts) for parts in files), path)
     if not files:
         known = ", ".join(SUFFIXES[modality])
         raise DataError(f"{path} has no {samples_of(modality)} in it ({known}), nor have its folders")

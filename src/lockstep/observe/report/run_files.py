@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import pydantic_core
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError, absence
 from lockstep.observe import run_history
-from lockstep.observe.run_settings import flattened
+from lockstep.observe.run_settings import flattened, recipe_settings
 
 RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
@@ -125,14 +124,10 @@ def read(folder: Path) -> RunFiles:
     if not recipe.is_file():
         what = absence(folder, f"there is no {RECIPE} in it")
         raise ConfigError(f"{folder} is no run: {what} (runs are folders such as runs/NAME)")
-    try:
-        settings = yaml.safe_load(storage.read(recipe, storage.MOST_JSON_BYTES))
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{recipe} cannot be read: {str(error).splitlines()[0]}") from None
     return RunFiles(
         name=folder.name,
         folder=folder,
-        settings=dict(flattened(settings if isinstance(settings, dict) else {})),
+        settings=dict(flattened(recipe_settings(recipe))),
         curves=curves(metric_lines(folder / METRICS, notes)),
         history=history_lines(folder / run_history.FILE, notes),
         summary=model_of(RunSummary, folder / SUMMARY, notes),
@@ -170,7 +165,7 @@ def history_lines(path: Path, notes: list[str]) -> list[HistoryLine]:
 def content(path: Path, notes: list[str]) -> bytes:
     """Empty where there is no file."""
     try:
-        return storage.read(path, MOST_BYTES)
+        return storage.read_regular(path, MOST_BYTES)
     except FileNotFoundError:
         return b""
     except OSError as error:

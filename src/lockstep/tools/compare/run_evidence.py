@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pydantic_core
-import yaml
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError, absence
-from lockstep.base.yaml_text import KeyLocations, read, read_file
 from lockstep.checkpoint import layout
+from lockstep.observe.run_settings import recipe_settings
 
 LOGGED = ("learning_rate", "loss", "gradient_norm", "chain")
 DIGESTS = ("digest", "training_digest")
@@ -64,7 +63,7 @@ def evidence(path: Path) -> Evidence:
         )
     try:
         return _of_checkpoint(path, folder) if is_checkpoint else _of_run(path, folder)
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
@@ -131,7 +130,7 @@ def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
 def _logged(file: Path) -> dict[int, dict[str, Any]]:
     """Step -> quantity -> value; a line that a kill has cut short is skipped."""
     found: dict[int, dict[str, Any]] = {}
-    for text in storage.read(file, MOST_BYTES).split(b"\n") if file.exists() else []:
+    for text in storage.read_regular(file, MOST_BYTES).split(b"\n") if file.exists() else []:
         try:
             line = pydantic_core.from_json(text)
         except ValueError:
@@ -149,11 +148,8 @@ def _logged(file: Path) -> dict[int, dict[str, Any]]:
 def _settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    try:
-        sections = read(read_file(file), KeyLocations(str(file)))
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):
+    sections = recipe_settings(file)
+    if not all(isinstance(section, dict) for section in sections.values()):
         raise ValueError(f"{file.name} has no sections")
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {name: value for name, value in flat.items() if name not in NAMES}
