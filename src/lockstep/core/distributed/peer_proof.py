@@ -19,14 +19,15 @@ def authenticate(group: dist.ProcessGroup, secret: bytes) -> None:
     others = [other for other in dist.get_process_group_ranks(group) if other != rank]
     challenges = {other: secrets.token_bytes(BYTES) for other in others}
     asked = _exchanged(challenges, group)
-    answers = _exchanged({other: _proof(secret, rank, asked[other]) for other in others}, group)
+    answers = _exchanged({other: _proof(secret, asked[other], ranks=(rank, other)) for other in others}, group)
     for other in others:
-        if not hmac.compare_digest(answers[other], _proof(secret, other, challenges[other])):
+        if not hmac.compare_digest(answers[other], _proof(secret, challenges[other], ranks=(other, rank))):
             raise PeerLost(f"what has connected as rank {other} does not know the run's secret")
 
 
-def _proof(secret: bytes, rank: int, challenge: bytes) -> bytes:
-    return hmac.digest(secret, b"%d " % rank + challenge, "sha256")
+def _proof(secret: bytes, challenge: bytes, *, ranks: tuple[int, int]) -> bytes:
+    """Of the first rank for the second, so that nobody in between can pass it on as an answer to a third."""
+    return hmac.digest(secret, b"%d %d " % ranks + challenge, "sha256")
 
 
 def _exchanged(messages: Mapping[int, bytes], group: dist.ProcessGroup) -> dict[int, bytes]:
