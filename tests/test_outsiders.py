@@ -138,7 +138,8 @@ def test_no_store_of_a_run_takes_anybody(tmp_path, words):
 
 
 class Guesser:
-    """Connects to each new port of a run's processes, and guesses for which rank its connection is taken."""
+    """Connects to each new port of a run's processes, and guesses for which rank its connection is taken; other
+    connections begin a message and say no more, or say nothing."""
 
     def __init__(self, run):
         self.run, self.seen, self.connections, self.is_over = run, set(), [], False
@@ -150,11 +151,10 @@ class Guesser:
             with suppress(psutil.Error):
                 for port in ports(self.run) - self.seen:
                     self.seen.add(port)
-                    for number in range(4):
+                    for first in [*(struct.pack("<q", number) for number in range(4)), *[b"\0\0\0", b""] * 20]:
                         with suppress(OSError):
-                            connection = socket.create_connection(("127.0.0.1", port), timeout=1)
-                            connection.sendall(struct.pack("<q", number))
-                            self.connections.append(connection)
+                            self.connections.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+                            self.connections[-1].sendall(first)
             time.sleep(0.001)
 
     def close(self):

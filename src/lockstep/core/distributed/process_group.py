@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +22,9 @@ from lockstep.launch.elastic.environment import RUN_ID
 from lockstep.launch.elastic.live_notes import is_live_worker
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, interface_to
 from lockstep.launch.elastic.store_client import StoreClient, connected
+
+if os.name != "nt":
+    import resource
 
 TIMEOUT_SECONDS = 1800.0
 """Of a collective, unless launch.collective_timeout_seconds says otherwise; data is prepared before the first one."""
@@ -140,6 +143,10 @@ def open_mesh(device: str, sizes: tuple[int, int], names: tuple[str, str]) -> De
 def opened(world: World, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[None]:
     """Initialize the default process group (NCCL on GPUs, with Gloo for CPU tensors; Gloo elsewhere)."""
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")  # deprecated name in 2.13, same call
+    if os.name != "nt":  # Gloo ends a process that cannot accept a connection, whoever makes it
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with (
         on_loopback(is_single_node=world.local_size == world.size),
         _initialized(world, device, timedelta(seconds=timeout_seconds)),

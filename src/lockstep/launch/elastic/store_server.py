@@ -154,11 +154,11 @@ class StoreServer(Store):
     def _is_admitted(self, connection: Connection) -> bool:
         try:
             limit_waiting(connection, ADMISSION_SECONDS)
-            with self._changed:
-                while self._secret is None:
-                    self._changed.wait(WATCH_SECONDS)
-                    if connection.poll(0):  # nobody speaks before the greeting
-                        connection.recv_bytes(0)
+            while self._secret is None:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._secret is not None, WATCH_SECONDS)
+                if connection.poll(0):  # nobody speaks before the greeting
+                    connection.recv_bytes(0)
             connection.send_bytes(json.dumps(self._greeting).encode())
             if rejection := json.loads(connection.recv_bytes(LARGEST_FIRST)):
                 self.rejection = {name: str(rejection[name]) for name in ("text", "code")}
