@@ -110,7 +110,7 @@ def test_a_reload_comes_to_its_end_without_its_client(tmp_path):
         image_export(folder, seed=1)
         port = int(server.url.rsplit(":", 1)[1])
         with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(b"POST /-/reload HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+            client.sendall(b"POST /-/reload HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n")
         end = time.monotonic() + 20
         while server.get("/ready").json()["model"] == before:
             assert time.monotonic() < end

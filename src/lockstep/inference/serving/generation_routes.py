@@ -59,7 +59,7 @@ def add(app: Any, service: GenerationService) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse, StreamingResponse
 
-    request_example, response_example = service.model.example
+    request_example, response_example = service.example
     described = openapi.generate(GenerationRequest, Generated, request=request_example, response=response_example)
 
     @app.post("/generate", **described)  # type: ignore[untyped-decorator]

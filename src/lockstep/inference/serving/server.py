@@ -7,18 +7,19 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from lockstep.base import plugins
 from lockstep.base.errors import LaunchError, LockstepError
 from lockstep.inference.generation.generator import Generator
 from lockstep.inference.predictor import Predictor
-from lockstep.inference.serving import app
+from lockstep.inference.serving import app, openapi
 from lockstep.inference.serving.service import ServedModel, Service, service_of
 from lockstep.inference.serving.serving_config import Settings
 
 BACKLOG = 2048
-PACKAGES = ("fastapi", "fastapi_offline", "python_multipart", "prometheus_client", "uvicorn")
+PACKAGES = ("fastapi", "fastapi_offline", "httptools", "python_multipart", "prometheus_client", "uvicorn")
 """Of the extra `serve`."""
 
 
@@ -82,12 +83,17 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _serve(service: Service, opened: socket.socket, *, report: Callable[[str], None]) -> None:
     import uvicorn
 
+    from lockstep.inference.serving.connection import Connection  # noqa: PLC0415 (of the extra)
+
+    protocol: Any = partial(Connection, seconds=service.settings.timeout_seconds)
     config = uvicorn.Config(
         app.build(service),
+        http=protocol,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=math.ceil(service.settings.drain_seconds),
         server_header=False,
+        headers=[*openapi.HEADERS.items()],
         ws="none",
     )
     server = uvicorn.Server(config)

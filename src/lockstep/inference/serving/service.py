@@ -138,6 +138,12 @@ class Service:
         self.model, self.settings, self.metrics = model, settings, ServerMetrics()
         self.is_draining = False
 
+    @property
+    def example(self) -> Example:
+        """Of the model, for the schema; without a response where a key is wanted, as the schema is there for all."""
+        request, response = self.model.example
+        return request, {} if self.settings.api_key else response
+
     def close(self) -> None:
         """Answer what is queued, and accept nothing more."""
 
