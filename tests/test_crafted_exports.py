@@ -9,12 +9,15 @@ import zipfile
 
 import pytest
 import torch
-from crafting import CANARY, archived, pickled
+from crafting import CANARY, archived, endless_graph, pickled
 from exporting import image_case, user_case
 
 from lockstep.base import trust
 from lockstep.base.errors import ModelError
+from lockstep.core.host.memory_meter import available_bytes
+from lockstep.inference import trained_model
 from lockstep.inference.export import export_facts
+from lockstep.inference.export.formats import onnx as onnx_format
 
 WEIGHTS = {
     "safetensors": "model.safetensors",
@@ -187,6 +190,17 @@ def test_what_is_no_regular_file(opened, name):
 
     for by in (os.mkfifo, os.mkdir, lambda file: file.symlink_to("/dev/zero"), lambda file: file.symlink_to(file)):
         opened("user", replaced(by))
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_graph_that_has_no_end(exported, tmp_path, monkeypatch, grows):
+    """Its time is limited, and its memory: with a limit that is soon reached."""
+    folder = shutil.copytree(exported / "onnx", tmp_path / "export")
+    monkeypatch.setattr(f"{onnx_format.__name__}.MOST_SECONDS", 30 if grows else 1)
+    monkeypatch.setattr(f"{onnx_format.__name__}.LEAST_BYTES", available_bytes() - (1 << 30) if grows else 0)
+    endless_graph(folder / "model.onnx", grows=grows)
+    with pytest.raises(ModelError, match="takes more than .* s, or all memory"):
+        trained_model.loader(folder)()
 
 
 def test_more_than_a_file_of_facts_may_hold(tmp_path):

@@ -1,5 +1,6 @@
 """POST /generate: the completion of a prompt, whole or as a stream of server-sent events."""
 
+import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -66,7 +67,7 @@ def add(app: Any, service: GenerationService) -> None:
     async def generate(request: Request) -> Any:
         """The text that follows a prompt."""
         asked = await _request(request)
-        generator, completion = service.begun(asked.given, _sampling(asked))
+        generator, completion = await asyncio.to_thread(service.begun, asked.given, _sampling(asked))
         pieces = service.pieces(generator, completion)
         if not asked.stream:
             async for _ in pieces:
