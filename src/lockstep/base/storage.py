@@ -8,6 +8,7 @@ import secrets
 import shutil
 import stat
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -17,6 +18,8 @@ MOST_JSON_BYTES = 64 << 20
 """The largest JSON file that is read."""
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 """Of files, besides regular ones and folders."""
+TEXTS, MOST_TEXT_BYTES = (".json", ".jinja", ".txt"), 256 << 20
+"""What libraries read whole: settings, tokenizers, templates."""
 FEW_INODES = 100
 """More files than a checkpoint has."""
 
@@ -56,6 +59,18 @@ def read_json(path: Path) -> Any:
 def regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading. Raises OSError for any other kind of file."""
     return open(_open_regular(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)), "rb")
+
+
+def check_files(folder: Path) -> None:
+    """Raise OSError where a folder, or one in it, has a pipe or a device, or a text that is too large: libraries would
+    read it without an end."""
+    for path in (*folder.glob("*"), *folder.glob("*/*")):
+        with suppress(FileNotFoundError):  # a link to nothing
+            found = path.stat()
+            if kind := KINDS.get(stat.S_IFMT(found.st_mode)):
+                raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+            if path.suffix in TEXTS and (size := found.st_size) > MOST_TEXT_BYTES:
+                raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {MOST_TEXT_BYTES:,}", str(path))
 
 
 def append(path: Path) -> TextIO:

@@ -12,6 +12,7 @@ import numpy as np
 from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from lockstep.base import storage
 from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError
 from lockstep.data.data_config import AUTO, BYTES, LEARNED
@@ -210,6 +211,7 @@ def _pretrained(name: str) -> PartsOfWords:
     from transformers import AutoTokenizer
 
     try:
+        storage.check_files(Path(name))
         found: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a damaged file can raise anything inside the libraries
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__

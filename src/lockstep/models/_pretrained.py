@@ -131,7 +131,11 @@ def _listing(names: list[str]) -> str:
 
 def check_folder(folder: Path) -> None:
     """Raise ModelError for a config that names Python code of its own, which transformers would import, or more layers
-    than can be built."""
+    than can be built, and for what is no file."""
+    try:
+        storage.check_files(folder)
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read: {error.strerror}") from None
     for path in (folder / "config.json", folder / "tokenizer_config.json"):
         try:
             settings = json.loads(storage.read_regular(path, MAX_CONFIG_BYTES))

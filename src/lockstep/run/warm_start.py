@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lockstep.base import storage
 from lockstep.base.errors import ConfigError, ModelError
 from lockstep.checkpoint.reader import contents, load
 from lockstep.checkpoint.weights import AVERAGE, MODEL
@@ -101,6 +102,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         if is_run(path) and not path.is_file():
             return _of_checkpoint(run_of(path)[1])
+        storage.check_files(path)
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) or _pickled_in(path)
         if not files:
             raise ConfigError(

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.base import storage
 from lockstep.base.errors import DataError
 from lockstep.core.host.hub_access import hub_answers
 
@@ -24,6 +25,7 @@ class FeatureExtractor:
 
         origin = {"local_files_only": Path(name).is_dir() or not hub_answers(), "trust_remote_code": False}
         try:
+            storage.check_files(Path(name))
             self.extractor: Any = AutoFeatureExtractor.from_pretrained(name, **origin)
             self.rate = int(self.extractor.sampling_rate)
             self.column = str(self.extractor.model_input_names[0])

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from lockstep.base import storage
 from lockstep.base.errors import DataError
 from lockstep.core.host.hub_access import hub_answers
 
@@ -26,6 +27,7 @@ class ImageProcessor:
 
         origin = {"local_files_only": Path(name).is_dir() or not hub_answers(), "trust_remote_code": False}
         try:
+            storage.check_files(Path(name))
             settings: Any = AutoConfig.from_pretrained(name, **origin)
             # not torchvision, which a machine may lack: its pixels differ
             self.processor: Any = AutoImageProcessor.from_pretrained(name, backend="pil", **origin)
