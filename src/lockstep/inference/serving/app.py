@@ -50,8 +50,9 @@ def _application(service: Service) -> Any:
         yield
         await asyncio.to_thread(service.close)
 
-    name = "" if service.settings.api_key else f": {html.escape(service.model.current.facts.name)}"  # FastAPI does not
-    app = FastAPIOffline(title=f"Lockstep{name}", lifespan=lifespan, **openapi.about(service.settings))
+    name = html.escape(service.model.current.facts.name)  # FastAPI does not escape it
+    title = "Lockstep" if service.settings.api_key else f"Lockstep: {name}"
+    app = FastAPIOffline(title=title, lifespan=lifespan, **openapi.about(service.settings))
     if isinstance(service, GenerationService):
         generation_routes.add(app, service)
     elif isinstance(service, PredictionService):

@@ -64,7 +64,7 @@ class Connection(HttpToolsProtocol):
             self.unparsed += len(piece)
             super().data_received(piece)
             if self.unparsed == MOST_HEADER_BYTES:
-                self._refuse(431, f"what a request has besides its body may take {MOST_HEADER_BYTES:,} bytes")
+                self.send_400_response(f"what is no body may take {MOST_HEADER_BYTES:,} bytes", 431)
             elif len(self.pipeline) > MOST_PIPELINED:
                 self.drop()
 
@@ -80,10 +80,6 @@ class Connection(HttpToolsProtocol):
         self.unparsed = 0
         super().on_body(body)
 
-    def on_message_complete(self) -> None:
-        self.unparsed = 0
-        super().on_message_complete()
-
     def on_response_complete(self) -> None:
         self.since = self.loop.time()
         super().on_response_complete()
@@ -96,9 +92,6 @@ class Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._watch()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self.active = cycle
@@ -119,17 +112,18 @@ class Connection(HttpToolsProtocol):
 
     def _end(self) -> None:
         if self.unparsed:
-            self._refuse(408, "the headers of the request did not come whole in time")
+            self.send_400_response("the headers of the request did not come whole in time", 408)
         elif self.transport.get_write_buffer_size():  # closing would wait until it is read
             self.drop()
         else:
             self.transport.close()
 
-    def _refuse(self, status: int, reason: str) -> None:
+    def send_400_response(self, msg: str, status: int = 400) -> None:
+        """Answer what is no request, and close the connection."""
         if not self.is_waiting or self.transport.get_write_buffer_size():  # in the middle of another answer
             self.drop()
             return
-        body = json.dumps({"error": reason})
+        body = json.dumps({"error": msg})
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode())
         self.transport.close()
