@@ -29,7 +29,7 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reques
 def request_of(text: str, path: str = "/predict") -> bytes:
     """POST {"text": ...}."""
     body = json.dumps({"text": text}).encode()
-    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
+    return b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
         path.encode(),
         len(body),
         body,

@@ -2,6 +2,7 @@
 
 import json
 
+import psutil
 import pytest
 from running import lockstep, summary
 from served import serving
@@ -98,6 +99,27 @@ def test_chats_together_have_the_tokens_of_each_alone(folder):
 def test_templates_that_cannot_be_used(folder, template, message):
     with pytest.raises(DataError, match=message):
         templated(folder, template)([json.dumps(CHATS[2])])
+
+
+ENDLESS = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{{ messages }}{% endfor %}{% endfor %}",
+    "{% macro again() %}{{ again() }}{{ again() }}{% endmacro %}{{ again() }}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{{ '%9999999999d' | format(1) }}",
+    "{% set all = namespace(a='a') %}{% for _ in range(60) %}{% set all.a = all.a ~ all.a %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_templates_that_have_no_end(folder, template, monkeypatch):
+    monkeypatch.setattr("lockstep.data.chat.SECONDS", 0.5)
+    tokenizer, before = templated(folder, template), psutil.Process().memory_info().rss
+    for render in (lambda: tokenizer([json.dumps(CHATS[0])]), lambda: tokenizer.prompt([ASK])):
+        with pytest.raises(DataError, match="takes more than 0.[56] s, or 512 MB|does not take this chat: maximum rec"):
+            render()
+    assert psutil.Process().memory_info().rss < before + (64 << 20)
 
 
 def test_what_is_not_learned_is_no_target(folder, monkeypatch):

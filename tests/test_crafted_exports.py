@@ -9,12 +9,20 @@ import zipfile
 
 import pytest
 import torch
-from crafting import CANARY, archived, pickled
+from crafting import CANARY, archived, endless_graph, pickled
 from exporting import image_case, user_case
 
 from lockstep.base import trust
-from lockstep.base.errors import ModelError
-from lockstep.inference.export import export_facts
+from lockstep.base.errors import ConfigError, DataError, ModelError
+from lockstep.core.host.feature_extractor import FeatureExtractor
+from lockstep.core.host.image_processor import ImageProcessor
+from lockstep.core.host.memory_meter import available_bytes
+from lockstep.data.text_tokenizers import open_tokenizer
+from lockstep.inference import trained_model
+from lockstep.inference.export import export_facts, export_reader
+from lockstep.inference.export.formats import onnx as onnx_format
+from lockstep.models._pretrained import check_folder
+from lockstep.run.warm_start import warm_start
 
 WEIGHTS = {
     "safetensors": "model.safetensors",
@@ -187,6 +195,46 @@ def test_what_is_no_regular_file(opened, name):
 
     for by in (os.mkfifo, os.mkdir, lambda file: file.symlink_to("/dev/zero"), lambda file: file.symlink_to(file)):
         opened("user", replaced(by))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_no_file_of_a_folder_is_read_for_ever(exported, tmp_path, make):
+    """Whichever a library would open."""
+    folder = shutil.copytree(exported / "safetensors", tmp_path / "export")
+    learned = {"kind": "text", "tokenizer": "bpe"}
+    told(vocabulary=300, recipe={"data": learned})(folder)
+    for name in ("tokenizer.json", "adapter_model.safetensors", "config.json", "additional_chat_templates/a.jinja"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        make(folder / name)
+        with pytest.raises(ModelError, match="it is a (pipe|device)"):
+            export_reader.tokenizer_of(folder, export_facts.read(folder))
+        with pytest.raises(ModelError, match="it is a (pipe|device)"):
+            check_folder(folder)  # of a model
+        for opened in (
+            ImageProcessor,
+            FeatureExtractor,
+            lambda name: open_tokenizer(name, None, vocabulary=9, cache=None),
+        ):
+            with pytest.raises(DataError, match="it is a (pipe|device)"):
+                opened(str(folder))
+        with pytest.raises(ConfigError, match="it is a (pipe|device)"):
+            warm_start(torch.nn.Linear(1, 1), folder)
+        (folder / name).unlink()
+    (folder / "tokenizer.json").touch()
+    os.truncate(folder / "tokenizer.json", 1 << 40)
+    with pytest.raises(ModelError, match="more than"):
+        export_reader.tokenizer_of(folder, export_facts.read(folder))
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_graph_that_has_no_end(exported, tmp_path, monkeypatch, grows):
+    """Its time is limited, and its memory: with a limit that is soon reached."""
+    folder = shutil.copytree(exported / "onnx", tmp_path / "export")
+    monkeypatch.setattr(f"{onnx_format.__name__}.MOST_SECONDS", 30 if grows else 1)
+    monkeypatch.setattr(f"{onnx_format.__name__}.LEAST_BYTES", available_bytes() - (1 << 30) if grows else 0)
+    endless_graph(folder / "model.onnx", grows=grows)
+    with pytest.raises(ModelError, match="takes more than .* s, or all memory"):
+        trained_model.loader(folder)()
 
 
 def test_more_than_a_file_of_facts_may_hold(tmp_path):

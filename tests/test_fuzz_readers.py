@@ -12,16 +12,20 @@ fails the test. Every target is tried for LOCKSTEP_FUZZ_SECONDS. `corpus/TARGET/
 committed with the fix: it is tried first. `pytest tests/test_fuzz_readers.py -k NAME -s` says how many were tried.
 """
 
+import asyncio
+import functools
 import io
 import itertools
 import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import datasets
@@ -33,10 +37,15 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.internal.conjecture import engine
 from PIL import Image
 from pyarrow import parquet
+from served import image_export
 
 from lockstep.base.errors import UserError
 from lockstep.data import tables
 from lockstep.data.huggingface import image_of, load_split
+from lockstep.inference import trained_model
+from lockstep.inference.serving import server
+from lockstep.inference.serving.service import ServedModel, service_of
+from lockstep.inference.serving.serving_config import Settings
 from lockstep.observe.report import run_files
 from lockstep.run import recipe
 from lockstep.tools.sweep import sweep_state
@@ -251,6 +260,53 @@ def recipes(folder, data):
     (folder / "recipe.yaml").write_bytes(data)
     run_files.read(folder)
     recipe.load(folder / "recipe.yaml")
+
+
+@functools.cache
+def export_files():
+    """Of an export with weights of its own kind."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {path.name: path.read_bytes() for path in image_export(Path(folder, "digits")).iterdir()}
+
+
+@target(st.deferred(lambda: folder_of(export_files())))
+def exports(folder, files):
+    """What `serve` and `predict` open, and have predict once."""
+    written(folder, files)
+    trained_model.loader(folder)()
+
+
+@functools.cache
+def port():
+    """Of a server of that export in this process, which waits briefly."""
+    with tempfile.TemporaryDirectory() as folder:
+        written(Path(folder), export_files())
+        limits = Settings(port=0, timeout_seconds=0.2, body_bytes=4096)
+        service = service_of(ServedModel(trained_model.loader(Path(folder)), seconds=60), limits)
+    opened = socket.create_server(("127.0.0.1", 0))
+    server.Signals.listen = lambda _: None  # only the main thread can
+    serving = server._serve(service, opened, report=lambda _: None)
+    threading.Thread(target=asyncio.run, args=(serving,), daemon=True).start()
+    return opened.getsockname()[1]
+
+
+LINES = b"""Host: localhost,Host: evil.example,Origin: null,Expect: 100-continue,Content-Length: 9,Content-Length: -1,
+Transfer-Encoding: chunked,Content-Type: multipart/form-data; boundary=x,Connection: close,Upgrade: h2c,X: \xff""".split(
+    b","
+)
+REQUEST = b'POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\r\n5\r\n{"ima\r\n0\r\nX: y\r\n\r\n'
+
+
+@target(damaged(REQUEST * 2, st.sampled_from([line.strip() + b"\r\n" for line in LINES]) | HOSTILE))
+def requests(folder, data):
+    """What is sent to a server: an answer that is no error of its own, or a closed connection, and soon."""
+    with socket.create_connection(("127.0.0.1", port()), timeout=5) as client:
+        answer = b""
+        with suppress(ConnectionError):
+            client.sendall(data)
+            answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert not answer or answer.startswith(b"HTTP/1.1 ")
+    assert b"HTTP/1.1 500" not in answer
 
 
 @pytest.mark.timeout(SECONDS + 120)

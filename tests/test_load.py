@@ -18,7 +18,7 @@ from served import serving, text_export
 from lockstep.inference.trained_model import open_predictor
 
 CLIENTS, BAD_ONE_IN = 16, 100
-HEAD = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 async def malformed(reader, writer):

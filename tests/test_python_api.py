@@ -60,12 +60,12 @@ def asked(export, path, bodies):
 
     async def ask(service):
         transport = httpx.ASGITransport(app=app.build(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             found = [await client.post(path, json=body) for body in bodies]
         assert {each.status_code for each in found} == {200}, found
         return [each.json() for each in found]
 
-    service = service_of(ServedModel(trained_model.loader(export)), Settings(port=0))
+    service = service_of(ServedModel(trained_model.loader(export), seconds=60), Settings(port=0))
     try:
         return asyncio.run(ask(service))
     finally:

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from object_server import BUCKET, object_store
 from running import family, lockstep, started, summary, wait_for_steps
+from typer.testing import CliRunner
 
 import lockstep as api
-from lockstep.base.errors import ConfigError, MissingExtra, ModelError, RemoteStorageError
+from lockstep.base.errors import ConfigError, MissingExtra, ModelError, RemoteStorageError, masked
+from lockstep.base.events import Warned
 from lockstep.base.remote_path import RemotePath, is_url, parsed
 from lockstep.checkpoint.layout import MANIFEST
+from lockstep.cli._app import app
 from lockstep.core.host import remote_storage
 from lockstep.inference.export import remote_upload
 from lockstep.run import recipe as recipes
@@ -143,6 +146,74 @@ def test_what_cannot_be_read_is_said_in_a_line(store, tmp_path):
     store.refuses = True
     with pytest.raises(RemoteStorageError, match="check the credentials"):
         remote_storage.local_copy(at("data"), tmp_path)
+
+
+def test_a_key_beside_keys_below_it_is_said_in_a_line(store, tmp_path):
+    """No disk holds a file and a folder of one name; but what consoles leave for an empty folder is no file."""
+    for names in (("a", "a/b"), ("c/d", "c/d/e/f"), ("g/h", "g//h")):
+        place = f"both-{names[0][0]}"
+        for name in names:
+            store.put(f"{place}/{name}", b"1")
+        for copied in (remote_storage.local_copy, remote_storage.download):
+            with pytest.raises(
+                RemoteStorageError, match=f"holds {names[0]} more than once, or as a file beside a folder"
+            ):
+                copied(at(place), tmp_path / place)
+        done = lockstep(tmp_path, "serve", str(at(place)))
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False) and "rename or remove one" in done.stderr
+    for name in ("made/", "made/x/", "made/x/y"):
+        store.put(name, b"1" * name.endswith("y"))
+    assert files_of(remote_storage.local_copy(at("made"), tmp_path)) == {"x/y": b"1"}
+
+
+SECRET = "s3cr3t"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"s3://ada:{SECRET}@bucket/x",
+        f"s3://ada:{SECRET}/+{SECRET}@bucket/x",
+        f"https://ada:{SECRET}@127.0.0.1:9/x",
+        f"https://ada:123{SECRET}@127.0.0.1:9/x",
+        f"ftp://:{SECRET}@127.0.0.1:9/x",
+        f"https://127.0.0.1:9/x?token={SECRET}",
+        f"https://127.0.0.1:9/x?a=b&X-Amz-Signature={SECRET}&Api_Key={SECRET}",
+    ],
+)
+def test_secrets_of_a_url_are_taken_nowhere_and_said_nowhere(tmp_path, monkeypatch, url):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(json.dumps(CONFIG))
+    (tmp_path / "mirrored.yaml").write_text(json.dumps(CONFIG | {"checkpoint": {"mirror": url}}))
+    for arguments in (
+        ("serve", url),
+        ("train", url),
+        ("train", "mirrored.yaml"),
+        ("train", "c.yaml", f"checkpoint.mirror={url}"),
+        ("train", "c.yaml", f"model.init={url}"),
+        ("train", "c.yaml", f"run.dir={url}"),
+        ("train", "c.yaml", f"run.nmae={url}"),
+        ("train", "c.yaml", f"train.steps={url}"),
+        ("export", "nowhere", "--to", url),
+        ("predict", url, "x.csv", "--out", url),
+    ):
+        done = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+        assert done.exit_code == 2 and SECRET not in done.output, (arguments, done.output)
+    assert [path.name for path in tmp_path.rglob("*")] == ["c.yaml", "mirrored.yaml"]
+
+
+def test_urls_without_a_secret_are_left_as_they_are():
+    for url in (
+        "hdfs://node:8020/data@2020/x.csv",
+        "abfs://box@account.dfs.core.windows.net/x",
+        "hf://datasets/owner/name@main/a:b.csv",
+        "https://[::1]:9000/a?version=3",
+        "s3://bucket/a?versionId=1",
+    ):
+        assert masked(url) == url == str(parsed(url))
+    for text in ("a", "a.", "a://b:", "://?a", "?key", "&a:/"):
+        assert masked("a://" + text * 10**5)  # soon
+    assert Warned(message="http://ada:pw@here/x?key=1 fails").message == "http://***@here/x?key=*** fails"
 
 
 def test_an_unreachable_store_is_said_soon(monkeypatch, tmp_path):

@@ -305,7 +305,7 @@ def test_a_batch_that_never_fits_is_wrong(narrow):
     assert found.json()["error"] == "images: this server takes 2 at a time"
 
 
-HEAD = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: %d\r\n\r\n"
+HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: %d\r\n\r\n"
 
 
 def connection(server):

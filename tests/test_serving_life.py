@@ -1,8 +1,11 @@
 """A server's life: it answers what has come before it ends, and takes a newer model without dropping a request."""
 
 import concurrent.futures
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,6 +13,7 @@ import pytest
 from served import PICTURE, asking, image_export, png, serving, slow_export
 from typer.testing import CliRunner
 
+from lockstep.base import trust
 from lockstep.cli._app import app
 
 
@@ -93,6 +97,28 @@ def test_mistakes_on_the_command_line(slow_folder):
             assert (done.exit_code, words in done.stderr, done.stdout) == (2, True, ""), done.output
 
 
+SHORTLY = """
+import sys
+from lockstep.cli._app import app
+from lockstep.inference.serving import server
+
+server.LOADING_SECONDS = 5
+app(["serve", sys.argv[1], "--port", "0", "--timeout", "0.1"])
+"""
+
+
+def test_a_model_that_never_answers_is_told(slow_folder, tmp_path):
+    """Here the user's own code, which is known; so is a torch_export program that is trusted."""
+    folder = shutil.copytree(slow_folder, tmp_path / "endless")
+    code = (folder / "slow.py").read_text().replace("self.layer(", "time.sleep(10**6) or self.layer(")
+    (folder / "slow.py").write_text(code)
+    trust.remember([trust.Code.of(folder / "slow.py", code.encode())])
+    command = [sys.executable, "-c", SHORTLY, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout.startswith("the model has not loaded and predicted within 5 s: it may have no end")
+
+
 def test_the_second_signal_ends_at_once(slow_folder):
     with serving(slow_folder, "--max-batch", "1") as server, concurrent.futures.ThreadPoolExecutor(9) as pool:
         asked = [pool.submit(asking, server) for _ in range(9)]
@@ -110,7 +136,7 @@ def test_a_reload_comes_to_its_end_without_its_client(tmp_path):
         image_export(folder, seed=1)
         port = int(server.url.rsplit(":", 1)[1])
         with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(b"POST /-/reload HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+            client.sendall(b"POST /-/reload HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n")
         end = time.monotonic() + 20
         while server.get("/ready").json()["model"] == before:
             assert time.monotonic() < end

@@ -29,10 +29,20 @@ from pathlib import Path
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except line breaks and tabs, marks that change the writing direction, and lone surrogates."""
 
+URL = re.compile(r"[a-z][a-z0-9+.-]{0,20}://?[^\s\"'<>]+", re.IGNORECASE)
+USER = re.compile(r"^([^:]*://?)[^/@]{0,200}:(?!\d+/)[^@]{0,999}@")
+QUERY = re.compile(r"([?&][^=&]{0,40}(?:token|sig|secret|key|pass|pwd|auth|cred)[^=&]{0,40}=)[^&]+", re.IGNORECASE)
+"""With limits to what is repeated: the time is linear, whoever has written the text."""
+
+
+def masked(text: str) -> str:
+    """Replace passwords and keys in the URLs of a text by ***."""
+    return URL.sub(lambda url: QUERY.sub(r"\1***", USER.sub(r"\1***@", url[0])), text) if ":/" in text else text
+
 
 def printable(text: str) -> str:
-    """Escape the control characters in a text for a terminal, such as a file name may contain: \\x1b."""
-    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+    """Escape the control characters in a text for a terminal, such as a file name may contain: \\x1b; mask secrets."""
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], masked(text))
 
 
 class LockstepError(Exception):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep.base.errors import masked
 from lockstep.base.steering_requests import Request
 
 
@@ -170,6 +171,9 @@ class Warned:
     """Something that does not stop the run but that the user should know."""
 
     message: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", masked(self.message))  # it is written into files
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from lockstep.base.errors import ConfigError, masked
+
 URL = re.compile(r"[a-z][a-z0-9+.-]*://?[^/]", re.IGNORECASE)
 """With one slash as well: what pathlib makes of a URL."""
 ONLY_LOCAL = (
@@ -31,7 +33,13 @@ def is_url(text: str) -> bool:
 
 
 def parsed(text: str) -> Path:
-    """A path of either kind, as it is given on a command line or in Python."""
+    """A path of either kind, as it is given on a command line or in Python. Raises ConfigError for a URL with a
+    password or a key, which would be in recipes and logs."""
+    if is_url(text) and masked(text) != text:
+        raise ConfigError(
+            f"{text}: a URL may hold no password, key or token, as it is written into recipes, exports and logs: "
+            "docs/remote-storage.md says where the store's client finds them"
+        )
     return RemotePath(text) if is_url(text) else Path(text)
 
 

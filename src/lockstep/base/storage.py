@@ -9,6 +9,7 @@ import shutil
 import stat
 import zipfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -20,6 +21,8 @@ MOST_JSON_BYTES = 64 << 20
 """The largest JSON file that is read."""
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 """Of files, besides regular ones and folders."""
+TEXTS, MOST_TEXT_BYTES = (".json", ".jinja", ".txt"), 256 << 20
+"""What libraries read whole: settings, tokenizers, templates."""
 FEW_INODES = 100
 """More files than a checkpoint has."""
 
@@ -81,18 +84,31 @@ def require_inside(paths: Iterable[Path], *folders: Path) -> None:
 
 
 def require_own_files(folder: Path) -> None:
-    """Raise DataError for files in a folder, or shards that an index names, which lie outside of it, and for pipes."""
-    for path in folder.iterdir():
-        if not path.is_dir():
-            require_inside([path], folder)
-            if not path.is_file():
-                raise DataError(f"{path} is no regular file: remove it")
+    """Raise DataError for files in a folder, or shards of an index, that lie outside of it, and where `check_files`
+    objects."""
+    try:
+        check_files(folder)
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
+    require_inside((path for path in folder.glob("*") if not path.is_dir()), folder)
     for path in folder.glob("*.index.json"):
         try:
             shards = [folder / name for name in set(read_json(path)["weight_map"].values())]
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
         require_inside(shards, folder)
+
+
+def check_files(folder: Path) -> None:
+    """Raise OSError where a folder, or one in it, has a pipe or a device, or a text that is too large: libraries would
+    read it without an end."""
+    for path in (*folder.glob("*"), *folder.glob("*/*")):
+        with suppress(FileNotFoundError):  # a link to nothing
+            found = path.stat()
+            if kind := KINDS.get(stat.S_IFMT(found.st_mode)):
+                raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+            if path.suffix in TEXTS and (size := found.st_size) > MOST_TEXT_BYTES:
+                raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {MOST_TEXT_BYTES:,}", str(path))
 
 
 def append(path: Path) -> TextIO:

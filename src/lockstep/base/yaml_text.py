@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lockstep.base import storage
-from lockstep.base.errors import ConfigError
+from lockstep.base.errors import ConfigError, masked
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -99,7 +99,7 @@ class KeyLocations:
 
 def short(value: Any) -> str:
     """Format a value for a message, truncated."""
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10**LONGEST_VALUE else f"{hex(value)}"
+    text = masked(repr(value)) if not isinstance(value, int) or abs(value) < 10**LONGEST_VALUE else f"{hex(value)}"
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ from tokenizers import Tokenizer
 
 from lockstep.base.contracts import Columns, Source
 from lockstep.base.errors import DataError
+from lockstep.core.host.limited_process import limited
 from lockstep.core.numerics.word_tokens import ids_of, marked
 from lockstep.data.packing import END
 from lockstep.data.text_tokenizers import Template, TextTokenizer
 
 ASSISTANT = "assistant"
+TEMPLATE, SECONDS = "the chat template", 10.0
+"""A template of somebody else, and how long it may take."""
 Message = dict[str, str]
 Piece = tuple[str, bool]
 """A part of a chat, and whether it is learned."""
@@ -48,16 +51,18 @@ class ChatTokenizer:
         chats = [json.loads(text) for text in texts]
         if self.template is None:
             return self._encoded([_plain(messages) for messages in chats])
-        wholes = [self.template.render(messages) for messages in chats]
-        encoded = self._with_special.encode_batch(wholes, add_special_tokens=False)
-        return [self._marked(*each) for each in zip(chats, wholes, encoded, strict=True)]
+        seconds = SECONDS + len(chats) / 10
+        rendered = limited(lambda: [self._rendered(messages) for messages in chats], TEMPLATE, seconds=seconds)
+        encoded = self._with_special.encode_batch([whole for whole, _ in rendered], add_special_tokens=False)
+        return [_marked(spans, each) for (_, spans), each in zip(rendered, encoded, strict=True)]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens up to where the assistant answers. Raises DataError."""
         if self.template is None:
             (row,) = self._encoded([[*_plain(messages), (f"{ASSISTANT}: ", False)]])
             return ids_of(row).tolist()
-        text = self.template.render(messages, is_prompt=True)
+        render = partial(self.template.render, messages, is_prompt=True)
+        text = limited(render, TEMPLATE, seconds=SECONDS)
         return list(self._with_special.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: list[int]) -> str:
@@ -72,14 +77,11 @@ class ChatTokenizer:
         found = [[ids if is_learned else ~ids for (_, is_learned), ids in zip(p, rows, strict=False)] for p in chats]
         return [np.concatenate(pieces) for pieces in found]
 
-    def _marked(self, messages: Sequence[Message], whole: str, encoded: Any) -> np.ndarray:
-        """Marked tokens of the text of a chat, as the template renders it."""
-        spans = [self._span(messages, number, whole) for number, m in enumerate(messages) if m["role"] == ASSISTANT]
-        ids, offsets = np.array(encoded.ids, dtype=np.int32), np.array(encoded.offsets).reshape(-1, 2)
-        is_learned = np.zeros(len(ids), dtype=bool)
-        for start, stop in spans:
-            is_learned |= (offsets[:, 0] >= start) & (offsets[:, 1] <= stop) & (offsets[:, 1] > offsets[:, 0])
-        return marked(ids, is_learned)
+    def _rendered(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat, as the template renders it, and where its answers are."""
+        assert self.template is not None
+        whole = self.template.render(messages)
+        return whole, [self._span(messages, n, whole) for n, each in enumerate(messages) if each["role"] == ASSISTANT]
 
     def _span(self, messages: Sequence[Message], number: int, whole: str) -> tuple[int, int]:
         """Where an answer starts and stops in the text of a chat, as the template renders its beginnings."""
@@ -98,6 +100,15 @@ class ChatTokenizer:
         """Where a template names special tokens, these are meant."""
         inner: Any = self.inner
         return Tokenizer.from_str(inner.tokenizer.to_str())
+
+
+def _marked(spans: Sequence[tuple[int, int]], encoded: Any) -> np.ndarray:
+    """Marked tokens of the text of a chat."""
+    ids, offsets = np.array(encoded.ids, dtype=np.int32), np.array(encoded.offsets).reshape(-1, 2)
+    is_learned = np.zeros(len(ids), dtype=bool)
+    for start, stop in spans:
+        is_learned |= (offsets[:, 0] >= start) & (offsets[:, 1] <= stop) & (offsets[:, 1] > offsets[:, 0])
+    return marked(ids, is_learned)
 
 
 def _plain(messages: Sequence[Message]) -> list[Piece]:

@@ -40,6 +40,8 @@ class Template:
         template does not take, such as an unknown role."""
         try:
             rendered = self.tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=is_prompt)
+        except MemoryError:
+            raise
         except Exception as error:  # of Jinja, and of transformers
             raise DataError(f"the chat template does not take this chat: {error}") from error
         return str(rendered)

@@ -102,6 +102,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         if is_run(path) and not path.is_file():
             return _of_checkpoint(run_of(path)[1])
+        storage.check_files(path)
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) or _pickled_in(path)
         if not files:
             raise ConfigError(

@@ -3,17 +3,18 @@
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
 import platformdirs
 from filelock import FileLock
 
-from lockstep.base.errors import MissingExtra, RemoteStorageError
+from lockstep.base.errors import MissingExtra, RemoteStorageError, few
 from lockstep.base.remote_path import RemotePath, parsed
 
 VERSIONS = ("ETag", "etag", "md5Hash", "crc32c", "blob_id", "mtime", "LastModified", "last_modified")
@@ -41,6 +42,8 @@ def listed(place: RemotePath) -> dict[str, RemoteFile]:
         files, root = _opened(place)
         found = {}
         for path, entry in sorted(files.find(root, detail=True).items()):
+            if path.endswith("/"):  # what consoles leave where a folder is made
+                continue
             name = path.removeprefix(root).strip("/")
             version = next((str(entry[key]) for key in VERSIONS if entry.get(key)), "")
             found[name] = RemoteFile(name, int(entry["size"] or 0), version)
@@ -84,6 +87,13 @@ def download(place: RemotePath, target: Path) -> None:
 
 def _download(place: RemotePath, found: Mapping[str, RemoteFile], *, target: Path, progress: Progress) -> None:
     """A file that is there already is complete: each gets its name once it is."""
+    names = Counter(PurePosixPath(name) for name in found)
+    folders = {folder for name in names for folder in name.parents}
+    if twice := sorted(str(name) for name, count in names.items() if count > 1 or name in folders):
+        raise RemoteStorageError(
+            f"{place} holds {few(twice)} more than once, or as a file beside a folder of that name, which no disk can: "
+            "rename or remove one of them in the store"
+        )
     total = sum(file.bytes for file in found.values())
     missing = [file for file in found.values() if not (target / (file.name or place.name)).is_file()]
     done = total - sum(file.bytes for file in missing)

@@ -102,6 +102,7 @@ def metrics_of(folder: Path, facts: ExportFacts) -> dict[str, Any]:
 def _read_errors(folder: Path) -> Iterator[None]:
     """Turn any error into a ModelError that names the export: every library, and the user's code, raises its own."""
     try:
+        storage.check_files(folder)
         yield
     except UntrustedCode:
         raise

@@ -2,7 +2,6 @@
 
 import asyncio
 import html
-import ipaddress
 import platform
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +17,7 @@ from lockstep.inference.generation.generator import Generator
 from lockstep.inference.predictor import Predictor
 from lockstep.inference.serving import generation_routes, openapi
 from lockstep.inference.serving.batcher import Full
-from lockstep.inference.serving.middleware import BUSY, Middleware
+from lockstep.inference.serving.middleware import BUSY, Middleware, is_loopback
 from lockstep.inference.serving.request_inputs import FILE_TYPES, FORM, JSON, InvalidInput, json_inputs
 from lockstep.inference.serving.service import LARGE, GenerationService, PredictionService, Service
 from lockstep.inference.serving.serving_config import Settings
@@ -51,7 +50,8 @@ def _application(service: Service) -> Any:
         yield
         await asyncio.to_thread(service.close)
 
-    title = f"Lockstep: {html.escape(service.model.current.facts.name)}"  # FastAPI does not escape it
+    name = html.escape(service.model.current.facts.name)  # FastAPI does not escape it
+    title = "Lockstep" if service.settings.api_key else f"Lockstep: {name}"
     app = FastAPIOffline(title=title, lifespan=lifespan, **openapi.about(service.settings))
     if isinstance(service, GenerationService):
         generation_routes.add(app, service)
@@ -68,7 +68,7 @@ def _add_prediction(app: Any, service: PredictionService) -> None:
     from fastapi.responses import JSONResponse
 
     takes, prediction = service.takes, service.predictor.objective.Answer
-    example = dict(zip(("request", "response"), service.model.example, strict=True))
+    example = dict(zip(("request", "response"), service.example, strict=True))
 
     @app.post("/predict", **openapi.predict(takes, prediction, **example))  # type: ignore[untyped-decorator]
     async def predict(request: Request) -> JSONResponse:
@@ -99,7 +99,8 @@ def _add_status(app: Any, service: Service) -> None:
         """Whether the model is loaded, has predicted once, and the server is not about to end."""
         if service.is_draining:
             return JSONResponse({"error": "the server is about to end"}, 503)
-        return JSONResponse({"status": "ready", "model": service.model.current.facts.title})
+        model = {} if service.settings.api_key else {"model": service.model.current.facts.title}
+        return JSONResponse({"status": "ready", **model})
 
     @app.get("/metrics", **openapi.METRICS)  # type: ignore[untyped-decorator]
     async def metrics() -> Response:
@@ -114,7 +115,7 @@ def _add_status(app: Any, service: Service) -> None:
 
     @app.get("/", include_in_schema=False)  # type: ignore[untyped-decorator]
     async def page() -> HTMLResponse:
-        return HTMLResponse(page_file.read_text(encoding="utf-8"), headers=openapi.PAGE_HEADERS)
+        return HTMLResponse(page_file.read_text(encoding="utf-8"))
 
 
 def _add_reload(app: Any, service: Service) -> None:
@@ -212,10 +213,5 @@ def _encodable(reason: str) -> str:
 
 def is_local(request: Any) -> bool:
     """Whether a request comes from this machine, but neither through a proxy nor from a page in a browser."""
-    if request.client is None or any(name in request.headers for name in FORWARDED):
-        return False
-    try:
-        address = ipaddress.ip_address(request.client.host)
-        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-    except ValueError:
-        return False
+    is_direct = request.client is not None and not any(name in request.headers for name in FORWARDED)
+    return is_direct and is_loopback(request.client.host)

@@ -1,5 +1,6 @@
 """POST /generate: the completion of a prompt, whole or as a stream of server-sent events."""
 
+import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -59,14 +60,14 @@ def add(app: Any, service: GenerationService) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse, StreamingResponse
 
-    request_example, response_example = service.model.example
+    request_example, response_example = service.example
     described = openapi.generate(GenerationRequest, Generated, request=request_example, response=response_example)
 
     @app.post("/generate", **described)  # type: ignore[untyped-decorator]
     async def generate(request: Request) -> Any:
         """The text that follows a prompt."""
         asked = await _request(request)
-        generator, completion = service.begun(asked.given, _sampling(asked))
+        generator, completion = await asyncio.to_thread(service.begun, asked.given, _sampling(asked))
         pieces = service.pieces(generator, completion)
         if not asked.stream:
             async for _ in pieces:

@@ -1,8 +1,11 @@
-"""Limits that apply to every request: API key, size of the body, time to arrive."""
+"""Limits that apply to every request: the name of the server, API key, size of the body, time to arrive."""
 
 import asyncio
 import hmac
+import ipaddress
 import json
+import re
+import socket
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -62,6 +65,7 @@ class Middleware:
         """`app` may be replaced while it runs; `paths` are counted by name."""
         self.app, self.settings, self.metrics, self.paths = app, settings, metrics, paths
         self._key = settings.api_key.encode() if settings.api_key else None
+        self._names = {"localhost", "127.0.0.1", "::1", settings.host.lower()} if is_loopback(settings.host) else None
         self._held = 0
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -86,6 +90,7 @@ class Middleware:
 
     async def _forward(self, scope: MutableMapping[str, Any], exchange: Exchange) -> None:
         headers = dict(scope["headers"])
+        self._check_site(headers)
         self._check_key(scope["path"], headers)
         if scope["method"] == "HEAD":  # as GET: the server leaves the body out
             scope = {**scope, "method": "GET"}
@@ -102,6 +107,17 @@ class Middleware:
             if not work.done():
                 work.cancel()
                 await asyncio.wait((work,))
+
+    def _check_site(self, headers: dict[bytes, bytes]) -> None:
+        """Raise Refused for what the page of another site has a browser on this machine ask; such a site may also have
+        its own name lead to this machine."""
+        if self._names is None:
+            return
+        host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
+        if host and re.sub(r":\d*$", "", host).strip("[]").lower() not in self._names:
+            raise Refused(421, f"this server is {', '.join(sorted(self._names))}: ask it by one of these names")
+        if origin and origin.partition("://")[2] != host and headers.get(b"sec-fetch-site") != b"same-origin":
+            raise Refused(403, "this server does not answer pages of other sites")
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._key is None or path in OPEN or path.startswith(DOCS_FILES):
@@ -151,6 +167,15 @@ class Middleware:
         """Count bytes that are in memory until their request is answered."""
         self._held += size
         exchange.held += size
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address, or the address of a name."""
+    try:
+        address = ipaddress.ip_address(host if ":" in host else socket.gethostbyname(host))
+    except (ValueError, OSError):
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _replayed(body: bytes, disconnected: "asyncio.Future[Message]") -> Receive:

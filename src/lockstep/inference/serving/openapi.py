@@ -7,13 +7,16 @@ from pydantic import BaseModel, Field, create_model
 from lockstep.inference.serving.request_inputs import BODIES, FILE_TYPES, FORM, JSON
 from lockstep.inference.serving.serving_config import Settings
 
-PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self' "
+    "'unsafe-inline'; connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'self' https://huggingface.co https://*.hf.space",
     "cache-control": "no-cache",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
 }
-"""The page loads nothing from other hosts; Spaces show it in a frame."""
+"""Of every response: the pages load nothing from other hosts; Spaces show them in a frame."""
 
 
 class Fault(BaseModel):
@@ -46,8 +49,11 @@ def _problem(description: str) -> dict[str, Any]:
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     401: _problem("The API key is missing or wrong."),
+    403: _problem("The request comes from a page of another site."),
     408: _problem("The request did not arrive in time."),
     413: _problem("The request is too large."),
+    421: _problem("The request names another server."),
+    431: _problem("The headers are too large."),
 }
 FAILURES: dict[int | str, dict[str, Any]] = {
     **REFUSALS,
@@ -115,7 +121,7 @@ def predict_batch(
     """Arguments of the route for several inputs, by the example for one."""
     example = {name: value for name, value in response.items() if name != "model"}
     content = {JSON: _json(takes, several=True, example={f"{takes}s": [*request.values()]})}
-    return _route(_answers(prediction)[1], content, {"predictions": [example], "model": response["model"]})
+    return _route(_answers(prediction)[1], content, response and {"predictions": [example], "model": response["model"]})
 
 
 def generate(
@@ -136,6 +142,6 @@ def _route(model: type[BaseModel], content: dict[str, Any], example: dict[str, A
     return {
         "tags": [PREDICTING],
         "response_model": model,
-        "responses": {200: {"content": {JSON: {"example": example}}}, **FAILURES},
+        "responses": {200: {"content": {JSON: {"example": example} if example else {}}}, **FAILURES},
         "openapi_extra": {"requestBody": {"required": True, "content": content}},
     }

@@ -7,18 +7,21 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from lockstep.base import plugins
 from lockstep.base.errors import LaunchError, LockstepError
 from lockstep.inference.generation.generator import Generator
 from lockstep.inference.predictor import Predictor
-from lockstep.inference.serving import app
-from lockstep.inference.serving.service import ServedModel, Service, service_of
+from lockstep.inference.serving import app, openapi
+from lockstep.inference.serving.service import ServedModel, Service, StillLoading, service_of
 from lockstep.inference.serving.serving_config import Settings
 
 BACKLOG = 2048
-PACKAGES = ("fastapi", "fastapi_offline", "python_multipart", "prometheus_client", "uvicorn")
+LOADING_SECONDS = 600.0
+"""In which a model has to load and predict, or 20 times as long as a request may take."""
+PACKAGES = ("fastapi", "fastapi_offline", "httptools", "python_multipart", "prometheus_client", "uvicorn")
 """Of the extra `serve`."""
 
 
@@ -35,7 +38,7 @@ def serve(load: Callable[[], Predictor | Generator], settings: Settings, report:
             "--api-key out to let everybody ask"
         )
     with listening(settings) as opened:
-        model = _loaded(load, report)
+        model = _loaded(load, settings, report)
         service = service_of(model, settings)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -44,12 +47,14 @@ def serve(load: Callable[[], Predictor | Generator], settings: Settings, report:
             service.close()  # if the application could not
 
 
-def _loaded(load: Callable[[], Predictor | Generator], report: Callable[[str], None]) -> ServedModel:
+def _loaded(
+    load: Callable[[], Predictor | Generator], settings: Settings, report: Callable[[str], None]
+) -> ServedModel:
     try:
-        return ServedModel(load)
-    except KeyboardInterrupt:
-        report("interrupted")
-        os._exit(130)  # else the interpreter would wait for the thread that loads
+        return ServedModel(load, seconds=max(LOADING_SECONDS, 20 * settings.timeout_seconds))
+    except (KeyboardInterrupt, StillLoading) as error:
+        report(str(error) or "interrupted")
+        os._exit(getattr(error, "exit_code", 130))  # the thread that loads may not let the interpreter end
 
 
 @contextmanager
@@ -82,12 +87,17 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _serve(service: Service, opened: socket.socket, *, report: Callable[[str], None]) -> None:
     import uvicorn
 
+    from lockstep.inference.serving.connection import Connection  # noqa: PLC0415 (of the extra)
+
+    protocol: Any = partial(Connection, seconds=service.settings.timeout_seconds)
     config = uvicorn.Config(
         app.build(service),
+        http=protocol,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=math.ceil(service.settings.drain_seconds),
         server_header=False,
+        headers=[*openapi.HEADERS.items()],
         ws="none",
     )
     server = uvicorn.Server(config)

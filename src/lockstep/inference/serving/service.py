@@ -2,8 +2,9 @@
 
 import asyncio
 import base64
+import threading
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from io import BytesIO
 from typing import Any
 
@@ -32,11 +33,16 @@ LARGE = 8192
 """Characters or bytes; larger inputs are encoded in a thread, so that other requests need not wait."""
 
 
+class StillLoading(ModelError):
+    """The thread that loads a model goes on: what is in it, or in its code, may have no end."""
+
+
 class ServedModel:
     """The current model, which can be reloaded."""
 
-    def __init__(self, load: Callable[[], Predictor | Generator]) -> None:
-        self.load = load
+    def __init__(self, load: Callable[[], Predictor | Generator], *, seconds: float) -> None:
+        """`seconds`: until it has loaded and predicted. Raises StillLoading after them, and what `load` raises."""
+        self.load, self.seconds = load, seconds
         self.changed: Callable[[], None] = lambda: None
         """Called in the event loop after a reload."""
         self._threads = torch.get_num_threads()
@@ -47,11 +53,22 @@ class ServedModel:
     def _load(self) -> tuple[Predictor | Generator, Example]:
         """A model that is warmed up, and its example; in a thread of its own, as OpenMP threads that stay alive would
         slow others down (see Batcher)."""
-        executor = ThreadPoolExecutor(1, "lockstep-load")
+        loaded: Future[tuple[Predictor | Generator, Example]] = Future()
+
+        def run() -> None:
+            try:
+                loaded.set_result(self._warmed_up())
+            except BaseException as error:
+                loaded.set_exception(error)
+
+        threading.Thread(target=run, name="lockstep-load", daemon=True).start()
         try:
-            return executor.submit(self._warmed_up).result()
-        finally:
-            executor.shutdown(wait=False)
+            return loaded.result(self.seconds)
+        except TimeoutError:
+            if loaded.done():
+                raise
+            reason = f"has not loaded and predicted within {self.seconds:g} s: it may have no end"
+            raise StillLoading(f"the model {reason}; a longer --timeout gives it 20 times as long") from None
 
     def _warmed_up(self) -> tuple[Predictor | Generator, Example]:
         torch.set_num_threads(self._threads)  # another thread may have set it
@@ -137,6 +154,12 @@ class Service:
     def __init__(self, model: ServedModel, settings: Settings) -> None:
         self.model, self.settings, self.metrics = model, settings, ServerMetrics()
         self.is_draining = False
+
+    @property
+    def example(self) -> Example:
+        """Of the model, for the schema; without a response where a key is wanted, as the schema is there for all."""
+        request, response = self.model.example
+        return request, {} if self.settings.api_key else response
 
     def close(self) -> None:
         """Answer what is queued, and accept nothing more."""

@@ -1,5 +1,9 @@
 """An ONNX graph, for onnxruntime and others."""
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +13,17 @@ from torch import Tensor
 from lockstep.base import plugins, storage
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Forward, Model
+from lockstep.core.host.memory_meter import available_bytes
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.export.formats._graph import Traceable, cannot_be_traced, dynamic_dimensions, inputs_of, silence
 
 DTYPES = ("fp32", "fp16", "int8")
 PROGRAM = None
 FILE = "model.onnx"
+MOST_SECONDS, POLL_SECONDS = 120.0, 0.05
+"""Of a forward pass: a graph may hold loops without an end."""
+LEAST_BYTES = 512 << 20
+"""Of memory that has to be left while it runs."""
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
@@ -75,8 +84,34 @@ def read(folder: Path, facts: ExportFacts) -> Forward:
     names = [each.name for each in session.get_inputs()]
 
     def forward(batch: Batch) -> Tensor | dict[str, Tensor]:
-        arrays = session.run(None, {name: batch[name].numpy() for name in names})
+        with _limits(facts.kind) as run:
+            arrays = session.run(None, {name: batch[name].numpy() for name in names}, run)
         outputs = [torch.from_numpy(array) for array in arrays]
         return dict(zip(facts.outputs, outputs, strict=True)) if facts.outputs else outputs[0]
 
     return forward
+
+
+@contextmanager
+def _limits(what: str) -> Iterator[Any]:
+    """Options of a run that ends when it takes too long or too much memory. Raises ModelError then."""
+    import onnxruntime
+
+    options, done, end = onnxruntime.RunOptions(), threading.Event(), time.monotonic() + MOST_SECONDS
+
+    def watch() -> None:
+        while not done.wait(POLL_SECONDS):
+            if time.monotonic() > end or available_bytes() < LEAST_BYTES:
+                options.terminate = True
+                return
+
+    threading.Thread(target=watch, name="onnx-limits", daemon=True).start()
+    try:
+        yield options
+    except Exception as error:
+        if options.terminate:
+            reason = f"takes more than {MOST_SECONDS:g} s, or all memory: it may have no end"
+            raise ModelError(f"a forward pass of this {what} graph {reason}") from error
+        raise
+    finally:
+        done.set()
