@@ -15,6 +15,8 @@ import pydantic_core
 
 MOST_JSON_BYTES = 64 << 20
 """The largest JSON file that is read."""
+KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+"""Of files, besides regular ones and folders."""
 FEW_INODES = 100
 """More files than a checkpoint has."""
 
@@ -33,22 +35,22 @@ def write(path: Path, text: str | bytes) -> None:
     sync(path.parent)
 
 
-def read(path: Path, most: int) -> bytes:
-    """Read a regular file of at most `most` bytes; a FIFO or /dev/zero would never end.
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Read a regular file of at most `most_bytes`; a FIFO or /dev/zero would never end.
 
     Raises OSError, with a `strerror` for the user.
     """
     with regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most:,}", str(path))
-        return file.read(most)
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most_bytes:,}", str(path))
+        return file.read(most_bytes)
 
 
 def read_json(path: Path) -> Any:
     """Parse a JSON file. Raises OSError, and ValueError for invalid or too deeply nested JSON (on which `json` would
     raise RecursionError)."""
-    return pydantic_core.from_json(read(path, MOST_JSON_BYTES))
+    return pydantic_core.from_json(read_regular(path, MOST_JSON_BYTES))
 
 
 def regular(path: Path) -> io.BufferedReader:
@@ -64,9 +66,10 @@ def append(path: Path) -> TextIO:
 
 def _open_regular(path: Path, flags: int) -> int:
     handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    if not stat.S_ISREG(mode := os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        kind = KINDS.get(stat.S_IFMT(mode), "a folder")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
     return handle
 
 

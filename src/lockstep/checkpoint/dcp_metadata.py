@@ -144,7 +144,7 @@ def read(folder: Path) -> TensorTable:
     Raises ValueError where it is damaged, names anything but tensors, or does not fit the files beside it; OSError.
     """
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-    text = storage.read(folder / FILE, min(MOST_BYTES, ALWAYS_ALLOWED_BYTES + sum(sizes.values()) // 64))
+    text = storage.read_regular(folder / FILE, min(MOST_BYTES, ALWAYS_ALLOWED_BYTES + sum(sizes.values()) // 64))
     try:
         return _table(Reader(io.BytesIO(text)).load(), sizes)
     except ValueError as error:

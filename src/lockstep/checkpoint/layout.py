@@ -83,7 +83,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint. Raises OSError or ValueError."""
-    text = storage.read(folder / MANIFEST, MOST_BYTES)
+    text = storage.read_regular(folder / MANIFEST, MOST_BYTES)
     body = pydantic_core.from_json(text)  # json.loads overflows the stack on deep nesting
     if not isinstance(body, dict):
         raise ValueError("the manifest is no section")

@@ -156,7 +156,7 @@ def _read(folder: Path) -> tuple[ExportFacts, Forward, Tokenizer | None, Process
 def _version(folder: Path) -> bytes | None:
     """The bytes of the facts, which differ between exports; None while one replaces another."""
     try:
-        return storage.read(folder / export_facts.FILE, storage.MOST_JSON_BYTES)
+        return storage.read_regular(folder / export_facts.FILE, storage.MOST_JSON_BYTES)
     except OSError:
         return None
 

@@ -48,7 +48,7 @@ class Summary(BaseModel):
 def _summary(file: Path) -> Summary | None:
     """The summary of a run that has ended, else None. Raises ConfigError."""
     try:
-        return Summary.model_validate_json(storage.read(file, storage.MOST_JSON_BYTES))
+        return Summary.model_validate_json(storage.read_regular(file, storage.MOST_JSON_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

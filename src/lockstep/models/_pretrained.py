@@ -134,7 +134,7 @@ def check_folder(folder: Path) -> None:
     than can be built."""
     for path in (folder / "config.json", folder / "tokenizer_config.json"):
         try:
-            settings = json.loads(storage.read(path, MAX_CONFIG_BYTES))
+            settings = json.loads(storage.read_regular(path, MAX_CONFIG_BYTES))
             has_code = "auto_map" in settings
         except (OSError, ValueError, TypeError, RecursionError):
             continue  # loading the model reports it

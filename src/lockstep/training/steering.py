@@ -134,7 +134,7 @@ def _read(file: Path) -> list[Decision]:
     """Raises CheckpointError; a line that a kill has cut short was never agreed on."""
     found = []
     try:
-        lines = storage.read(file, storage.MOST_JSON_BYTES).split(b"\n")
+        lines = storage.read_regular(file, storage.MOST_JSON_BYTES).split(b"\n")
         for line in lines[:-1]:
             found.append(Decision.model_validate(json.loads(line)))
     except (OSError, ValueError) as error:

@@ -217,7 +217,7 @@ def write(facts: ExportFacts, folder: Path) -> None:
 def read(folder: Path) -> ExportFacts:
     """Read them from an export's folder; raises ModelError."""
     try:
-        return ExportFacts.model_validate_json(storage.read(folder / FILE, storage.MOST_JSON_BYTES))
+        return ExportFacts.model_validate_json(storage.read_regular(folder / FILE, storage.MOST_JSON_BYTES))
     except FileNotFoundError:
         raise ModelError(f"{folder} is no export: there is no {FILE} in it; `lockstep export RUN` writes one") from None
     except OSError as error:

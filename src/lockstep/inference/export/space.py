@@ -48,7 +48,7 @@ def _existing(file: Path) -> str | None:
     which may lead out of the repository."""
     if file.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(file))
-    return storage.read(file, MAX_TEXT_BYTES).decode("utf-8") if file.exists() else None
+    return storage.read_regular(file, MAX_TEXT_BYTES).decode("utf-8") if file.exists() else None
 
 
 def write(folder: Path, facts: ExportFacts) -> None:

@@ -60,7 +60,7 @@ class Slot:
 def requested_size(folder: Path) -> int | None:
     """The number of processes per machine that was asked for, if one was."""
     with suppress(OSError, ValueError):
-        return max(1, int(storage.read(folder / RESIZE, 32)))
+        return max(1, int(storage.read_regular(folder / RESIZE, 32)))
     return None
 
 

@@ -35,7 +35,7 @@ LARGEST_NOTE = 4096
 def other_leader(folder: Path) -> Endpoint | None:
     """Where the leader of this run is, if that is not node 0, and it answers."""
     with suppress(OSError, ValueError, KeyError, TypeError, LaunchError):
-        endpoint = Endpoint.parse(str(json.loads(storage.read(folder / NOTE, LARGEST_NOTE))["endpoint"]))
+        endpoint = Endpoint.parse(str(json.loads(storage.read_regular(folder / NOTE, LARGEST_NOTE))["endpoint"]))
         if answers(endpoint, seconds=ANSWER_SECONDS):
             return endpoint
     return None

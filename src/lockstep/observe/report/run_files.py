@@ -126,7 +126,7 @@ def read(folder: Path) -> RunFiles:
         what = absence(folder, f"there is no {RECIPE} in it")
         raise ConfigError(f"{folder} is no run: {what} (runs are folders such as runs/NAME)")
     try:
-        settings = yaml.safe_load(storage.read(recipe, storage.MOST_JSON_BYTES))
+        settings = yaml.safe_load(storage.read_regular(recipe, storage.MOST_JSON_BYTES))
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{recipe} cannot be read: {str(error).splitlines()[0]}") from None
     return RunFiles(
@@ -170,7 +170,7 @@ def history_lines(path: Path, notes: list[str]) -> list[HistoryLine]:
 def content(path: Path, notes: list[str]) -> bytes:
     """Empty where there is no file."""
     try:
-        return storage.read(path, MOST_BYTES)
+        return storage.read_regular(path, MOST_BYTES)
     except FileNotFoundError:
         return b""
     except OSError as error:

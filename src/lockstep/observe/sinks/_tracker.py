@@ -80,7 +80,7 @@ class Tracker(ABC):
     def _known(self) -> tuple[str, tuple[int, int]]:
         """The id of the tracker's run, and the last that it was sent; a line that was cut short does not count."""
         try:
-            first, *lines, _ = storage.read(self.record, storage.MOST_JSON_BYTES).split(b"\n")
+            first, *lines, _ = storage.read_regular(self.record, storage.MOST_JSON_BYTES).split(b"\n")
             step, part = json.loads(lines[-1]) if lines else NOTHING
             return str(json.loads(first)), (int(step), int(part))
         except (OSError, ValueError, TypeError):

@@ -131,7 +131,7 @@ def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
 def _logged(file: Path) -> dict[int, dict[str, Any]]:
     """Step -> quantity -> value; a line that a kill has cut short is skipped."""
     found: dict[int, dict[str, Any]] = {}
-    for text in storage.read(file, MOST_BYTES).split(b"\n") if file.exists() else []:
+    for text in storage.read_regular(file, MOST_BYTES).split(b"\n") if file.exists() else []:
         try:
             line = pydantic_core.from_json(text)
         except ValueError:
