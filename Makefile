@@ -26,9 +26,9 @@ check: setup
 test: setup
 	$(BIN)/python -m pytest $(SHARED_OUT)
 
-# make test, test-browser and test-slurm in one go: what CI runs after `make check`.
+# make test, test-browser and test-slurm in one go, and longer fuzzing: what CI runs after `make check`.
 test-all: setup packages
-	$(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak"
+	LOCKSTEP_FUZZ_SECONDS=60 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak"
 
 test-matrix: setup packages
 	$(BIN)/python -m pytest $(SHARED_OUT) -m matrix

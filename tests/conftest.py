@@ -142,6 +142,7 @@ SLOWEST = (
     "test_transformer",
     "test_generation",
     "test_fuzz_files",
+    "test_fuzz_readers",
     "test_steering",
     "test_strategies",
     "test_causal_lm",
