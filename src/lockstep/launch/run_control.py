@@ -1,6 +1,6 @@
 """Status, logs and cancellation of a run that was launched."""
 
-import os
+import io
 import re
 import time
 from collections.abc import Iterator
@@ -19,7 +19,6 @@ from lockstep.run import recipe as recipes
 
 POLL_SECONDS = 0.2
 STEP = re.compile(r"^step [0-9]+/[0-9]+ .*$", re.MULTILINE)
-TAIL_BYTES = 1 << 16
 MAX_LINE_CHARACTERS = 1 << 16
 """A longer line is read in pieces."""
 
@@ -28,7 +27,7 @@ def status(folder: Path) -> list[str]:
     """Lines that describe the state of a run. Raises ConfigError if there is no run."""
     launcher, note = _job(folder)
     lines = [launcher.status(note)]
-    if steps := STEP.findall(_tail(folder / "logs" / "rank-0.log")):
+    if steps := STEP.findall(storage.tail(folder / "logs" / "rank-0.log")):
         lines.append(steps[-1])
     if checkpoints := listed(folder / "checkpoints"):
         lines.append(f"newest checkpoint: {checkpoints[0].name}")
@@ -108,7 +107,7 @@ def log_lines(folder: Path, rank: int | None, *, follow: bool) -> Iterator[str]:
         raise LaunchError(f"there is no {file} yet; in {logs} there is: {files}")
     while not file.is_file():
         time.sleep(POLL_SECONDS)
-    with file.open(encoding="utf-8", errors="replace", newline="\n") as text:
+    with io.TextIOWrapper(storage.regular(file), encoding="utf-8", errors="replace", newline="\n") as text:
         yield from iter(lambda: text.readline(MAX_LINE_CHARACTERS), "")
         while follow:
             if line := text.readline(MAX_LINE_CHARACTERS):
@@ -134,12 +133,3 @@ def _job(folder: Path) -> tuple[Launcher, dict[str, Any]]:
     if recipe.launch.kind != kind:
         raise ConfigError(f"{file} is of launch.kind={kind}, but launch.yaml of {recipe.launch.kind}")
     return launch_run.build_launcher(recipe), note
-
-
-def _tail(file: Path) -> str:
-    try:
-        with storage.regular(file) as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
-            return log.read(TAIL_BYTES).decode(errors="replace")
-    except OSError:
-        return ""

@@ -6,6 +6,8 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from lockstep.base import storage
+
 FILE = ".secret"
 BYTES = 32
 
@@ -24,7 +26,7 @@ def create(folder: Path) -> bytes:
 
 def read(folder: Path) -> bytes:
     """Raises OSError where there is none, or this user may not read it."""
-    secret = (folder / FILE).read_bytes()
+    secret = storage.read_regular(folder / FILE, BYTES)
     if len(secret) != BYTES:
         raise OSError(f"{folder / FILE} is damaged")
     return secret
