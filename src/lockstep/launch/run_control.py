@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
 from lockstep.base import plugins, storage
 from lockstep.base.contracts import Launcher
@@ -15,6 +15,7 @@ from lockstep.base.errors import ConfigError, LaunchError, absence
 from lockstep.checkpoint.layout import listed
 from lockstep.launch import launch_run
 from lockstep.launch.elastic import live_slots
+from lockstep.observe.report import run_files
 from lockstep.run import recipe as recipes
 
 POLL_SECONDS = 0.2
@@ -31,28 +32,13 @@ def status(folder: Path) -> list[str]:
         lines.append(steps[-1])
     if checkpoints := listed(folder / "checkpoints"):
         lines.append(f"newest checkpoint: {checkpoints[0].name}")
-    if (summary := _summary(folder / "summary.json")) is not None:
+    problems = list[str]()
+    summary = run_files.model_of(run_files.RunSummary, folder / run_files.SUMMARY, problems)
+    if problems:
+        raise ConfigError(f"{folder}: {problems[0]}: remove it")
+    if summary.status:
         lines.append(f"{summary.status} after {summary.steps} steps · digest {str(summary.digest)[:16]}")
     return lines
-
-
-class Summary(BaseModel):
-    """The fields of summary.json that `lockstep status` shows."""
-
-    status: str = Field(max_length=64)
-    steps: int = Field(ge=0)
-    digest: str | None = Field(max_length=128)
-
-
-def _summary(file: Path) -> Summary | None:
-    """The summary of a run that has ended, else None. Raises ConfigError."""
-    try:
-        return Summary.model_validate_json(storage.read_regular(file, storage.MOST_JSON_BYTES))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise ConfigError(f"{file} cannot be used ({reason}): remove it") from None
 
 
 def is_over(folder: Path) -> bool:

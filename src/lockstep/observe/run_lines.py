@@ -7,6 +7,7 @@ counted. A file of any size is read in linear time, and no line longer than MOST
 import errno
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
@@ -77,52 +78,48 @@ class MetricLine(BaseModel):
         return self.__pydantic_extra__
 
 
-HISTORY: TypeAdapter[HistoryLine] = TypeAdapter(HistoryLine)
-METRIC: TypeAdapter[MetricLine] = TypeAdapter(MetricLine)
+HISTORY, METRIC = TypeAdapter(HistoryLine), TypeAdapter(MetricLine)
 
 
 class Lines(Generic[L]):
-    """The lines of a file, in their order; none where there is no file. Iterating raises OSError."""
+    """The lines of a file, in their order; none where there is no file, or none that can be read."""
 
-    def __init__(self, path: Path, kind: TypeAdapter[L]) -> None:
-        self.path, self.kind = path, kind
-        self.damaged = 0
-        """How many were left out so far."""
-        self.is_cut = False
-        """Whether there are more lines than were read."""
-        self.size = 0
-        """Bytes of the last line."""
+    def __init__(self, path: Path, kind: TypeAdapter[L], notes: list[str]) -> None:
+        """`notes` gets what was left out, once all have been read."""
+        self.path, self.kind, self.notes = path, kind, notes
+        self.damaged, self.size, self.is_cut = 0, 0, False
+        """How many were left out, the bytes of the last one, and whether there are more than were read."""
 
     def __iter__(self) -> Iterator[L]:
         try:
-            file = opened(self.path)
+            with opened(self.path) as file:
+                for text in islice(short_lines(file), MOST_LINES):
+                    if (line := self.parsed(text)) is not None:
+                        yield line
+                self.is_cut = bool(file.read(1))
         except FileNotFoundError:
-            return
-        with file:
-            for text in islice(short_lines(file), MOST_LINES):
-                if (line := self.parsed(text)) is not None:
-                    yield line
-            self.is_cut = bool(file.read(1))
+            pass
+        except OSError as error:
+            self.notes.append(f"{self.path.name} cannot be read: {error.strerror}")
+        finally:
+            self.notes += self.left_out
 
     def parsed(self, text: bytes) -> L | None:
         """A line, or None where it is damaged."""
-        try:
-            self.size = len(text)
+        self.size = len(text)
+        with suppress(ValidationError):
             return self.kind.validate_json(text)
-        except ValidationError:
-            self.damaged += 1
-            return None
+        self.damaged += 1
+        return None
 
     @property
-    def notes(self) -> list[str]:
-        """What was left out, for the user."""
+    def left_out(self) -> list[str]:
+        """What was left out so far, for the user."""
         found, name = [], self.path.name
         if self.damaged:
-            number = f"{self.damaged:,} line{'s' if self.damaged > 1 else ''}"
-            found.append(f"{number} of {name} left out: cut short, too long, or not as Lockstep writes them")
-        if self.is_cut:
-            found.append(f"{name} is longer than what is read of it: its end is left out")
-        return found
+            lines = f"{self.damaged:,} line{'s' if self.damaged > 1 else ''} of {name}"
+            found.append(f"{lines} left out: cut short, too long, or not as Lockstep writes them")
+        return found + [f"{name} is longer than what is read of it: its end is left out"] * self.is_cut
 
 
 def opened(path: Path) -> BufferedReader:

@@ -21,6 +21,7 @@ from lockstep.inference.loaded_model import LoadedModel, load
 from lockstep.inference.predictor import DTypeName
 from lockstep.launch.launch_here import launch_here
 from lockstep.observe.report import run_files
+from lockstep.observe.run_lines import METRIC, Lines
 from lockstep.run import recipe as recipes
 from lockstep.run import recipe_trust
 from lockstep.run.recipe import Recipe
@@ -49,7 +50,7 @@ class Run:
         Warns of damaged lines, which are left out.
         """
         notes = list[str]()
-        lines = run_files.metric_lines(self.folder / run_files.METRICS, notes)
+        lines = Lines(self.folder / run_files.METRICS, METRIC, notes)
         found = [line.model_dump(exclude_unset=True) for line in lines]
         for note in notes:
             warnings.warn(note, stacklevel=2)

@@ -72,7 +72,7 @@ class Goodput:
     @property
     def share(self) -> float:
         """Time in steps that count, as a fraction of all."""
-        return self.steps / self.wall if self.wall else 0.0
+        return min(self.steps / self.wall, 1.0) if self.wall else 0.0
 
 
 def starts(history: Sequence[HistoryLine]) -> list[Start]:

@@ -127,7 +127,7 @@ def parts(spent: Goodput) -> list[dict[str, Any]]:
         ("between starts", spent.down, "down"),
         ("rest", spent.rest, "rest"),
     ]
-    return [{"name": n, "seconds": s, "share": s / wall, "kind": kind} for n, s, kind in named]
+    return [{"name": n, "seconds": s, "share": min(s / wall, 1.0), "kind": kind} for n, s, kind in named]
 
 
 def texts(run: RunFiles) -> list[HistoryLine]:

@@ -4,7 +4,6 @@ Every file may be missing, cut short by a kill, or written by somebody else: wha
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -15,7 +14,7 @@ from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError,
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError, absence
 from lockstep.observe import run_history
-from lockstep.observe.run_lines import HISTORY, METRIC, Count, HistoryLine, Lines, MetricLine, Name, Step
+from lockstep.observe.run_lines import HISTORY, METRIC, Count, HistoryLine, Lines, Name, Step
 from lockstep.observe.run_settings import flattened, settings_of
 
 RECIPE = "recipe.yaml"
@@ -29,7 +28,6 @@ MOST_KEPT_POINTS = 32_000
 MOST_CURVES, MOST_NAME = 200, 200
 TEST = "test"
 
-L = TypeVar("L")
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -134,17 +132,12 @@ def read(folder: Path) -> RunFiles:
     )
 
 
-def metric_lines(path: Path, notes: list[str]) -> Iterator[MetricLine]:
-    """Also of a run that goes on; adds to `notes` at the end."""
-    return _noted(Lines(path, METRIC), notes)
-
-
 def history_lines(path: Path, notes: list[str]) -> list[HistoryLine]:
     """All but those about ranks; generated texts of the first and the last line with some."""
-    found, size, lines = list[HistoryLine](), 0, Lines(path, HISTORY)
+    found, size, lines = list[HistoryLine](), 0, Lines(path, HISTORY, notes)
     texts = list[int]()
     """Places of lines with texts."""
-    for line in _noted(lines, notes):
+    for line in lines:
         if line.kind == "ranks":
             continue
         if line.texts:
@@ -158,16 +151,6 @@ def history_lines(path: Path, notes: list[str]) -> list[HistoryLine]:
             break
         found.append(line)
     return found
-
-
-def _noted(lines: Lines[L], notes: list[str]) -> Iterator[L]:
-    """The lines; at their end, notes about what was left out."""
-    try:
-        yield from lines
-    except OSError as error:
-        notes.append(f"{lines.path.name} cannot be read: {error.strerror}")
-    finally:
-        notes += lines.notes
 
 
 def model_of(kind: type[M], path: Path, notes: list[str]) -> M:
@@ -189,7 +172,7 @@ def curves(path: Path, notes: list[str]) -> dict[str, LoggedCurve]:
     """Name -> curve of the values in metrics.jsonl; those of evaluations are called "test ..."."""
     found: dict[str, LoggedCurve] = {}
     left_out = 0
-    for line in metric_lines(path, notes):
+    for line in Lines(path, METRIC, notes):
         prefix = f"{TEST} " if line.kind == "evaluation" else ""
         for short, value in line.values.items():
             name = f"{prefix}{short}"

@@ -1,7 +1,7 @@
 """What happened to a run, in order: starts, kills, changes of size, saves, evaluations, warnings, hangs, ends."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.observe.report.goodput import Start
 from lockstep.observe.run_lines import HistoryLine
@@ -79,9 +79,8 @@ def _without_most(found: Sequence[Happening]) -> list[Happening]:
     kept = [each for each, keep in zip(found, _kept(found), strict=True) if keep]
     if len(kept) <= MOST:
         return kept
-    first, last = kept[: MOST // 2], kept[-MOST // 2 :]
-    gap = Happening(time=first[-1].time, step=first[-1].step, text="what follows, until the next line, is left out")
-    return [*first, gap, *last]
+    gap = replace(kept[MOST // 2], text="from here on, until the next line, what happened is left out")
+    return [*kept[: MOST // 2], gap, *kept[-MOST // 2 :]]
 
 
 def _kept(found: Sequence[Happening]) -> Iterator[bool]:

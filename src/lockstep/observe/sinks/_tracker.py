@@ -8,7 +8,6 @@ for the time of the ranks, from history.jsonl, which has it in hundredths of a m
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from lockstep.base.errors import ConfigError
 from lockstep.base.events import Evaluated, RankTimes, RunEnded, RunStarted, StepDone
 from lockstep.core.host.phases import OF_STEPS
 from lockstep.observe import run_history
-from lockstep.observe.run_lines import HISTORY, METRIC, HistoryLine, Lines
+from lockstep.observe.run_lines import HISTORY, METRIC, Lines
 from lockstep.observe.run_settings import known_settings
 
 NOTHING = (-1, 0)
@@ -69,13 +68,12 @@ class Tracker(ABC):
     def _repeat(self, resumed_step: int) -> None:
         """Send what a kill has kept from the tracker."""
         found: dict[tuple[int, int], dict[str, float]] = {}
-        with suppress(OSError):
-            for line in Lines(self.folder / METRICS, METRIC):
-                part, group = (1, "test") if line.kind == "evaluation" else (0, "train")
-                found[line.step, part] = {f"{group}/{name}": v for name, v in line.values.items() if v is not None}
-            for each in Lines(self.folder / run_history.FILE, HISTORY):
-                if each.kind == "ranks":
-                    found[each.step, 2] = times_of(each)
+        for line in Lines(self.folder / METRICS, METRIC, []):
+            part, group = (1, "test") if line.kind == "evaluation" else (0, "train")
+            found[line.step, part] = {f"{group}/{name}": v for name, v in line.values.items() if v is not None}
+        for each in Lines(self.folder / run_history.FILE, HISTORY, []):
+            if each.kind == "ranks" and each.steps and all(each.phases.get(name) for name in OF_STEPS):
+                found[each.step, 2] = milliseconds(each.phases, each.steps)
         for (step, part), values in sorted(found.items()):
             if step <= resumed_step:
                 self._send(step, part, values)
@@ -123,13 +121,6 @@ class Tracker(ABC):
 def milliseconds(seconds: Mapping[str, Sequence[float]], steps: int) -> dict[str, float]:
     """Of a step by phase, of the rank with the most."""
     return {f"time/{name}": 1000 * max(seconds[name]) / steps for name in OF_STEPS}
-
-
-def times_of(line: HistoryLine) -> dict[str, float]:
-    """The same, of a line of history.jsonl; nothing where it lacks some."""
-    if line.steps and all(line.phases.get(name) for name in OF_STEPS):
-        return milliseconds(line.phases, line.steps)
-    return {}
 
 
 def missing(package: str) -> ConfigError:

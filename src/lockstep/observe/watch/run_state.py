@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from lockstep.base import storage
 from lockstep.base.errors import ConfigError, absence
 from lockstep.observe import run_history
 from lockstep.observe.report.goodput import Start, starts
@@ -20,7 +21,6 @@ LAUNCH = "launch.yaml"
 """There before the processes of a run have started."""
 MOST_KEPT = 10_000
 """Lines of the history: those of the present start, and some before."""
-TAIL_BYTES = 1 << 16
 FREQUENT = ("steps", "ranks")
 
 
@@ -53,7 +53,7 @@ class RunReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.offset, self.read = 0, Lines(folder / run_history.FILE, HISTORY)
+        self.offset, self.read = 0, Lines(folder / run_history.FILE, HISTORY, [])
         self.lines: list[HistoryLine] = []
         """The last ones; of FREQUENT kinds only the last of a start are kept."""
         self.newest: dict[str, HistoryLine] = {}
@@ -77,7 +77,7 @@ class RunReader:
             metrics=next((line for line in logged if line.kind == "step"), None),
             evaluation=next((line for line in logged if line.kind == "evaluation"), None),
             happenings=timeline(found, is_running=True),
-            notes=self.read.notes,
+            notes=self.read.left_out,
         )
 
     def _read_history(self) -> None:
@@ -86,7 +86,7 @@ class RunReader:
         try:
             with opened(path) as file:
                 if os.fstat(file.fileno()).st_size < self.offset:
-                    self.offset, self.read = 0, Lines(path, HISTORY)
+                    self.offset, self.read = 0, Lines(path, HISTORY, [])
                     self.lines.clear()
                     self.newest.clear()
                 file.seek(self.offset)
@@ -119,9 +119,6 @@ class RunReader:
 
 def last_lines(path: Path) -> Iterator[MetricLine]:
     """The last whole lines of metrics.jsonl, the newest first; none where there is no file."""
-    with suppress(OSError), opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - TAIL_BYTES))
-        for text in file.read(TAIL_BYTES).split(b"\n")[size > TAIL_BYTES : -1][::-1]:
-            with suppress(ValidationError):
-                yield METRIC.validate_json(text)
+    for text in reversed(storage.tail(path).split("\n")[:-1]):
+        with suppress(ValidationError):
+            yield METRIC.validate_json(text)

@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.base.errors import ConfigError, absence
 from lockstep.checkpoint import layout
 from lockstep.observe.report import run_files
+from lockstep.observe.run_lines import METRIC, Lines
 from lockstep.observe.run_settings import settings_of
 
 LOGGED = ("learning_rate", "loss", "gradient_norm", "chain")
@@ -121,7 +122,7 @@ def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
 def _logged(file: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     """Step -> quantity -> value."""
     found: dict[int, dict[str, Any]] = {}
-    for line in run_files.metric_lines(file, notes):
+    for line in Lines(file, METRIC, notes):
         known = found.setdefault(line.step, {})
         if line.kind == "evaluation":
             known |= _evaluated(line.values)

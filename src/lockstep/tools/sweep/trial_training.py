@@ -17,6 +17,7 @@ from lockstep.checkpoint import retention
 from lockstep.observe import run_history
 from lockstep.observe.report import run_files
 from lockstep.observe.report.goodput import starts
+from lockstep.observe.run_lines import METRIC, Lines
 from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
 from lockstep.run.recipe import Recipe
 from lockstep.tools import trials
@@ -125,7 +126,7 @@ class TrialTraining:
                 self.pruned_at = self.judge(early)
 
     def _evaluations(self) -> list[Measured]:
-        lines = run_files.metric_lines(self.folder / run_files.METRICS, [])
+        lines = Lines(self.folder / run_files.METRICS, METRIC, [])
         measured = [line for line in lines if line.kind == "evaluation"]
         return [Measured(step=e.step, value=e.values.get(self.metric), loss=e.values.get("loss")) for e in measured]
 
