@@ -3,9 +3,13 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from lockstep.base.errors import ConfigError
+from lockstep.core.numerics import compiled
 
 
 @pytest.mark.parametrize(
@@ -24,3 +28,29 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(tmp_path, settings, mess
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count(message) == 1
+
+
+def test_code_that_somebody_else_may_have_put_there_is_not_executed(tmp_path, monkeypatch):
+    """In the folder of compiled code: its name, in the shared folder for temporary files, can be guessed."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.delenv(compiled.VARIABLE, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = Path(default_cache_dir())
+    assert folder.parent == tmp_path
+    compiled._claim_cache()
+    folder.chmod(0o777)
+    with pytest.raises(
+        ConfigError, match=r"others could write to .*, whose code torch.compile would execute: remove it"
+    ):
+        compiled._claim_cache()
+    folder.rename(tmp_path / "planted")
+    folder.symlink_to(tmp_path / "planted")
+    with pytest.raises(ConfigError, match="others could write to"):
+        compiled._claim_cache()
+    if os.getuid() == 0:
+        folder.unlink()
+        folder.mkdir()
+        os.chown(folder, 12345, 12345)
+        with pytest.raises(ConfigError, match="or name another folder with TORCH"):
+            compiled._claim_cache()

@@ -8,8 +8,9 @@ A target is a few lines: a strategy for its inputs, and a function that reads on
         export_reader.read(folder)
 
 It runs in a process of its own (`fuzzing.py`): what crashes natively, hangs, eats memory or executes code in the input
-fails the test. Every target is tried for LOCKSTEP_FUZZ_SECONDS. `corpus/TARGET/` has what hypothesis has found, to be
-committed with the fix: it is tried first. `pytest tests/test_fuzz_readers.py -k NAME -s` says how many were tried.
+fails the test. Every target is tried for LOCKSTEP_FUZZ_SECONDS; `pytest tests/test_fuzz_readers.py -k NAME -s` says how
+many inputs that were. What is in `corpus/TARGET/` is tried first: inputs that have once failed, as hypothesis stores them
+in `.hypothesis/readers/TARGET/`, to be copied from there and committed with the fix.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -33,30 +35,41 @@ import pyarrow
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.database import DirectoryBasedExampleDatabase, MultiplexedDatabase, ReadOnlyDatabase
 from hypothesis.internal.conjecture import engine
 from PIL import Image
 from pyarrow import parquet
+from rich.console import Console
 from served import image_export
 
 from lockstep.base.errors import UserError
+from lockstep.base.events import Bus
 from lockstep.data import tables
 from lockstep.data.huggingface import image_of, load_split
 from lockstep.inference import trained_model
 from lockstep.inference.serving import server
 from lockstep.inference.serving.service import ServedModel, service_of
 from lockstep.inference.serving.serving_config import Settings
-from lockstep.observe.report import run_files
-from lockstep.run import recipe
-from lockstep.tools.sweep import sweep_state
+from lockstep.launch import run_control
+from lockstep.observe.report import report_page
+from lockstep.observe.report.run_files import read as read_run
+from lockstep.observe.sinks import _tracker, jsonl, tensorboard
+from lockstep.observe.watch.run_state import RunReader
+from lockstep.observe.watch.screen import screen
+from lockstep.run import api, recipe
+from lockstep.tools.compare import comparison
+from lockstep.tools.sweep import sweep_plot, sweep_state, sweep_table
+from lockstep.training import steering
 
 SECONDS = float(os.environ.get("LOCKSTEP_FUZZ_SECONDS", "3"))
 """For a target."""
-EXAMPLE_SECONDS = 10
-"""For one input: on a busy machine, many times what it takes."""
+EXAMPLE_SECONDS = 30
+"""For one input: on a busy machine, many times what it takes; PyYAML may take a second for a file."""
 SHRINK_SECONDS = 20
 """For making an input that fails smaller."""
 CORPUS = Path(__file__).parent / "corpus"
+FOUND = Path(__file__).parents[1] / ".hypothesis" / "readers"
+KEY = b"input"
 TARGETS = {}
 
 
@@ -129,7 +142,8 @@ def session(name, seconds):
     """Try a target for so long, in the current folder. Raises what the reader should not have."""
     inputs, read = TARGETS[name]
     tried, end, place = itertools.count(), time.monotonic() + seconds, Path("input").absolute()
-    database = DirectoryBasedExampleDatabase(CORPUS / name)
+    found, corpus = (DirectoryBasedExampleDatabase(folder / name) for folder in (FOUND, CORPUS))
+    database = MultiplexedDatabase(found, ReadOnlyDatabase(corpus))
 
     def example(given_input):
         next(tried)
@@ -145,18 +159,11 @@ def session(name, seconds):
     example.__name__ = name
     engine.MAX_SHRINKING_SECONDS = SHRINK_SECONDS
     options = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": set(Phase) - {Phase.explain}}
-    run = settings(database=database, max_examples=50, **options)(given(given_input=inputs)(example))
-    run._hypothesis_internal_database_key = b"input"  # not the source of `example`, which may change
+    run = settings(database=database, max_examples=100, **options)(given(given_input=inputs)(example))
+    run._hypothesis_internal_database_key = KEY  # not the source of `example`, which may change
     while time.monotonic() < end:
         run()
     sys.stdout.write(f"{name}: {next(tried):,} inputs in {seconds:.0f} s\n")
-
-
-def sink(write):
-    """The bytes that a function writes into a file."""
-    file = io.BytesIO()
-    write(file)
-    return file.getvalue()
 
 
 SWEEP = (
@@ -170,7 +177,79 @@ SWEEP = (
 def sweeps(folder, data):
     """What `sweep show` reads and draws."""
     (folder / "sweep.json").write_bytes(data)
-    sweep_state.load(folder)
+    sweep = sweep_state.load(folder)
+    sweep_table.print_sweep(sweep, folder, Console(file=io.StringIO()))
+    sweep_plot.svg(sweep, "title")
+
+
+HISTORY = [
+    *('"started","step":0,"world_size":2,"device":"CPU","total_steps":9,"steps_per_epoch":3',
+    '"steps","step":3,"seconds":0.5,"memory_bytes":1000000000',
+    '"ranks","step":3,"steps":3,"ranks":[0],"phases":{"data":[0.5],"exchange":[0.1]},"memory_by_rank":[1]',
+    '"evaluated","step":3,"seconds":0.1', '"saved","step":3,"seconds":0.1,"stall_seconds":0.1',
+    '"texts","step":3,"texts":[["a","b"]]', '"warned","step":3,"message":"slow"',
+    '"started","step":3,"world_size":1', '"steps","step":6,"seconds":0.5', '"ended","step":6,"status":"finished"'),
+]  # fmt: skip
+RUN = {
+    "recipe.yaml": b"run: {name: one, dir: runs}\ndata: {kind: digits, limit: 32}\ntrain: {steps: 9}\n",
+    "history.jsonl": "".join(f'{{"time":{1000 + i},"kind":{line}}}\n' for i, line in enumerate(HISTORY)).encode(),
+    "metrics.jsonl": b'{"kind":"step","step":3,"epoch":1,"loss":0.5,"learning_rate":0.1,"chain":"ab"}\n'
+    b'{"kind":"evaluation","step":3,"epoch":1,"samples":9,"loss":0.5,"accuracy":0.5}\n'
+    b'{"kind":"step","step":6,"epoch":2,"loss":0.25,"samples_per_second":530.1,"chain":"cd"}\n',
+    "summary.json": b'{"status":"finished","world_size":1,"first_step_seconds":5.6,"steps":6,"epochs":0.3,'
+    b'"train_samples_per_second":417.1,"evaluation":{"loss":2.2},"labels":["a","b"],"confusion_matrix":[[0,2],[1,3]],'
+    b'"chain":"cd","drift":[{"step":3,"field":"x","before":1,"now":2}],"digest":"ab","device":"CPU",'
+    b'"numeric_recipe":{"run.seed":0,"data.transforms":[]}}',
+    "evaluation.json": b'{"worst":[{"origin":"a","label":"b","predicted":"c","confidence":0.5,"loss":1.5,"image":""}]}',
+    "job.json": b'{"kind":"local","recovers_live":false,"host":"vm","process":8449,"began":1795813492.49}',
+    "launch.yaml": b"data: {kind: digits}\n",
+    "logs/rank-0.log": b"step 3/9 loss 1\n",
+    "steering.jsonl": b'{"step":3,"by":"me","stop":true,"factor":0.5}\n',
+    "wandb.jsonl": b'"id"\n[3,0]\n',
+}
+
+
+class Noted(_tracker.Tracker):
+    """A tracker that keeps what it is sent."""
+
+    name = "wandb"
+
+    def open(self, event, config):
+        return "id"
+
+    def log(self, step, values):
+        assert all(math.isfinite(value) for value in values.values())
+
+    def end(self, status, summary, files):
+        pass
+
+
+@target(folder_of(RUN))
+def run_files(folder, files):
+    """What report, watch, compare, the Python API, sinks and a resume read of a run."""
+    written(folder, files)
+    tracker = Noted(folder)
+    tracker._known()
+    for read in (
+        lambda: report_page.html([read_run(folder)] * 2),
+        lambda: Console(file=io.StringIO()).print(screen(RunReader(folder).state(), width=100)),
+        lambda: comparison.compare(folder, folder),
+        lambda: api.Run(folder).metrics,
+        lambda: tensorboard.hyperparameters(folder),
+        lambda: tracker._repeat(9),
+        lambda: steering.Steering(Bus(), folder / steering.FILE).start(2, repeats=True),
+        lambda: jsonl.Jsonl(folder)._drop_after(3),
+        lambda: run_control.status(folder),
+    ):
+        with suppress(UserError):
+            read()
+
+
+def sink(write):
+    """The bytes that a function writes into a file."""
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
 
 
 ROWS = pyarrow.table({"text": [f"text {number}" for number in range(20)], "label": ["a", "b"] * 10})
@@ -258,7 +337,7 @@ def parquet_tables(folder, data):
 def recipes(folder, data):
     """Of a run, in its report and as a config."""
     (folder / "recipe.yaml").write_bytes(data)
-    run_files.read(folder)
+    read_run(folder)
     recipe.load(folder / "recipe.yaml")
 
 
@@ -315,6 +394,6 @@ def test_reader(commands, tmp_path, name):
     answer = commands.answer(session, name, SECONDS, folder=tmp_path, seconds=SECONDS + 60)
     last = tmp_path / "last.txt"
     assert answer.kind == "done", (
-        f"{answer.output[-8000:]}\nlast input: {last.read_text()[:2000] if last.exists() else None}"
+        f"{answer.output[:2000]}\n...\n{answer.output[-8000:]}\nlast input: {last.read_text()[:2000] if last.exists() else None}"
     )
     sys.stdout.write(answer.output)

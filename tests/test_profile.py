@@ -4,13 +4,16 @@ import gzip
 import io
 import json
 import re
+import tempfile
 
 import pytest
+import torch
 from rich.console import Console
 from running import lockstep, summary
 
 from lockstep.core.host.phases import OF_STEPS
 from lockstep.observe.profile.operators import caller
+from lockstep.observe.profile.step_trace import traced
 from lockstep.run import recipe as recipes
 from lockstep.tools.profile.profile_report import advice, time_table
 from lockstep.tools.profile.rank_profile import RankProfile
@@ -160,6 +163,15 @@ def test_mistakes_are_one_message(folder):
         done = lockstep(folder, "profile", "c.yaml", *arguments)
         assert done.returncode == 2
         assert words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_trace_is_written_where_only_this_user_may_write(tmp_path, monkeypatch):
+    """Not beside a file in the folder for temporary files of all users, as PyTorch packs traces."""
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", None)
+    with traced(tmp_path / "trace.json.gz", with_stack=False):
+        torch.ones(3) + 1
+    assert json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
 
 
 def test_steps_of_a_training_are_traced(folder):

@@ -13,8 +13,9 @@ from holding import HOLDING
 from running import lockstep, started, summary, wait_for_steps
 from typer.testing import CliRunner
 
+from lockstep.base.errors import ConfigError
 from lockstep.cli import _app
-from lockstep.tools.sweep import optuna_search, pruning, suggestions
+from lockstep.tools.sweep import optuna_search, pruning, suggestions, sweep_state
 from lockstep.tools.sweep.search_space import parse
 from lockstep.tools.sweep.sweep_plot import svg
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
@@ -266,6 +267,23 @@ def test_a_picture_has_a_panel_for_each_key():
 
 
 # ---- what is refused
+
+
+@pytest.mark.parametrize("values", [(5e-324, 1e-323), (-9e99, 9e99), (9e99, 8e99), (1.0, 1.0), (None, None)])
+def test_any_values_can_be_drawn(values):
+    for word in ("optim.lr=1e-5..1e-2", "optim.lr=1,2"):
+        sweep = sweep_of(word, values=values)
+        assert "<svg" in svg(sweep, "title")
+
+
+def test_a_sweep_with_other_values_than_its_keys_is_refused(folder):
+    for key, value, measured in ((1, "x", 0), ([1], {}, 0), (10**400, 10**400, 0), ("a", None, 0), (1, 1, 1.7e308)):
+        trial = {"number": 1, "settings": {"a.b": value} if value is not None else {}, "value": measured}
+        body = {"keys": [{"key": "a.b", "values": [key]}], "search": "grid", "count": 1, "metric": "loss"}
+        body |= {"prune": "none", "working_folder": "/", "trials": [trial]}
+        (folder / "sweep.json").write_text(json.dumps(body))
+        with pytest.raises(ConfigError, match=r"sweep.json cannot be used \("):
+            sweep_state.load(folder)
 
 
 @pytest.fixture

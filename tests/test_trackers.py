@@ -202,8 +202,8 @@ def test_a_run_from_the_beginning_is_another_run(tmp_path):
 
 def test_times_that_a_kill_has_kept_are_sent_from_the_history(tmp_path):
     """Those up to the resumed step; of lines that nobody has written so, none."""
-    lines = [{"kind": "ranks", "step": step, "steps": 2, "phases": PHASED} for step in (2, 4, 6)]
-    odd = [{"kind": "ranks", "step": 5}, {"kind": "ranks", "step": 3, "steps": 0, "phases": PHASED}]
+    lines = [{"time": 1000.0, "kind": "ranks", "step": step, "steps": 2, "phases": PHASED} for step in (2, 4, 6)]
+    odd = [{**lines[0], "step": 5, "phases": {}}, {**lines[0], "step": 3, "steps": 0}, {"kind": "ranks", "step": 1}]
     folder = tmp_path / "r"
     folder.mkdir()
     (folder / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, *odd]) + '{"kind": "ra')

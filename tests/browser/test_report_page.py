@@ -1,13 +1,17 @@
 """The report of runs in a real browser: curves, zoom by mouse and keyboard, on a phone, with nothing from outside."""
 
+import json
 import re
 
 import pytest
 from browsing import DESK, IN_BROWSER, PHONE, keep
 from running import SHORT, lockstep
 
+from lockstep.observe.report import report_page, run_files
+
 pytestmark = IN_BROWSER
-RANGE = "return [plots[0].scales.x.min, plots[0].scales.x.max]"
+READ = "[plots[0].scales.x.min, plots[0].scales.x.max]"
+RANGE = f"return {READ}"
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +78,43 @@ def test_runs_side_by_side(browser, runs, tmp_path):
     assert "optim.lr 0.001 0.003" in differing and "run.name" not in differing
     assert browser.execute_script("return data.charts[0].series.length") == 4
     keep(browser, "report-two-runs", DESK)
+
+
+DEGENERATE = {
+    "one step": [(2, 0.5)],
+    "one far step": [(10**12, 2.0)],
+    "the first step": [(0, 1.0)],
+    "far steps": [(0, 1.0), (10**12, 2.0)],
+    "equal": [(1, 0.5), (2, 0.5), (3, 0.5)],
+    "zero": [(1, 0.0), (2, 0.0)],
+    "not finite": [(1, None), (2, None)],
+    "subnormal": [(1, 5e-324), (2, 1e-323)],
+    "neighbours": [(1, 1.0), (2, 1.0000000000000002)],
+    "large neighbours": [(1, 1e15), (2, 1e15 + 0.125)],
+    "widest": [(1, -1.7e308), (2, 1.7e308)],
+    "widest logarithms": [(1, 5e-324), (2, 1.7e308)],
+    "wide logarithms": [(1, 1e-99), (2, 1e99)],
+}
+
+
+def test_no_range_of_values_freezes_the_page(browser, tmp_path):
+    browser.set_page_load_timeout(15)
+    browser.set_script_timeout(15)
+    (tmp_path / "recipe.yaml").write_text("run: {name: a}\n")
+    for name, points in DEGENERATE.items():
+        lines = [
+            {"kind": kind, "step": step, "loss": value, "accuracy": value}
+            for kind in ("step", "evaluation")
+            for step, value in points
+        ]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        page = tmp_path / "report.html"
+        page.write_text(report_page.html([run_files.read(tmp_path)]))
+        browser.get(page.as_uri())
+        browser.execute_script("for (let i = 0; i < 20; i++) zoom(0.5); zoom(4)")
+        low, high = browser.execute_async_script(
+            f"const done = arguments[0]; requestAnimationFrame(() => done({READ}))"
+        )
+        assert low < high, name
+        figure_of(browser, "loss").find_element("css selector", "button[data-do=all]").click()
+        assert browser.execute_script("return plots.every(p => p.scales.x.min < p.scales.x.max)"), name

@@ -17,8 +17,9 @@ import pydantic_core
 
 from lockstep.base.errors import DataError
 
-MOST_JSON_BYTES = 64 << 20
-"""The largest JSON file that is read."""
+MOST_JSON_BYTES = 32 << 20
+"""The largest JSON file that is read: in memory it may take 30 times as much."""
+TAIL_BYTES = 1 << 16
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 """Of files, besides regular ones and folders."""
 TEXTS, MOST_TEXT_BYTES = (".json", ".jinja", ".txt"), 256 << 20
@@ -41,12 +42,12 @@ def write(path: Path, text: str | bytes) -> None:
     sync(path.parent)
 
 
-def read_regular(path: Path, most_bytes: int) -> bytes:
+def read_regular(path: Path, most_bytes: int, *, follows_links: bool = True) -> bytes:
     """Read a regular file of at most `most_bytes`; a FIFO or /dev/zero would never end.
 
     Raises OSError, with a `strerror` for the user.
     """
-    with regular(path) as file:
+    with regular(path, follows_links=follows_links) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most_bytes:,}", str(path))
@@ -59,9 +60,20 @@ def read_json(path: Path) -> Any:
     return pydantic_core.from_json(read_regular(path, MOST_JSON_BYTES))
 
 
-def regular(path: Path) -> io.BufferedReader:
+def regular(path: Path, *, follows_links: bool = True) -> io.BufferedReader:
     """Open a regular file for reading. Raises OSError for any other kind of file."""
-    return open(_open_regular(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)), "rb")
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | (0 if follows_links else getattr(os, "O_NOFOLLOW", 0))
+    return open(_open_regular(path, flags), "rb")
+
+
+def tail(path: Path) -> str:
+    """The end of a log; empty where it cannot be read."""
+    try:
+        with regular(path) as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
+            return log.read(TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def require_inside(paths: Iterable[Path], *folders: Path) -> None:
@@ -118,7 +130,12 @@ def append(path: Path) -> TextIO:
 
 
 def _open_regular(path: Path, flags: int) -> int:
-    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    try:
+        handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, which is not followed", str(path)) from None
+        raise
     if not stat.S_ISREG(mode := os.fstat(handle).st_mode):
         os.close(handle)
         kind = KINDS.get(stat.S_IFMT(mode), "a folder")

@@ -1,13 +1,13 @@
 """Status, logs and cancellation of a run that was launched."""
 
-import os
+import io
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
 from lockstep.base import plugins, storage
 from lockstep.base.contracts import Launcher
@@ -15,11 +15,11 @@ from lockstep.base.errors import ConfigError, LaunchError, absence
 from lockstep.checkpoint.layout import listed
 from lockstep.launch import launch_run
 from lockstep.launch.elastic import live_slots
+from lockstep.observe.report import run_files
 from lockstep.run import recipe as recipes
 
 POLL_SECONDS = 0.2
 STEP = re.compile(r"^step [0-9]+/[0-9]+ .*$", re.MULTILINE)
-TAIL_BYTES = 1 << 16
 MAX_LINE_CHARACTERS = 1 << 16
 """A longer line is read in pieces."""
 
@@ -28,32 +28,17 @@ def status(folder: Path) -> list[str]:
     """Lines that describe the state of a run. Raises ConfigError if there is no run."""
     launcher, note = _job(folder)
     lines = [launcher.status(note)]
-    if steps := STEP.findall(_tail(folder / "logs" / "rank-0.log")):
+    if steps := STEP.findall(storage.tail(folder / "logs" / "rank-0.log")):
         lines.append(steps[-1])
     if checkpoints := listed(folder / "checkpoints"):
         lines.append(f"newest checkpoint: {checkpoints[0].name}")
-    if (summary := _summary(folder / "summary.json")) is not None:
+    problems = list[str]()
+    summary = run_files.model_of(run_files.RunSummary, folder / run_files.SUMMARY, problems)
+    if problems:
+        raise ConfigError(f"{folder}: {problems[0]}: remove it")
+    if summary.status:
         lines.append(f"{summary.status} after {summary.steps} steps · digest {str(summary.digest)[:16]}")
     return lines
-
-
-class Summary(BaseModel):
-    """The fields of summary.json that `lockstep status` shows."""
-
-    status: str = Field(max_length=64)
-    steps: int = Field(ge=0)
-    digest: str | None = Field(max_length=128)
-
-
-def _summary(file: Path) -> Summary | None:
-    """The summary of a run that has ended, else None. Raises ConfigError."""
-    try:
-        return Summary.model_validate_json(storage.read_regular(file, storage.MOST_JSON_BYTES))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise ConfigError(f"{file} cannot be used ({reason}): remove it") from None
 
 
 def is_over(folder: Path) -> bool:
@@ -108,7 +93,7 @@ def log_lines(folder: Path, rank: int | None, *, follow: bool) -> Iterator[str]:
         raise LaunchError(f"there is no {file} yet; in {logs} there is: {files}")
     while not file.is_file():
         time.sleep(POLL_SECONDS)
-    with file.open(encoding="utf-8", errors="replace", newline="\n") as text:
+    with io.TextIOWrapper(storage.regular(file), encoding="utf-8", errors="replace", newline="\n") as text:
         yield from iter(lambda: text.readline(MAX_LINE_CHARACTERS), "")
         while follow:
             if line := text.readline(MAX_LINE_CHARACTERS):
@@ -134,12 +119,3 @@ def _job(folder: Path) -> tuple[Launcher, dict[str, Any]]:
     if recipe.launch.kind != kind:
         raise ConfigError(f"{file} is of launch.kind={kind}, but launch.yaml of {recipe.launch.kind}")
     return launch_run.build_launcher(recipe), note
-
-
-def _tail(file: Path) -> str:
-    try:
-        with storage.regular(file) as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
-            return log.read(TAIL_BYTES).decode(errors="replace")
-    except OSError:
-        return ""

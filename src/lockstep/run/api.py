@@ -1,12 +1,13 @@
 """The Python API: `lockstep.train`, `evaluate`, `export` and `load`, in a script or a notebook."""
 
-import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.base.remote_path import RemotePath, parsed
 from lockstep.checkpoint import layout
@@ -19,6 +20,8 @@ from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.loaded_model import LoadedModel, load
 from lockstep.inference.predictor import DTypeName
 from lockstep.launch.launch_here import launch_here
+from lockstep.observe.report import run_files
+from lockstep.observe.run_lines import METRIC, Lines
 from lockstep.run import recipe as recipes
 from lockstep.run import recipe_trust
 from lockstep.run.recipe import Recipe
@@ -38,14 +41,20 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """The contents of summary.json: "digest", "steps", "evaluation" and more."""
-        return json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        return storage.read_json(self.folder / run_files.SUMMARY)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, e.g. for pandas.DataFrame(run.metrics); [] without that sink."""
-        file = self.folder / "metrics.jsonl"
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        return [json.loads(line) for line in lines]
+        """The lines of metrics.jsonl, e.g. for pandas.DataFrame(run.metrics); [] without that sink.
+
+        Warns of damaged lines, which are left out.
+        """
+        notes = list[str]()
+        lines = Lines(self.folder / run_files.METRICS, METRIC, notes)
+        found = [line.model_dump(exclude_unset=True) for line in lines]
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
+        return found
 
     @property
     def checkpoints(self) -> list[Path]:

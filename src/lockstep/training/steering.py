@@ -4,7 +4,6 @@ A request made in step s takes effect after step s + 1, on any number of process
 `steering.jsonl`: a run that goes back to a checkpoint repeats it at the same steps, and asks no observer again there.
 """
 
-import json
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ NO_REQUEST = [0] * FLAGS
 class Decision(BaseModel):
     """A line of the file: what was asked for in a step."""
 
-    step: Annotated[int, Field(ge=0)]
+    step: Annotated[int, Field(ge=0, le=10**12)]
     by: str = ""
     """Names of the observers."""
     stop: bool = False
@@ -136,7 +135,7 @@ def _read(file: Path) -> list[Decision]:
     try:
         lines = storage.read_regular(file, storage.MOST_JSON_BYTES).split(b"\n")
         for line in lines[:-1]:
-            found.append(Decision.model_validate(json.loads(line)))
+            found.append(Decision.model_validate_json(line))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{file}, which says what observers asked of this run, cannot be read ({str(error).splitlines()[0]}): "

@@ -1,14 +1,19 @@
 """Blocks compiled by torch.compile: the bits of a block's outputs depend on the shapes of its inputs, not on those that
 a rank met before."""
 
+import os
 import shutil
+import stat
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep.base.errors import ConfigError
 
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 MANY_SHAPES = 1 << 20
 """How often a block may be compiled; above its limit, torch would run the block without compiling it."""
 
@@ -30,6 +35,7 @@ def prepare_compiler(device: torch.device, *, exact: bool) -> None:
     from torch._inductor import config as inductor  # noqa: PLC0415
     from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
 
+    _claim_cache()
     dynamo.automatic_dynamic_shapes, dynamo.optimize_ddp = False, False
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = MANY_SHAPES
     inductor.deterministic = exact
@@ -41,4 +47,21 @@ def prepare_compiler(device: torch.device, *, exact: bool) -> None:
         raise ConfigError(
             "train.compile: on a CPU torch.compile needs a C++ compiler; install g++ (Debian: apt-get install g++), or "
             "set train.compile=false"
+        )
+
+
+def _claim_cache() -> None:
+    """Refuse code from a folder of another user: its name, in the shared temporary folder, can be guessed."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
+
+    if VARIABLE in os.environ or os.name == "nt":  # noqa: TID251 (a variable of torch's)
+        return
+    folder = Path(default_cache_dir())
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"train.compile: others could write to {folder}, whose code torch.compile would execute: remove it, or "
+            f"name another folder with {VARIABLE}"
         )

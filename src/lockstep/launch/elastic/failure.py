@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lockstep.base import user_code
+from lockstep.base import storage, user_code
 from lockstep.base.errors import Desync, HangDetected, Interrupted, NonFiniteLoss, PeerLost, UserError
 from lockstep.base.user_code import MARK
 
@@ -77,7 +77,7 @@ def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Fa
     lines.append(f"rank {rank} (process {first.pid}) {_description(first, oom_kills_before)}")
     log = logs / f"rank-{rank}.log"
     if rank and log.is_file():
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+        tail = storage.tail(log).splitlines()[-TAIL_LINES:]
         if tail:
             lines.append(f"last lines of {log}:")
         lines += (line if line.startswith(MARK) else MARK + line for line in tail)
@@ -138,8 +138,8 @@ def death(code: int, oom_kills_before: int) -> str:
 
 def _watchdog_report(logs: Path) -> list[str]:
     """What the watchdog thread reported, unless it did so on the terminal."""
-    with suppress(OSError, ValueError, KeyError):
-        verdict = json.loads((logs / VERDICT).read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        verdict = storage.read_json(logs / VERDICT)
         if verdict["rank"] != 0:
             return [str(verdict["text"])]
     return []

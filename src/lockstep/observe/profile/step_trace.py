@@ -1,8 +1,10 @@
 """Some steps of a training under the PyTorch profiler: a trace file for Perfetto, TensorBoard or chrome://tracing."""
 
-import os
+import gzip
+import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -36,13 +38,12 @@ def traced(file: Path, *, with_stack: bool) -> Iterator[profile]:
         yield profiler
         finish_collectives()
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{os.getpid()}-{file.name}")
-    try:
-        profiler.export_chrome_trace(str(temporary))
-        temporary.replace(file)
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+    with tempfile.TemporaryDirectory(prefix=".trace-", dir=file.parent) as made:  # only this user may write there
+        plain, packed = Path(made) / "trace.json", Path(made) / "trace.json.gz"
+        profiler.export_chrome_trace(str(plain))  # by itself it packs in the shared folder for temporary files
+        with plain.open("rb") as source, gzip.open(packed, "wb") as target:
+            shutil.copyfileobj(source, target)
+        packed.replace(file)
 
 
 @contextmanager

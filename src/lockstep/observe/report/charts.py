@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.observe.report.run_files import TEST, LoggedCurve, RunFiles
+from lockstep.observe.report.run_files import TEST, LoggedCurve, RunFiles, shortened
 
 MOST_POINTS = 8000
-"""Of a curve. Of a longer one each bucket of neighbouring points keeps its lowest and its highest."""
+"""Of a curve in the page."""
 LAST = ("learning_rate", "gradient_norm", "samples_per_second", "tokens_per_second", "mfu", "memory")
 TITLES = {
     "learning_rate": "learning rate",
@@ -68,21 +68,6 @@ def memory(run: RunFiles) -> dict[str, LoggedCurve]:
     found = {line.step: line.memory_bytes / 1e9 for line in run.history if line.kind == "steps"}
     steps = sorted(found)
     return {MEMORY: LoggedCurve(steps=steps, values=[found[step] for step in steps])} if steps else {}
-
-
-def shortened(curve: LoggedCurve, most: int) -> LoggedCurve:
-    """The curve with at most about `most` points."""
-    count = len(curve.steps)
-    if count <= most:
-        return curve
-    kept: list[int] = []
-    buckets = most // 2
-    for number in range(buckets):
-        bucket = range(number * count // buckets, (number + 1) * count // buckets)
-        finite = [index for index in bucket if curve.values[index] is not None] or list(bucket)
-        ends = {min(finite, key=lambda i: curve.values[i] or 0), max(finite, key=lambda i: curve.values[i] or 0)}
-        kept += sorted(ends)
-    return LoggedCurve(steps=[curve.steps[i] for i in kept], values=[curve.values[i] for i in kept])
 
 
 def table(chart: Chart, names: Sequence[str]) -> tuple[list[str], list[list[str]]]:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.observe.report.run_files import HistoryLine
+from lockstep.observe.run_lines import HistoryLine
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
     """What happened from one start of the processes to their end."""
 
@@ -72,7 +72,7 @@ class Goodput:
     @property
     def share(self) -> float:
         """Time in steps that count, as a fraction of all."""
-        return self.steps / self.wall if self.wall else 0.0
+        return min(self.steps / self.wall, 1.0) if self.wall else 0.0
 
 
 def starts(history: Sequence[HistoryLine]) -> list[Start]:
@@ -99,7 +99,7 @@ def goodput(runs: Sequence[Start]) -> Goodput | None:
     steps = sum(each.seconds_in_steps(limit) for each, limit in zip(runs, limits, strict=True))
     everything = sum(each.seconds_in_steps(float("inf")) for each in runs)
     return Goodput(
-        wall=runs[-1].ended - runs[0].began,
+        wall=max(runs[-1].ended - runs[0].began, 0.0),
         steps=steps,
         repeated=everything - steps,
         evaluations=sum(line.seconds for each in runs for line in each.lines if line.kind == "evaluated"),

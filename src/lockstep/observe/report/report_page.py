@@ -13,8 +13,9 @@ from lockstep.base.errors import printable
 from lockstep.base.templates import ROOT, render
 from lockstep.observe.report.charts import charts, table
 from lockstep.observe.report.goodput import Goodput, Start, goodput, starts
-from lockstep.observe.report.run_files import HistoryLine, RunFiles, read
-from lockstep.observe.report.timeline import timeline
+from lockstep.observe.report.run_files import RunFiles, read
+from lockstep.observe.report.timeline import Happening, timeline
+from lockstep.observe.run_lines import HistoryLine
 
 FILE = "report.html"
 LIBRARY = "observe/report/uplot"
@@ -37,10 +38,11 @@ def html(runs: Sequence[RunFiles]) -> str:
     """The page of these runs, side by side."""
     names, histories = names_of(runs), [starts(run.history) for run in runs]
     drawn = charts(runs)
+    timelines = [timeline(each, is_running=is_running(run)) for run, each in zip(runs, histories, strict=True)]
     marks = [
         {"run": number, "step": each.step, "text": each.text}
-        for number, (run, history) in enumerate(zip(runs, histories, strict=True))
-        for each in timeline(history, is_running=is_running(run))
+        for number, happenings in enumerate(timelines)
+        for each in happenings
         if each.is_mark
     ]
     data = {"names": names, "colours": COLOURS, "marks": marks, "charts": [chart.plain() for chart in drawn]}
@@ -53,8 +55,8 @@ def html(runs: Sequence[RunFiles]) -> str:
         data=Markup(json.dumps(data).replace("<", "\\u003c")),
         charts=[(chart, *table(chart, names)) for chart in drawn],
         runs=[
-            run_section(run, name, history) | {"colour": COLOURS[number % len(COLOURS)]}
-            for number, (run, name, history) in enumerate(zip(runs, names, histories, strict=True))
+            run_section(run, history, told) | {"name": name, "colour": COLOURS[number % len(COLOURS)]}
+            for number, (run, name, history, told) in enumerate(zip(runs, names, histories, timelines, strict=True))
         ],
         differences=differences(runs),
     )
@@ -72,18 +74,17 @@ def is_running(run: RunFiles) -> bool:
     return not run.summary.status
 
 
-def run_section(run: RunFiles, name: str, history: Sequence[Start]) -> dict[str, Any]:
-    """What the page says about one run."""
+def run_section(run: RunFiles, history: Sequence[Start], told: Sequence[Happening]) -> dict[str, Any]:
+    """What the page says about one run, besides its name."""
     spent = goodput(history)
     began = history[0].began if history else 0.0
     return {
-        "name": name,
         "facts": facts(run, spent),
         "parts": parts(spent) if spent else [],
         "goodput": spent,
         "timeline": [
             {"happening": each, "when": datetime.fromtimestamp(each.time).astimezone(), "after": each.time - began}
-            for each in timeline(history, is_running=is_running(run))
+            for each in told
         ],
         "matrix": matrix(run),
         "worst": run.evaluation.worst,
@@ -126,7 +127,7 @@ def parts(spent: Goodput) -> list[dict[str, Any]]:
         ("between starts", spent.down, "down"),
         ("rest", spent.rest, "rest"),
     ]
-    return [{"name": n, "seconds": s, "share": s / wall, "kind": kind} for n, s, kind in named]
+    return [{"name": n, "seconds": s, "share": min(s / wall, 1.0), "kind": kind} for n, s, kind in named]
 
 
 def texts(run: RunFiles) -> list[HistoryLine]:

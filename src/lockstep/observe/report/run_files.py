@@ -1,77 +1,73 @@
 """Reads what a run wrote to its folder, for a report: settings, metrics, history, summary, evaluation.
 
-Every file may be missing, cut short by a kill, or written by somebody else: what cannot be read is left out.
+Every file may be missing, cut short by a kill, or written by somebody else: what cannot be read is left out, and noted.
 """
 
+import math
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import pydantic_core
-from pydantic import BaseModel, ValidationError
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError, absence
 from lockstep.observe import run_history
-from lockstep.observe.run_settings import flattened, recipe_settings
+from lockstep.observe.run_lines import HISTORY, METRIC, Count, HistoryLine, Lines, Name, Step
+from lockstep.observe.run_settings import flattened, settings_of
 
 RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 EVALUATION = "evaluation.json"
-MOST_BYTES = 1 << 30
-"""Of metrics.jsonl and history.jsonl."""
-NOT_CURVES = {"kind", "step", "epoch", "chain", "samples"}
+MOST_KEPT_BYTES = 128 << 20
+"""Of history.jsonl, the lines about ranks not counted."""
+MOST_KEPT_POINTS = 32_000
+"""Of a curve while it is read; then three of four are left out."""
+MOST_CURVES, MOST_NAME = 200, 200
 TEST = "test"
 
 M = TypeVar("M", bound=BaseModel)
 
 
-class HistoryLine(BaseModel):
-    """A line of history.jsonl; which values it has depends on its kind."""
+class Drift(BaseModel):
+    """A setting that a resume has changed."""
 
-    time: float
-    """Seconds since 1970."""
-    kind: Literal["started", "steps", "ranks", "evaluated", "texts", "saved", "steered", "regrouped", "warned", "ended"]
-    step: int
-    seconds: float = 0.0
-    stall_seconds: float = 0.0
-    memory_bytes: int = 0
-    world_size: int = 1
-    device: str = ""
-    total_steps: int = 0
-    steps_per_epoch: int = 0
-    steps: int = 0
-    ranks: list[int] = []
-    phases: dict[str, list[float]] = {}
-    """Phase -> seconds of each of the ranks."""
-    delayed_seconds: list[float] = []
-    micro_batches: list[int] = []
-    memory_by_rank: list[int] = []
-    message: str = ""
-    status: str = ""
-    texts: list[tuple[str, str]] = []
-    """Prompts and what a language model made of them."""
+    step: Step
+    field: str
+    before: Any
+    now: Any
 
 
 class RunSummary(BaseModel):
-    """What a report shows of summary.json."""
+    """What reports and comparisons need of summary.json."""
 
-    status: str = ""
+    model_config = ConfigDict(allow_inf_nan=False)
+    status: Name = ""
     """Empty where there is no summary: the run goes on, or was killed."""
-    steps: int | None = None
+    steps: Step | None = None
     epochs: float | None = None
-    world_size: int | None = None
+    world_size: Count | None = None
     train_samples_per_second: float | None = None
     first_step_seconds: float | None = None
-    evaluation: dict[str, float | None] = {}
+    evaluation: dict[Name, Annotated[float, AllowInfNan()] | None] = Field({}, max_length=1000)
     labels: list[str] = []
-    confusion_matrix: list[list[int]] | None = None
-    digest: str | None = None
-    chain: str | None = None
-    device: str | None = None
-    torch_version: str | None = None
-    numeric_recipe: dict[str, Any] = {}
+    confusion_matrix: list[list[Count]] | None = None
+    digest: Name | None = None
+    training_digest: Name | None = None
+    chain: Name | None = None
+    device: Name | None = None
+    torch_version: Name | None = None
+    numeric_recipe: dict[Name, Any] = Field({}, max_length=1000)
+    drift: list[Drift] = []
+
+    @field_validator("confusion_matrix")
+    @classmethod
+    def _is_square(cls, matrix: list[list[int]] | None) -> list[list[int]] | None:
+        if matrix is not None and any(len(row) != len(matrix) for row in matrix):
+            raise ValueError("not as many columns as rows")
+        return matrix
 
 
 class WorstSample(BaseModel):
@@ -83,14 +79,14 @@ class WorstSample(BaseModel):
     confidence: float | None
     loss: float
     text: str = ""
-    image: str = ""
-    """A data URI."""
+    image: Annotated[str, Field(pattern="^(data:image/|$)")] = ""
+    """A data URI, never a place."""
 
 
 class StoredEvaluation(BaseModel):
     """What a report shows of evaluation.json."""
 
-    worst: list[WorstSample] = []
+    worst: list[WorstSample] = Field([], max_length=1000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +116,15 @@ class RunFiles:
 
 def read(folder: Path) -> RunFiles:
     """Raises ConfigError for a folder that is no run's."""
-    recipe, notes = folder / RECIPE, list[str]()
-    if not recipe.is_file():
+    if not (folder / RECIPE).is_file():
         what = absence(folder, f"there is no {RECIPE} in it")
         raise ConfigError(f"{folder} is no run: {what} (runs are folders such as runs/NAME)")
+    notes = list[str]()
     return RunFiles(
         name=folder.name,
         folder=folder,
-        settings=dict(flattened(recipe_settings(recipe))),
-        curves=curves(metric_lines(folder / METRICS, notes)),
+        settings=dict(flattened(settings_of(folder))),
+        curves=curves(folder / METRICS, notes),
         history=history_lines(folder / run_history.FILE, notes),
         summary=model_of(RunSummary, folder / SUMMARY, notes),
         evaluation=model_of(StoredEvaluation, folder / EVALUATION, notes),
@@ -136,66 +132,77 @@ def read(folder: Path) -> RunFiles:
     )
 
 
-def metric_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Those with a step."""
-    found, broken = [], 0
-    for line in content(path, notes).splitlines():
-        try:
-            value = pydantic_core.from_json(line)
-            if not isinstance(value["step"], int):
-                raise ValueError("no step")
-            found.append(value)
-        except (ValueError, KeyError, TypeError):
-            broken += 1
-    note_broken(path, broken, notes)
-    return found
-
-
 def history_lines(path: Path, notes: list[str]) -> list[HistoryLine]:
-    found, broken = [], 0
-    for line in content(path, notes).splitlines():
-        try:
-            found.append(HistoryLine.model_validate_json(line))
-        except ValidationError:
-            broken += 1
-    note_broken(path, broken, notes)
+    """All but those about ranks; generated texts of the first and the last line with some."""
+    found, size, lines = list[HistoryLine](), 0, Lines(path, HISTORY, notes)
+    texts = list[int]()
+    """Places of lines with texts."""
+    for line in lines:
+        if line.kind == "ranks":
+            continue
+        if line.texts:
+            for place in texts[1:]:
+                found[place] = HistoryLine(time=found[place].time, kind="texts", step=found[place].step)
+            texts = [*texts[:1], len(found)]
+        else:
+            size += lines.size
+        if size > MOST_KEPT_BYTES:
+            lines.is_cut = True
+            break
+        found.append(line)
     return found
-
-
-def content(path: Path, notes: list[str]) -> bytes:
-    """Empty where there is no file."""
-    try:
-        return storage.read_regular(path, MOST_BYTES)
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read: {error.strerror}")
-        return b""
-
-
-def note_broken(path: Path, number: int, notes: list[str]) -> None:
-    if number:
-        notes.append(f"{number} line{'s' if number > 1 else ''} of {path.name} left out: cut short, or not readable")
 
 
 def model_of(kind: type[M], path: Path, notes: list[str]) -> M:
     """The contents of a JSON file; the defaults where there is none, or no valid one."""
-    text = content(path, notes)
     try:
-        return kind.model_validate_json(text) if text else kind()
-    except ValidationError as error:
-        notes.append(f"{path.name} cannot be read: {error.errors()[0]['msg']}")
+        return kind.model_validate_json(storage.read_regular(path, storage.MOST_JSON_BYTES, follows_links=False))
+    except FileNotFoundError:
         return kind()
+    except OSError as error:
+        reason = error.strerror
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        reason = ": ".join([".".join(map(str, first["loc"])), first["msg"]])
+    notes.append(f"{path.name} cannot be read: {reason}")
+    return kind()
 
 
-def curves(metrics: list[dict[str, Any]]) -> dict[str, LoggedCurve]:
-    """Name -> curve; those of evaluations are called "test ..."."""
+def curves(path: Path, notes: list[str]) -> dict[str, LoggedCurve]:
+    """Name -> curve of the values in metrics.jsonl; those of evaluations are called "test ..."."""
     found: dict[str, LoggedCurve] = {}
-    for line in metrics:
-        prefix = f"{TEST} " if line.get("kind") == "evaluation" else ""
-        for name, value in line.items():
-            if name not in NOT_CURVES and (value is None or isinstance(value, int | float)):
-                curve = found.setdefault(f"{prefix}{name}", LoggedCurve(steps=[], values=[]))
-                curve.steps.append(line["step"])
-                curve.values.append(value)
-    return found
+    left_out = 0
+    for line in Lines(path, METRIC, notes):
+        prefix = f"{TEST} " if line.kind == "evaluation" else ""
+        for short, value in line.values.items():
+            name = f"{prefix}{short}"
+            if name not in found and (len(found) == MOST_CURVES or len(name) > MOST_NAME):
+                left_out += 1
+                continue
+            curve = found.setdefault(name, LoggedCurve(steps=[], values=[]))
+            curve.steps.append(line.step)
+            curve.values.append(value)
+            if len(curve.steps) > MOST_KEPT_POINTS:
+                found[name] = shortened(curve, MOST_KEPT_POINTS // 4)
+    if left_out:
+        notes.append(f"{left_out:,} values of {path.name} left out: a report has {MOST_CURVES} curves with short names")
+    return {name: _ascending(curve) for name, curve in found.items()}
+
+
+def _ascending(curve: LoggedCurve) -> LoggedCurve:
+    """With each step once, the last value of it."""
+    values = dict(sorted(zip(curve.steps, curve.values, strict=True), key=itemgetter(0)))
+    return LoggedCurve(steps=list(values), values=list(values.values()))
+
+
+def shortened(curve: LoggedCurve, most: int) -> LoggedCurve:
+    """The curve with at most so many points: the ends, and of each bucket of neighbours the lowest and the highest."""
+    count = len(curve.steps)
+    if count <= most:
+        return curve
+    kept, buckets = {0, count - 1}, most // 2 - 1
+    lows, highs = ([sign * math.inf if value is None else value for value in curve.values] for sign in (1, -1))
+    for number in range(buckets):
+        bucket = range(number * count // buckets, (number + 1) * count // buckets)
+        kept |= {min(bucket, key=lows.__getitem__), max(bucket, key=highs.__getitem__)}
+    return LoggedCurve(steps=[curve.steps[i] for i in sorted(kept)], values=[curve.values[i] for i in sorted(kept)])

@@ -1,13 +1,15 @@
 """What happened to a run, in order: starts, kills, changes of size, saves, evaluations, warnings, hangs, ends."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.observe.report.goodput import Start
-from lockstep.observe.report.run_files import HistoryLine
+from lockstep.observe.run_lines import HistoryLine
 
 MOST_OF_A_KIND = 40
 """Saves, and evaluations, that are listed: the first and the last ones."""
+MOST = 1000
+"""Of all that are listed, the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ def timeline(starts: Sequence[Start], *, is_running: bool) -> list[Happening]:
     """`is_running`: the last start may still go on, so that a missing end says nothing."""
     found: list[Happening] = []
     for number, start in enumerate(starts):
+        if MOST <= number < len(starts) - MOST:  # is left out below
+            continue
         found.append(_beginning(start, starts[number - 1] if number else None))
         found += filter(None, map(_happening, start.lines[1:]))
         is_last = number + 1 == len(starts)
@@ -71,8 +75,12 @@ def _happening(line: HistoryLine) -> Happening | None:
 
 
 def _without_most(found: Sequence[Happening]) -> list[Happening]:
-    """Without those in the middle of a long row of saves or evaluations."""
-    return [each for each, keep in zip(found, _kept(found), strict=True) if keep]
+    """Without those in the middle of a long row of saves or evaluations, or of a very long timeline."""
+    kept = [each for each, keep in zip(found, _kept(found), strict=True) if keep]
+    if len(kept) <= MOST:
+        return kept
+    gap = replace(kept[MOST // 2], text="from here on, until the next line, what happened is left out")
+    return [*kept[: MOST // 2], gap, *kept[-MOST // 2 :]]
 
 
 def _kept(found: Sequence[Happening]) -> Iterator[bool]:

@@ -7,21 +7,22 @@ for the time of the ranks, from history.jsonl, which has it in hundredths of a m
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pydantic_core
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.base.events import Evaluated, RankTimes, RunEnded, RunStarted, StepDone
 from lockstep.core.host.phases import OF_STEPS
 from lockstep.observe import run_history
-from lockstep.observe.run_settings import settings_of
+from lockstep.observe.run_lines import HISTORY, METRIC, Lines
+from lockstep.observe.run_settings import known_settings
 
 NOTHING = (-1, 0)
 METRICS = "metrics.jsonl"
-NO_VALUES = {"kind", "step", "epoch", "samples", "chain"}
 ARTIFACTS = ("recipe.yaml", "summary.json", "metrics.jsonl")
 
 
@@ -57,7 +58,7 @@ class Tracker(ABC):
         """Open the tracker's run, that of an earlier start unless this one begins anew."""
         known, self.sent = self._known() if event.resumed_step else ("", NOTHING)
         self.id = known
-        self.id = self.open(event, settings_of(self.folder))
+        self.id = self.open(event, known_settings(self.folder))
         if self.id != known:
             storage.write(self.record, json.dumps(self.id) + "\n")
         self.is_open = True
@@ -67,12 +68,12 @@ class Tracker(ABC):
     def _repeat(self, resumed_step: int) -> None:
         """Send what a kill has kept from the tracker."""
         found: dict[tuple[int, int], dict[str, float]] = {}
-        for line in logged_lines(self.folder / METRICS):
-            part, group = (1, "test") if line["kind"] == "evaluation" else (0, "train")
-            found[line["step"], part] = {f"{group}/{name}": v for name, v in line.items() if is_value(name, v)}
-        for line in logged_lines(self.folder / run_history.FILE):
-            if line["kind"] == "ranks":
-                found[line["step"], 2] = times_of(line)
+        for line in Lines(self.folder / METRICS, METRIC, []):
+            part, group = (1, "test") if line.kind == "evaluation" else (0, "train")
+            found[line.step, part] = {f"{group}/{name}": v for name, v in line.values.items() if v is not None}
+        for each in Lines(self.folder / run_history.FILE, HISTORY, []):
+            if each.kind == "ranks" and each.steps and all(each.phases.get(name) for name in OF_STEPS):
+                found[each.step, 2] = milliseconds(each.phases, each.steps)
         for (step, part), values in sorted(found.items()):
             if step <= resumed_step:
                 self._send(step, part, values)
@@ -81,8 +82,8 @@ class Tracker(ABC):
         """The id of the tracker's run, and the last that it was sent; a line that was cut short does not count."""
         try:
             first, *lines, _ = storage.read_regular(self.record, storage.MOST_JSON_BYTES).split(b"\n")
-            step, part = json.loads(lines[-1]) if lines else NOTHING
-            return str(json.loads(first)), (int(step), int(part))
+            step, part = pydantic_core.from_json(lines[-1]) if lines else NOTHING
+            return str(pydantic_core.from_json(first)), (int(step), int(part))
         except (OSError, ValueError, TypeError):
             return "", NOTHING
 
@@ -117,34 +118,9 @@ class Tracker(ABC):
         """Send how the run ended, and its files; then close."""
 
 
-def logged_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Those of metrics.jsonl or history.jsonl that are whole; none where there is no such file."""
-    try:
-        file = storage.regular(path)
-    except OSError:
-        return
-    with file:
-        for text in file:
-            with suppress(ValueError):
-                line = json.loads(text)
-                if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
-                    yield line
-
-
 def milliseconds(seconds: Mapping[str, Sequence[float]], steps: int) -> dict[str, float]:
     """Of a step by phase, of the rank with the most."""
     return {f"time/{name}": 1000 * max(seconds[name]) / steps for name in OF_STEPS}
-
-
-def times_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """The same, of a line of history.jsonl; nothing if it is none that Lockstep has written."""
-    with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
-        return milliseconds(line["phases"], line["steps"])
-    return {}
-
-
-def is_value(name: str, value: object) -> bool:
-    return name not in NO_VALUES and isinstance(value, int | float)
 
 
 def missing(package: str) -> ConfigError:

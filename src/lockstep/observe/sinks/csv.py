@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lockstep.base import storage
 from lockstep.base.events import Evaluated, RunStarted, StepDone
+from lockstep.observe.run_lines import MOST_BYTES
 
 FIRST_COLUMNS = ("kind", "step", "epoch")
 
@@ -50,8 +51,7 @@ class Csv:
     def _rows(self) -> list[dict[str, str]]:
         if not self.path.exists():
             return []
-        with storage.regular(self.path) as file:
-            text = file.read().decode("utf-8", errors="replace")
+        text = storage.read_regular(self.path, MOST_BYTES).decode("utf-8", errors="replace")
         text = text[: text.rfind("\n") + 1]  # a kill may have cut the last row short
         return [row for row in csv.DictReader(io.StringIO(text), restval="") if None not in row]
 

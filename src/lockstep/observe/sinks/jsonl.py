@@ -11,6 +11,7 @@ import pydantic_core
 
 from lockstep.base import storage
 from lockstep.base.events import Evaluated, RunStarted, StepDone
+from lockstep.observe.run_lines import opened, short_lines
 
 
 class Jsonl:
@@ -50,7 +51,8 @@ class Jsonl:
     def _drop_after(self, step: int) -> None:
         if not self.path.exists():
             return
-        kept = [line for line in self.path.read_bytes().split(b"\n") if _step_of(line) <= step]
+        with opened(self.path) as file:
+            kept = [line.rstrip(b"\n") for line in short_lines(file) if _step_of(line) <= step]
         storage.write(self.path, b"".join(line + b"\n" for line in kept))
 
 
@@ -58,7 +60,7 @@ def _step_of(line: bytes) -> float:
     """The step of a line; infinite for one that a kill has cut short, so that it is dropped."""
     try:
         return float(pydantic_core.from_json(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return float("inf")
 
 

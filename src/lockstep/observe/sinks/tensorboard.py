@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lockstep.base import storage
 from lockstep.base.events import (
     CheckpointSaved,
     Evaluated,
@@ -21,7 +22,7 @@ from lockstep.base.events import (
 from lockstep.base.templates import as_markdown
 from lockstep.core.host.phases import OF_STEPS
 from lockstep.observe import event_files
-from lockstep.observe.run_settings import flattened, settings_of
+from lockstep.observe.run_settings import flattened, known_settings
 
 HYPERPARAMETERS = "hparams"
 SHAPING = ("data.", "model.", "optim.", "parallel.", "run.reproducibility", "run.seed", "schedule.", "train.")
@@ -82,8 +83,8 @@ class TensorBoard:
 
     def _write_text(self, name: str, file: Path, step: int) -> None:
         """The contents of a file, where there is one."""
-        with suppress(OSError):
-            self.writer.add_text(name, as_code(file.read_text(encoding="utf-8")), step)
+        with suppress(OSError, ValueError):
+            self.writer.add_text(name, as_code(storage.read_regular(file, storage.MOST_JSON_BYTES).decode()), step)
 
     def _write_hyperparameters(self, event: RunEnded) -> None:
         """The settings, and which scalars are the run's metrics: TensorBoard shows the last values of these.
@@ -121,7 +122,7 @@ def tagged(group: str, values: Mapping[str, float]) -> dict[str, float]:
 def hyperparameters(folder: Path) -> dict[str, float | str]:
     """ "section.key" -> value, of a run's settings that shape its result."""
     found: dict[str, float | str] = {}
-    for name, value in flattened(settings_of(folder)):
+    for name, value in flattened(known_settings(folder)):
         if name.startswith(SHAPING) and value is not None:
             is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
             found[name] = value if is_plain else json.dumps(value)

@@ -1,10 +1,11 @@
 """What a run is doing, from the files in its folder, read again and again while they grow."""
 
-import json
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -12,13 +13,14 @@ from lockstep.base import storage
 from lockstep.base.errors import ConfigError, absence
 from lockstep.observe import run_history
 from lockstep.observe.report.goodput import Start, starts
-from lockstep.observe.report.run_files import METRICS, RECIPE, HistoryLine
+from lockstep.observe.report.run_files import METRICS, RECIPE
 from lockstep.observe.report.timeline import Happening, timeline
+from lockstep.observe.run_lines import HISTORY, METRIC, MOST_LINES, HistoryLine, Lines, MetricLine, opened, short_lines
 
 LAUNCH = "launch.yaml"
 """There before the processes of a run have started."""
-MOST_LINE_BYTES = 1 << 20
-TAIL_BYTES = 1 << 16
+MOST_KEPT = 10_000
+"""Lines of the history: those of the present start, and some before."""
 FREQUENT = ("steps", "ranks")
 
 
@@ -33,11 +35,13 @@ class RunState:
     """The newest line about steps of this start."""
     ranks: HistoryLine | None
     saved: HistoryLine | None
-    metrics: dict[str, Any]
+    metrics: MetricLine | None
     """The newest logged step's."""
-    evaluation: dict[str, Any]
+    evaluation: MetricLine | None
     """The newest one's."""
     happenings: list[Happening]
+    notes: list[str]
+    """What was left out."""
 
     @property
     def step(self) -> int:
@@ -49,9 +53,9 @@ class RunReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.offset, self.rest = 0, b""
+        self.offset, self.read = 0, Lines(folder / run_history.FILE, HISTORY, [])
         self.lines: list[HistoryLine] = []
-        """All but those of FREQUENT kinds, of which only the last of a start are kept."""
+        """The last ones; of FREQUENT kinds only the last of a start are kept."""
         self.newest: dict[str, HistoryLine] = {}
         """Of FREQUENT kinds, of the newest start."""
 
@@ -63,43 +67,41 @@ class RunReader:
         self._read_history()
         found = starts([*self.lines, *self._newest()])
         newest = {line.kind: line for line in found[-1].lines} if found else {}
-        logged = last_lines(self.folder / METRICS)
+        logged = list(last_lines(self.folder / METRICS))
         return RunState(
             name=self.folder.name,
             start=found[-1] if found else None,
             steps=self.newest.get("steps"),
             ranks=self.newest.get("ranks"),
             saved=newest.get("saved"),
-            metrics=next((line for line in reversed(logged) if line.get("kind") == "step"), {}),
-            evaluation=next((line for line in reversed(logged) if line.get("kind") == "evaluation"), {}),
+            metrics=next((line for line in logged if line.kind == "step"), None),
+            evaluation=next((line for line in logged if line.kind == "evaluation"), None),
             happenings=timeline(found, is_running=True),
+            notes=self.read.left_out,
         )
 
     def _read_history(self) -> None:
         """Read what was appended since the last time; from the start where the file was replaced."""
         path = self.folder / run_history.FILE
         try:
-            with storage.regular(path) as file:
+            with opened(path) as file:
                 if os.fstat(file.fileno()).st_size < self.offset:
-                    self.offset, self.rest = 0, b""
+                    self.offset, self.read = 0, Lines(path, HISTORY, [])
                     self.lines.clear()
                     self.newest.clear()
                 file.seek(self.offset)
-                while chunk := file.read(MOST_LINE_BYTES):
-                    self.offset += len(chunk)
-                    *lines, self.rest = (self.rest + chunk).split(b"\n")
-                    for line in lines:
+                for text in islice(short_lines(file), MOST_LINES):
+                    if not text.endswith(b"\n"):  # is being written
+                        return
+                    self.offset = file.tell()
+                    if (line := self.read.parsed(text)) is not None:
                         self._add(line)
         except FileNotFoundError:
             return
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
-    def _add(self, text: bytes) -> None:
-        try:
-            line = HistoryLine.model_validate_json(text)
-        except ValidationError:
-            return
+    def _add(self, line: HistoryLine) -> None:
         if line.kind in FREQUENT:
             self.newest[line.kind] = line
             return
@@ -107,26 +109,16 @@ class RunReader:
             self.lines += self._newest()
             self.newest.clear()
         self.lines.append(line)
+        if len(self.lines) > 2 * MOST_KEPT:
+            begun = [each for each in self.lines[:-MOST_KEPT] if each.kind == "started"]
+            self.lines = begun[-1:] + self.lines[-MOST_KEPT:]
 
     def _newest(self) -> list[HistoryLine]:
         return sorted(self.newest.values(), key=lambda line: line.time)
 
 
-def last_lines(path: Path) -> list[dict[str, Any]]:
-    """The last lines of a JSON Lines file that are whole; none where there is no file."""
-    try:
-        with storage.regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read(TAIL_BYTES).split(b"\n")[size > TAIL_BYTES : -1]
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+def last_lines(path: Path) -> Iterator[MetricLine]:
+    """The last whole lines of metrics.jsonl, the newest first; none where there is no file."""
+    for text in reversed(storage.tail(path).split("\n")[:-1]):
+        with suppress(ValidationError):
+            yield METRIC.validate_json(text)

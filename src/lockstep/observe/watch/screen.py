@@ -11,8 +11,8 @@ from rich.text import Text
 
 from lockstep.base.escaping_console import escape_name
 from lockstep.core.host.phases import BUSY
-from lockstep.observe.report.run_files import HistoryLine
 from lockstep.observe.report.timeline import Happening
+from lockstep.observe.run_lines import HistoryLine, MetricLine
 from lockstep.observe.sinks.progress import readable
 from lockstep.observe.watch.run_state import RunState
 
@@ -21,8 +21,9 @@ MOST_RANKS = 8
 HAPPENINGS = 6
 WIDE = 100
 """Columns from which the table of ranks says where the time of each goes."""
-NOT_VALUES = {"kind", "step", "epoch", "chain", "samples"}
 GB = 1e9
+MOST_SECONDS = 1e10
+"""Of a duration, which a timedelta can hold."""
 
 
 def screen(state: RunState, *, width: int, now: float | None = None) -> RenderableType:
@@ -35,6 +36,7 @@ def screen(state: RunState, *, width: int, now: float | None = None) -> Renderab
     if state.ranks is not None:
         parts += [Text(), _ranks(state.ranks, is_wide=width >= WIDE)]
     parts += [Text(), *(_happening(each, now) for each in state.happenings[-HAPPENINGS:])]
+    parts += [Text(escape_name(note), style="yellow") for note in state.notes]
     return Group(*parts)
 
 
@@ -58,7 +60,7 @@ def _progress(state: RunState) -> list[RenderableType]:
     done = state.step - first.step
     if state.start.status is None and done:
         seconds = (state.start.ended - first.time) / done * (first.total_steps - state.step)
-        text += f" · {timedelta(seconds=round(seconds))} left"
+        text += f" · {_duration(seconds)} left"
     row = Table.grid(padding=(0, 1), expand=True)
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
@@ -71,7 +73,7 @@ def _figures(state: RunState) -> Iterable[Sequence[str]]:
     if state.metrics:
         yield ["train", *_values(state.metrics)]
     if state.evaluation:
-        yield [f"test after step {state.evaluation['step']:,}", *_values(state.evaluation)]
+        yield [f"test after step {state.evaluation.step:,}", *_values(state.evaluation)]
     last = []
     if state.steps is not None and state.steps.memory_bytes:
         last.append(f"{state.steps.memory_bytes / GB:.2f} GB on rank 0")
@@ -81,13 +83,9 @@ def _figures(state: RunState) -> Iterable[Sequence[str]]:
         yield last
 
 
-def _values(line: dict[str, object]) -> list[str]:
+def _values(line: MetricLine) -> list[str]:
     """Values of a logged line, each as a text."""
-    return [
-        readable({name: float(value)})
-        for name, value in line.items()
-        if name not in NOT_VALUES and isinstance(value, int | float)
-    ]
+    return [readable({name: value}) for name, value in line.values.items() if value is not None]
 
 
 def _fitted(texts: Sequence[str], width: int) -> Text:
@@ -133,4 +131,8 @@ def _clock(seconds: float) -> str:
 
 
 def _ago(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else str(timedelta(seconds=round(seconds)))
+    return f"{seconds:.0f} s" if seconds < 120 else _duration(seconds)
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(min(max(seconds, 0.0), MOST_SECONDS))))

@@ -35,7 +35,7 @@ def compare(path: Path, other: Path) -> Comparison:
     if not common:
         raise CheckpointError(
             f"{a.name} and {b.name} have no step in common that both have logged or saved: nothing to compare "
-            f"({_steps(a)} and {_steps(b)})"
+            f"({'; '.join([f'{_steps(a)} and {_steps(b)}', *a.notes, *b.notes])})"
         )
     first = next((step for step in common if _differing(a, b, step)), None)
     last = max(common)

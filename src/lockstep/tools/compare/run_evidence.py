@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pydantic_core
-
-from lockstep.base import storage
 from lockstep.base.errors import ConfigError, absence
 from lockstep.checkpoint import layout
-from lockstep.observe.run_settings import recipe_settings
+from lockstep.observe.report import run_files
+from lockstep.observe.run_lines import METRIC, Lines
+from lockstep.observe.run_settings import settings_of
 
 LOGGED = ("learning_rate", "loss", "gradient_norm", "chain")
 DIGESTS = ("digest", "training_digest")
@@ -19,12 +18,6 @@ EVALUATION = "evaluation "
 """Prefix of quantities of an evaluation: "evaluation accuracy"."""
 DECIDED = ("finished", "stopped early")
 """Status of a run that ended by itself."""
-FIELDS = {"numeric_recipe": dict, "evaluation": dict, "drift": list, "steps": int}
-"""Fields of summary.json and their types."""
-MOST_BYTES = 1 << 30
-"""Size limit of metrics.jsonl."""
-NOT_MEASURED = ("kind", "step", "epoch", "samples")
-"""Fields of an evaluation's line that are no metrics."""
 NAMES = {"run.name", "run.dir"}
 """Settings that always differ and change nothing."""
 
@@ -55,7 +48,7 @@ def evidence(path: Path) -> Evidence:
     """Read the folder of a run or a checkpoint. Raises ConfigError when it is neither, or cannot be read."""
     folder = path.expanduser().absolute()
     is_checkpoint = (folder / layout.MANIFEST).is_file()
-    if not is_checkpoint and not (folder / "recipe.yaml").is_file():
+    if not is_checkpoint and not (folder / run_files.RECIPE).is_file():
         raise ConfigError(
             f"{path} is no run and no checkpoint: "
             f"{absence(folder, f'there is no recipe.yaml and no {layout.MANIFEST} in it')} (runs are folders such as "
@@ -63,7 +56,7 @@ def evidence(path: Path) -> Evidence:
         )
     try:
         return _of_checkpoint(path, folder) if is_checkpoint else _of_run(path, folder)
-    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+    except (ConfigError, OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
@@ -74,14 +67,14 @@ def _of_checkpoint(path: Path, folder: Path) -> Evidence:
         facts={manifest.step: _facts(manifest)},
         checkpoints={manifest.step: folder},
         numeric=manifest.numeric,
-        settings=_settings(folder.parents[1] / "recipe.yaml"),
+        settings=_settings(folder.parents[1]),
         notes=_drifted(path, manifest.progress.get("drift", [])),
     )
 
 
 def _of_run(path: Path, folder: Path) -> Evidence:
-    facts: dict[int, dict[str, Any]] = _logged(folder / "metrics.jsonl")
-    manifests, notes = {}, []
+    manifests, notes = {}, list[str]()
+    facts = _logged(folder / run_files.METRICS, notes)
     for checkpoint in layout.listed(folder / "checkpoints"):
         try:
             manifests[checkpoint] = layout.read_manifest(checkpoint)
@@ -92,23 +85,22 @@ def _of_run(path: Path, folder: Path) -> Evidence:
     newest = next(iter(manifests.values()), None)
     numeric, drift = (newest.numeric, newest.progress.get("drift", [])) if newest else ({}, [])
     end = None
-    if (folder / "summary.json").exists():  # missing while a run goes on, and after a kill
-        summary = storage.read_json(folder / "summary.json")
-        for name, kind in FIELDS.items():
-            if not isinstance(summary.get(name) or kind(), kind):
-                raise ValueError(f"{name} in summary.json is no {kind.__name__}")
-        numeric, drift = summary.get("numeric_recipe", numeric), summary.get("drift", drift)
-        if summary.get("status") != "failed":  # a failed run's chain lacks what it had not read yet
-            known = {name: summary[name] for name in ("chain", *DIGESTS) if summary.get(name) is not None}
-            known |= _evaluated(summary.get("evaluation") or {})
-            facts[summary.get("steps", 0)] = known | facts.get(summary.get("steps", 0), {})
-            end = summary["status"] if summary.get("status") in DECIDED else None
+    problems = list[str]()
+    summary = run_files.model_of(run_files.RunSummary, folder / run_files.SUMMARY, problems)
+    if problems:
+        raise ValueError(problems[0])
+    if summary.status:  # empty while a run goes on, and after a kill
+        numeric, drift = summary.numeric_recipe or numeric, [each.model_dump() for each in summary.drift] or drift
+        if summary.status != "failed":  # a failed run's chain lacks what it had not read yet
+            known = summary.model_dump(include={"chain", *DIGESTS}, exclude_none=True) | _evaluated(summary.evaluation)
+            facts[summary.steps or 0] = known | facts.get(summary.steps or 0, {})
+            end = summary.status if summary.status in DECIDED else None
     return Evidence(
         name=str(path),
         facts=dict(sorted(facts.items())),
         checkpoints={manifest.step: checkpoint for checkpoint, manifest in manifests.items()},
         numeric=numeric,
-        settings=_settings(folder / "recipe.yaml"),
+        settings=_settings(folder),
         notes=notes + _drifted(path, drift),
         end=end,
     )
@@ -127,30 +119,24 @@ def _evaluated(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _logged(file: Path) -> dict[int, dict[str, Any]]:
-    """Step -> quantity -> value; a line that a kill has cut short is skipped."""
+def _logged(file: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
+    """Step -> quantity -> value."""
     found: dict[int, dict[str, Any]] = {}
-    for text in storage.read_regular(file, MOST_BYTES).split(b"\n") if file.exists() else []:
-        try:
-            line = pydantic_core.from_json(text)
-        except ValueError:
+    for line in Lines(file, METRIC, notes):
+        known = found.setdefault(line.step, {})
+        if line.kind == "evaluation":
+            known |= _evaluated(line.values)
             continue
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            continue
-        known = found.setdefault(line["step"], {})
-        if line.get("kind") == "step":
-            known |= {name: line[name] for name in LOGGED if name in line}
-        elif line.get("kind") == "evaluation":
-            known |= _evaluated({name: value for name, value in line.items() if name not in NOT_MEASURED})
+        known |= {name: line.values[name] for name in LOGGED if name in line.values}
+        if line.chain is not None:
+            known["chain"] = line.chain
     return found
 
 
-def _settings(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+def _settings(run: Path) -> dict[str, Any]:
+    if not (run / run_files.RECIPE).is_file():
         return {}
-    sections = recipe_settings(file)
-    if not all(isinstance(section, dict) for section in sections.values()):
-        raise ValueError(f"{file.name} has no sections")
+    sections = settings_of(run)
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {name: value for name, value in flat.items() if name not in NAMES}
 

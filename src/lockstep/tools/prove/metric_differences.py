@@ -6,14 +6,15 @@ from typing import Any
 
 from lockstep.core.modules.module_trace import fingerprint, origin
 from lockstep.run.recipe import Recipe
-from lockstep.tools.compare.run_evidence import LOGGED, NOT_MEASURED
+from lockstep.tools.compare.run_evidence import LOGGED
 from lockstep.tools.prove.proof_runs import ProofRun
 from lockstep.tools.prove.proof_table import ProofRow
 from lockstep.training.metrics.declared_metrics import DeclaredMetric
 from lockstep.training.metrics.summed_metric import SummedMetric
 
 WHAT = "runs of equal weights measure the same"
-UNCOMPARED = {"step": {*LOGGED, *NOT_MEASURED}, "evaluation": {*NOT_MEASURED}}
+NOT_MEASURED = {"kind", "step", "epoch", "samples"}
+UNCOMPARED = {"step": {*LOGGED, *NOT_MEASURED}, "evaluation": NOT_MEASURED}
 """Fields of each kind of line that are no metrics, or are compared separately."""
 
 

@@ -1,10 +1,11 @@
 """sweep.json: what a sweep varies, and what has come of its trials."""
 
 import math
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
@@ -17,6 +18,9 @@ CONFIG = "sweep.yaml"
 MOST_TRIALS = 1000
 Search = Literal["grid", "random", "optuna"]
 Prune = Literal["median", "none"]
+MOST = 1e100
+"""Beyond, matplotlib finds no ticks."""
+Finite = Annotated[float, Field(allow_inf_nan=False, gt=-MOST, lt=MOST)]
 TrialState = Literal["running", "finished", "pruned", "failed"]
 
 
@@ -28,19 +32,19 @@ class Measured(SweepPart):
     """An evaluation of a trial; None for what was not finite."""
 
     step: int = Field(ge=0)
-    value: float | None
+    value: Finite | None
     """Of the metric that the sweep compares."""
-    loss: float | None
+    loss: Finite | None
 
 
 class SweepTrial(SweepPart):
     number: int = Field(ge=1, le=MOST_TRIALS)
     settings: dict[str, Any]
     state: TrialState = "running"
-    value: float | None = None
+    value: Finite | None = None
     """Of the checkpoint that `lockstep evaluate` takes; of a pruned trial, at the evaluation that ended it."""
-    loss: float | None = None
-    seconds: float = 0.0
+    loss: Finite | None = None
+    seconds: Finite = 0.0
     """Trained and evaluated, over all starts."""
     digest: str | None = None
     evaluations: list[Measured] = []
@@ -68,6 +72,18 @@ class Sweep(SweepPart):
     """The name of the best trial."""
     trials: list[SweepTrial] = []
     """In the order in which they began; several may be running as jobs, else only the last one."""
+
+    @model_validator(mode="after")
+    def _has_places(self) -> Self:
+        """A figure has one for each value of each trial."""
+        for key, trial in product(self.keys, self.trials):
+            value = trial.settings.get(key.key, key)
+            if value not in key.values and (key.ends is None or not isinstance(value, int | float)):
+                raise ValueError(f"{trial.name} has no value of {key.key}")
+            for number in (value, *(key.ends or key.values)):
+                if isinstance(number, int | float) and not abs(number) < MOST:
+                    raise ValueError(f"{key.key} has a value that is too large")
+        return self
 
     @property
     def ended(self) -> list[SweepTrial]:

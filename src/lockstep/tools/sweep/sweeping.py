@@ -149,8 +149,8 @@ def _status(sweep: Sweep, trial: SweepTrial, console: Console) -> Iterator[Calla
             parts = [title]
             if state.start is not None:
                 parts.append(f"step {state.step:,} of {state.start.lines[0].total_steps:,}")
-            if sweep.metric in state.evaluation:
-                parts.append(f"{sweep.metric} {number(state.evaluation[sweep.metric])}")
+            if state.evaluation is not None and sweep.metric in state.evaluation.values:
+                parts.append(f"{sweep.metric} {number(state.evaluation.values[sweep.metric])}")
             spinner.update(Text(" · ".join(parts)))
 
         yield show

@@ -17,6 +17,7 @@ from lockstep.checkpoint import retention
 from lockstep.observe import run_history
 from lockstep.observe.report import run_files
 from lockstep.observe.report.goodput import starts
+from lockstep.observe.run_lines import METRIC, Lines
 from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
 from lockstep.run.recipe import Recipe
 from lockstep.tools import trials
@@ -118,16 +119,16 @@ class TrialTraining:
         """Keep the evaluations, and find the first one that is clearly worse than those of earlier trials."""
         if self.pruned_at is None and state.start and state.evaluation:
             self.total_steps = state.start.lines[0].total_steps
-            newest = int(state.evaluation["step"])
+            newest = state.evaluation.step
             if not self.trial.evaluations or self.trial.evaluations[-1].step != newest:
                 self.trial.evaluations = self._evaluations()
                 early = [each for each in self.trial.evaluations if each.step < self.total_steps]
                 self.pruned_at = self.judge(early)
 
     def _evaluations(self) -> list[Measured]:
-        lines = run_files.metric_lines(self.folder / run_files.METRICS, [])
-        measured = [line for line in lines if line.get("kind") == "evaluation"]
-        return [Measured(step=line["step"], value=line.get(self.metric), loss=line.get("loss")) for line in measured]
+        lines = Lines(self.folder / run_files.METRICS, METRIC, [])
+        measured = [line for line in lines if line.kind == "evaluation"]
+        return [Measured(step=e.step, value=e.values.get(self.metric), loss=e.values.get("loss")) for e in measured]
 
     # ---- after its end
 
@@ -154,8 +155,7 @@ class TrialTraining:
 
     def _failed(self, code: int) -> SweepTrial:
         file = self.output(self.folder)
-        output = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-        lines = [line.removeprefix(MARK) for line in output.splitlines()]
+        lines = [line.removeprefix(MARK) for line in storage.tail(file).splitlines()]
         telling = [line for line in lines if line[:1].strip() and not AFTERWORD.match(line)]  # advice is indented
         return self._ended("failed", note=telling[-1] if telling else f"exit code {code}")
 
