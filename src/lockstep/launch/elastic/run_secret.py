@@ -4,13 +4,12 @@ may read, and is never in a command, in the environment or in a log."""
 import errno
 import os
 import secrets
-import stat
 import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from lockstep.base import trust
+from lockstep.base import storage, trust
 from lockstep.base.errors import LaunchError
 from lockstep.base.world import World
 
@@ -18,7 +17,6 @@ FILE = ".secret"
 VARIABLE = "LOCKSTEP_SECRET"
 """Of a process: the folder that has the secret of its run. Lockstep's launchers set it; with torchrun a user can."""
 BYTES = 32
-FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class _Exposed(OSError):
@@ -71,12 +69,12 @@ def _of_user() -> bytes | None:
 
 def _read(folder: Path) -> bytes:
     file = folder / FILE
-    with open(os.open(file, FLAGS), "rb") as opened:
+    with storage.regular(file, follows_links=False) as opened:
         facts = os.fstat(opened.fileno())
+        if facts.st_size != BYTES:
+            raise OSError(errno.EINVAL, f"it has {facts.st_size:,} bytes, not {BYTES}", str(file))
         if os.name != "nt" and (facts.st_uid != os.geteuid() or facts.st_mode & 0o077):
             raise _Exposed(errno.EPERM, "it is not this user's alone", str(file))
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size != BYTES:
-            raise OSError(errno.EINVAL, "it is not the secret of a run", str(file))
         return opened.read(BYTES)
 
 
