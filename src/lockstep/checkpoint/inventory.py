@@ -98,17 +98,8 @@ def _reasons(
     """Checkpoint -> why `retention.tidy` keeps it; `finished`: checkpoint -> its problem, newest first."""
     known = {folder: manifests[folder] for folder in finished if folder in manifests}
     intact = list(dropwhile(finished.get, finished))
-    reasons: dict[Path, list[str]] = {folder: [] for folder in finished}
-    for folder in intact[: section.keep]:
-        reasons[folder].append("newest")
-    if section.best and (champion := retention.best(known, section.best)):
-        reasons[champion].append("best")
-    if section.keep_every_hours:
-        for folder in retention.spaced(known, section.keep_every_hours):
-            reasons[folder].append(f"every {section.keep_every_hours:g} h")
-    return {
-        folder: kept_for or ["nothing" if intact else "lack of a whole one"] for folder, kept_for in reasons.items()
-    }
+    reasons = retention.reasons(intact, known, section)
+    return {folder: reasons.get(folder) or ["nothing" if intact else "lack of a whole one"] for folder in finished}
 
 
 def _manifest(folder: Path) -> Manifest | None:

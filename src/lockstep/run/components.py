@@ -28,8 +28,7 @@ from lockstep.run.splits import Splits
 from lockstep.run.warm_start import WarmStart
 from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions, evaluate, trial_evaluation
 from lockstep.training.findings import Finding
-from lockstep.training.metrics.declared_metrics import DeclaredMetric, declared_metrics
-from lockstep.training.metrics.requested_metrics import check, is_requested
+from lockstep.training.metrics.declared_metrics import DeclaredMetric, check, declared_metrics, is_requested
 from lockstep.training.model_checks import ModelCheck
 from lockstep.training.state import TrainState
 
@@ -64,10 +63,6 @@ class Components:
         present = frozenset(shard for shard, rows in enumerate(self.order.shards(step)) if len(rows))
         own = self.strategy.owned(self.order.shards_per_step, present)
         return [shard for shard in own if shard is not None], present
-
-    def samples_at(self, step: int) -> int:
-        """Training samples seen after `step` steps."""
-        return self.order.samples_at(step)
 
     def describe(self, step: int, shard: int) -> str:
         """Name the rank that ran a shard and its samples, for a message. Collective."""
@@ -145,25 +140,22 @@ class Components:
     def check_training(self) -> None:
         """Raise, on all ranks, what rules out training: ConfigError where the run would be too long, or too short for
         its warm-up; LaunchError where SyncBatchNorm cannot run on this device or with this number of processes."""
+        total, train, schedule = self.total_steps, self.recipe.train, self.recipe.schedule
         with raise_on_all_ranks():
-            self._check_length()
+            if total > MANY:
+                raise ConfigError(f"train.epochs={train.epochs:g} are {total:,} steps, more than {MANY:,}: lower it")
+            if schedule.warmup_steps(total) > total:
+                raise ConfigError(
+                    f"schedule.warmup={schedule.warmup:g} steps are more than the {total} of the run; below 1 it is a "
+                    "fraction of the run, such as 0.05"
+                )
         if not self.uses_sync_batchnorm:
             return
-        last = min(self.order.steps_per_epoch, self.total_steps) - 1
+        last = min(self.order.steps_per_epoch, total) - 1
         shards = {name: self.owned(step) for name, step in (("a step", 0), ("an epoch's last step", last))}
         with raise_on_all_ranks():
             counts = {name: (len(own), len(present)) for name, (own, present) in shards.items()}
             check_synchronised(self.device, self.world.size, counts)
-
-    def _check_length(self) -> None:
-        total, train, schedule = self.total_steps, self.recipe.train, self.recipe.schedule
-        if total > MANY:
-            raise ConfigError(f"train.epochs={train.epochs:g} are {total:,} steps, more than {MANY:,}: lower it")
-        if schedule.warmup_steps(total) > total:
-            raise ConfigError(
-                f"schedule.warmup={schedule.warmup:g} steps are more than the {total} of the run; below 1 it is a "
-                "fraction of the run, such as 0.05"
-            )
 
     def check_user_code(self, micro_batch: MicroBatch) -> list[Finding] | None:
         """Check the user's code on a step's first micro-batch. Collective. Raises SampleError."""

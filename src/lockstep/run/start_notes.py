@@ -5,15 +5,7 @@ from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.launch.elastic import live_notes
 from lockstep.launch.launch_config import LiveLaunchSection
 from lockstep.run.components import Components
-from lockstep.run.recipe import Recipe
 from lockstep.training.findings import LOSS_IS
-
-
-def _has_one_copy(recipe: Recipe) -> bool:
-    """Whether for this reason launch.recovery=auto is a restart."""
-    launch = recipe.launch
-    is_open = isinstance(launch, LiveLaunchSection) and launch.recovery == "auto" and launch.max_restarts > 0
-    return is_open and recipe.parallel.state_copies == 1
 
 
 def start_notes(parts: Components, world: World) -> list[str]:
@@ -29,8 +21,9 @@ def start_notes(parts: Components, world: World) -> list[str]:
         what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
         notes.append(f"{what}: there is nothing left to train")
     notes += parts.model._lockstep_notes + (parts.warm_start.notes if parts.warm_start else ())
-    if world.has_agent and world.size > 1 and _has_one_copy(parts.recipe):
-        kind = parts.recipe.parallel.kind
+    kind, launch = parts.recipe.parallel.kind, parts.recipe.launch
+    is_open = isinstance(launch, LiveLaunchSection) and launch.recovery == "auto" and launch.max_restarts > 0
+    if world.has_agent and world.size > 1 and is_open and parts.recipe.parallel.state_copies == 1:
         notes.append(
             f"if a process is lost, all start again from the newest checkpoint: with parallel.kind={kind} they hold "
             "one copy of the training state together"

@@ -19,9 +19,8 @@ from lockstep.core.host.activity import progress
 from lockstep.core.numerics.loss import shown
 from lockstep.core.numerics.seeds import seed_all, seed_of
 from lockstep.training.metrics.classifier_metrics import CONFUSION
-from lockstep.training.metrics.declared_metrics import DeclaredMetric
+from lockstep.training.metrics.declared_metrics import DeclaredMetric, Requested, is_requested
 from lockstep.training.metrics.metric_tally import Contribution, numbers, tally
-from lockstep.training.metrics.requested_metrics import Requested, is_requested
 
 T = TypeVar("T")
 Rows = Callable[[Outputs, Batch], tuple[Any, Any] | None]

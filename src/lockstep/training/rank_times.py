@@ -26,10 +26,8 @@ class RankClock:
     def step_done(self, step: int, micro_batches: Sequence[MicroBatch], *, is_logged: bool) -> None:
         """Count a step; if it is logged, start to gather what was measured since the last such step. Collective."""
         self.steps, self.micro_batches = self.steps + 1, self.micro_batches + sum(not m.ghost for m in micro_batches)
-        if is_logged:
-            self._post(step)
-
-    def _post(self, step: int) -> None:
+        if not is_logged:
+            return
         assert self.posted is None, "read the last figures first"
         now = self.clock.so_far()
         measured, self.before = now - self.before, now

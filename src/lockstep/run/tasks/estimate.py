@@ -78,9 +78,6 @@ class EstimateTask:
         """Release nothing."""
 
 
-def build(
-    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
-) -> EstimateTask:
+def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> EstimateTask:
     """Build the task from its request file."""
-    assert request is not None
     return EstimateTask(MeasurementRequest.model_validate_json(request.read_bytes()), recipe, world)

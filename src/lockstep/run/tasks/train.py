@@ -34,10 +34,9 @@ from lockstep.run.text_samples import text_samples
 from lockstep.run.training_summary import training_summary
 from lockstep.run.user_code_checks import UserCodeChecks
 from lockstep.training import observer_state, steering
-from lockstep.training.deadline import Deadline
 from lockstep.training.evaluation import Evaluation
 from lockstep.training.loop import train
-from lockstep.training.loop_state import Training
+from lockstep.training.loop_state import Deadline, Training
 from lockstep.training.resume import NumericRecipe, resumed, set_aside
 from lockstep.training.saving import Saving
 from lockstep.training.steering import Steering
@@ -273,7 +272,7 @@ class TrainTask(WatchedTask):
             bus=self.bus,
             total_steps=parts.total_steps,
             steps_per_epoch=parts.order.steps_per_epoch,
-            samples_at=parts.samples_at,
+            samples_at=parts.order.samples_at,
             derived=parts.model.derived,
             clip=recipe.optim.clip,
             log_every=recipe.observe.log_every,
@@ -405,8 +404,6 @@ class TrainTask(WatchedTask):
         self.lock.release()
 
 
-def build(
-    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
-) -> TrainTask:
+def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None, began: float) -> TrainTask:
     """Build the task; the recipe says everything, so there is no request."""
     return TrainTask(recipe, world, signals, began=began)

@@ -78,7 +78,7 @@ class ReplayTally(Tally):
         self.device = device
         self.metric = self.metric.to(device)
         for metric in _all_metrics(self.metric):
-            metric.distributed_available_fn = _never  # states must not be synchronised by torchmetrics, too
+            metric.distributed_available_fn = lambda: False  # states must not be synchronised by torchmetrics, too
         self.metric.reset()
 
     def _contribution(self, arguments: Any) -> Contribution:
@@ -185,10 +185,6 @@ def _all_metrics(metric: Any) -> Iterator[Any]:
             pending += value
         elif isinstance(value, dict):
             pending += value.values()
-
-
-def _never() -> bool:
-    return False
 
 
 def numbers(name: str, value: Any) -> dict[str, float]:
