@@ -36,12 +36,18 @@ UNITS |= {"optimizer": "optimizer", "other": "bookkeeping"}
 
 
 def print_profile(ranks: Sequence[RankProfile], console: Console, *, traced: int) -> None:
+    """Tables, the memory of the rank that needs most, the most expensive operators with the lines that call them."""
     console.print(time_table(ranks))
     console.print()
     console.print(rank_table(ranks))
-    console.print(f"\n{memory_line(ranks)}", soft_wrap=True)
-    for text in operator_lines(ranks[0], traced=traced):
-        console.print(text, soft_wrap=True)
+    rank = max(ranks, key=lambda rank: rank.peak_bytes)
+    kinds = ", ".join(f"{kind} {rank.memory[kind] / MIB:.1f}" for kind in KINDS)
+    memory = f"memory of rank {rank.rank}: {rank.peak_bytes / MIB:.0f} MiB at its peak; of that {kinds}"
+    console.print(f"\n{memory}", soft_wrap=True)
+    for number, each in enumerate(ranks[0].top(), start=1):
+        cost = f"{1000 * each.seconds / traced:.2f} ms in {each.calls / traced:.0f} calls a step"
+        called_in = f", {escape_name(each.line)}" if each.line else ""
+        console.print(f"{number}. {each.name}: {cost}{called_in}", soft_wrap=True)
 
 
 def time_table(ranks: Sequence[RankProfile]) -> Table:
@@ -84,22 +90,6 @@ def rank_table(ranks: Sequence[RankProfile]) -> Table:
             f"{rank.peak_bytes / MIB:.0f}",
         )
     return table
-
-
-def memory_line(ranks: Sequence[RankProfile]) -> str:
-    """MiB by kind of the rank that needs most."""
-    rank = max(ranks, key=lambda rank: rank.peak_bytes)
-    kinds = ", ".join(f"{kind} {rank.memory[kind] / MIB:.1f}" for kind in KINDS)
-    return f"memory of rank {rank.rank}: {rank.peak_bytes / MIB:.0f} MiB at its peak; of that {kinds}"
-
-
-def operator_lines(rank: RankProfile, *, traced: int) -> list[str]:
-    """The most expensive operators, with the lines that called them."""
-    return [
-        f"{number}. {each.name}: {1000 * each.seconds / traced:.2f} ms in {each.calls / traced:.0f} calls a step"
-        + (f", {escape_name(each.line)}" if each.line else "")
-        for number, each in enumerate(rank.top(), start=1)
-    ]
 
 
 def busy(rank: RankProfile) -> float:

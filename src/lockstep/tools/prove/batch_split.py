@@ -5,7 +5,6 @@ Compared in float64 where the model can be computed in it, since both are then e
 switched off, and BatchNorm uses its running statistics: its own are a micro-batch's by design.
 """
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,13 +19,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.base import plugins
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
-from lockstep.core.modules.module_trace import descriptions, fingerprint
+from lockstep.core.modules.module_trace import descriptions
 from lockstep.core.numerics.loss import unweighted
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.run import build
 from lockstep.run.components import Components
 from lockstep.tools.prove.proof_table import ProofRow
+from lockstep.training.loss_checks import generator_states
 
 ROUNDINGS = 2**14
 """How many roundings of the number format may lie between two orders of the same sums, relative to the largest
@@ -229,7 +229,7 @@ def drawing(model: Model, batch: Batch) -> set[nn.Module]:
 
     def check() -> None:
         nonlocal last
-        now = random_state()
+        now = generator_states()
         if stack and now != last:
             random_modules.add(stack[-1])
         last = now
@@ -244,12 +244,6 @@ def drawing(model: Model, batch: Batch) -> set[nn.Module]:
 
     forward(model, batch, enter=enter, leave=leave)
     return random_modules
-
-
-def random_state() -> str:
-    """A hash of every generator's state."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return fingerprint([torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()])
 
 
 def traced_calls(model: Model, batch: Batch) -> tuple[list[Call], Tensor]:

@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 
 from lockstep.base.errors import ConfigError, nearest
+from lockstep.base.world import World
 from lockstep.core.host.signals import ended_by_sigterm
-from lockstep.data.sampler import EvaluationRequests
-from lockstep.run.components import requested_metrics
+from lockstep.run.components import evaluation_requests, requested_metrics
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import Splits
 from lockstep.tools.prove import metric_differences, strategy_choice
@@ -202,14 +202,7 @@ class Proof:
         """Whether the ranks' micro-batches, without ghosts, hold each test sample exactly once."""
         seen = np.zeros(len(self.data.test), dtype=np.int64)
         for rank in range(processes):
-            requests = EvaluationRequests(
-                samples=len(self.data.test),
-                lengths=self.data.test.lengths,
-                micro_batch=self.recipe.evaluate.micro_batch or self.recipe.train.micro_batch,
-                rank=rank,
-                world_size=processes,
-            )
-            for request in requests:
+            for request in evaluation_requests(self.recipe, self.data.test, World(rank=rank, size=processes)):
                 np.add.at(seen, list(request.indices), not request.ghost)
         return bool((seen == 1).all())
 

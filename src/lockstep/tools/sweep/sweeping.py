@@ -1,10 +1,12 @@
-"""Runs the trials of a sweep one after the other, each as an ordinary run, and says which is the best."""
+"""Runs the trials of a sweep, each as an ordinary run, one after the other or as jobs, and says which is the best."""
 
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 from filelock import FileLock, Timeout
 from rich.console import Console
@@ -12,16 +14,23 @@ from rich.text import Text
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError
+from lockstep.checkpoint.retention import is_better
 from lockstep.core.host.signals import ended_by_sigterm
+from lockstep.launch import run_control
 from lockstep.observe.watch.run_state import RunState
-from lockstep.tools.sweep import pruning, trial_jobs, trial_processes
+from lockstep.tools.sweep import trial_processes
 from lockstep.tools.sweep.sweep_plan import PlannedSweep, settings_text
 from lockstep.tools.sweep.sweep_plot import svg
-from lockstep.tools.sweep.sweep_state import Sweep, SweepTrial
+from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
 from lockstep.tools.sweep.sweep_table import line, number, print_sweep
+from lockstep.tools.sweep.trial_jobs import TrialJob
 from lockstep.tools.sweep.trial_training import Judge, TrialTraining
 
 PICTURE = "sweep.svg"
+LOOK_SECONDS = 2.0
+"""Between two looks at jobs of a scheduler."""
+LEAST_TRIALS = 3
+"""So many earlier trials have to have reached an evaluation before one is judged by it."""
 
 
 def run(plan: PlannedSweep, console: Console) -> int:
@@ -114,7 +123,7 @@ def _run_trials(trials: Trials) -> None:
     """One after the other in processes of this machine, or as jobs."""
     plan = trials.plan
     if plan.base.launch.SUBMITS:
-        trial_jobs.run(trials, most=plan.jobs)
+        _run_jobs(trials, most=plan.jobs)
         return
     with trial_processes.serving(plan.base) as processes:
         while (trial := trials.next()) is not None:
@@ -125,6 +134,39 @@ def _run_trials(trials: Trials) -> None:
                     trials.ended(training.run(show))
 
 
+def _run_jobs(trials: Trials, *, most: int) -> None:
+    """Keep at most so many jobs at the scheduler until all trials have ended. Raises LaunchError."""
+    jobs: list[TrialJob] = []
+    while True:
+        while len(jobs) < most and (trial := trials.next([job.training.trial.number for job in jobs])) is not None:
+            if (found := trials.training(trial)) is not None:
+                training, trust = found
+                training.output = run_control.output
+                jobs.append(TrialJob(training=training, trust=trust))
+                state = jobs[-1].start()
+                trials.console.print(f"{trial.name} · {settings_text(trial.settings)} · {state}", soft_wrap=True)
+        if not jobs:
+            return
+        time.sleep(LOOK_SECONDS)
+        for job in list(jobs):
+            if (ended := job.look()) is not None:
+                jobs.remove(job)
+                trials.ended(ended)
+
+
+def clearly_worse(sweep: Sweep, evaluations: Sequence[Measured]) -> int | None:
+    """The index of the first evaluation that is worse than the median of earlier trials' same one; None for none.
+
+    The same one is that of the same number: with another batch it comes after another step.
+    """
+    for index, own in enumerate(evaluations):
+        reached = [t.evaluations[index].value for t in sweep.ended if len(t.evaluations) > index]
+        values = [value for value in reached if value is not None]
+        if len(values) >= LEAST_TRIALS and is_better(sweep.metric, median(values), own.value):
+            return index
+    return None
+
+
 def _judge(sweep: Sweep) -> Judge:
     if sweep.prune == "none":
         return lambda _: None
@@ -132,7 +174,7 @@ def _judge(sweep: Sweep) -> Judge:
         from lockstep.tools.sweep import optuna_search  # noqa: PLC0415 (an extra)
 
         return partial(optuna_search.clearly_worse, sweep)
-    return partial(pruning.clearly_worse, sweep)
+    return partial(clearly_worse, sweep)
 
 
 @contextmanager

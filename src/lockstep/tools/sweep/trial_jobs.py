@@ -1,22 +1,16 @@
-"""Trials of a sweep as jobs of a scheduler: some at a time, each its own job, which goes on when the sweep is ended."""
+"""A trial of a sweep as a job of a scheduler, which goes on when the sweep is ended."""
 
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
-from typing import Protocol
-
-from rich.console import Console
 
 from lockstep.base.errors import ConfigError, LaunchError
 from lockstep.launch import launch_run, run_control
 from lockstep.observe.watch.run_state import RunReader
-from lockstep.tools.sweep.sweep_plan import settings_text
 from lockstep.tools.sweep.sweep_state import SweepTrial
 from lockstep.tools.sweep.trial_training import TrialTraining
 
-LOOK_SECONDS = 2.0
 MOST_FAILURES = 150
 """Times in a row that a scheduler may not answer: for 5 minutes and more."""
 
@@ -68,36 +62,3 @@ class TrialJob:
             return False
         self.failures = 0
         return is_over
-
-
-class TrialQueue(Protocol):
-    """The trials of a sweep."""
-
-    @property
-    def console(self) -> Console: ...
-
-    def next(self, active: Collection[int]) -> SweepTrial | None: ...
-
-    def training(self, trial: SweepTrial) -> tuple[TrialTraining, tuple[str, ...]] | None: ...
-
-    def ended(self, trial: SweepTrial) -> None: ...
-
-
-def run(trials: TrialQueue, *, most: int) -> None:
-    """Keep at most so many jobs at the scheduler until all trials have ended. Raises LaunchError."""
-    jobs: list[TrialJob] = []
-    while True:
-        while len(jobs) < most and (trial := trials.next([job.training.trial.number for job in jobs])) is not None:
-            if (found := trials.training(trial)) is not None:
-                training, trust = found
-                training.output = run_control.output
-                jobs.append(TrialJob(training=training, trust=trust))
-                state = jobs[-1].start()
-                trials.console.print(f"{trial.name} · {settings_text(trial.settings)} · {state}", soft_wrap=True)
-        if not jobs:
-            return
-        time.sleep(LOOK_SECONDS)
-        for job in list(jobs):
-            if (ended := job.look()) is not None:
-                jobs.remove(job)
-                trials.ended(ended)

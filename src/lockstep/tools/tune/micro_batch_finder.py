@@ -14,7 +14,6 @@ from lockstep.run.recipe import Recipe
 from lockstep.tools.trials import processes_text, timed_lines
 from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.micro_batch_table import TrialRow, TrialVerdict, reasons, recommended, shards_of, table
-from lockstep.tools.tune.size_search import candidates, largest
 from lockstep.tools.tune.trial_work import TrialRequest
 
 USABLE = 0.8
@@ -168,3 +167,35 @@ def find(recipe: Recipe, budget: Budget, *, samples: int, console: Console) -> i
         console.print(f"The memory of data.workers={recipe.data.workers} comes on top of it.", soft_wrap=True)
     console.print(WARNING, soft_wrap=True)
     return m
+
+
+def candidates(global_batch: int, samples: int) -> list[int]:
+    """Divisors of G and powers of two, ascending, up to what a step can fill."""
+    limit = min(global_batch, samples)
+    powers = {1 << bit for bit in range(limit.bit_length())}
+    return sorted(powers | {m for m in range(1, limit + 1) if global_batch % m == 0})
+
+
+def largest(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest size that fits, by doubling up to the first that does not, then bisection; None if none fits.
+
+    As long as none fits, larger ones are still tried: they keep fewer partial sums of gradients, and BatchNorm refuses
+    single samples.
+    """
+    best, above = None, None
+    for m in [m for m in sizes if m.bit_count() == 1 or m == sizes[-1]]:
+        if fits(m):
+            best = m
+        elif best is not None:
+            above = m
+            break
+    if best is None:
+        return None
+    between = [m for m in sizes if best < m < above] if above is not None else []
+    while between:
+        middle = len(between) // 2
+        if fits(between[middle]):
+            best, between = between[middle], between[middle + 1 :]
+        else:
+            between = between[:middle]
+    return best
