@@ -12,8 +12,8 @@ from torch import nn
 from lockstep.core.reduction.gradient_norm import average_, row_squares
 from lockstep.training import optim
 from lockstep.training.learning_rate import learning_rate, set_learning_rate
+from lockstep.training.optim import rules_of
 from lockstep.training.optim_config import OptimSection, ScheduleSection, Shape
-from lockstep.training.parameter_groups import rules_of
 
 
 def build(config, module):

@@ -17,8 +17,8 @@ from lockstep.core.numerics.precision import fix_numerics
 from lockstep.run import build
 from lockstep.run import recipe as recipes
 from lockstep.training import optim
+from lockstep.training.optim import rules_of
 from lockstep.training.optim_config import KINDS, WHOLE_TENSORS, OptimSection, Shape
-from lockstep.training.parameter_groups import rules_of
 from lockstep.training.step import step
 
 CONFIG = {

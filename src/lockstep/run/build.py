@@ -26,8 +26,8 @@ from lockstep.run.splits import open_splits
 from lockstep.run.warm_start import warm_start
 from lockstep.training import optim
 from lockstep.training.learning_rate import learning_rate, own_schedule
+from lockstep.training.optim import rules_of
 from lockstep.training.optim_config import OWN
-from lockstep.training.parameter_groups import rules_of
 from lockstep.training.state import MovingAverage, TrainState
 
 

@@ -19,7 +19,7 @@ SPARE_SECONDS = 2.0
 
 
 class Deadline:
-    """A limit in minutes from the start of the process; only rank 0's counts."""
+    """A limit in minutes from the start of the process, before which the run saves and stops; only rank 0's counts."""
 
     def __init__(self, minutes: float | None, began: float) -> None:
         self.minutes = minutes

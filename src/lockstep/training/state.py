@@ -16,7 +16,8 @@ from lockstep.core.numerics.seeds import Randomness
 
 
 class MovingAverage:
-    """average = decay * average + (1 - decay) * weights, after every step; buffers are not averaged.
+    """Of the weights, used in their place for evaluation and export: average = decay * average + (1 - decay) * weights,
+    after every step; buffers are not averaged.
 
     Source: B. Polyak, A. Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992.
     """

@@ -19,7 +19,7 @@ CHAIN_LENGTH = 16
 
 def link(chain: str, step: int, *, loss: float, norm: float, rate: float) -> str:
     """Extend the chain by a step: sha256 over the chain, the step number, and loss, gradient norm and learning rate as
-    float64.
+    float64. Two runs are equal up to the last step at which their chains are equal.
 
     All NaNs count as one, since IEEE 754 does not define which an operation returns.
     """

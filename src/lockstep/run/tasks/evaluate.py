@@ -146,9 +146,7 @@ class EvaluateTask(WatchedTask):
         )
         if self.kept is not None:
             wrong = [replace(sample, index=int(self.kept[sample.index])) for sample in wrong]
-        facts: dict[str, Any] = {
-            "worst": shown(wrong),
-        }
+        facts: dict[str, Any] = {"worst": shown(wrong)}
         if objective.CALIBRATES:
             facts |= evaluation_report.confidences(predictions, temperature)
         if (fits := objective.fits(predictions.outputs)) is not None:

@@ -239,7 +239,9 @@ class LiveTrainTask(TrainTask):
         formation = self.live.regroup(position, self._left_out)
         if not self.has_state:
             self.stopped_at = time.monotonic()  # until now it has only started
-        self._move_to(self.live.world)
+        self.world = self.parts.world = self.live.world
+        name_process(rank_name(str(self.world.rank)))
+        self.watch_thread.move_to(self.world)
         if not self.has_state:
             self.list_faults()
         positions = self._finish_step(formation.positions)
@@ -254,11 +256,6 @@ class LiveTrainTask(TrainTask):
         self._rewire()
         self.live.release()
         self._tell(formation)
-
-    def _move_to(self, world: World) -> None:
-        self.world = self.parts.world = world
-        name_process(rank_name(str(world.rank)))
-        self.watch_thread.move_to(world)
 
     def _rewire(self) -> None:
         """A new loop, whose collectives are those of the new group, at the place of the old one."""

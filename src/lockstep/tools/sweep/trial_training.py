@@ -120,14 +120,14 @@ class TrialTraining:
             self.total_steps = state.start.lines[0].total_steps
             newest = int(state.evaluation["step"])
             if not self.trial.evaluations or self.trial.evaluations[-1].step != newest:
-                self.trial.evaluations = self._evaluations()
+                lines = run_files.metric_lines(self.folder / run_files.METRICS, [])
+                self.trial.evaluations = [
+                    Measured(step=line["step"], value=line.get(self.metric), loss=line.get("loss"))
+                    for line in lines
+                    if line.get("kind") == "evaluation"
+                ]
                 early = [each for each in self.trial.evaluations if each.step < self.total_steps]
                 self.pruned_at = self.judge(early)
-
-    def _evaluations(self) -> list[Measured]:
-        lines = run_files.metric_lines(self.folder / run_files.METRICS, [])
-        measured = [line for line in lines if line.get("kind") == "evaluation"]
-        return [Measured(step=line["step"], value=line.get(self.metric), loss=line.get("loss")) for line in measured]
 
     # ---- after its end
 

@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import Tensor
+
 from lockstep.base.errors import ConfigError, ModelError, nearest
 from lockstep.base.model_contracts import Batch, Outputs
-from lockstep.training.metrics.classifier_metrics import CONFUSION
 
+CONFUSION = "confusion"
 LABEL = "label"
 EXAMPLE = "return {NAME: (METRIC, lambda outputs, batch: (outputs, batch[COLUMN]))} from metrics(spec)"
 
@@ -15,6 +17,19 @@ Arguments = Callable[[Outputs, Batch], Any]
 """(outputs, batch) -> arguments of a metric's update(), as a tuple or a dict; None to skip this batch."""
 Requested = Literal["auto"] | tuple[str, ...]
 """evaluate.metrics: the names to report besides the loss, or "auto" for all. "NAME.PART" requests all of NAME."""
+
+
+@dataclass(frozen=True)
+class SummedMetric:
+    """A function of a sum of statistics over all samples.
+
+    Much quicker to import than torchmetrics, which would cost every process two seconds.
+    """
+
+    statistics: Callable[..., Tensor]
+    """(the metric's arguments) -> what a micro-batch adds, int64 or float64 of a constant shape, on the CPU."""
+    compute: Callable[[Tensor], Any]
+    """The sum -> the metric: a number, or a dict of numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
