@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from lockstep.cli import _app
 from lockstep.tools.sweep import optuna_search, suggestions, sweeping
 from lockstep.tools.sweep.search_space import parse
-from lockstep.tools.sweep.sweep_plot import svg
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
+from lockstep.tools.sweep.sweep_table import svg
 
 CONFIG = """
 data: {kind: digits, limit: 200}

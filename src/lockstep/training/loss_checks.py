@@ -24,12 +24,7 @@ TOLERANCE = 1e-3
 
 
 def loss_findings(
-    loss: Callable[[Any, Batch], LossSum],
-    outputs: Any,
-    batch: Batch,
-    *,
-    seed: Callable[[], None],
-    loss_is: LossIs,
+    loss: Callable[[Any, Batch], LossSum], outputs: Any, batch: Batch, *, seed: Callable[[], None], loss_is: LossIs
 ) -> list[Finding]:
     """Check a loss; no findings if it is declared batch_wise or draws random numbers, or if outputs or batch cannot be
     split by samples. `seed` seeds the generators."""

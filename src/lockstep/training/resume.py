@@ -183,11 +183,7 @@ def set_aside(root: Path, step: int, warn: Callable[[str], None]) -> None:
 
 
 def _drift(
-    folder: Path,
-    numeric: NumericRecipe,
-    *,
-    allow_drift: bool,
-    warn: Callable[[str], None],
+    folder: Path, numeric: NumericRecipe, *, allow_drift: bool, warn: Callable[[str], None]
 ) -> list[tuple[str, Any, Any]]:
     """The settings of a checkpoint that differ from those in `numeric`: name, before, now. Raises CheckpointError,
     listing them, unless `allow_drift`."""

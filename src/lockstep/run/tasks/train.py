@@ -77,13 +77,7 @@ class TrainTask(WatchedTask):
     training: Training
 
     def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        signals: SignalWatch,
-        *,
-        began: float = 0.0,
-        hooks: Hooks | None = None,
+        self, recipe: Recipe, world: World, signals: SignalWatch, *, began: float = 0.0, hooks: Hooks | None = None
     ) -> None:
         super().__init__(recipe, world, signals, began=began)
         self.hooks, self.first_step = hooks or Hooks(), FirstStepTimer()

@@ -95,10 +95,7 @@ def picture(rows: Sequence[ScaleRow], *, is_weak: bool) -> str:
         sizes, base = [row.processes for row in rows], rows[0]
         ideal = [base.rate * size / base.processes for size in sizes]
         axes.plot(sizes, ideal, color=IDEAL, linestyle="--", label="proportional")
-        spread = [
-            [row.rate - min(row.rates) for row in rows],
-            [max(row.rates) - row.rate for row in rows],
-        ]
+        spread = [[row.rate - min(row.rates) for row in rows], [max(row.rates) - row.rate for row in rows]]
         rates = [row.rate for row in rows]
         axes.errorbar(sizes, rates, yerr=spread, color=MEASURED, marker="o", capsize=4, label="measured")
         for row in rows:

@@ -27,9 +27,8 @@ from lockstep.launch.elastic.fork_server import ForkServer, ServerKilled, Worker
 from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
 from lockstep.run.recipe import Recipe
 from lockstep.tools.sweep.sweep_plan import PlannedSweep, settings_text
-from lockstep.tools.sweep.sweep_plot import svg
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
-from lockstep.tools.sweep.sweep_table import line, number, print_sweep
+from lockstep.tools.sweep.sweep_table import line, number, print_sweep, svg
 from lockstep.tools.sweep.trial_training import Judge, TrialTraining
 from lockstep.tools.trials import OUTPUT
 

@@ -135,12 +135,15 @@ class Finder:
         is_single = m == 1 < self.recipe.train.global_batch
         if trial.has_failed and not (is_single and trial.result.began):
             raise trial.failure(f"the trial of train.micro_batch={m}")
+        why = f"It was ended by {trial.killed_by}, as the system does when memory runs out." if trial.killed_by else ""
+        if trial.has_failed:
+            why = (trial.output.rstrip().splitlines() or [f"it ended with exit code {trial.code}"])[-1]
         row = TrialRow(
             m=m,
             verdict=self._verdict(trial),
             peak_bytes=trial.result.peak_bytes if self.budget.on_gpu else trial.peak_bytes,
             samples_per_second=trial.result.samples_per_second,
-            why=_why(trial),
+            why=why,
         )
         if row.verdict != "fits" and not trial.result.began:
             raise ConfigError(f"not even the model fits in memory: {self.remedy(row)}")
@@ -186,13 +189,6 @@ class Finder:
             f"{row.verdict}, with more than {row.peak_bytes / GB:.2f} GB ({limit}){why}\n"
             f"  Allow more with --memory, or take {fewer}a smaller model or shorter samples."
         )
-
-
-def _why(trial: trial_process.Trial) -> str:
-    if trial.has_failed:
-        lines = trial.output.rstrip().splitlines()
-        return lines[-1] if lines else f"it ended with exit code {trial.code}"
-    return f"It was ended by {trial.killed_by}, as the system does when memory runs out." if trial.killed_by else ""
 
 
 def budget_of(recipe: Recipe, memory_gb: float | None, *, on_gpu: bool) -> Budget:
