@@ -182,13 +182,14 @@ class Components:
         digests = {"digest": {name: tensors[source] for name, source in self.state.used().items()}}
         if self.state.ema:
             digests["training_digest"] = self.strategy.state()
-        return {name: self._digest(state, is_collective=is_collective) for name, state in digests.items()}
-
-    def _digest(self, state: dict[str, Tensor], *, is_collective: bool) -> str | None:
         if is_collective:
-            return digest_of(world_lines(state, process_group.world_group()))
-        is_whole = len(self.strategy.copies) == self.world.size and not any(map(is_dtensor, state.values()))
-        return digest(state) if is_whole else None
+            group = process_group.world_group()
+            return {name: digest_of(world_lines(state, group)) for name, state in digests.items()}
+        is_whole = len(self.strategy.copies) == self.world.size
+        return {
+            name: digest(state) if is_whole and not any(map(is_dtensor, state.values())) else None
+            for name, state in digests.items()
+        }
 
 
 def start_notes(parts: Components, world: World) -> list[str]:

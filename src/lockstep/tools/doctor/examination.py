@@ -82,12 +82,8 @@ def print_facts(ranks: Sequence[RankFacts], console: Console) -> None:
         slowest = {name: max(rank.seconds[name] for rank in ranks) for name in ranks[0].seconds}
         times = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in slowest.items())
         console.print(f"collectives of 4 MiB: {times}", soft_wrap=True)
-        console.print(_pairs(ranks))
-
-
-def _pairs(ranks: Sequence[RankFacts]) -> Table:
-    table = Table("from rank", "to", "round trip of a byte", "speed", box=None, header_style="bold")
-    rows = [(speed, latency, rank.rank, other) for rank in ranks for other, (latency, speed) in rank.links.items()]
-    for speed, latency, one, other in sorted(rows)[:SHOWN_PAIRS]:
-        table.add_row(str(one), str(other), f"{1e6 * latency:.0f} us", f"{speed / MB:.0f} MB/s")
-    return table
+        table = Table("from rank", "to", "round trip of a byte", "speed", box=None, header_style="bold")
+        rows = [(speed, latency, rank.rank, other) for rank in ranks for other, (latency, speed) in rank.links.items()]
+        for speed, latency, one, other in sorted(rows)[:SHOWN_PAIRS]:
+            table.add_row(str(one), str(other), f"{1e6 * latency:.0f} us", f"{speed / MB:.0f} MB/s")
+        console.print(table)

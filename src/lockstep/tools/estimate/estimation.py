@@ -43,18 +43,6 @@ TOTALS = ("", "PEAK", "STEP")
 MOST_WIDTH = 1000
 
 
-def checked(options: EstimateOptions) -> EstimateOptions:
-    """The same options. Raises ConfigError for values that make no sense."""
-    for option, value in (
-        ("memory", options.memory_bytes),
-        ("bandwidth", options.bandwidth),
-        ("per-machine", options.per_machine),
-    ):
-        if value is not None and value <= 0:
-            raise ConfigError(f"--{option}: {value:g} is not more than 0")
-    return options
-
-
 @dataclass(frozen=True, kw_only=True)
 class ForecastRow:
     """One strategy on one number of processes."""
@@ -176,7 +164,10 @@ def cells(row: ForecastRow, kinds: list[str]) -> list[str | Text]:
 
 def estimate(recipe: Recipe, options: EstimateOptions, *, console: Console, to: Path | None) -> list[ForecastRow]:
     """Measure, compute and print; write JSON to `to`. Raises ConfigError, TrialFailed."""
-    options = checked(options)
+    given = {"memory": options.memory_bytes, "bandwidth": options.bandwidth, "per-machine": options.per_machine}
+    for option, value in given.items():
+        if value is not None and value <= 0:
+            raise ConfigError(f"--{option}: {value:g} is not more than 0")
     if to is not None:
         check_writable("--json", to)
     prepared(recipe)

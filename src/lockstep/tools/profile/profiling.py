@@ -181,7 +181,12 @@ class ProfileOptions:
 def profile(recipe: Recipe, options: ProfileOptions, *, console: Console) -> list[RankProfile]:
     """Measure, print tables and advice, write the traces and figures. Raises ConfigError, TrialFailed."""
     processes = recipe.launch.processes_here(recipe.run.threads, recipe.train.shards)
-    _make_folder(options.to)
+    try:
+        options.to.mkdir(parents=True, exist_ok=True)
+        for file in [*options.to.glob("trace-rank-*.json.gz"), options.to / FACTS]:  # of an earlier profile
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--to {options.to}: cannot be written ({error.strerror}); name another folder") from None
     prepared(recipe)
     say = timed_lines(console)
     say(f"starting {processes_text(processes)} ...")
@@ -193,16 +198,6 @@ def profile(recipe: Recipe, options: ProfileOptions, *, console: Console) -> lis
     text = f"traces, for https://ui.perfetto.dev or TensorBoard: {trace_file(options.to, 0)}"
     console.print(f"\n{said}\n\n{text}{' and so on' if processes > 1 else ''}", soft_wrap=True)
     return ranks
-
-
-def _make_folder(folder: Path) -> None:
-    """Make it, without what an earlier profile left in it. Raises ConfigError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in [*folder.glob("trace-rank-*.json.gz"), folder / FACTS]:
-            file.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--to {folder}: cannot be written ({error.strerror}); name another folder") from None
 
 
 def _measured(
