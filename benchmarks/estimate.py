@@ -32,8 +32,7 @@ import torch
 from rich.console import Console
 
 from lockstep.run import recipe as recipes
-from lockstep.tools.estimate.estimation import estimate
-from lockstep.tools.estimate.forecast_table import ForecastRow
+from lockstep.tools.estimate.estimation import ForecastRow, estimate
 from lockstep.tools.estimate.machine_measurement import EstimateOptions
 
 LOOK_SECONDS = 0.02

@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 from lockstep.base.events import Bus, RunEnded, StepDone
 from lockstep.core.host.phases import PhaseClock
-from lockstep.training.rank_times import RankClock
+from lockstep.training.loop import RankClock
 
 found = {"events": 0.0, "figures of the ranks": 0.0, "switches": 0, "steps": 0}
 depth = [0]

@@ -6,7 +6,7 @@ from torch import nn
 
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.modules.module_trace import Trace, fingerprint
-from lockstep.tools.prove.batch_split import agree
+from lockstep.tools.prove.single_process_checks import agree
 from lockstep.tools.prove.trace_diff import REPEATED, SPREAD, RunTrace, explained, first_difference
 
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from lockstep.base import config
 from lockstep.base.errors import CheckpointError
 from lockstep.checkpoint import inventory, layout, retention, verify
-from lockstep.checkpoint import listing as table
+from lockstep.checkpoint import inventory as table
 from lockstep.checkpoint.layout import CheckpointSection, Manifest, folder_of
 from lockstep.cli import _app
 from lockstep.launch import run_folder

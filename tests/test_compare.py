@@ -17,8 +17,8 @@ from lockstep.checkpoint import layout, reader
 from lockstep.cli import _app
 from lockstep.core.numerics.digest import digest
 from lockstep.run.recipe import starter
-from lockstep.tools.compare.tensor_differences import difference, differences, ulps
-from lockstep.training.digest_chain import link
+from lockstep.tools.compare.comparison import difference, differences, ulps
+from lockstep.training.step_outcomes import link
 
 CONSTANT = {"schedule": {"shape": "constant"}, "train": {"steps": 14, "epochs": None}}
 

@@ -17,8 +17,8 @@ from lockstep.core.host import activity, loader_stacks
 from lockstep.observe.diagnose.desync import RankComparison, checksum
 from lockstep.observe.diagnose.hang_verdict import Report, ranks_text, verdict
 from lockstep.observe.diagnose.stacks import CodeLine, parsed, stack_of, telling
-from lockstep.training import deadline
-from lockstep.training.deadline import Deadline
+from lockstep.training import loop_state
+from lockstep.training.loop_state import Deadline
 
 
 def report(rank, waits_in=None, location="my_data.py:41 `__getitem__`", seconds=12.4, step=1841):
@@ -170,7 +170,7 @@ def test_who_differs_in_what_since_when(ranks, world, changes, said):
 
 def test_a_run_stops_while_there_is_time_to_save(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(deadline.time, "time", lambda: now[0])
+    monkeypatch.setattr(loop_state.time, "time", lambda: now[0])
     limit = Deadline(1.0, began=1000.0)
     assert not limit.is_near(save_seconds=0.0)
     now[0] += 4.0  # a step with an evaluation

@@ -31,7 +31,7 @@ from lockstep.tools.doctor.checks import (
     samples,
     training_steps,
 )
-from lockstep.tools.doctor.rank_facts import RankFacts
+from lockstep.tools.doctor.diagnosis import RankFacts
 
 CONFIG = """
 data: {kind: digits}

@@ -24,9 +24,9 @@ from lockstep.parallel.forecast import Cluster
 from lockstep.parallel.memory_forecast import checkpoint_copy, partial_sums, sequential_sums
 from lockstep.run import recipe as recipes
 from lockstep.tools.estimate import estimation
-from lockstep.tools.estimate.forecast_table import print_forecasts
+from lockstep.tools.estimate.estimation import print_forecasts
 from lockstep.tools.estimate.machine_measurement import EstimateOptions, measure
-from lockstep.tools.estimate.saved_tensors import kept_by_block
+from lockstep.tools.estimate.process_measurement import kept_by_block
 from lockstep.tools.trials import world_sizes_of
 
 MIB = 2**20

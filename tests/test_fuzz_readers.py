@@ -58,7 +58,7 @@ from lockstep.observe.watch.run_state import RunReader
 from lockstep.observe.watch.screen import screen
 from lockstep.run import api, recipe
 from lockstep.tools.compare import comparison
-from lockstep.tools.sweep import sweep_plot, sweep_state, sweep_table
+from lockstep.tools.sweep import sweep_state, sweep_table
 from lockstep.training import steering
 
 SECONDS = float(os.environ.get("LOCKSTEP_FUZZ_SECONDS", "3"))
@@ -179,7 +179,7 @@ def sweeps(folder, data):
     (folder / "sweep.json").write_bytes(data)
     sweep = sweep_state.load(folder)
     sweep_table.print_sweep(sweep, folder, Console(file=io.StringIO()))
-    sweep_plot.svg(sweep, "title")
+    sweep_table.svg(sweep, "title")
 
 
 HISTORY = [

@@ -18,8 +18,8 @@ from lockstep.models import _gpt as gpt
 from lockstep.models.gpt import Config
 from lockstep.models.objectives._choice import with_objective
 from lockstep.run import build
+from lockstep.run.build import token_flops
 from lockstep.run.splits import open_splits
-from lockstep.run.token_flops import token_flops
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 61, 24, 3, 2
 

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lockstep.base.events import Evaluated, StepDone
 from lockstep.launch.elastic.live_notes import Formation, Position
-from lockstep.run.event_backlog import Backlog
+from lockstep.run.tasks.train_live import Backlog
 
 pytestmark = pytest.mark.timeout(300)
 LONG, SHORT = DIGITS.replace("steps: 2000", "steps: 800"), DIGITS.replace("steps: 2000", "steps: 300")

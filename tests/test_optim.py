@@ -1,6 +1,7 @@
 """The optimizer's groups, and the learning rate as a function of the step alone."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 from lockstep.core.reduction.gradient_norm import average_, row_squares
 from lockstep.training import optim
 from lockstep.training.learning_rate import learning_rate, set_learning_rate
-from lockstep.training.optim_config import SHAPES, OptimSection, ScheduleSection
-from lockstep.training.parameter_groups import rules_of
+from lockstep.training.optim import rules_of
+from lockstep.training.optim_config import OptimSection, ScheduleSection, Shape
 
 
 def build(config, module):
@@ -121,7 +122,7 @@ def test_never_rises_after_warmup_and_ends_at_zero(shape):
     assert end == beyond == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "user"])
+@pytest.mark.parametrize("shape", [shape for shape in get_args(Shape) if shape != "user"])
 def test_depends_on_the_step_alone(shape):
     """Asked for in any order, any number of times, the answers are the same: nothing is counted inside."""
     forward = rates(30, shape=shape, warmup=0.2)

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from typing import get_args
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from lockstep.core.numerics.precision import fix_numerics
 from lockstep.run import build
 from lockstep.run import recipe as recipes
 from lockstep.training import optim
-from lockstep.training.optim_config import KINDS, SHAPES, WHOLE_TENSORS, OptimSection
-from lockstep.training.parameter_groups import rules_of
+from lockstep.training.optim import rules_of
+from lockstep.training.optim_config import KINDS, WHOLE_TENSORS, OptimSection, Shape
 from lockstep.training.step import step
 
 CONFIG = {
@@ -121,7 +122,7 @@ EVERYWHERE = ((2, "ddp"), (3, "ddp"), (2, "fsdp"), (2, "pipeline"))
             GPT | {"schedule": {"shape": "wsd", "warmup": 2, "decay": 4}, "train": {"label_smoothing": 0.2}},
             ((2, "ddp"),),
         ),
-        *(({"schedule": {"shape": shape, "warmup": 2}}, ((2, "ddp"),)) for shape in SHAPES if shape != "user"),
+        *(({"schedule": {"shape": shape, "warmup": 2}}, ((2, "ddp"),)) for shape in get_args(Shape) if shape != "user"),
     ],
     ids=lambda each: re.sub(r"\W+", "-", json.dumps(each)).strip("-")[:60] if isinstance(each, dict) else "",
 )

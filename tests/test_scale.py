@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli import _app
-from lockstep.tools.scale.scale_report import ScaleRow
+from lockstep.tools.scale.scaling import ScaleRow
 
 CONFIG = """
 data:  {kind: digits}

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from lockstep.base.errors import ConfigError
 from lockstep.cli import _app
-from lockstep.tools.sweep import optuna_search, pruning, suggestions, sweep_state
+from lockstep.tools.sweep import optuna_search, suggestions, sweep_state, sweeping
 from lockstep.tools.sweep.search_space import parse
-from lockstep.tools.sweep.sweep_plot import svg
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
+from lockstep.tools.sweep.sweep_table import svg
 
 CONFIG = """
 data: {kind: digits, limit: 200}
@@ -239,7 +239,7 @@ def test_optuna_is_a_pure_function_of_the_trials():
     assert optuna_search.suggestion(sweep_of("a.b=1,2", values=[1.0, 2.0]), seed=0) is None  # nothing else to try
 
 
-@pytest.mark.parametrize("judge", [pruning.clearly_worse, optuna_search.clearly_worse])
+@pytest.mark.parametrize("judge", [sweeping.clearly_worse, optuna_search.clearly_worse])
 @pytest.mark.parametrize(
     ("metric", "values", "expected"),
     [

@@ -21,9 +21,8 @@ from lockstep.core.numerics.seeds import Randomness, seed_all
 from lockstep.models import _transformer as transformer
 from lockstep.parallel.tensor_plan import is_split, planned, splittable
 from lockstep.training import optim
-from lockstep.training.optim import initialise
+from lockstep.training.optim import initialise, rules_of
 from lockstep.training.optim_config import OptimSection
-from lockstep.training.parameter_groups import rules_of
 from lockstep.training.state import TrainState
 from lockstep.training.step import step
 

@@ -21,11 +21,9 @@ from lockstep.cli import _app
 from lockstep.run import build
 from lockstep.run import recipe as recipes
 from lockstep.tools.tune import trial_process
-from lockstep.tools.tune.curve_plot import svg
-from lockstep.tools.tune.learning_rate_finder import no_rate
+from lockstep.tools.tune.learning_rate_finder import no_rate, svg
 from lockstep.tools.tune.loss_curve import Curve, rates_between
-from lockstep.tools.tune.micro_batch_table import TrialRow, reasons, recommended
-from lockstep.tools.tune.size_search import candidates, largest
+from lockstep.tools.tune.micro_batch_finder import TrialRow, candidates, largest, reasons, recommended
 from lockstep.tools.tune.trial_work import TrialRequest, longest
 
 MODEL = """

@@ -1,7 +1,8 @@
 """Which checkpoints are kept: the newest few, the best, one every few hours; the only intact one is never deleted."""
 
 import shutil
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
@@ -50,6 +51,21 @@ def spaced(manifests: Mapping[Path, Manifest], hours: float) -> list[Path]:
     return kept
 
 
+def reasons(
+    intact: Sequence[Path], readable: Mapping[Path, Manifest], section: CheckpointSection
+) -> dict[Path, list[str]]:
+    """Checkpoint -> why it is kept; `intact`: the newest that is whole and all older ones, newest first."""
+    found = defaultdict[Path, list[str]](list)
+    for folder in intact[: section.keep]:
+        found[folder].append("newest")
+    if section.best and (champion := best(readable, section.best)):
+        found[champion].append("best")
+    if section.keep_every_hours:
+        for folder in spaced(readable, section.keep_every_hours):
+            found[folder].append(f"every {section.keep_every_hours:g} h")
+    return found
+
+
 def chosen(root: Path, section: CheckpointSection) -> Path | None:
     """The checkpoint to evaluate and export: the best, with checkpoint.best and if intact, or the newest intact one."""
     champion = best(manifests(root), section.best) if section.best else None
@@ -66,13 +82,9 @@ def tidy(root: Path, section: CheckpointSection, just_saved: Path | None = None)
     leftovers = list(root.glob("step-*.tmp-*"))  # now: a next save may begin while checkpoints are checked
     folders, readable = listed(root), manifests(root)
     intact = list(dropwhile(problem, folders))
-    kept = {*intact[: section.keep], *([just_saved] if just_saved else [])}
-    if section.best and (champion := best(readable, section.best)):
-        kept.add(champion)
-    if section.keep_every_hours:
-        kept.update(spaced(readable, section.keep_every_hours))
+    kept = reasons(intact, readable, section)
     for folder in folders if intact else []:
-        if folder not in kept:
+        if folder not in kept and folder != just_saved:
             remove(folder)
     for leftover in leftovers:
         shutil.rmtree(leftover, ignore_errors=True)

@@ -21,7 +21,7 @@ def command(
 
     Exits with 1 if a listed checkpoint is damaged, else with 0.
     """
-    from lockstep.checkpoint import inventory, listing
+    from lockstep.checkpoint import inventory
     from lockstep.launch.run_folder import locate
 
     recipe, root, checkpoint = locate(run, None)
@@ -36,5 +36,5 @@ def command(
     if not listed.entries:
         gone = f"{run} is no longer there: the run has deleted it"
         console.print(gone if checkpoint else f"{run} has no checkpoint yet", soft_wrap=True)
-    listing.show(listed, recipe.checkpoint, console)
+    inventory.show(listed, recipe.checkpoint, console)
     return 1 if any(entry.problem for entry in listed.entries) else 0

@@ -115,9 +115,12 @@ def train(
     """
     if processes is not None:
         overrides = (*overrides, f"launch.processes={processes}")
-    recipe = _recipe(config, overrides)
-    path = None if isinstance(config, Mapping) else Path(config)
-    trust = recipe_trust.authorize(recipe, path or Path("spawn"), trusts=trust_code)
+    if isinstance(config, Mapping):
+        recipe, path = recipes.of_sections(config, overrides), Path("spawn")
+    else:
+        recipe, path = recipes.load(Path(config), overrides), Path(config)
+    recipe = recipes.with_run_name(recipe, path)
+    trust = recipe_trust.authorize(recipe, path, trusts=trust_code)
     drift = ["--allow-drift"] if allow_drift else []
     launch_here(recipe, ("--resume", resume, *drift, *trust))
     return Run(recipe.folder)
@@ -191,9 +194,3 @@ def export(
 
 def _path(given: PathLike | None) -> Path | None:
     return None if given is None else Path(given)
-
-
-def _recipe(config: PathLike | Mapping[str, Any], overrides: tuple[str, ...]) -> Recipe:
-    if isinstance(config, Mapping):
-        return recipes.with_run_name(recipes.of_sections(config, overrides), Path("spawn"))
-    return recipes.with_run_name(recipes.load(Path(config), overrides), Path(config))

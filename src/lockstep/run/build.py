@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
+from torch import nn
 
 from lockstep.base import plugins
 from lockstep.base.contracts import DataSpec
@@ -22,14 +23,12 @@ from lockstep.models.objectives._choice import smooth_labels, with_objective
 from lockstep.run.components import Components, requested_metrics
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import open_splits
-from lockstep.run.token_flops import token_flops
 from lockstep.run.warm_start import warm_start
 from lockstep.training import optim
-from lockstep.training.ema import MovingAverage
 from lockstep.training.learning_rate import learning_rate, own_schedule
+from lockstep.training.optim import rules_of
 from lockstep.training.optim_config import OWN
-from lockstep.training.parameter_groups import rules_of
-from lockstep.training.state import TrainState
+from lockstep.training.state import MovingAverage, TrainState
 
 
 def build_model(recipe: Recipe, spec: DataSpec) -> Model:
@@ -62,16 +61,6 @@ def freeze(model: Model, patterns: Sequence[str]) -> None:
         parameters[name].requires_grad = False
 
 
-def _deferred_model(recipe: Recipe, spec: DataSpec) -> Model | None:
-    """Build the model without memory for its weights, for strategies that materialize only their own shards.
-
-    None where the model loads weights or has an adapter, or its constructor reads values.
-    """
-    if not recipe.parallel.FILLS or recipe.model.PRETRAINED or recipe.model.init or recipe.model.adapter:
-        return None
-    return deferred(partial(build_model, recipe, spec))
-
-
 def assemble(
     recipe: Recipe,
     world: World,
@@ -86,7 +75,11 @@ def assemble(
     data.check_streams()
     with raise_on_all_ranks():
         requested_metrics(recipe, data.test.spec)
-        model = _deferred_model(recipe, data.train.spec) or build_model(recipe, data.train.spec).to(device)
+        model = None
+        if recipe.parallel.FILLS and not (recipe.model.PRETRAINED or recipe.model.init or recipe.model.adapter):
+            # The strategy materializes only its own shards. None where the model's constructor reads values.
+            model = deferred(partial(build_model, recipe, data.train.spec))
+        model = model or build_model(recipe, data.train.spec).to(device)
         if recipe.train.batchnorm == "sync" and world.size > 1:
             synchronise(model, device)
     started = warm_start(model, recipe.model.init) if recipe.model.init else None
@@ -108,6 +101,22 @@ def assemble(
         token_flops=flops,
         warm_start=started,
     )
+
+
+def token_flops(model: Model, context: int) -> int:
+    """Operations per token of a sample of `context` tokens, forward and backward, of matrix products and attention:
+    6 for each weight but those of embeddings that are only looked up, and 12 T for each number of attention's width.
+
+    What is recomputed does not count, and what a causal mask hides does. Of a mixture of experts, all count.
+    Source: A. Chowdhery et al., PaLM, 2022, appendix B: model FLOPs utilization (MFU).
+    """
+    multiplied = {
+        weight: weight.numel()
+        for module in model.modules()
+        for weight in module.parameters(recurse=False)
+        if weight.ndim > 1 and not isinstance(module, nn.Embedding)
+    }
+    return 6 * sum(multiplied.values()) + 12 * context * model.attention_width
 
 
 def distribute(

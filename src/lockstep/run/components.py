@@ -22,14 +22,15 @@ from lockstep.data.dataset import spread_evenly
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
+from lockstep.launch.elastic import live_notes
+from lockstep.launch.launch_config import LiveLaunchSection
 from lockstep.models.objectives._choice import objective_of, with_objective
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import Splits
 from lockstep.run.warm_start import WarmStart
 from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions, evaluate, trial_evaluation
-from lockstep.training.findings import Finding
-from lockstep.training.metrics.declared_metrics import DeclaredMetric, declared_metrics
-from lockstep.training.metrics.requested_metrics import check, is_requested
+from lockstep.training.findings import LOSS_IS, Finding
+from lockstep.training.metrics.declared_metrics import DeclaredMetric, check, declared_metrics, is_requested
 from lockstep.training.model_checks import ModelCheck
 from lockstep.training.state import TrainState
 
@@ -64,10 +65,6 @@ class Components:
         present = frozenset(shard for shard, rows in enumerate(self.order.shards(step)) if len(rows))
         own = self.strategy.owned(self.order.shards_per_step, present)
         return [shard for shard in own if shard is not None], present
-
-    def samples_at(self, step: int) -> int:
-        """Training samples seen after `step` steps."""
-        return self.order.samples_at(step)
 
     def describe(self, step: int, shard: int) -> str:
         """Name the rank that ran a shard and its samples, for a message. Collective."""
@@ -145,25 +142,22 @@ class Components:
     def check_training(self) -> None:
         """Raise, on all ranks, what rules out training: ConfigError where the run would be too long, or too short for
         its warm-up; LaunchError where SyncBatchNorm cannot run on this device or with this number of processes."""
+        total, train, schedule = self.total_steps, self.recipe.train, self.recipe.schedule
         with raise_on_all_ranks():
-            self._check_length()
+            if total > MANY:
+                raise ConfigError(f"train.epochs={train.epochs:g} are {total:,} steps, more than {MANY:,}: lower it")
+            if schedule.warmup_steps(total) > total:
+                raise ConfigError(
+                    f"schedule.warmup={schedule.warmup:g} steps are more than the {total} of the run; below 1 it is a "
+                    "fraction of the run, such as 0.05"
+                )
         if not self.uses_sync_batchnorm:
             return
-        last = min(self.order.steps_per_epoch, self.total_steps) - 1
+        last = min(self.order.steps_per_epoch, total) - 1
         shards = {name: self.owned(step) for name, step in (("a step", 0), ("an epoch's last step", last))}
         with raise_on_all_ranks():
             counts = {name: (len(own), len(present)) for name, (own, present) in shards.items()}
             check_synchronised(self.device, self.world.size, counts)
-
-    def _check_length(self) -> None:
-        total, train, schedule = self.total_steps, self.recipe.train, self.recipe.schedule
-        if total > MANY:
-            raise ConfigError(f"train.epochs={train.epochs:g} are {total:,} steps, more than {MANY:,}: lower it")
-        if schedule.warmup_steps(total) > total:
-            raise ConfigError(
-                f"schedule.warmup={schedule.warmup:g} steps are more than the {total} of the run; below 1 it is a "
-                "fraction of the run, such as 0.05"
-            )
 
     def check_user_code(self, micro_batch: MicroBatch) -> list[Finding] | None:
         """Check the user's code on a step's first micro-batch. Collective. Raises SampleError."""
@@ -188,13 +182,46 @@ class Components:
         digests = {"digest": {name: tensors[source] for name, source in self.state.used().items()}}
         if self.state.ema:
             digests["training_digest"] = self.strategy.state()
-        return {name: self._digest(state, is_collective=is_collective) for name, state in digests.items()}
-
-    def _digest(self, state: dict[str, Tensor], *, is_collective: bool) -> str | None:
         if is_collective:
-            return digest_of(world_lines(state, process_group.world_group()))
-        is_whole = len(self.strategy.copies) == self.world.size and not any(map(is_dtensor, state.values()))
-        return digest(state) if is_whole else None
+            group = process_group.world_group()
+            return {name: digest_of(world_lines(state, group)) for name, state in digests.items()}
+        is_whole = len(self.strategy.copies) == self.world.size
+        return {
+            name: digest(state) if is_whole and not any(map(is_dtensor, state.values())) else None
+            for name, state in digests.items()
+        }
+
+
+def start_notes(parts: Components, world: World) -> list[str]:
+    """What the user should know before training starts: sentences, the same on every rank. Collective."""
+    notes = list[str]()
+    idle = all_gather_object(not parts.owned(0)[0]).count(True)
+    if idle:
+        notes.append(
+            f"a step has {parts.order.shards_per_step} micro-batches, too few for {world.size} processes: "
+            f"{idle} of them idle; launch.processes={world.size - idle} is as fast"
+        )
+    if parts.state.step > parts.total_steps:
+        what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
+        notes.append(f"{what}: there is nothing left to train")
+    notes += parts.model._lockstep_notes + (parts.warm_start.notes if parts.warm_start else ())
+    kind, launch = parts.recipe.parallel.kind, parts.recipe.launch
+    is_open = isinstance(launch, LiveLaunchSection) and launch.recovery == "auto" and launch.max_restarts > 0
+    if world.has_agent and world.size > 1 and is_open and parts.recipe.parallel.state_copies == 1:
+        notes.append(
+            f"if a process is lost, all start again from the newest checkpoint: with parallel.kind={kind} they hold "
+            "one copy of the training state together"
+        )
+    if live_notes.is_live_worker() and parts.recipe.observe.file is not None:
+        notes.append(
+            "if rank 0 is lost, the observers of observe.file begin anew on another process: one that steers by what "
+            "it remembers may then ask for something else; launch.recovery=restart keeps that"
+        )
+    if parts.world_size_dependence:
+        notes.append(parts.world_size_dependence)
+    if parts.recipe.train.loss_is == "batch_wise":
+        notes.append(LOSS_IS)
+    return notes
 
 
 def evaluate_source(

@@ -31,13 +31,11 @@ from lockstep.parallel.stepwise import Stepwise
 from lockstep.run.loop_folder import LoopFolder
 from lockstep.run.loop_settings import Schedule, loop_settings
 from lockstep.training import optim
-from lockstep.training.deadline import Deadline
 from lockstep.training.learning_rate import checked_factor
 from lockstep.training.loop import stepping
-from lockstep.training.loop_state import Training
+from lockstep.training.loop_state import Deadline, Training
 from lockstep.training.own_evaluation import measured, world_sums
-from lockstep.training.own_step import OwnStep
-from lockstep.training.script_guard import ScriptGuard
+from lockstep.training.own_step import OwnStep, ScriptGuard
 from lockstep.training.script_model import AutocastForward, made_equal, wrapped
 from lockstep.training.script_optimizer import ScriptOptimizer
 from lockstep.training.state import TrainState
@@ -329,7 +327,19 @@ class Loop:
         requests = Steering(folder.bus, folder.path / FILE if self.is_main else None)
         requests.start(state.step, repeats=self._checkpoint is not None)
         ranks = RankComparison(self._strategy.state().items(), state.step, self._strategy.copies)
-        folder.bus.publish(self._started())
+        folder.bus.publish(
+            RunStarted(
+                name=folder.path.name,
+                folder=folder.path,
+                resumed_step=self.done,
+                total_steps=self.total_steps,
+                steps_per_epoch=self.steps_per_epoch,
+                world_size=self.world_size,
+                device=str(folder.numeric["device_model"]),
+                parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+                train_samples=len(self._samples),
+            )
+        )
         saving.writer.warm_up(state.tensors())
         return Training(
             state=state,
@@ -354,19 +364,6 @@ class Loop:
             interrupted=signals.requested,
             steering=requests,
             stopping=signals.cancel_timer,
-        )
-
-    def _started(self) -> RunStarted:
-        return RunStarted(
-            name=self._folder.path.name,
-            folder=self._folder.path,
-            resumed_step=self.done,
-            total_steps=self.total_steps,
-            steps_per_epoch=self.steps_per_epoch,
-            world_size=self.world_size,
-            device=str(self._folder.numeric["device_model"]),
-            parameters=sum(parameter.numel() for parameter in self._model.parameters()),
-            train_samples=len(self._samples),
         )
 
     def _end(self, training: Training) -> None:

@@ -126,7 +126,11 @@ def open_splits(
     `is_checked` verifies every byte of tokens made before.
     """
     train, test = (open_source(recipe.data, split, publish=publish) for split in ("train", "test"))
-    mixture, blocks = _mixture(recipe, train), _blocks(recipe, train)
+    data, mixture = recipe.data, None
+    if isinstance(train, Joined):
+        limits = {"weights": data.weights, "samples_per_epoch": data.samples_per_epoch}
+        mixture = Mixture(seed=recipe.run.seed, sizes=train.sizes, **limits)
+    blocks = _blocks(recipe, train)
     test = measurable(test, recipe.evaluate.limit)
     tokenizer = None
     if recipe.model.TAKES_TOKENS and train.spec.modality == "text":
@@ -152,16 +156,6 @@ def open_splits(
         faults={split: Faults(name=name, split=split, skips=skips) for split, name in names.items()},
         mixture=mixture,
         blocks=blocks,
-    )
-
-
-def _mixture(recipe: Recipe, train: Source) -> Mixture | None:
-    """How an epoch draws from the sources of a mix."""
-    if not isinstance(train, Joined):
-        return None
-    data = recipe.data
-    return Mixture(
-        seed=recipe.run.seed, sizes=train.sizes, weights=data.weights, samples_per_epoch=data.samples_per_epoch
     )
 
 

@@ -36,9 +36,10 @@ def text_samples(parts: Components) -> tuple[TextSample, ...]:
             for row, token in zip(made, tokens, strict=True):
                 row.append(token)
             decoding.read(tokens)
+    ended = [row[: row.index(tokenizer.pad_id)] if tokenizer.pad_id in row else row for row in made]
     return tuple(
-        TextSample(prompt=tokenizer.decode(prompt), text=tokenizer.decode(row[: _end(row, tokenizer.pad_id)]))
-        for prompt, row in zip(prompts, made, strict=True)
+        TextSample(prompt=tokenizer.decode(prompt), text=tokenizer.decode(row))
+        for prompt, row in zip(prompts, ended, strict=True)
     )
 
 
@@ -52,7 +53,3 @@ def _prompts(parts: Components, tokenizer: TextTokenizer) -> Iterator[list[int]]
             row = row[columns["document"][0] == np.bincount(columns["document"][0]).argmax()]
         long_enough = tokenizer.token_bytes[row].cumsum() >= PROMPT_BYTES
         yield row[: int(long_enough.argmax()) + 1 if long_enough.any() else len(row) // 2 + 1].tolist()
-
-
-def _end(row: list[int], end_id: int) -> int:
-    return row.index(end_id) if end_id in row else len(row)

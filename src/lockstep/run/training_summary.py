@@ -14,8 +14,8 @@ def training_summary(
     state, speed = parts.state, training.throughput.steady
     return {
         "steps": state.step,
-        "epochs": round(parts.samples_at(state.step) / parts.order.samples, 4),
-        "samples_seen": parts.samples_at(state.step),
+        "epochs": round(parts.order.samples_at(state.step) / parts.order.samples, 4),
+        "samples_seen": parts.order.samples_at(state.step),
         "train_samples_per_second": round(speed, 2) if speed else None,
         "evaluation": metrics,
         "labels": parts.data.train.spec.labels,

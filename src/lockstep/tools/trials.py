@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,16 +135,11 @@ def run(
     storage.write(request_file, request.model_dump_json())
     command = [sys.executable, "-P", "-m", "lockstep.tools.trial_launcher", str(recipe_file), str(processes)]
     command += ["cpu" if on_cpu else "any", task, str(request_file), *trust.arguments()]
-    code, peak = _run_launcher(command, folder / OUTPUT, poll)
+    with (folder / OUTPUT).open("w", encoding="utf-8") as file:
+        launcher = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        code, peak = followed(launcher, poll, grace_seconds=GRACE_SECONDS + 2)
     output = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
     return TrialEnd(code=code, output=output, peak_bytes=peak)
-
-
-def _run_launcher(command: Sequence[str], log: Path, poll: Callable[[], None]) -> tuple[int, int]:
-    """Exit code, and the peak memory of the processes it started."""
-    with log.open("w", encoding="utf-8") as file:
-        launcher = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        return followed(launcher, poll, grace_seconds=GRACE_SECONDS + 2)
 
 
 def followed(launcher: Started, poll: Callable[[], None], *, grace_seconds: float) -> tuple[int, int]:

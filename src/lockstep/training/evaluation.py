@@ -18,10 +18,8 @@ from lockstep.core.distributed.process_group import is_lost_peer
 from lockstep.core.host.activity import progress
 from lockstep.core.numerics.loss import shown
 from lockstep.core.numerics.seeds import seed_all, seed_of
-from lockstep.training.metrics.classifier_metrics import CONFUSION
-from lockstep.training.metrics.declared_metrics import DeclaredMetric
+from lockstep.training.metrics.declared_metrics import CONFUSION, DeclaredMetric, Requested, is_requested
 from lockstep.training.metrics.metric_tally import Contribution, numbers, tally
-from lockstep.training.metrics.requested_metrics import Requested, is_requested
 
 T = TypeVar("T")
 Rows = Callable[[Outputs, Batch], tuple[Any, Any] | None]
@@ -267,19 +265,15 @@ def trial_evaluation(target: EvaluationTarget, micro_batch: MicroBatch) -> tuple
         if target.is_local:
             outputs = _forward(target, micro_batch)
         totals.add(totals.measure(micro_batch, outputs))
-        return _names(totals)
-
-
-def _names(totals: SplitTotals) -> tuple[list[str], bool]:
-    names, is_complete = set(totals.means()[1]), True
-    for name, each in totals.tallies.items():
-        value, error = _attempt(each.value)
-        if error is not None:
-            names.add(name)
-        elif each.updates and name != CONFUSION:
-            names |= numbers(name, value).keys()
-        is_complete = is_complete and error is None and each.updates > 0
-    return sorted(names), is_complete
+        names, is_complete = set(totals.means()[1]), True
+        for name, each in totals.tallies.items():
+            value, error = _attempt(each.value)
+            if error is not None:
+                names.add(name)
+            elif each.updates and name != CONFUSION:
+                names |= numbers(name, value).keys()
+            is_complete = is_complete and error is None and each.updates > 0
+        return sorted(names), is_complete
 
 
 def _attempt(task: Callable[[], T]) -> tuple[T | None, LockstepError | None]:

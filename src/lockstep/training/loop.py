@@ -1,17 +1,22 @@
 """The training loop. Every branch with a collective in it is taken by all ranks or by none."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
 
 from lockstep.base import user_code
 from lockstep.base.errors import CheckpointError, ConfigError, Interrupted, LockstepError
-from lockstep.base.events import EpochDone, Evaluated, Steered, TextsGenerated
+from lockstep.base.events import EpochDone, Evaluated, RankTimes, Steered, TextsGenerated
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.checkpoint.retention import is_better
 from lockstep.core.distributed.collectives import Agreement, broadcast_object
+from lockstep.core.host import phases
+from lockstep.core.host.activity import waiting_in
+from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.phases import phase
 from lockstep.training.loop_state import Training
-from lockstep.training.rank_times import RankClock
 from lockstep.training.state import BestSoFar
 from lockstep.training.steering import FLAGS, Agreed
 from lockstep.training.step import step
@@ -19,6 +24,54 @@ from lockstep.training.step_outcomes import publish_once, publish_step, read_out
 
 JOINS = 3
 """The place of its flag among those that are agreed on after each step."""
+
+
+class RankClock:
+    """Where each rank's time goes, gathered on every logged step beside the steps that follow: no rank waits for it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.clock = group, phases.start()
+        self.before = self.clock.so_far()
+        self.steps = self.micro_batches = 0
+        """Since the last post."""
+        self.posted: tuple[int, int, dist.Work | None, list[torch.Tensor]] | None = None
+        """Step, number of steps, and the figures of each rank once the work is done."""
+
+    def step_done(self, step: int, micro_batches: Sequence[MicroBatch], *, is_logged: bool) -> None:
+        """Count a step; if it is logged, start to gather what was measured since the last such step. Collective."""
+        self.steps, self.micro_batches = self.steps + 1, self.micro_batches + sum(not m.ghost for m in micro_batches)
+        if not is_logged:
+            return
+        assert self.posted is None, "read the last figures first"
+        now = self.clock.so_far()
+        measured, self.before = now - self.before, now
+        figures = [*measured.phases.values(), measured.delayed, float(self.micro_batches), float(device_peak_bytes())]
+        own = torch.tensor(figures, dtype=torch.float64)
+        size, work, gathered = self.group.size(), None, [own]
+        if size > 1:
+            gathered = [torch.empty_like(own) for _ in range(size)]
+            work = dist.all_gather(gathered, own, group=self.group, async_op=True)
+        self.posted = step, self.steps, work, gathered
+        self.steps = self.micro_batches = 0
+
+    def read(self) -> RankTimes | None:
+        """The figures of the last post, once. Collective."""
+        if self.posted is None:
+            return None
+        step, steps, work, gathered = self.posted
+        self.posted = None
+        if work is not None:
+            with waiting_in("the times of all ranks"):
+                work.wait()
+        *seconds, delayed, micro_batches, memory = torch.stack(gathered).T.tolist()
+        return RankTimes(
+            step=step,
+            steps=steps,
+            seconds={name: tuple(values) for name, values in zip(phases.PHASES, seconds, strict=True)},
+            delayed_seconds=tuple(delayed),
+            micro_batches=tuple(map(int, micro_batches)),
+            memory_bytes=tuple(map(int, memory)),
+        )
 
 
 class ProcessJoins(Exception):  # noqa: N818 (no error)
@@ -92,7 +145,9 @@ def _end_step(run: Training, agreement: Agreement) -> None:
         why = "by a signal" if stop else f"since train.max_minutes={run.train.max_minutes:g} are over"
         raise Interrupted(f"stopped {why} after step {state.step}")
     out_of_time = run.is_main and run.deadline.is_near(run.saving.expected_seconds)
-    is_save_due = progress.owes_save or _is_save_time(run, progress.last_save)
+    minutes = run.checkpoint.every_minutes
+    is_save_time = run.is_main and minutes is not None and time.monotonic() - progress.last_save >= minutes * 60
+    is_save_due = progress.owes_save or is_save_time
     progress.flags = [run.interrupted(), is_save_due, out_of_time, run.is_joined(), *_requests(run)]
     if joins and not run.is_over:
         raise ProcessJoins
@@ -112,8 +167,8 @@ def _settle(run: Training, steered: Agreed, *, save: bool, is_last: bool) -> boo
     if state.step % run.steps_per_epoch == 0:
         publish_once(run, EpochDone(epoch=run.epoch, step=state.step))
     _requests(run)  # before a save: a resume from it meets no event of this step again
-    is_last = is_last or stop_early
-    if save or improved or is_last or steered.save or _is_save_step(run):
+    is_last, every = is_last or stop_early, run.checkpoint.every_steps
+    if save or improved or is_last or steered.save or (every is not None and state.step % every == 0):
         _save(run, run.metrics, is_last=is_last)
         progress.last_save, progress.owes_save = time.monotonic(), False
     run.saving.poll()
@@ -179,7 +234,11 @@ def _evaluate(run: Training) -> dict[str, float]:
     try:
         with phase("evaluation"), run.state.for_use():
             samples, values, texts = run.evaluate()
-        _check_measured(run, values)
+        for setting, name in (("checkpoint.best", run.checkpoint.best), ("train.stop_metric", run.train.stop_metric)):
+            if name is not None and name not in values:
+                error = ConfigError(f"{setting}: {name!r} was not measured (there is: {', '.join(values)})")
+                error.is_shared = True
+                raise error
     except LockstepError as error:
         if error.is_shared:  # else the other ranks are in other collectives
             error.args = (f"{error}\n  {_save_after_failure(run)}",)
@@ -201,15 +260,6 @@ def _save_after_failure(run: Training) -> str:
     return f"Nothing is lost: the state after step {step} has been saved, and a resume begins with this evaluation"
 
 
-def _check_measured(run: Training, values: dict[str, float]) -> None:
-    """Raise ConfigError, on all ranks, if checkpoint.best or train.stop_metric has no value."""
-    for setting, name in (("checkpoint.best", run.checkpoint.best), ("train.stop_metric", run.train.stop_metric)):
-        if name is not None and name not in values:
-            error = ConfigError(f"{setting}: {name!r} was not measured (there is: {', '.join(values)})")
-            error.is_shared = True
-            raise error
-
-
 def _compare_metrics(run: Training, metrics: dict[str, float]) -> tuple[bool, bool]:
     """Update the best values so far: whether to save a new best checkpoint, and whether to stop early."""
     best, stop_metric, stopping = run.checkpoint.best, run.train.stop_metric, run.state.stopping
@@ -228,13 +278,3 @@ def _update_best(record: BestSoFar, metric: str, values: dict[str, float]) -> bo
         record.best = value
     record.evaluations_since = 0 if improved else record.evaluations_since + 1
     return improved
-
-
-def _is_save_step(run: Training) -> bool:
-    every = run.checkpoint.every_steps
-    return every is not None and run.state.step % every == 0
-
-
-def _is_save_time(run: Training, last_save: float) -> bool:
-    minutes = run.checkpoint.every_minutes
-    return run.is_main and minutes is not None and time.monotonic() - last_save >= minutes * 60

@@ -8,12 +8,36 @@ from lockstep.base.events import Bus, TextSample
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.observe.meters import Throughput
-from lockstep.training.deadline import Deadline
 from lockstep.training.saving import Saving
 from lockstep.training.state import TrainState
 from lockstep.training.steering import Steering
 from lockstep.training.step import Outcome
 from lockstep.training.training_config import EvaluateSection, TrainSection
+
+SPARE_SECONDS = 2.0
+"""Reserve for the end of the run: summary, observers, process group."""
+
+
+class Deadline:
+    """A limit in minutes from the start of the process, before which the run saves and stops; only rank 0's counts."""
+
+    def __init__(self, minutes: float | None, began: float) -> None:
+        self.minutes = minutes
+        self.end = None if minutes is None else began + minutes * 60
+        """Unix time, like `began`."""
+        self._longest = 0.0
+        self._last: float | None = None
+
+    def is_near(self, save_seconds: float) -> bool:
+        """Whether to stop now; called once per step. Allows for two more steps, each as long as the longest so far
+        (which may include an evaluation), and a save of twice the expected duration."""
+        if self.end is None:
+            return False
+        now = time.time()
+        if self._last is not None:
+            self._longest = max(self._longest, now - self._last)
+        self._last = now
+        return now + 3 * self._longest + 2 * save_seconds + SPARE_SECONDS >= self.end
 
 
 @dataclass(kw_only=True)

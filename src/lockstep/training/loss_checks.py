@@ -24,12 +24,7 @@ TOLERANCE = 1e-3
 
 
 def loss_findings(
-    loss: Callable[[Any, Batch], LossSum],
-    outputs: Any,
-    batch: Batch,
-    *,
-    seed: Callable[[], None],
-    loss_is: LossIs,
+    loss: Callable[[Any, Batch], LossSum], outputs: Any, batch: Batch, *, seed: Callable[[], None], loss_is: LossIs
 ) -> list[Finding]:
     """Check a loss; no findings if it is declared batch_wise or draws random numbers, or if outputs or batch cannot be
     split by samples. `seed` seeds the generators."""
@@ -42,10 +37,10 @@ def loss_findings(
         if some_outputs is None or some_batch is None:
             return []
         seed()
-        before = _generator_states()
+        before = generator_states()
         with torch.no_grad():
             result = loss(some_outputs, some_batch)
-        if _generator_states() != before:
+        if generator_states() != before:
             return []
         values.append((float(result.total), float(result.count)))
     return _compare(values, size)
@@ -77,7 +72,7 @@ def _compare(values: list[tuple[float, float]], size: int) -> list[Finding]:
     return [mixing_loss(figures, is_mean=abs(total - mean) <= MEAN_TOLERANCE * scale)]
 
 
-def _generator_states() -> str:
-    """A digest that changes when a random number is drawn."""
+def generator_states() -> str:
+    """A digest that changes when a random number is drawn from torch's, NumPy's or Python's default generators."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return fingerprint([torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()])

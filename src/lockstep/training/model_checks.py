@@ -4,7 +4,7 @@ A forward pass runs twice from the same seeds, weights and buffers, without grad
 restored, so the check does not affect training. It takes less time than one forward and backward pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,7 +75,9 @@ class ModelCheck:
         findings = [f for f in findings if f not in random[1:] and not (has_state and f.kind == "memory")]
         if random or column is not None:  # in a pipeline, the stages after the first only pass the difference on
             return findings
-        return findings + self._rank_findings([(rank[1], ranks[rank[2]][1]) for rank in ranks])
+        described = {**descriptions(self.model), LOSS: LOSS}
+        differing = (first_difference(*in_common(first, ranks[peer][1])) for _, first, peer, *_ in ranks)
+        return findings + next(([other_ranks(described[name])] for name in differing if name is not None), [])
 
     def _run(self, micro_batch: MicroBatch) -> tuple[Passes | None, str | None]:
         """Run two passes and, if they differ, a third from the initial state; returns also the module whose outputs
@@ -168,12 +170,6 @@ class ModelCheck:
             findings.append(other_outputs(described[differing], is_kept=True))
         findings += [own_parameter(name) for name in passes.parameters]
         return findings + ([] if culprit == LOSS else passes.loss)
-
-    def _rank_findings(self, pairs: Sequence[tuple[list[Call], list[Call]]]) -> list[Finding]:
-        """Report the first module that gave other outputs on another rank."""
-        described = {**descriptions(self.model), LOSS: LOSS}
-        names = (first_difference(*in_common(one, other)) for one, other in pairs)
-        return next(([other_ranks(described[name])] for name in names if name is not None), [])
 
 
 def _tried(call: Callable[[], Any]) -> Any:

@@ -1,7 +1,12 @@
-"""The optimizer: a class of torch.optim or the user's own, several of them for several kinds of parameters."""
+"""The optimizer: a class of torch.optim or the user's own, several of them for several kinds of parameters.
+
+Which of them updates a parameter, at which learning rate and weight decay, is in its rule.
+"""
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +16,87 @@ from torch.optim import Optimizer
 
 from lockstep.base import plugins
 from lockstep.base.errors import ConfigError
-from lockstep.training.fused_optimizer_tails import FusedTails
+from lockstep.base.name_patterns import matching
 from lockstep.training.learning_rate import SCALE
-from lockstep.training.optim_config import OptimSection
-from lockstep.training.parameter_groups import MATRICES, ParameterRule, Rules
+from lockstep.training.optim_config import GroupSection, OptimSection
 
 CLASSES: dict[str, type[Optimizer]] = {
     name.lower(): found for name, found in vars(torch.optim).items() if isinstance(found, type)
 }
+LANES = 32
+"""Two-byte numbers in the widest vector register (AVX-512); a multiple of the lanes of any other type or CPU."""
+STEP = "step"
+"""Key of the optimizers' step counter, which has the same shape as a scalar parameter."""
+MATRICES = "muon"
+"""The kind that takes matrices only; embeddings and everything else go to `OTHERS`, as its authors say (K. Jordan et
+al., Muon: An Optimizer for Hidden Layers in Neural Networks, 2024)."""
+OTHERS = "adamw"
+LAYER = re.compile(r"(?:^|.*?\.)\d+(?=\.)")
+"""The name of a numbered module at the start of a parameter's."""
+
+
+@dataclass(frozen=True)
+class ParameterRule:
+    """How a parameter is updated."""
+
+    kind: str
+    section: OptimSection | GroupSection
+    """Where its `options` are."""
+    lr_scale: float
+    """Learning rate as a multiple of the run's."""
+    weight_decay: float
+
+    @property
+    def owner(self) -> tuple[str, int]:
+        """Parameters with the same one share an optimizer."""
+        return self.kind, id(self.section)
+
+
+Rules = Mapping[str, ParameterRule]
+"""By the parameter's name; of tied parameters by each of their names."""
+
+
+def rules_of(config: OptimSection, model: nn.Module) -> Rules:
+    """The rules of a model's trained parameters, before a strategy splits them. Raises ConfigError for patterns that
+    match nothing, and where there is nothing to train."""
+    parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    if not parameters:
+        raise ConfigError("there is nothing to train: the model has no parameters, or all are frozen (model.freeze)")
+    names = [name for name, _ in model.named_parameters()]
+    chosen: dict[str, GroupSection] = {}
+    for number, group in reversed(list(enumerate(config.groups))):
+        chosen |= dict.fromkeys(matching(group.match, names, setting=f"optim.groups.{number}.match"), group)
+    first_name = {id(p): name for name, p in model.named_parameters()}
+    lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    heights = _layer_scales(config.layer_decay, names)
+    rules = {}
+    for name, p in parameters.items():
+        own, first = chosen.get(first_name[id(p)]), first_name[id(p)]
+        kind = (own.kind if own else None) or config.kind
+        if kind == MATRICES and (p.ndim != 2 or id(p) in lookups):
+            kind = OTHERS
+        decay = config.weight_decay if p.ndim >= 2 else 0.0
+        rules[name] = ParameterRule(
+            kind=kind,
+            section=own if own and (own.kind or own.options) else config,
+            lr_scale=(own.lr / config.lr if own and own.lr else 1.0) * heights[first],
+            weight_decay=own.weight_decay if own and own.weight_decay is not None else decay,
+        )
+    return rules
+
+
+def _layer_scales(decay: float | None, names: Sequence[str]) -> dict[str, float]:
+    """Of each parameter, decay to the power of the number of layers above it. Raises ConfigError without layers."""
+    if decay is None:
+        return dict.fromkeys(names, 1.0)
+    found = [match[0] if (match := LAYER.match(name)) else None for name in names]
+    layers = list(dict.fromkeys(layer for layer in found if layer))
+    if not layers:
+        raise ConfigError("optim.layer_decay: the model has no numbered modules, such as `layer.0`; use optim.groups")
+    first = found.index(layers[0])
+    top = len(layers) + 1
+    heights = [1 + layers.index(layer) if layer else (0 if at < first else top) for at, layer in enumerate(found)]
+    return {name: decay ** (top - height) for name, height in zip(names, heights, strict=True)}
 
 
 class SeveralOptimizers(Optimizer):
@@ -44,10 +122,6 @@ class SeveralOptimizers(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 (as in torch)
         for part in self.parts:
             part.zero_grad(set_to_none)
-
-
-def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    return optimizer.parts if isinstance(optimizer, SeveralOptimizers) else [optimizer]
 
 
 def build(config: OptimSection, module: nn.Module, rules: Rules) -> Optimizer:
@@ -132,20 +206,15 @@ def initialise(module: nn.Module, optimizer: Optimizer) -> None:
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    for part in parts_of(optimizer):
-        if type(part) in CLASSES.values() and not isinstance(part, torch.optim.SGD):
-            _create_state(part)
-        else:
+    for part in optimizer.parts if isinstance(optimizer, SeveralOptimizers) else [optimizer]:
+        if type(part) not in CLASSES.values() or isinstance(part, torch.optim.SGD):
             _step_without_effect(part)
+            continue
+        create: Any = part._init_group  # type: ignore[attr-defined]  # each step of a class of torch.optim begins with it
+        lists = len(inspect.signature(create).parameters) - 1
+        for group in part.param_groups:
+            create(group, *([] for _ in range(lists)))
     optimizer.zero_grad(set_to_none=True)
-
-
-def _create_state(optimizer: Optimizer) -> None:
-    """By the method that each step of a class of torch.optim begins with."""
-    create: Any = optimizer._init_group  # type: ignore[attr-defined]
-    lists = len(inspect.signature(create).parameters) - 1
-    for group in optimizer.param_groups:
-        create(group, *([] for _ in range(lists)))
 
 
 def _step_without_effect(optimizer: Optimizer) -> None:
@@ -177,3 +246,63 @@ def _step_without_effect(optimizer: Optimizer) -> None:
 
 def _scalars(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if isinstance(value, int | float | None)}
+
+
+class FusedTails:
+    """Hooks that recompute the tail of every tensor, the elements that do not fill a vector register.
+
+    The fused CPU kernels process full registers with vector instructions and the tail with scalar ones, which may round
+    differently (AdamW and SGD of torch 2.13: 2 of 10,000 elements). The bits would depend on where a shard ends, and so
+    on the number of processes. A second optimizer of the same class therefore updates each tail again, padded with
+    zeros to a full register. The unfused AdamW rounds consistently, but takes 6 times as long.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        groups = [
+            {**group, "params": [torch.nn.Parameter(p.new_zeros(LANES)) for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        originals = [p for group in optimizer.param_groups for p in group["params"]]
+        registers = [q for group in groups for q in group["params"]]
+        self.pairs = [(p, q) for p, q in zip(originals, registers, strict=True) if p.numel() % LANES]
+        self.tail_optimizer: Optimizer = type(optimizer)(groups)  # type: ignore[call-arg]
+        self.updated: list[tuple[Tensor, Tensor]] = []
+        """(tail, register with its new values) of the current step."""
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        """Copy the tails into registers and update them, before the optimizer's own step."""
+        self.updated = []
+        for own_group, group in zip(self.tail_optimizer.param_groups, optimizer.param_groups, strict=True):
+            own_group["lr"] = group["lr"]
+        for parameter, register in self.pairs:
+            state = optimizer.state.get(parameter)
+            register.grad = None
+            if parameter.grad is None or not state:  # the first step, without effect, creates the state
+                continue
+            register.grad = torch.zeros_like(register)
+            register_state = self.tail_optimizer.state[register]
+            tensors = [(parameter, register), (parameter.grad, register.grad)]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and key != STEP:
+                    tensors.append((value, register_state.setdefault(key, torch.zeros_like(register))))
+                else:
+                    register_state[key] = value.clone() if isinstance(value, Tensor) else value
+            pairs = [(_tail(whole), padded.detach()[: parameter.numel() % LANES]) for whole, padded in tensors]
+            torch._foreach_copy_([padded for _, padded in pairs], [tail for tail, _ in pairs])
+            self.updated += [pairs[0], *pairs[2:]]
+        for name in ("grad_scale", "found_inf"):  # set by a gradient scaler for this step
+            setattr(self.tail_optimizer, name, getattr(optimizer, name, None))
+        self.tail_optimizer.step()
+
+    def _after(self, *_: Any) -> None:
+        """Overwrite the tails with the updated registers."""
+        if self.updated:
+            torch._foreach_copy_([tail for tail, _ in self.updated], [padded for _, padded in self.updated])
+
+
+def _tail(tensor: Tensor) -> Tensor:
+    """View of the last elements of a dense tensor, in memory order, that do not fill a register."""
+    size = tensor.numel() % LANES
+    return tensor.detach().as_strided((size,), (1,), tensor.storage_offset() + tensor.numel() - size)

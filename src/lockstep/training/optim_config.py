@@ -1,6 +1,6 @@
 """Settings of the optimizer and the learning-rate schedule."""
 
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -156,6 +156,3 @@ class ScheduleSection(Section):
 
 def _steps(length: float, total_steps: int) -> int:
     return round(length * total_steps) if length < 1 else round(length)
-
-
-SHAPES: tuple[str, ...] = get_args(Shape)

@@ -1,22 +1,81 @@
-"""One optimizer step of a script's own loop: its micro-batches, their backward passes, and the update at the end."""
+"""One optimizer step of a script's own loop: its micro-batches, their backward passes, and the update at the end.
+
+What the script does with its model and optimizer outside of the place for it is found before it costs the same bits.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.core.host.phases import phase
 from lockstep.parallel.stepwise import Stepwise
-from lockstep.training.script_guard import ScriptGuard
 from lockstep.training.step import Outcome
 
 MEAN = 1
 """PyTorch's number for reduction="mean", which its losses keep for their backward passes."""
 SUMS = ("Add", "Sub", "Squeeze", "Unsqueeze", "View", "Reshape", "ToCopy")
 """Operations behind which a mean is still a mean."""
+Place = Literal["between", "micro-batch", "backward", "update"]
+"""Where the script is: between two steps, in a micro-batch, in step.backward, in the update of the weights."""
+
+
+class ScriptGuard:
+    """Watches a model and an optimizer by hooks until `remove`."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.place: Place = "between"
+        self.parameters = dict(model.named_parameters())
+        self.trained = self._trained()
+        self.hooks: list[Any] = [model.register_forward_pre_hook(self._check_forward)]
+        self.hooks += [
+            parameter.register_post_accumulate_grad_hook(self._check_backward)
+            for parameter in self.parameters.values()
+            if parameter.requires_grad
+        ]
+        self.hooks.append(optimizer.register_step_pre_hook(self._check_update))
+
+    def remove(self) -> None:
+        while self.hooks:
+            self.hooks.pop().remove()
+
+    @contextmanager
+    def inside(self, place: Place) -> Iterator[None]:
+        before, self.place = self.place, place
+        try:
+            yield
+        finally:
+            self.place = before
+
+    def check_step(self, model: nn.Module) -> None:
+        """Raise ModelError where a step cannot begin."""
+        if not model.training:
+            raise ModelError("the model is in evaluation mode: call model.train() before the next step")
+        if self._trained() != self.trained:
+            raise ModelError("requires_grad of a parameter has changed: set it before lockstep.Loop is made")
+
+    def _trained(self) -> list[str]:
+        return [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+
+    def _check_forward(self, model: nn.Module, _: Any) -> None:
+        if self.place == "between" and model.training and torch.is_grad_enabled():
+            raise ModelError(
+                "the model is called in training mode outside of `for ... in step`: its random numbers and buffers "
+                "would depend on the number of processes. Call it inside, or measure with loop.evaluate, or use "
+                "model.eval() and torch.no_grad()"
+            )
+
+    def _check_backward(self, _: Tensor) -> None:
+        if self.place != "backward":
+            raise ModelError("gradients have come by loss.backward(): write step.backward(loss)")
+
+    def _check_update(self, *_: Any) -> None:
+        if self.place != "update":
+            raise ModelError("remove optimizer.step(): the weights are updated at the end of `for ... in step`")
 
 
 class OwnStep:
@@ -62,8 +121,8 @@ class OwnStep:
                 yield micro_batch.batch
             if self._current is not None:
                 raise ModelError(
-                    f"{self._where} had no step.backward(loss): call it for every micro-batch; for one that is to "
-                    "count nothing, step.backward(0 * loss, count=0)"
+                    f"micro-batch {micro_batch.shard} of step {self.number} had no step.backward(loss): call it for "
+                    "every micro-batch; for one that is to count nothing, step.backward(0 * loss, count=0)"
                 )
         self.outcome = self._commit(self._strategy.end_step(first, self._losses))
 
@@ -106,11 +165,6 @@ class OwnStep:
         if self.outcome is None:
             raise ModelError("a step has a loss once `for ... in step` has ended")
         return self.outcome
-
-    @property
-    def _where(self) -> str:
-        assert self._current is not None
-        return f"micro-batch {self._current.shard} of step {self.number}"
 
     def _check(self, loss: Any) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:

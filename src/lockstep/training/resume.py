@@ -1,6 +1,6 @@
 """Resume a run: choose a checkpoint, check that it fits the config, load it."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -109,7 +109,10 @@ def resumed(
         try:
             drift = _drift(folder, numeric, allow_drift=allow_drift, warn=warn)
             prepare(folder)
-            _load(state, folder, drift)
+            progress = layout.read_manifest(folder).progress
+            reader.load(folder, state.tensors())
+            state.load_state_dict({"rate_factor": 1.0, "is_stopped": False, **progress})
+            state.drift += [{"step": state.step, "field": name, "before": old, "now": now} for name, old, now in drift]
         except reader.DamagedError as error:
             if how != "auto":
                 raise
@@ -180,11 +183,7 @@ def set_aside(root: Path, step: int, warn: Callable[[str], None]) -> None:
 
 
 def _drift(
-    folder: Path,
-    numeric: NumericRecipe,
-    *,
-    allow_drift: bool,
-    warn: Callable[[str], None],
+    folder: Path, numeric: NumericRecipe, *, allow_drift: bool, warn: Callable[[str], None]
 ) -> list[tuple[str, Any, Any]]:
     """The settings of a checkpoint that differ from those in `numeric`: name, before, now. Raises CheckpointError,
     listing them, unless `allow_drift`."""
@@ -202,11 +201,3 @@ def _drift(
     for line in lines:
         warn(f"numeric recipe changed on resume: {line}")
     return drift
-
-
-def _load(state: TrainState, folder: Path, drift: Sequence[tuple[str, Any, Any]]) -> None:
-    """Load a checkpoint into the state."""
-    manifest = layout.read_manifest(folder)
-    reader.load(folder, state.tensors())
-    state.load_state_dict({"rate_factor": 1.0, "is_stopped": False, **manifest.progress})
-    state.drift += [{"step": state.step, "field": name, "before": before, "now": now} for name, before, now in drift]

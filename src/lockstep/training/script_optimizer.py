@@ -26,10 +26,11 @@ class ScriptOptimizer:
         self._check_kind()
         self._check_parameters()
         try:
-            _unpacked(_packed(self._memory()))
+            _unpacked(self.state())
         except Exception as error:
+            first_line = str(error).strip().partition("\n")[0]
             raise ModelError(
-                f"what the optimizer or the scheduler remembers cannot be kept in a checkpoint ({_first_line(error)}): "
+                f"what the optimizer or the scheduler remembers cannot be kept in a checkpoint ({first_line}): "
                 "give a function of the step's number instead, schedule=..., or an optimizer with plain numbers"
             ) from None
 
@@ -122,7 +123,3 @@ def _packed(value: Any) -> str:
 def _unpacked(text: str) -> Any:
     """Executes nothing that the text might hold."""
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True, map_location="cpu")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

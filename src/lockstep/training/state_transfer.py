@@ -16,11 +16,7 @@ from lockstep.training.state import TrainState
 
 
 def equalise(
-    state: TrainState,
-    positions: Sequence[Position],
-    extras: Callable[[], Mapping[str, Any]],
-    *,
-    replica_size: int = 1,
+    state: TrainState, positions: Sequence[Position], extras: Callable[[], Mapping[str, Any]], *, replica_size: int = 1
 ) -> Mapping[str, Any] | None:
     """Give every rank the state of the furthest one; `positions` are those of all ranks, of which each `replica_size`
     in a row hold a state together. Collective. Raises CheckpointError where they do not train the same model.

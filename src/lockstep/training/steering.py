@@ -2,20 +2,21 @@
 
 A request made in step s takes effect after step s + 1, on any number of processes. What was decided once is in
 `steering.jsonl`: a run that goes back to a checkpoint repeats it at the same steps, and asks no observer again there.
+What observers remember, those with state_dict() and load_state_dict(state), is kept in checkpoints.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, Field
 
 from lockstep.base import storage
 from lockstep.base.errors import CheckpointError
-from lockstep.base.events import Bus, Warned
+from lockstep.base.events import Bus, Observer, Warned
 from lockstep.base.steering_requests import Evaluate, Request, Save, ScaleLearningRate, Stop
 from lockstep.training.state import TrainState
 
@@ -107,6 +108,33 @@ class Steering:
         decision = Decision(step=state.step, stop=stop, save=save, evaluate=evaluate, factor=factor)
         text = decision.text if any(flags) else ""
         return Agreed(bool(stop) and not is_last, bool(save), bool(evaluate or stop), text)
+
+
+def observer_states(observers: Sequence[Observer], warn: Callable[[str], None]) -> list[Any]:
+    """The state of each observer, None where it has none, or one that JSON cannot hold."""
+    return [_state(observer, warn) for observer in observers]
+
+
+def _state(observer: Observer, warn: Callable[[str], None]) -> Any:
+    if not hasattr(observer, "state_dict"):
+        return None
+    try:
+        return json.loads(json.dumps(observer.state_dict(), allow_nan=False))
+    except Exception as error:
+        warn(f"the state of the observer {type(observer).__name__} is not saved: {type(error).__name__}: {error}")
+        return None
+
+
+def restore_observers(observers: Sequence[Observer], saved: Sequence[Any], warn: Callable[[str], None]) -> None:
+    """Hand each observer the state that was saved for the one at its place."""
+    for observer, state in zip(observers, saved, strict=False):
+        if state is None or not hasattr(observer, "load_state_dict"):
+            continue
+        try:
+            observer.load_state_dict(state)
+        except Exception as error:
+            name = type(observer).__name__
+            warn(f"the observer {name} goes on without its saved state: {type(error).__name__}: {error}")
 
 
 def _decision(step: int, requests: Sequence[tuple[str, Request]]) -> Decision:

@@ -42,11 +42,7 @@ class Outcome:
 
 
 def step(
-    state: TrainState,
-    micro_batches: Sequence[MicroBatch],
-    *,
-    clip: float | None,
-    skip_non_finite: bool = False,
+    state: TrainState, micro_batches: Sequence[MicroBatch], *, clip: float | None, skip_non_finite: bool = False
 ) -> Outcome:
     """Run step number state.step. The state changes only once the gradient is complete on every rank, and the weights
     not at all if the loss has count 0."""

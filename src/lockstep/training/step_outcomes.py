@@ -1,6 +1,8 @@
-"""What steps have computed: read from the device, checked and published."""
+"""What steps have computed: read from the device, checked, published, and added to a digest of all steps."""
 
+import hashlib
 import math
+import struct
 
 import torch
 
@@ -8,9 +10,21 @@ from lockstep.base.errors import NonFiniteLoss
 from lockstep.base.events import EpochDone, Evaluated, Steered, StepDone, TextsGenerated, Warned
 from lockstep.base.model_contracts import SAMPLES
 from lockstep.core.numerics.loss import shown
-from lockstep.training.digest_chain import link
 from lockstep.training.loop_state import Training
 from lockstep.training.step import Outcome
+
+CHAIN_LENGTH = 16
+"""Hex digits, 64 bits: a million steps collide by chance in one of 10^13 runs."""
+
+
+def link(chain: str, step: int, *, loss: float, norm: float, rate: float) -> str:
+    """Extend the chain by a step: sha256 over the chain, the step number, and loss, gradient norm and learning rate as
+    float64. Two runs are equal up to the last step at which their chains are equal.
+
+    All NaNs count as one, since IEEE 754 does not define which an operation returns.
+    """
+    numbers = [value if value == value else math.nan for value in (loss, norm, rate)]
+    return hashlib.sha256(chain.encode() + struct.pack("<q3d", step, *numbers)).hexdigest()[:CHAIN_LENGTH]
 
 
 def publish_once(run: Training, event: StepDone | EpochDone | Evaluated | TextsGenerated | Steered) -> None:

@@ -26,8 +26,7 @@ from lockstep.models.objectives._choice import objective_of, with_objective
 from lockstep.models.objectives._objective import Objective
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.evaluation import EvaluationTarget
-from lockstep.training.metrics.declared_metrics import declared_metrics
-from lockstep.training.metrics.requested_metrics import is_requested
+from lockstep.training.metrics.declared_metrics import declared_metrics, is_requested
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from lockstep.base.model_contracts import Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of
 from lockstep.models.objectives._answers import ClassesAnswer
 from lockstep.models.objectives._objective import PredictingObjective, target_of
-from lockstep.training.metrics.declared_metrics import DeclaredMetric
-from lockstep.training.metrics.summed_metric import SummedMetric
+from lockstep.training.metrics.declared_metrics import DeclaredMetric, SummedMetric
 
 LEAST = 0.5
 """A class fits if its probability is more than this."""

@@ -16,8 +16,7 @@ from lockstep.base.model_contracts import Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of
 from lockstep.models.objectives._answers import NumbersAnswer
 from lockstep.models.objectives._objective import PredictingObjective, described, target_of
-from lockstep.training.metrics.declared_metrics import DeclaredMetric
-from lockstep.training.metrics.summed_metric import SummedMetric
+from lockstep.training.metrics.declared_metrics import DeclaredMetric, SummedMetric
 
 
 class Regression(PredictingObjective):

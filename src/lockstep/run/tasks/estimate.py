@@ -37,17 +37,14 @@ class EstimateTask:
         recipe, to, rank = self.recipe, self.request.to, self.world.rank
         fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
         if self.request.strategies:
-            storage.write(to / f"trials-{rank}.json", json.dumps(self.strategy_seconds()))
+            names, seconds = list(self.request.strategies), self.request.seconds
+            with process_group.opened(self.world, self.device), reported_once(sys.stderr):
+                times = timed_strategies(
+                    recipe, names, world=self.world, device=self.device, seconds=seconds, report=self.report
+                )
+            storage.write(to / f"trials-{rank}.json", json.dumps(times))
         else:
             self.measurements().write(to / f"facts-{rank}.json")
-
-    def strategy_seconds(self) -> dict[str, float]:
-        """Time a step with each strategy."""
-        names, seconds = list(self.request.strategies), self.request.seconds
-        with process_group.opened(self.world, self.device), reported_once(sys.stderr):
-            return timed_strategies(
-                self.recipe, names, world=self.world, device=self.device, seconds=seconds, report=self.report
-            )
 
     def measurements(self) -> Measurements:
         """Measure the bandwidth between all processes, then every process by itself, at the same time."""
@@ -78,9 +75,6 @@ class EstimateTask:
         """Release nothing."""
 
 
-def build(
-    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
-) -> EstimateTask:
+def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> EstimateTask:
     """Build the task from its request file."""
-    assert request is not None
     return EstimateTask(MeasurementRequest.model_validate_json(request.read_bytes()), recipe, world)

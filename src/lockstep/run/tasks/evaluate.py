@@ -146,9 +146,7 @@ class EvaluateTask(WatchedTask):
         )
         if self.kept is not None:
             wrong = [replace(sample, index=int(self.kept[sample.index])) for sample in wrong]
-        facts: dict[str, Any] = {
-            "worst": shown(wrong),
-        }
+        facts: dict[str, Any] = {"worst": shown(wrong)}
         if objective.CALIBRATES:
             facts |= evaluation_report.confidences(predictions, temperature)
         if (fits := objective.fits(predictions.outputs)) is not None:
@@ -187,10 +185,7 @@ def _small_image(sample: evaluation_report.HighLossSample) -> str:
     return image if len(image) <= MOST_IMAGE_CHARACTERS else ""
 
 
-def build(
-    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
-) -> EvaluateTask:
+def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> EvaluateTask:
     """Build the task from its request file."""
-    assert request is not None
     parsed = EvaluationRequest.model_validate_json(request.read_bytes())
     return EvaluateTask(parsed, recipe, world, signals, began=began)

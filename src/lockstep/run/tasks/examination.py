@@ -13,7 +13,7 @@ from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.observe.profile.matmul_peak import mean_flops
 from lockstep.run.recipe import Recipe
-from lockstep.tools.doctor.rank_facts import FACTS, ExaminationRequest, RankFacts
+from lockstep.tools.doctor.diagnosis import FACTS, ExaminationRequest, RankFacts
 
 NEEDS_GROUP = True
 ROUNDS = 3
@@ -51,9 +51,6 @@ class ExaminationTask:
         """Release nothing."""
 
 
-def build(
-    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
-) -> ExaminationTask:
+def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> ExaminationTask:
     """Build the task from its request file."""
-    assert request is not None
     return ExaminationTask(recipe, world, request=ExaminationRequest.model_validate_json(request.read_bytes()))

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,17 @@ from lockstep.core.host import phases
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.modules.dtensors import local_tensor
-from lockstep.data.dataset import spread_evenly
 from lockstep.observe.profile.matmul_peak import peak_flops
 from lockstep.observe.profile.operators import most_expensive
 from lockstep.observe.profile.step_trace import Steps, trace_file, traced
 from lockstep.run.components import Components
 from lockstep.run.recipe import Recipe
-from lockstep.run.tasks.train import Hooks, TrainTask
+from lockstep.run.tasks.scale import FewTestSamples
+from lockstep.run.tasks.train import TrainTask
 from lockstep.tools.profile.rank_profile import STAGE, ProfileRequest
 from lockstep.training.loop_state import Training
 
 NEEDS_GROUP = True
-TEST_SAMPLES = 16
 
 
 class StepMeasurement:
@@ -133,13 +132,10 @@ def memory_by_kind(parts: Components) -> dict[str, int]:
     }
 
 
-class Measuring(Hooks):
+class Measuring(FewTestSamples):
     def __init__(self, request: ProfileRequest, recipe: Recipe, rank: int) -> None:
         self.request, self.recipe, self.rank = request, recipe, rank
         self.measurement: StepMeasurement | None = None
-
-    def assembled(self, parts: Components) -> Components:
-        return replace(parts, data=replace(parts.data, test=spread_evenly(parts.data.test, TEST_SAMPLES)))
 
     def starting(self, task: TrainTask, parts: Components, training: Training) -> None:
         measurement = self.measurement = StepMeasurement(self.request, parts, self.rank)
@@ -163,9 +159,6 @@ class ProfileTask(TrainTask):
         storage.write(file, json.dumps(measurement.found))
 
 
-def build(
-    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
-) -> ProfileTask:
+def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> ProfileTask:
     """Build the task from its request file."""
-    assert request is not None
     return ProfileTask(recipe, world, signals, request=ProfileRequest.model_validate_json(request.read_bytes()))

@@ -136,9 +136,6 @@ class Halt:
             time.sleep(HALT_SECONDS)
 
 
-def build(
-    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
-) -> ProofTask:
+def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path, began: float) -> ProofTask:
     """Build the task from its request file."""
-    assert request is not None
     return ProofTask(ProofRequest.model_validate_json(request.read_bytes()), recipe, world, signals, began=began)

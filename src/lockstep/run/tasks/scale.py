@@ -16,12 +16,9 @@ TEST_SAMPLES = 16
 
 class FewTestSamples(Hooks):
     def assembled(self, parts: Components) -> Components:
-        data = replace(parts.data, test=spread_evenly(parts.data.test, TEST_SAMPLES))
-        return replace(parts, data=data)
+        return replace(parts, data=replace(parts.data, test=spread_evenly(parts.data.test, TEST_SAMPLES)))
 
 
-def build(
-    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
-) -> TrainTask:
+def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None, began: float) -> TrainTask:
     """Build the task; the recipe says everything else."""
     return TrainTask(recipe, world, signals, began=began, hooks=FewTestSamples())

@@ -26,21 +26,18 @@ from lockstep.observe.diagnose.desync import RankComparison
 from lockstep.observe.diagnose.stragglers import Stragglers
 from lockstep.observe.run_history import RunHistory
 from lockstep.run import recipe as recipes
-from lockstep.run.components import Components
+from lockstep.run.components import Components, start_notes
 from lockstep.run.recipe import Recipe
-from lockstep.run.start_notes import start_notes
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.run.text_samples import text_samples
 from lockstep.run.training_summary import training_summary
 from lockstep.run.user_code_checks import UserCodeChecks
-from lockstep.training import observer_state, steering
-from lockstep.training.deadline import Deadline
 from lockstep.training.evaluation import Evaluation
 from lockstep.training.loop import train
-from lockstep.training.loop_state import Training
+from lockstep.training.loop_state import Deadline, Training
 from lockstep.training.resume import NumericRecipe, resumed, set_aside
 from lockstep.training.saving import Saving
-from lockstep.training.steering import Steering
+from lockstep.training.steering import FILE, Steering, observer_states, restore_observers
 
 SETTLE_SECONDS = 10.0
 """After an error, how long a save that is being written may take to end."""
@@ -80,13 +77,7 @@ class TrainTask(WatchedTask):
     training: Training
 
     def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        signals: SignalWatch,
-        *,
-        began: float = 0.0,
-        hooks: Hooks | None = None,
+        self, recipe: Recipe, world: World, signals: SignalWatch, *, began: float = 0.0, hooks: Hooks | None = None
     ) -> None:
         super().__init__(recipe, world, signals, began=began)
         self.hooks, self.first_step = hooks or Hooks(), FirstStepTimer()
@@ -94,7 +85,7 @@ class TrainTask(WatchedTask):
         self.last_evaluation: Evaluation | None = None
         self.own_observers: list[Observer] = []
         """Of the user's file; on rank 0."""
-        self.steering = Steering(self.bus, recipe.folder / steering.FILE if world.is_main else None)
+        self.steering = Steering(self.bus, recipe.folder / FILE if world.is_main else None)
         self.lock = FileLock(recipe.folder / ".lock", timeout=0)
         self.checkpoints = recipe.folder / "checkpoints"
         self.mirror = self.mirror_here() if world.is_main else None
@@ -211,7 +202,7 @@ class TrainTask(WatchedTask):
         """Give observers what they remembered at a checkpoint; `repeats`: what they asked for since is done again."""
         if checkpoint is not None:
             saved = layout.read_manifest(checkpoint).progress.get("observers", [])
-            observer_state.restore(self.own_observers, saved, self.warn)
+            restore_observers(self.own_observers, saved, self.warn)
         with raise_on_all_ranks():
             self.steering.start(self.parts.state.step, repeats=repeats and checkpoint is not None)
 
@@ -260,6 +251,8 @@ class TrainTask(WatchedTask):
         """Wire the training loop."""
         recipe, parts = self.recipe, self.parts
         ranks = RankComparison(parts.replicated_tensors(), parts.state.step, parts.strategy.copies)
+        tidy = partial(retention.tidy, self.checkpoints, recipe.checkpoint)
+        writer = Writer(self.checkpoints, tidy, copies=parts.strategy.copies)
         return Training(
             state=parts.state,
             train=recipe.train,
@@ -267,13 +260,13 @@ class TrainTask(WatchedTask):
             checkpoint=recipe.checkpoint,
             steps=self.steps,
             evaluate=self.evaluate,
-            saving=self.saving(),
+            saving=Saving(writer=writer, state=parts.state, manifest=self.manifest, bus=self.bus),
             compare_ranks=ranks.check,
             describe=parts.describe,
             bus=self.bus,
             total_steps=parts.total_steps,
             steps_per_epoch=parts.order.steps_per_epoch,
-            samples_at=parts.samples_at,
+            samples_at=parts.order.samples_at,
             derived=parts.model.derived,
             clip=recipe.optim.clip,
             log_every=recipe.observe.log_every,
@@ -306,12 +299,6 @@ class TrainTask(WatchedTask):
         file = trace_file(self.recipe.folder / "profile", self.world.rank)
         return tracing(steps, first=first, last=last, done=start, file=file)
 
-    def saving(self) -> Saving:
-        """Wire the checkpoint writer."""
-        tidy = partial(retention.tidy, self.checkpoints, self.recipe.checkpoint)
-        writer = Writer(self.checkpoints, tidy, copies=self.parts.strategy.copies)
-        return Saving(writer=writer, state=self.parts.state, manifest=self.manifest, bus=self.bus)
-
     def manifest(self, metrics: dict[str, float]) -> layout.Manifest:
         """The manifest of a checkpoint of the current step."""
         state = self.parts.state
@@ -321,7 +308,7 @@ class TrainTask(WatchedTask):
             world_size=self.world.size,
             saved_at=time.time(),
             numeric=self.numeric,
-            progress=state.state_dict() | {"observers": observer_state.states(self.own_observers, self.warn)},
+            progress=state.state_dict() | {"observers": observer_states(self.own_observers, self.warn)},
             metrics=metrics,
         )
 
@@ -405,8 +392,6 @@ class TrainTask(WatchedTask):
         self.lock.release()
 
 
-def build(
-    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
-) -> TrainTask:
+def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None, began: float) -> TrainTask:
     """Build the task; the recipe says everything, so there is no request."""
     return TrainTask(recipe, world, signals, began=began)

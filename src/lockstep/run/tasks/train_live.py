@@ -10,7 +10,7 @@ from typing import Any
 from filelock import Timeout
 
 from lockstep.base.errors import Interrupted, LockstepError
-from lockstep.base.events import Regrouped
+from lockstep.base.events import EpochDone, Evaluated, Regrouped, Steered, StepDone, TextSample, TextsGenerated
 from lockstep.base.lifetime import name_process, rank_name
 from lockstep.base.world import World
 from lockstep.core.distributed.collectives import confirm_on_all_ranks
@@ -21,7 +21,6 @@ from lockstep.launch.elastic.live_notes import Formation, Position, take_termina
 from lockstep.observe.run_history import RunHistory
 from lockstep.observe.sinks.progress import ProgressSink
 from lockstep.run.components import Components
-from lockstep.run.event_backlog import KINDS, Backlog
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.train import TrainTask
 from lockstep.run.user_code_checks import UserCodeChecks
@@ -36,6 +35,60 @@ from lockstep.training.step_outcomes import publish_step, read_outcomes
 NEEDS_GROUP = True
 LOCK_SECONDS = 10.0
 """How long the lock of a process that was killed may last."""
+BACKLOG_SECONDS = 15.0
+"""How old events are that a new rank 0 writes again: TensorBoard's writer keeps the last 10 s in memory."""
+KINDS = {kind.__name__: kind for kind in (StepDone, Evaluated, EpochDone, TextsGenerated, Steered)}
+
+
+class Backlog:
+    """The events of the last steps, which every rank has, for the rank that takes over the files: those of a step are
+    kept or dropped together, since the files are cut after whole steps."""
+
+    def __init__(self, seconds: float = BACKLOG_SECONDS) -> None:
+        self.seconds = seconds
+        self.by_step: dict[int, list[Any]] = {}
+        self._heard: dict[int, float] = {}
+        """Step -> when its last event came."""
+
+    def notice(self, event: object) -> None:
+        if not isinstance(event, StepDone | Evaluated | EpochDone | TextsGenerated | Steered):
+            return
+        now = time.monotonic()
+        if not isinstance(event, StepDone) or event.values:
+            self.by_step.setdefault(event.step, []).append(event)
+            self._heard[event.step] = now
+        for old in sorted(self.by_step):
+            if old >= event.step - 1 or now - self._heard[old] <= self.seconds:
+                break
+            del self.by_step[old], self._heard[old]
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    @property
+    def events(self) -> list[Any]:
+        """In the order of steps."""
+        return [event for step in sorted(self.by_step) for event in self.by_step[step]]
+
+    @property
+    def first_step(self) -> int | None:
+        return min(self.by_step, default=None)
+
+    def plain(self) -> list[list[Any]]:
+        """As JSON."""
+        return [[type(event).__name__, asdict(event)] for event in self.events]
+
+    def missed(self, plain: list[list[Any]]) -> list[Any]:
+        """Those of another rank that this one has not published."""
+        own = {(type(event), event.step) for event in self.events}
+        events = [_event(name, values) for name, values in plain]
+        return [event for event in events if (type(event), event.step) not in own]
+
+
+def _event(name: str, values: dict[str, Any]) -> Any:
+    if name == TextsGenerated.__name__:
+        values["samples"] = tuple(TextSample(**sample) for sample in values["samples"])
+    return KINDS[name](**values)
 
 
 class LiveTrainTask(TrainTask):
@@ -186,7 +239,9 @@ class LiveTrainTask(TrainTask):
         formation = self.live.regroup(position, self._left_out)
         if not self.has_state:
             self.stopped_at = time.monotonic()  # until now it has only started
-        self._move_to(self.live.world)
+        self.world = self.parts.world = self.live.world
+        name_process(rank_name(str(self.world.rank)))
+        self.watch_thread.move_to(self.world)
         if not self.has_state:
             self.list_faults()
         positions = self._finish_step(formation.positions)
@@ -201,11 +256,6 @@ class LiveTrainTask(TrainTask):
         self._rewire()
         self.live.release()
         self._tell(formation)
-
-    def _move_to(self, world: World) -> None:
-        self.world = self.parts.world = world
-        name_process(rank_name(str(world.rank)))
-        self.watch_thread.move_to(world)
 
     def _rewire(self) -> None:
         """A new loop, whose collectives are those of the new group, at the place of the old one."""
@@ -305,9 +355,7 @@ class LiveTrainTask(TrainTask):
         return {"regrouped": self.regrouped}
 
 
-def build(
-    recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None = None, began: float = 0.0
-) -> TrainTask:
+def build(recipe: Recipe, world: World, signals: SignalWatch, *, request: Path | None, began: float) -> TrainTask:
     """Build the task; an ordinary one where the launcher does not recover live."""
     live = LiveGroup.from_environment(recipe.launch.collective_timeout_seconds)
     if live is None:

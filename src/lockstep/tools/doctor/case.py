@@ -11,8 +11,7 @@ from lockstep.launch.launch_config import LaunchSection
 from lockstep.launch.launch_run import NodeAddress
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import Splits
-from lockstep.tools.doctor.diagnosis import Diagnosis
-from lockstep.tools.doctor.rank_facts import RankFacts
+from lockstep.tools.doctor.diagnosis import Diagnosis, RankFacts
 from lockstep.tools.trials import prepared
 
 
@@ -88,13 +87,11 @@ class Case:
     @cached_property
     def parameters(self) -> Attempt:
         """Their number in the model."""
-        return Attempt.of(self._count_parameters)
-
-    def _count_parameters(self) -> int:
         from lockstep.run.build import build_model  # noqa: PLC0415 (torch and the model's library)
 
-        model = build_model(self.recipe, self.splits.train.spec)
-        return sum(parameter.numel() for parameter in model.parameters())
+        return Attempt.of(
+            lambda: sum(each.numel() for each in build_model(self.recipe, self.splits.train.spec).parameters())
+        )
 
 
 class Check(Protocol):

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from lockstep.base import plugins, storage
 from lockstep.tools.doctor.case import Case, Check, NotExamined
-from lockstep.tools.doctor.diagnosis import Diagnosis
-from lockstep.tools.doctor.measured import print_facts
+from lockstep.tools.doctor.diagnosis import MB, Diagnosis, RankFacts
 
 FAMILY = "tools.doctor.checks"
 ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -17,6 +17,8 @@ STYLES = {"error": "red", "warning": "yellow", "note": ""}
 SCOPES = ("config", "machine", "processes", "training")
 """In the order of their checks: the processes pass on what was found on their machine."""
 ALONE = "only this machine was examined: for all of launch.nodes, give the command on each with --rendezvous HOST:PORT"
+SHOWN_PAIRS = 20
+"""The slowest."""
 
 
 def examine(case: Case, console: Console, *, is_quick: bool = False) -> list[Diagnosis]:
@@ -68,3 +70,20 @@ def show(found: Sequence[Diagnosis], case: Case, console: Console) -> None:
 def write(found: Sequence[Diagnosis], case: Case, file: Path) -> None:
     document = {"findings": [each.model_dump() for each in found], "ranks": [rank.model_dump() for rank in case.ranks]}
     storage.write(file, json.dumps(document, indent=1))
+
+
+def print_facts(ranks: Sequence[RankFacts], console: Console) -> None:
+    """Speed of the processors, seconds of collectives, each pair of ranks."""
+    for host in dict.fromkeys(rank.host for rank in ranks):
+        own = [rank for rank in ranks if rank.host == host]
+        speeds = ", ".join(f"rank {rank.rank} {rank.flops / 1e9:.0f}" for rank in own)
+        console.print(f"{host}: {own[0].processor}; GFLOP/s in matrix products: {speeds}", soft_wrap=True)
+    if len(ranks) > 1:
+        slowest = {name: max(rank.seconds[name] for rank in ranks) for name in ranks[0].seconds}
+        times = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in slowest.items())
+        console.print(f"collectives of 4 MiB: {times}", soft_wrap=True)
+        table = Table("from rank", "to", "round trip of a byte", "speed", box=None, header_style="bold")
+        rows = [(speed, latency, rank.rank, other) for rank in ranks for other, (latency, speed) in rank.links.items()]
+        for speed, latency, one, other in sorted(rows)[:SHOWN_PAIRS]:
+            table.add_row(str(one), str(other), f"{1e6 * latency:.0f} us", f"{speed / MB:.0f} MB/s")
+        console.print(table)

@@ -71,13 +71,6 @@ class MachineMeasurements:
         )
 
 
-def slots_of(recipe: Recipe) -> int:
-    """Processes that this machine can run at the same time."""
-    if torch.cuda.is_available():
-        return torch.cuda.device_count()
-    return max(1, cores() // recipe.run.threads)
-
-
 def per_machine(world_size: int, options: EstimateOptions, slots: int) -> int:
     return options.per_machine or (min(world_size, slots) if torch.cuda.is_available() else world_size)
 
@@ -85,7 +78,7 @@ def per_machine(world_size: int, options: EstimateOptions, slots: int) -> int:
 def measure(recipe: Recipe, options: EstimateOptions, *, report: Callable[[str], None]) -> MachineMeasurements:
     """Measure one process alone, then several at once if any world size needs them; then time every strategy on the
     requested world sizes, as far as they run here."""
-    slots = slots_of(recipe)
+    slots = torch.cuda.device_count() if torch.cuda.is_available() else max(1, cores() // recipe.run.threads)
     together = min(max(per_machine(world_size, options, slots) for world_size in options.world_sizes), slots)
     if max(options.world_sizes) > 1 and not torch.cuda.is_available():
         together = max(2, together)

@@ -38,12 +38,6 @@ def begin_part(folder: Path, part: str) -> None:
         file.write(f"{part}\n")
 
 
-def begun_parts(folder: Path) -> list[str]:
-    """The parts that were told of; the last line may not be whole yet."""
-    file = folder / PARTS
-    return file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
-
-
 @dataclass(frozen=True, kw_only=True)
 class MeasurementRuns:
     """Measurements of one recipe, in a temporary folder."""
@@ -78,11 +72,13 @@ class MeasurementRuns:
         """The folder with the results."""
         folder = self.folder / name
         folder.mkdir()
+        parts = folder / PARTS
         self.report(f"{processes_text(processes)}: starting ...")
         seen: list[str] = []
 
         def poll() -> None:
-            lines = begun_parts(folder)
+            lines = parts.read_text(encoding="utf-8").split("\n") if parts.exists() else [""]
+            del lines[-1]  # it may not be whole yet
             for part in lines[len(seen) :]:
                 self.report(f"{processes_text(processes)}: {part} ...")
             seen[:] = lines

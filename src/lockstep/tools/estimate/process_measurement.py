@@ -10,14 +10,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from lockstep.base.errors import ModelError
-from lockstep.base.model_contracts import LossSum, MicroBatch, Model
+from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.core.host.memory_meter import Meter
 from lockstep.core.modules.blocks import with_weights
+from lockstep.core.modules.outputs import widened
+from lockstep.core.numerics.loss import unweighted
 from lockstep.data.sampler import TrainingRequests
 from lockstep.parallel.embedding_rows import large_embeddings
 from lockstep.parallel.measurements import Block, Measurements, Seconds, Weight
@@ -28,7 +33,6 @@ from lockstep.run import build
 from lockstep.run.components import requested_metrics
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import open_splits
-from lockstep.tools.estimate.saved_tensors import kept_by_block
 from lockstep.tools.trials import strategy
 from lockstep.training.state import TrainState
 from lockstep.training.step import step
@@ -64,7 +68,8 @@ class Measurement:
         model = build.build_model(self.recipe, self.data.train.spec).to(self.device)
         build_peak = self.meter.peak()
         state = self.placed(model)
-        held = sum(tensor.nbytes for tensor in held_tensors(model, state))
+        average = state.ema.average.values() if state.ema else ()
+        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *optimizer_tensors(state), *average))
         # Weights read from a file take memory only once they are written to: by the optimizer, in placed().
         fixed = max(before, self.meter.now() - held)
         self.report("passes of the largest micro-batch")
@@ -233,12 +238,6 @@ def optimizer_tensors(state: TrainState) -> list[Tensor]:
     return [value for values in state.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
 
 
-def held_tensors(model: Model, state: TrainState) -> list[Tensor]:
-    """Every tensor that a single process holds between two steps."""
-    average = list(state.ema.average.values()) if state.ema else []
-    return [*model.parameters(), *model.buffers(), *optimizer_tensors(state), *average]
-
-
 def context_bytes(device: torch.device) -> int:
     """What a process holds on a GPU besides its tensors."""
     free, total = torch.cuda.mem_get_info(device)
@@ -248,3 +247,47 @@ def context_bytes(device: torch.device) -> int:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def kept_by_block(model: Model, batch: Batch, autocast: Callable[[], Any]) -> list[tuple[int, int]]:
+    """Run a forward pass -> for each block with weights the bytes kept since the end of the block before, and the bytes
+    of its outputs.
+
+    Storage that several operations keep counts once; weights do not count. With train.recompute, what blocks would keep
+    without it is counted: a block in evaluation mode is not recomputed (its submodules stay in training mode, for
+    their dropout).
+    """
+    blocks = with_weights(model.blocks())
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    known |= {column.untyped_storage().data_ptr() for column in batch.values()}
+    kept, passed_on = [0] * len(blocks), [0] * len(blocks)
+    done = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            kept[min(done, len(blocks) - 1)] += storage.nbytes()
+        return tensor
+
+    def left(_: Any, __: Any, outputs: Any) -> None:
+        nonlocal done
+        passed_on[min(done, len(blocks) - 1)] = sum(
+            leaf.nbytes for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)
+        )
+        done += 1
+
+    handles = [block.register_forward_hook(left) for block in blocks]
+    try:
+        for block in blocks:
+            block.training = False  # not its submodules: see above
+        with saved_tensors_hooks(pack, lambda tensor: tensor), autocast():
+            outputs = model(batch)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            total = unweighted(model.loss(widened(outputs), batch)).total
+        assert torch.is_tensor(total)  # the graph has to live until here
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.train()
+    return list(zip(kept, passed_on, strict=True))

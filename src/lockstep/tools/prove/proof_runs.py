@@ -176,18 +176,13 @@ class ProofRuns:
             return f"{cores()} cores would be shared by {processes} processes of {threads} threads"
         return f"it needs about {needed / 2**30:.1f} GiB of memory" if needed > available_bytes() else None
 
-    def prepared(self, variant: RunVariant) -> tuple[Path, Recipe]:
-        """Report a run that starts and make its folder -> that, and the recipe."""
+    def ended(self, variant: RunVariant, poll: Callable[[], None] = lambda: None) -> tuple[int, ProofRun]:
+        """Start a run and wait for its end -> exit code, run."""
         folder = self.folder / variant.name
         folder.mkdir(parents=True, exist_ok=True)
         self.report(f"{variant} ...")
-        return folder, variant.recipe(self.recipe, folder, steps=self.steps)
-
-    def ended(self, variant: RunVariant, poll: Callable[[], None] = lambda: None) -> tuple[int, ProofRun]:
-        """Start a run and wait for its end -> exit code, run."""
-        folder, recipe = self.prepared(variant)
         trial = trials.run(
-            recipe,
+            variant.recipe(self.recipe, folder, steps=self.steps),
             folder,
             task="proof",
             request=variant.request,

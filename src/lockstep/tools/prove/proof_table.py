@@ -30,16 +30,12 @@ class ProofRow:
     """The first cause of a difference, or why the claim could not be shown."""
 
 
-def table(rows: list[ProofRow]) -> Table:
-    made = Table("what", "how", "result", "digest", show_lines=True, caption="W: number of processes")
-    for row in rows:
-        made.add_row(row.what, row.how, Text(row.result, STYLES[row.result]), row.digest)
-    return made
-
-
 def print_proof(rows: list[ProofRow], console: Console) -> int:
     """Print the table, the causes and a summary; returns the exit code, 1 when anything differs."""
-    wide_console(console, LOG_WIDTH).print(table(rows))
+    table = Table("what", "how", "result", "digest", show_lines=True, caption="W: number of processes")
+    for row in rows:
+        table.add_row(row.what, row.how, Text(row.result, STYLES[row.result]), row.digest)
+    wide_console(console, LOG_WIDTH).print(table)
     for row in rows:
         if row.cause:
             console.print(f"{row.result}: {row.what}\n  {row.cause}", soft_wrap=True)

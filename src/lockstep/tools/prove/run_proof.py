@@ -16,16 +16,22 @@ import torch
 from rich.console import Console
 
 from lockstep.base.errors import ConfigError, nearest
+from lockstep.base.world import World
 from lockstep.core.host.signals import ended_by_sigterm
-from lockstep.data.sampler import EvaluationRequests
-from lockstep.run.components import requested_metrics
+from lockstep.run.components import evaluation_requests, requested_metrics
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import Splits
-from lockstep.tools.prove import metric_differences, strategy_choice
+from lockstep.tools.prove import strategy_choice
 from lockstep.tools.prove.proof_request import ProofRequest, test_samples, train_samples
 from lockstep.tools.prove.proof_runs import ProofRun, ProofRuns
 from lockstep.tools.prove.proof_table import ProofRow, print_proof
-from lockstep.tools.prove.run_differences import DifferenceCauses, RunDifference, run_difference
+from lockstep.tools.prove.run_differences import (
+    EQUAL_MEASURES,
+    DifferenceCauses,
+    RunDifference,
+    metric_row,
+    run_difference,
+)
 from lockstep.tools.trials import prepared, timed_lines
 
 PARTS = ("repeat", "worlds", "strategies", "kill", "evaluate")
@@ -160,10 +166,10 @@ class Proof:
         """Whether all runs with the same weights measured the same."""
         if not self.equal:
             cause = f"the weights of {', '.join(self.unequal)} differ, and so what is measured of them"
-            return ProofRow(what=metric_differences.WHAT, result="not shown", cause=cause)
+            return ProofRow(what=EQUAL_MEASURES, result="not shown", cause=cause)
         measures = requested_metrics(self.recipe, self.data.test.spec)
         repeat = partial(self.runs.run, "again-1", 1)
-        return metric_differences.metric_row(self.recipe, self.runs.on(1), self.equal, measures=measures, repeat=repeat)
+        return metric_row(self.recipe, self.runs.on(1), self.equal, measures=measures, repeat=repeat)
 
     def compared(
         self, what: str, how: str, *, label: str, run: ProofRun, cause: Callable[[RunDifference], str]
@@ -202,14 +208,7 @@ class Proof:
         """Whether the ranks' micro-batches, without ghosts, hold each test sample exactly once."""
         seen = np.zeros(len(self.data.test), dtype=np.int64)
         for rank in range(processes):
-            requests = EvaluationRequests(
-                samples=len(self.data.test),
-                lengths=self.data.test.lengths,
-                micro_batch=self.recipe.evaluate.micro_batch or self.recipe.train.micro_batch,
-                rank=rank,
-                world_size=processes,
-            )
-            for request in requests:
+            for request in evaluation_requests(self.recipe, self.data.test, World(rank=rank, size=processes)):
                 np.add.at(seen, list(request.indices), not request.ghost)
         return bool((seen == 1).all())
 

@@ -25,7 +25,10 @@ def suggestion(sweep: Sweep, *, seed: int) -> dict[str, Any] | None:
     for attempt in range(MOST_REPEATS):
         study = _study(sweep, seed=(seed + len(sweep.trials) * MOST_REPEATS + attempt) % SEEDS)
         asked = study.ask(_distributions(sweep.keys)).params
-        settings = {key.key: _setting(key, asked[key.key]) for key in sweep.keys}
+        settings = {
+            key.key: json.loads(asked[key.key]) if key.ends is None else rounded(key, asked[key.key])
+            for key in sweep.keys
+        }
         if override_text(settings) not in tried:
             return settings
     return None
@@ -53,7 +56,10 @@ def _study(sweep: Sweep, *, seed: int) -> optuna.Study:
             optuna.trial.create_trial(
                 state=STATES[each.state],
                 value=each.value if each.state == "finished" else None,
-                params={key.key: _parameter(key, each.settings[key.key]) for key in sweep.keys},
+                params={
+                    key.key: override_text(each.settings[key.key]) if key.ends is None else each.settings[key.key]
+                    for key in sweep.keys
+                },
                 distributions=_distributions(sweep.keys),
                 intermediate_values={i: _number(sweep, measured.value) for i, measured in enumerate(each.evaluations)},
             )
@@ -72,14 +78,6 @@ def _distribution(key: SweptKey) -> BaseDistribution:
     if key.ends is not None:
         return FloatDistribution(*key.ends, log=key.is_log)
     return CategoricalDistribution([override_text(value) for value in key.values])
-
-
-def _parameter(key: SweptKey, setting: Any) -> Any:
-    return override_text(setting) if key.ends is None else setting
-
-
-def _setting(key: SweptKey, parameter: Any) -> Any:
-    return json.loads(parameter) if key.ends is None else rounded(key, parameter)
 
 
 def _number(sweep: Sweep, value: float | None) -> float:

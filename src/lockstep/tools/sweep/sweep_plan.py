@@ -132,7 +132,11 @@ def _of_config(path: Path, words: list[str], options: SweepOptions) -> PlannedSw
         working_folder=str(Path.cwd()),
     )
     plan = PlannedSweep(sweep=sweep, folder=named.folder, source=path, trusts_code=options.trusts_code)
-    return _continued(plan, recipe) if (plan.folder / SWEEP).is_file() else _fresh(plan)
+    if (plan.folder / SWEEP).is_file():
+        return _continued(plan, recipe)
+    if any((plan.folder / name).exists() for name in ("recipe.yaml", "launch.yaml")):
+        raise ConfigError(f"{plan.folder} is a run, not a sweep: choose another --name")
+    return plan
 
 
 def _count(search: Search, asked: int | None, default: int) -> int:
@@ -143,12 +147,6 @@ def _count(search: Search, asked: int | None, default: int) -> int:
     if not 1 <= asked <= MOST_TRIALS:
         raise ConfigError(f"--trials {asked}: give a number from 1 to {MOST_TRIALS:,}")
     return asked
-
-
-def _fresh(plan: PlannedSweep) -> PlannedSweep:
-    if any((plan.folder / name).exists() for name in ("recipe.yaml", "launch.yaml")):
-        raise ConfigError(f"{plan.folder} is a run, not a sweep: choose another --name")
-    return plan
 
 
 def _continued(plan: PlannedSweep, recipe: Recipe) -> PlannedSweep:

@@ -1,27 +1,45 @@
-"""Runs the trials of a sweep one after the other, each as an ordinary run, and says which is the best."""
+"""Runs the trials of a sweep, each as an ordinary run, one after the other or as jobs, and says which is the best."""
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from io import StringIO
 from pathlib import Path
+from statistics import median
 
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.text import Text
 
-from lockstep.base import storage
+from lockstep.base import plugins, storage
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError
+from lockstep.base.lifetime import Started
+from lockstep.checkpoint.retention import is_better
 from lockstep.core.host.signals import ended_by_sigterm
-from lockstep.observe.watch.run_state import RunState
-from lockstep.tools.sweep import pruning, trial_jobs, trial_processes
+from lockstep.launch import launch_run, run_control
+from lockstep.launch.elastic import fork_server
+from lockstep.launch.elastic.fork_server import ForkServer, ServerKilled, WorkerStart
+from lockstep.observe.watch.run_state import LAUNCH, RunReader, RunState
+from lockstep.run.recipe import Recipe
 from lockstep.tools.sweep.sweep_plan import PlannedSweep, settings_text
-from lockstep.tools.sweep.sweep_plot import svg
-from lockstep.tools.sweep.sweep_state import Sweep, SweepTrial
-from lockstep.tools.sweep.sweep_table import line, number, print_sweep
+from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
+from lockstep.tools.sweep.sweep_table import line, number, print_sweep, svg
 from lockstep.tools.sweep.trial_training import Judge, TrialTraining
+from lockstep.tools.trials import OUTPUT
 
 PICTURE = "sweep.svg"
+LOOK_SECONDS = 2.0
+"""Between two looks at jobs of a scheduler."""
+LEAST_TRIALS = 3
+"""So many earlier trials have to have reached an evaluation before one is judged by it."""
+MOST_FAILURES = 150
+"""Times in a row that a scheduler may not answer: for 5 minutes and more."""
+MODULE = "lockstep.tools.sweep.trial_start"
 
 
 def run(plan: PlannedSweep, console: Console) -> int:
@@ -62,6 +80,88 @@ def _alone(folder: Path) -> Iterator[None]:
             yield
     except Timeout:
         raise LaunchError(f"{folder} is run by another process; choose another --name") from None
+
+
+@dataclass(frozen=True)
+class TrialProcesses:
+    """Forked from one that has imported what they need, where that can be done."""
+
+    server: ForkServer | None
+
+    def start(self, folder: Path, trust: Sequence[str]) -> Started:
+        """The launcher of the run in this folder."""
+        log, arguments = folder / "logs" / OUTPUT, (str(folder / LAUNCH), *trust)
+        if self.server is not None:
+            start = WorkerStart(
+                module=MODULE,
+                arguments=("0", *arguments),
+                environment=None,
+                outputs=dict.fromkeys((1, 2), str(log)),
+                began=time.time(),
+            )
+            with suppress(ServerKilled):
+                return self.server.fork(start)
+        command = [sys.executable, "-P", "-m", MODULE, str(os.getpid()), *arguments]
+        with log.open("a", encoding="utf-8") as file:
+            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+@contextmanager
+def serving(recipe: Recipe) -> Iterator[TrialProcesses]:
+    """Import what trials like this one need. To be called before this process starts threads."""
+    launcher = plugins.implementation_name("launch.launchers", recipe.launch.kind)
+    modules = (*launch_run.worker_modules(recipe, ()), launcher, MODULE)
+    with fork_server.serving(modules, recipe.launch, threads=recipe.run.threads) as server:
+        yield TrialProcesses(server)
+
+
+@dataclass(kw_only=True)
+class TrialJob:
+    """A trial that a scheduler runs, as its own job, which goes on when the sweep is ended."""
+
+    training: TrialTraining
+    trust: Sequence[str]
+    failures: int = field(default=0, init=False)
+    is_cancelled: bool = field(default=False, init=False)
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether a job of an earlier start of the sweep is still there."""
+        try:
+            return not run_control.is_over(self.training.folder)
+        except ConfigError:
+            return False
+
+    def start(self) -> str:
+        """Submit it, unless it has ended or a job is there already -> the state of the job. Raises LaunchError."""
+        if self.training.is_decided:
+            return "has ended already"
+        if not self.is_submitted:
+            self.training.prepare_folder()
+            with redirect_stdout(StringIO()):  # of `lockstep train`, for one run
+                launch_run.launch(self.training.recipe, ("--resume", "auto", *self.trust))
+        return run_control.status(self.training.folder)[0]
+
+    def look(self) -> SweepTrial | None:
+        """The trial as it ended; None while its job goes on. Raises LaunchError if the scheduler never answers."""
+        training = self.training
+        is_over = training.is_decided or self._is_over()
+        training.follow(RunReader(training.folder).state())
+        if training.pruned_at is not None and not (is_over or self.is_cancelled):
+            run_control.cancel(training.folder)
+            self.is_cancelled = True
+        return training.ended(0 if training.is_decided else 1) if is_over else None
+
+    def _is_over(self) -> bool:
+        try:
+            is_over = run_control.is_over(self.training.folder)
+        except LaunchError:
+            self.failures += 1
+            if self.failures > MOST_FAILURES:
+                raise
+            return False
+        self.failures = 0
+        return is_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,15 +214,49 @@ def _run_trials(trials: Trials) -> None:
     """One after the other in processes of this machine, or as jobs."""
     plan = trials.plan
     if plan.base.launch.SUBMITS:
-        trial_jobs.run(trials, most=plan.jobs)
+        _run_jobs(trials, most=plan.jobs)
         return
-    with trial_processes.serving(plan.base) as processes:
+    with serving(plan.base) as processes:
         while (trial := trials.next()) is not None:
             if (found := trials.training(trial)) is not None:
                 training, trust = found
                 training.start = partial(processes.start, trust=trust)
                 with _status(plan.sweep, trial, trials.console) as show:
                     trials.ended(training.run(show))
+
+
+def _run_jobs(trials: Trials, *, most: int) -> None:
+    """Keep at most so many jobs at the scheduler until all trials have ended. Raises LaunchError."""
+    jobs: list[TrialJob] = []
+    while True:
+        while len(jobs) < most and (trial := trials.next([job.training.trial.number for job in jobs])) is not None:
+            if (found := trials.training(trial)) is not None:
+                training, trust = found
+                training.output = run_control.output
+                jobs.append(TrialJob(training=training, trust=trust))
+                state = jobs[-1].start()
+                trials.console.print(f"{trial.name} · {settings_text(trial.settings)} · {state}", soft_wrap=True)
+        if not jobs:
+            return
+        time.sleep(LOOK_SECONDS)
+        for job in list(jobs):
+            if (ended := job.look()) is not None:
+                jobs.remove(job)
+                trials.ended(ended)
+
+
+def clearly_worse(sweep: Sweep, evaluations: Sequence[Measured]) -> int | None:
+    """The index of the first evaluation that is worse than the median of earlier trials' same one; None for none. A
+    pure function of a trial's evaluations and of earlier trials.
+
+    The same one is that of the same number: with another batch it comes after another step.
+    """
+    for index, own in enumerate(evaluations):
+        reached = [t.evaluations[index].value for t in sweep.ended if len(t.evaluations) > index]
+        values = [value for value in reached if value is not None]
+        if len(values) >= LEAST_TRIALS and is_better(sweep.metric, median(values), own.value):
+            return index
+    return None
 
 
 def _judge(sweep: Sweep) -> Judge:
@@ -132,7 +266,7 @@ def _judge(sweep: Sweep) -> Judge:
         from lockstep.tools.sweep import optuna_search  # noqa: PLC0415 (an extra)
 
         return partial(optuna_search.clearly_worse, sweep)
-    return partial(pruning.clearly_worse, sweep)
+    return partial(clearly_worse, sweep)
 
 
 @contextmanager

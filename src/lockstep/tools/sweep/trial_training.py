@@ -121,14 +121,13 @@ class TrialTraining:
             self.total_steps = state.start.lines[0].total_steps
             newest = state.evaluation.step
             if not self.trial.evaluations or self.trial.evaluations[-1].step != newest:
-                self.trial.evaluations = self._evaluations()
+                self.trial.evaluations = [
+                    Measured(step=line.step, value=line.values.get(self.metric), loss=line.values.get("loss"))
+                    for line in Lines(self.folder / run_files.METRICS, METRIC, [])
+                    if line.kind == "evaluation"
+                ]
                 early = [each for each in self.trial.evaluations if each.step < self.total_steps]
                 self.pruned_at = self.judge(early)
-
-    def _evaluations(self) -> list[Measured]:
-        lines = Lines(self.folder / run_files.METRICS, METRIC, [])
-        measured = [line for line in lines if line.kind == "evaluation"]
-        return [Measured(step=e.step, value=e.values.get(self.metric), loss=e.values.get("loss")) for e in measured]
 
     # ---- after its end
 

@@ -1,20 +1,21 @@
-"""Finds the fastest micro-batch that fits in memory, by steps of real training.
+"""Finds the fastest micro-batch that fits in memory, by steps of real training, in few trials.
 
 G = global batch, m = micro-batch, V = ceil(G/m) shards of a step, W = processes.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from lockstep.base.errors import ConfigError
 from lockstep.core.host.memory_meter import GB, available_bytes
 from lockstep.run.recipe import Recipe
 from lockstep.tools.trials import processes_text, timed_lines
 from lockstep.tools.tune import trial_process
-from lockstep.tools.tune.micro_batch_table import TrialRow, TrialVerdict, reasons, recommended, shards_of, table
-from lockstep.tools.tune.size_search import candidates, largest
 from lockstep.tools.tune.trial_work import TrialRequest
 
 USABLE = 0.8
@@ -25,6 +26,77 @@ MOST_SHARDS = 16
 WARNING = """The micro-batch is part of the numeric recipe: another one gives other weights, and a run is not resumed \
 with it.
 Choose it once, before the first run."""
+FASTER = 1.05
+"""Smaller differences in speed are noise."""
+
+TrialVerdict = Literal["fits", "over the budget", "out of memory", "killed", "fails"]
+STYLES = {"fits": "green", "fails": "yellow"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRow:
+    m: int
+    verdict: TrialVerdict
+    peak_bytes: int
+    samples_per_second: float
+    """Of one process."""
+    why: str = ""
+
+
+def shards_of(global_batch: int, m: int) -> int:
+    return -(-global_batch // m)
+
+
+def table(rows: list[TrialRow], global_batch: int) -> Table:
+    made = Table("m", "micro-batches a step", "peak memory", "samples/s", "verdict")
+    for column in made.columns[:4]:
+        column.justify = "right"
+    for row in rows:
+        over = "" if row.verdict == "fits" else "> "
+        made.add_row(
+            str(row.m),
+            f"{shards_of(global_batch, row.m)}{'' if global_batch % row.m == 0 else ' (uneven)'}",
+            f"{over}{row.peak_bytes / GB:.2f} GB" if row.peak_bytes else "",
+            f"{row.samples_per_second:,.0f}" if row.samples_per_second else "",
+            Text(row.verdict, STYLES.get(row.verdict, "red")),
+        )
+    return made
+
+
+def recommended(rows: list[TrialRow], *, global_batch: int, processes: int) -> int:
+    """The fastest that fits; of about equally fast ones the largest that divides G.
+
+    A step has to have work for every process, if any size allows that.
+    """
+    fitting = [row for row in rows if row.verdict == "fits"]
+    busy = [row for row in fitting if shards_of(global_batch, row.m) >= processes]
+    usable = busy or [row for row in fitting if row.m == min(each.m for each in fitting)]
+    enough = max(row.samples_per_second for row in usable) / FASTER
+    fast = [row.m for row in usable if row.samples_per_second >= enough]
+    return max([m for m in fast if global_batch % m == 0] or fast)
+
+
+def reasons(rows: list[TrialRow], m: int, *, global_batch: int, processes: int) -> list[str]:
+    """Why `m` is recommended, and what else follows from the table."""
+    fitting = {row.m: row for row in rows if row.verdict == "fits"}
+    biggest, shards = max(fitting), shards_of(global_batch, m)
+    factor = fitting[m].samples_per_second / fitting[biggest].samples_per_second
+    lines = [f"train.micro_batch={m} is the largest that fits."]
+    if shards_of(global_batch, biggest) < processes <= shards:
+        lines = [f"train.micro_batch={m} is the fastest with which each of {processes_text(processes)} has work."]
+    elif biggest > m and factor >= FASTER:
+        faster = f"{factor:.2f} times the samples per second of {biggest}, the largest that fits"
+        lines = [f"train.micro_batch={m} is the fastest, with {faster}."]
+    elif biggest > m and global_batch % biggest:
+        lines = [f"train.micro_batch={m} fits and divides {global_batch}; {biggest}, the largest, does not."]
+    elif biggest > m:
+        lines = [f"train.micro_batch={m} is about as fast as any that fits."]
+    if global_batch % m:
+        left = global_batch % m
+        lines.append(f"It does not divide {global_batch}: each step's last micro-batch holds {left} samples only.")
+    if shards < processes:
+        lines.append(f"With it only {shards} of {processes_text(processes)} {'has' if shards == 1 else 'have'} work.")
+    return lines + [f"m = {row.m} fails: {row.why}" for row in rows if row.verdict == "fails"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +135,15 @@ class Finder:
         is_single = m == 1 < self.recipe.train.global_batch
         if trial.has_failed and not (is_single and trial.result.began):
             raise trial.failure(f"the trial of train.micro_batch={m}")
+        why = f"It was ended by {trial.killed_by}, as the system does when memory runs out." if trial.killed_by else ""
+        if trial.has_failed:
+            why = (trial.output.rstrip().splitlines() or [f"it ended with exit code {trial.code}"])[-1]
         row = TrialRow(
             m=m,
             verdict=self._verdict(trial),
             peak_bytes=trial.result.peak_bytes if self.budget.on_gpu else trial.peak_bytes,
             samples_per_second=trial.result.samples_per_second,
-            why=_why(trial),
+            why=why,
         )
         if row.verdict != "fits" and not trial.result.began:
             raise ConfigError(f"not even the model fits in memory: {self.remedy(row)}")
@@ -116,13 +191,6 @@ class Finder:
         )
 
 
-def _why(trial: trial_process.Trial) -> str:
-    if trial.has_failed:
-        lines = trial.output.rstrip().splitlines()
-        return lines[-1] if lines else f"it ended with exit code {trial.code}"
-    return f"It was ended by {trial.killed_by}, as the system does when memory runs out." if trial.killed_by else ""
-
-
 def budget_of(recipe: Recipe, memory_gb: float | None, *, on_gpu: bool) -> Budget:
     """Memory for one process: as requested, else the whole GPU, or its share of what is usable on this machine."""
     processes = recipe.launch.processes_here(recipe.run.threads, recipe.train.global_batch)
@@ -168,3 +236,35 @@ def find(recipe: Recipe, budget: Budget, *, samples: int, console: Console) -> i
         console.print(f"The memory of data.workers={recipe.data.workers} comes on top of it.", soft_wrap=True)
     console.print(WARNING, soft_wrap=True)
     return m
+
+
+def candidates(global_batch: int, samples: int) -> list[int]:
+    """Divisors of G and powers of two, ascending, up to what a step can fill."""
+    limit = min(global_batch, samples)
+    powers = {1 << bit for bit in range(limit.bit_length())}
+    return sorted(powers | {m for m in range(1, limit + 1) if global_batch % m == 0})
+
+
+def largest(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest size that fits, by doubling up to the first that does not, then bisection; None if none fits.
+
+    As long as none fits, larger ones are still tried: they keep fewer partial sums of gradients, and BatchNorm refuses
+    single samples.
+    """
+    best, above = None, None
+    for m in [m for m in sizes if m.bit_count() == 1 or m == sizes[-1]]:
+        if fits(m):
+            best = m
+        elif best is not None:
+            above = m
+            break
+    if best is None:
+        return None
+    between = [m for m in sizes if best < m < above] if above is not None else []
+    while between:
+        middle = len(between) // 2
+        if fits(between[middle]):
+            best, between = between[middle], between[middle + 1 :]
+        else:
+            between = between[:middle]
+    return best

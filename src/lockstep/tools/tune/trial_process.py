@@ -63,10 +63,7 @@ class Trial:
 
 
 def run(
-    request: TrialRequest,
-    *,
-    budget_bytes: int | None = None,
-    on_result: Callable[[TrialResult], None] = lambda _: None,
+    request: TrialRequest, *, budget_bytes: int | None = None, on_result: Callable[[TrialResult], None] = lambda _: None
 ) -> Trial:
     """Run a trial; kill it as soon as it holds more than the budget, so that the kernel never has to.
 

@@ -88,7 +88,8 @@ def work(request: TrialRequest, results: Connection, log: str) -> NoReturn:
         sys.stderr.write(f"{error}\n")
         code = error.exit_code
     except Exception as error:
-        if is_out_of_memory(error):
+        is_out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if is_out_of_memory or any(text in str(error) for text in OUT_OF_MEMORY):
             results.send({"out_of_memory": True, "peak_bytes": device_peak_bytes()})
         else:
             traceback.print_exc()
@@ -108,11 +109,6 @@ def run_trial(request: TrialRequest, send: Callable[[dict[str, Any]], None]) -> 
         components = build.assemble(recipe, world, device)
         send({"began": True})
         send({"losses": sweep(components, request.rates, send)} if request.rates else measure(components, request))
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether the GPU or the host had no memory left."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def measure(components: Components, request: TrialRequest) -> dict[str, Any]:

@@ -9,9 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.training.metrics.summed_metric import SummedMetric
-
-CONFUSION = "confusion"
+from lockstep.training.metrics.declared_metrics import CONFUSION, SummedMetric
 
 
 def confusion(logits: Tensor, label: Tensor, *, ignored: int | None = None) -> Tensor:

@@ -1,17 +1,35 @@
-"""Metrics by name: those of the objective, and those that a user's file declares."""
+"""Metrics by name: those of the objective and those that a user's file declares, and which of them are reported."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from lockstep.base.errors import ModelError
+from torch import Tensor
+
+from lockstep.base.errors import ConfigError, ModelError, nearest
 from lockstep.base.model_contracts import Batch, Outputs
 
+CONFUSION = "confusion"
 LABEL = "label"
 EXAMPLE = "return {NAME: (METRIC, lambda outputs, batch: (outputs, batch[COLUMN]))} from metrics(spec)"
 
 Arguments = Callable[[Outputs, Batch], Any]
 """(outputs, batch) -> arguments of a metric's update(), as a tuple or a dict; None to skip this batch."""
+Requested = Literal["auto"] | tuple[str, ...]
+"""evaluate.metrics: the names to report besides the loss, or "auto" for all. "NAME.PART" requests all of NAME."""
+
+
+@dataclass(frozen=True)
+class SummedMetric:
+    """A function of a sum of statistics over all samples.
+
+    Much quicker to import than torchmetrics, which would cost every process two seconds.
+    """
+
+    statistics: Callable[..., Tensor]
+    """(the metric's arguments) -> what a micro-batch adds, int64 or float64 of a constant shape, on the CPU."""
+    compute: Callable[[Tensor], Any]
+    """The sum -> the metric: a number, or a dict of numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +95,23 @@ def _adapted(name: str, adapter: Arguments) -> Arguments:
         return arguments
 
     return checked
+
+
+def is_requested(name: str, requested: Requested) -> bool:
+    """Whether a metric, or one of LossSum.sums, is reported; accuracy and f1 imply the confusion matrix."""
+    if requested == "auto":
+        return True
+    names = {each.partition(".")[0] for each in requested}
+    return name in names or (name == CONFUSION and not names.isdisjoint(("accuracy", "f1")))
+
+
+def check(setting: str, name: str | None, known: Sequence[str], *, are_all: bool) -> None:
+    """Raise ConfigError if a setting names a metric that is not measured. With `are_all` false, some metrics could not
+    be computed yet: their parts are unknown, and NAME.PART passes for a known NAME."""
+    parents = {each.partition(".")[0] for each in known}
+    if name is None or name in known or (setting == "evaluate.metrics" and name in {*parents, CONFUSION}):
+        return
+    if are_all or name.partition(".")[0] not in parents:
+        raise ConfigError(
+            f"{setting}: there is no metric {name!r}{nearest(name, list(known))} (there is: {', '.join(known)})"
+        )

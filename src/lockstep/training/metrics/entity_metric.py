@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.training.metrics.summed_metric import SummedMetric
+from lockstep.training.metrics.declared_metrics import SummedMetric
 
 OUTSIDE, BEGIN, INSIDE = "O", "B-", "I-"
 

@@ -16,8 +16,7 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Outputs
 from lockstep.core.modules.outputs import moved
 from lockstep.core.numerics.seeds import seed_all, seed_of
-from lockstep.training.metrics.declared_metrics import DeclaredMetric
-from lockstep.training.metrics.summed_metric import SummedMetric
+from lockstep.training.metrics.declared_metrics import DeclaredMetric, SummedMetric
 
 Contribution = Any
 """Of a micro-batch to a metric; None if the metric's arguments are None for it."""
@@ -78,7 +77,7 @@ class ReplayTally(Tally):
         self.device = device
         self.metric = self.metric.to(device)
         for metric in _all_metrics(self.metric):
-            metric.distributed_available_fn = _never  # states must not be synchronised by torchmetrics, too
+            metric.distributed_available_fn = lambda: False  # states must not be synchronised by torchmetrics, too
         self.metric.reset()
 
     def _contribution(self, arguments: Any) -> Contribution:
@@ -185,10 +184,6 @@ def _all_metrics(metric: Any) -> Iterator[Any]:
             pending += value
         elif isinstance(value, dict):
             pending += value.values()
-
-
-def _never() -> bool:
-    return False
 
 
 def numbers(name: str, value: Any) -> dict[str, float]:

@@ -47,7 +47,16 @@ def check(case: Case) -> Iterator[Diagnosis]:
             run_folder.check_folder(case.recipe.folder)
         except ConfigError as error:
             yield Diagnosis(code="LS-RUN-05", severity="error", cause=str(error), repair="choose another run.name")
-    yield from _space(case, folder)
+    bytes_each = BYTES_PER_PARAMETER * case.parameters.needed()
+    needed, free = bytes_each * (case.recipe.checkpoint.keep + 1), shutil.disk_usage(folder).free
+    if free < needed:
+        yield Diagnosis(
+            code="LS-RUN-04",
+            severity="error",
+            cause=f"{folder} has {free / 1e9:.1f} GB free, and {case.recipe.checkpoint.keep} checkpoints and "
+            f"one that is being written need about {needed / 1e9:.1f} GB",
+            repair="lower checkpoint.keep, free some space, or choose another run.dir",
+        )
 
 
 def existing(folder: Path) -> Path:
@@ -84,17 +93,4 @@ def _probe(folder: Path) -> Iterator[Diagnosis]:
             severity="warning",
             cause=f"writing and syncing 1 MiB in {folder.parent} takes {seconds:.1f} s",
             repair="choose a faster disk for run.dir, or save less often (checkpoint.every_steps)",
-        )
-
-
-def _space(case: Case, folder: Path) -> Iterator[Diagnosis]:
-    bytes_each = BYTES_PER_PARAMETER * case.parameters.needed()
-    needed, free = bytes_each * (case.recipe.checkpoint.keep + 1), shutil.disk_usage(folder).free
-    if free < needed:
-        yield Diagnosis(
-            code="LS-RUN-04",
-            severity="error",
-            cause=f"{folder} has {free / 1e9:.1f} GB free, and {case.recipe.checkpoint.keep} checkpoints and "
-            f"one that is being written need about {needed / 1e9:.1f} GB",
-            repair="lower checkpoint.keep, free some space, or choose another run.dir",
         )

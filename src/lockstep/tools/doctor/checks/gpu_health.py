@@ -41,7 +41,15 @@ def check(case: Case) -> Iterator[Diagnosis]:
     import torch  # noqa: PLC0415 (slow)
 
     yield from shared_out(case.processes, torch.cuda.device_count())
-    yield from slow_settings({**os.environ, **case.launch.environment})  # noqa: TID251 (what NCCL reads)
+    environment = {**os.environ, **case.launch.environment}  # noqa: TID251 (what NCCL reads)
+    for name, (value, effect) in SLOW_SETTINGS.items():
+        if environment.get(name, "").upper() == value:
+            yield Diagnosis(
+                code="LS-GPU-02",
+                severity="warning",
+                cause=f"{name}={value} is set: {effect}",
+                repair=f"unset {name}, unless it works around a fault of this machine",
+            )
     for number, line in enumerate(_driver_lines()):
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == len(QUERY):
@@ -57,17 +65,6 @@ def shared_out(processes: int, gpus: int) -> Iterator[Diagnosis]:
             cause=f"{processes} processes for {gpus} GPUs",
             repair=f"set launch.processes={gpus}",
         )
-
-
-def slow_settings(environment: Mapping[str, str]) -> Iterator[Diagnosis]:
-    for name, (value, effect) in SLOW_SETTINGS.items():
-        if environment.get(name, "").upper() == value:
-            yield Diagnosis(
-                code="LS-GPU-02",
-                severity="warning",
-                cause=f"{name}={value} is set: {effect}",
-                repair=f"unset {name}, unless it works around a fault of this machine",
-            )
 
 
 def _driver_lines() -> list[str]:

@@ -15,8 +15,7 @@ from lockstep.launch import launch_run
 from lockstep.run.recipe import Recipe
 from lockstep.tools import trials
 from lockstep.tools.doctor.case import Case
-from lockstep.tools.doctor.diagnosis import Diagnosis
-from lockstep.tools.doctor.rank_facts import FACTS, MB, ExaminationRequest, RankFacts
+from lockstep.tools.doctor.diagnosis import FACTS, MB, Diagnosis, ExaminationRequest, RankFacts
 from lockstep.tools.trials import processes_text, strategy, varied
 
 SCOPE = "processes"
