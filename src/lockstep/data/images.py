@@ -12,7 +12,7 @@ import psutil
 from PIL import Image, ImageOps
 
 from lockstep.base.errors import DataError
-from lockstep.core.host.image_processor import ImageProcessor
+from lockstep.core.host.pretrained_processors import ImageProcessor
 from lockstep.data.columns import Place
 from lockstep.data.data_config import AUTO, NO_PROCESSOR, DataSection, ImageSection, PixelSection
 

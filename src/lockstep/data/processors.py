@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lockstep.base.contracts import Columns, DataSpec
-from lockstep.core.host.image_processor import ImageProcessor
+from lockstep.core.host.pretrained_processors import ImageProcessor
 from lockstep.data.data_config import AudioSection, DataSection
 from lockstep.data.images import ImageReader, Scaling, image_processor_of
 from lockstep.data.sounds import SoundReader, sound_reader_of

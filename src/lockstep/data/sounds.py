@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.base import plugins
 from lockstep.base.errors import DataError
-from lockstep.core.host.feature_extractor import FeatureExtractor, Waves
+from lockstep.core.host.pretrained_processors import FeatureExtractor, Waves
 from lockstep.data.data_config import AUTO, NO_PROCESSOR, AudioSection
 
 FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")

@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
-from lockstep.core.host.image_processor import ImageProcessor
+from lockstep.core.host.pretrained_processors import ImageProcessor
 from lockstep.core.modules.deferred_init import is_fake
 from lockstep.models._pretrained import from_pretrained, head_of, mismatches
 from lockstep.models._processed import ModelFiles, ProcessedModel

@@ -15,8 +15,7 @@ from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.gradient_norm import gradients, row_squares
-from lockstep.core.reduction.shard_assignment import contiguous, contiguous_by_rank
-from lockstep.core.reduction.tree import Shards
+from lockstep.core.reduction.tree import Shards, contiguous, contiguous_by_rank
 from lockstep.parallel.accumulation import Accumulation
 from lockstep.parallel.embedding_rows import EmbeddingRows, large_embeddings
 from lockstep.parallel.micro_batches import MicroBatches

@@ -24,8 +24,7 @@ from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.gradient_norm import RowwiseNorm, rows_of
-from lockstep.core.reduction.shard_assignment import contiguous, contiguous_by_rank
-from lockstep.core.reduction.tree import Shards
+from lockstep.core.reduction.tree import Shards, contiguous, contiguous_by_rank
 from lockstep.parallel.micro_batches import MicroBatches, WorldLoss
 from lockstep.parallel.module_profile import ModuleProfile, balanced_bounds, profile_modules
 from lockstep.parallel.partition import PartitionedModel

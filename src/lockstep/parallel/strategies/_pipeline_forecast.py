@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from lockstep.base.errors import ModelError
-from lockstep.core.reduction.shard_assignment import contiguous
-from lockstep.core.reduction.tree import cover
+from lockstep.core.reduction.tree import contiguous, cover
 from lockstep.parallel.forecast import Forecast, Setting
 from lockstep.parallel.measurements import Measurements, Weight
 from lockstep.parallel.memory_forecast import Memory, PartialSums, peak_of_passes, sequential_sums
