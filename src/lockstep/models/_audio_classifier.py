@@ -1,6 +1,5 @@
 """Classifiers of sounds from transformers: load, check, save. m = samples, T = numbers or frames of a sound."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,7 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.host.pretrained_processors import FeatureExtractor
-from lockstep.core.modules.deferred_init import is_fake
-from lockstep.models._pretrained import from_pretrained, head_of, mismatches
+from lockstep.models._pretrained import with_new_head
 from lockstep.models._processed import ModelFiles, ProcessedModel
 from lockstep.models.audio_classifier import Config
 from lockstep.models.objectives._choice import TAGS, name_of
@@ -43,15 +41,7 @@ def build(config: Config, spec: DataSpec) -> Model:
         raise ModelError("model.kind=audio_classifier takes sounds, with targets for each, such as data.kind=audio")
     from transformers import AutoModelForAudioClassification
 
-    network, loading = from_pretrained(
-        AutoModelForAudioClassification,
-        config,
-        check=partial(_check_task, config),
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        **head_of(spec),
-    )
-    notes = mismatches(loading, prefix=f"{network.base_model_prefix}.")  # the head is always new
+    network, notes = with_new_head(AutoModelForAudioClassification, config, spec)
     model = AudioModel(network.float(), spec, FeatureExtractor(config.name))
     _check_input(config, model)
     if _without_layer_drop(network):
@@ -62,34 +52,17 @@ def build(config: Config, spec: DataSpec) -> Model:
     return model
 
 
-def _check_task(config: Config, settings: Any) -> None:
-    """Raise ModelError for a model that transformers has no classifier of sounds of."""
-    from transformers import MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING
-
-    if type(settings) not in MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING:
-        raise ModelError(
-            f"model.name={config.name} is a {settings.model_type} model, with which transformers does not classify "
-            "sounds: give a model of sounds, such as facebook/wav2vec2-base, or bring this one with model.kind=user"
-        )
-
-
 def _check_input(config: Config, model: AudioModel) -> None:
-    """Raise ModelError where the model does not take what its feature extractor gives. Weights without memory
-    (deferred_init) tell nothing."""
-    if any(map(is_fake, model.parameters())):
-        return
-    model.eval()
+    """Raise ModelError where the model does not take what its feature extractor gives."""
     features = torch.from_numpy(model.processor(np.zeros(model.processor.rate, np.float32)))
     try:
-        with torch.no_grad():
-            model({model.processor.column: features[None]})
+        model.tried_out({model.processor.column: features[None]})
     except Exception as error:  # of any module
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ModelError(
             f"model.name={config.name} does not take what its feature extractor gives, numbers of shape "
             f"{[*features.shape]} for a second: {reason}"
         ) from error
-    model.train()
 
 
 def _without_layer_drop(network: Any) -> bool:

@@ -12,7 +12,6 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Cache, Model
 from lockstep.core.host.pretrained_files import load, untrained
-from lockstep.core.modules.deferred_init import is_fake
 from lockstep.models._documents import DOCUMENT, are_close, keeps_apart, not_apart, positions_of, visible_of
 from lockstep.models._pretrained import (
     NetworkModel,
@@ -110,7 +109,11 @@ def _trained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
 
     def check(settings: Any) -> None:
         _check_fit(config, spec, settings)
-        _check_vocabulary(config, _vocabulary(settings), vocabulary)
+        if (known := _vocabulary(settings)) is not None and known < vocabulary:
+            raise ModelError(
+                f"model.name={config.name} has {known:,} tokens, but the data's tokenizer {vocabulary:,}: set "
+                f"data.tokenizer={config.name}, the model's own, or start anew with model.from_config=true"
+            )
 
     network, loading = from_pretrained(
         AutoModelForCausalLM, config, check=check, output_loading_info=True, **_attention(config)
@@ -198,31 +201,14 @@ def _not_causal(config: Config, what: str) -> ModelError:
     )
 
 
-def _check_vocabulary(config: Config, known: int | None, vocabulary: int) -> None:
-    if known is not None and known < vocabulary:
-        raise ModelError(
-            f"model.name={config.name} has {known:,} tokens, but the data's tokenizer {vocabulary:,}: set "
-            f"data.tokenizer={config.name}, the model's own, or start anew with model.from_config=true"
-        )
-
-
 def _check_causality(config: Config, model: CausalTransformer) -> None:
-    """Raise ModelError where what follows a token changes its logits, which would make a loss meaningless.
-
-    Weights without memory (deferred_init) tell nothing.
-    """
-    if any(map(is_fake, model.parameters())):
-        return
-    rows = torch.tensor([[0, 1], [0, 2]])
-    model.eval()
+    """Raise ModelError where what follows a token changes its logits, which would make a loss meaningless."""
     try:
-        with torch.no_grad():
-            one, other = model({"input_ids": rows})[:, 0]
+        logits = model.tried_out({"input_ids": torch.tensor([[0, 1], [0, 2]])})
     except Exception as error:  # of a model that takes more than tokens
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise _not_causal(config, f"cannot read tokens alone ({reason})") from error
-    model.train()
-    if not are_close(one, other):
+    if logits is not None and not are_close(*logits[:, 0]):
         raise _not_causal(config, "reads texts in both directions, so it is no causal language model")
 
 

@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from lockstep.base.contracts import DataSpec
+from lockstep.base.contracts import DataSpec, samples_of
 from lockstep.base.errors import LockstepError, ModelError
-from lockstep.base.model_contracts import TensorPlan
+from lockstep.base.model_contracts import Batch, TensorPlan
 from lockstep.core.host.hub_access import hub_answers
 from lockstep.core.host.pretrained_files import load
 from lockstep.core.modules.blocks import blocks_of
-from lockstep.models._objective_model import ObjectiveModel
-from lockstep.models._pretrained_config import PretrainedSection
-from lockstep.models.objectives._choice import name_of, width_of
+from lockstep.core.modules.deferred_init import is_fake
+from lockstep.models._model_config import PretrainedSection
+from lockstep.models.objectives._choice import ObjectiveModel, name_of, width_of
 
 PROBLEM_TYPES = {"regression": "regression", "multilabel": "multi_label_classification"}
 """What transformers' pipelines call an objective; the others follow from the labels."""
@@ -33,6 +35,16 @@ class NetworkModel(ObjectiveModel):
     def blocks(self) -> list[nn.Module]:
         """Return the embeddings, each layer, and each module of the head."""
         return blocks_of(self.network)
+
+    def tried_out(self, batch: Batch) -> Any:
+        """Outputs in evaluation, without gradients; None of weights without memory (deferred_init), which tell none."""
+        if any(map(is_fake, self.parameters())):
+            return None
+        self.eval()
+        with torch.no_grad():
+            outputs = self(batch)
+        self.train()
+        return outputs
 
     def tensor_plan(self) -> TensorPlan | None:
         """Return the plan that transformers ships (base_model_tp_plan of the config): most decoders have one, few
@@ -78,15 +90,34 @@ def from_pretrained(auto_class: Any, config: PretrainedSection, *, check: Callab
         return load(auto_class, config.name, **origin, **options)
 
 
-def head_of(spec: DataSpec) -> dict[str, Any]:
-    """Options of `from_pretrained` for a new head, with the names of the targets in the model's config."""
+def with_new_head(auto_class: Any, config: PretrainedSection, spec: DataSpec, **options: Any) -> tuple[Any, list[str]]:
+    """A pretrained classifier with a new head for the data's targets, whose names go into the model's config, and notes
+    on its weights. Raises ModelError."""
     names = dict(enumerate(spec.labels or spec.numbers))
-    return {
-        "num_labels": width_of(spec),
-        "id2label": names,
-        "label2id": {name: number for number, name in names.items()},
-        "problem_type": PROBLEM_TYPES.get(name_of(spec)),
-    }
+    network, loading = from_pretrained(
+        auto_class,
+        config,
+        check=partial(check_task, auto_class, config),
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        num_labels=width_of(spec),
+        id2label=names,
+        label2id={name: number for number, name in names.items()},
+        problem_type=PROBLEM_TYPES.get(name_of(spec)),
+        **options,
+    )
+    return network, mismatches(loading, prefix=f"{network.base_model_prefix}.")  # the head is always new
+
+
+def check_task(auto_class: Any, config: PretrainedSection, settings: Any) -> None:
+    """Raise ModelError for a model that transformers has no classifier of such samples, or of words, of."""
+    if type(settings) not in auto_class._model_mapping:
+        samples, example = samples_of(config.modality), type(config).model_fields["name"].default
+        what = "words" if "Token" in auto_class.__name__ else samples
+        raise ModelError(
+            f"model.name={config.name} is a {settings.model_type} model, with which transformers does not classify "
+            f"{what}: give a model of {samples}, such as {example}, or bring this one with model.kind=user"
+        )
 
 
 @contextmanager

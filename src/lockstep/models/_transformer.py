@@ -16,12 +16,12 @@ from lockstep.core.host.pretrained_files import load, untrained
 from lockstep.core.numerics.word_tokens import marked, words_of
 from lockstep.models._pretrained import (
     NetworkModel,
+    check_task,
     from_pretrained,
-    head_of,
-    mismatches,
     save_architecture,
     save_network,
     silence,
+    with_new_head,
 )
 from lockstep.models.objectives._choice import TAGS, name_of
 from lockstep.models.transformer import Config
@@ -47,16 +47,7 @@ def build(config: Config, spec: DataSpec) -> Model:
 
     Raises ModelError when the model cannot be loaded.
     """
-    network, loading = from_pretrained(
-        _auto_class(spec),
-        config,
-        check=partial(_check_task, config, spec),
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        attn_implementation=_attention(config),
-        **head_of(spec),
-    )
-    notes = mismatches(loading, prefix=f"{network.base_model_prefix}.")  # the head is always new
+    network, notes = with_new_head(_auto_class(spec), config, spec, attn_implementation=_attention(config))
     text_config = network.config.get_text_config()
     text_config.use_cache = False  # in a decoder, a recomputed layer would append its keys twice
     if text_config.pad_token_id is None:
@@ -90,7 +81,7 @@ class PretrainedTokenizer:
     def __init__(self, config: Config, spec: DataSpec | None = None) -> None:
         from transformers import AutoTokenizer
 
-        check = partial(_check_task, config, spec)
+        check = partial(check_task, _auto_class(spec), config)
         self.tokenizer = from_pretrained(AutoTokenizer, config, check=check)
         self.has_words = spec is not None and name_of(spec) == TAGS
         if self.has_words and not self.tokenizer.is_fast:
@@ -188,15 +179,3 @@ def _auto_class(spec: DataSpec | None) -> Any:
 
     has_words = spec is not None and name_of(spec) == TAGS
     return AutoModelForTokenClassification if has_words else AutoModelForSequenceClassification
-
-
-def _check_task(config: Config, spec: DataSpec | None, settings: Any) -> None:
-    """Raise ModelError for a model that transformers has no classifier of texts, or of words, of, such as a vision
-    model."""
-    auto_class = _auto_class(spec)
-    if type(settings) not in auto_class._model_mapping:
-        what = "words" if "Token" in auto_class.__name__ else "texts"
-        raise ModelError(
-            f"model.name={config.name} is a {settings.model_type} model, with which transformers does not classify "
-            f"{what}: give a model of texts, such as distilbert-base-uncased, or bring this one with model.kind=user"
-        )

@@ -5,9 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator
 
-from lockstep.models._pretrained_config import HubName, PretrainedSection
-
-OBJECTIVES = ("auto", "causal_lm")
+from lockstep.models._model_config import HubName, PretrainedSection
 
 
 class Config(PretrainedSection):
@@ -45,6 +43,6 @@ class Config(PretrainedSection):
     @field_validator("objective")
     @classmethod
     def _check_causal(cls, name: str) -> str:
-        if name not in OBJECTIVES:
+        if name not in ("auto", "causal_lm"):
             raise ValueError(f"model.kind=causal_lm predicts the next token: set causal_lm or auto, not {name}")
         return name

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lockstep.models._pretrained_config import HubName, PretrainedSection
+from lockstep.models._model_config import HubName, PretrainedSection
 
 
 class Config(PretrainedSection):

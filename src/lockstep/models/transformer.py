@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lockstep.models._pretrained_config import HubName, PretrainedSection
+from lockstep.models._model_config import HubName, PretrainedSection
 
 
 class Config(PretrainedSection):
