@@ -12,8 +12,6 @@ from lockstep.data.token_cache import Tokens
 
 END = "\uffff"
 """Ends a text, in place of the tokenizer's end token: no character, so it is in no text."""
-
-
 UNREADABLE = "\ufffd"
 """What stands for what is no text."""
 
