@@ -69,11 +69,6 @@ class Windows:
     def __len__(self) -> int:
         return max(0, len(self.ids) - 1) // self.context
 
-    @property
-    def dropped(self) -> int:
-        """Tokens at the end that fill no sample, and so are no target."""
-        return len(self.ids) - 1 - len(self) * self.context
-
     def __getitems__(self, indices: Sequence[int]) -> Columns:
         """{"input_ids", "target": int64 [m, T]}, and "bytes", int64 [m], of the text that the targets stand for, where
         the tokenizer tells; "document", int64 [m, T], from 0, where documents are kept apart."""

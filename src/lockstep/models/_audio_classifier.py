@@ -10,8 +10,7 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.host.pretrained_processors import FeatureExtractor
-from lockstep.models._pretrained import with_new_head
-from lockstep.models._processed import ModelFiles, ProcessedModel
+from lockstep.models._pretrained import ModelFiles, ProcessedModel, with_new_head
 from lockstep.models.audio_classifier import Config
 from lockstep.models.objectives._choice import TAGS, name_of
 
@@ -43,26 +42,20 @@ def build(config: Config, spec: DataSpec) -> Model:
 
     network, notes = with_new_head(AutoModelForAudioClassification, config, spec)
     model = AudioModel(network.float(), spec, FeatureExtractor(config.name))
-    _check_input(config, model)
+    features = torch.from_numpy(model.processor(np.zeros(model.processor.rate, np.float32)))
+    model.tried_out(
+        {model.processor.column: features[None]},
+        lambda reason: ModelError(
+            f"model.name={config.name} does not take what its feature extractor gives, numbers of shape "
+            f"{[*features.shape]} for a second: {reason}"
+        ),
+    )
     if _without_layer_drop(network):
         notes.append(
             f"{config.name} skips layers at random in training (layerdrop): it is off, as each process runs each block"
         )
     model._lockstep_notes = tuple(notes)
     return model
-
-
-def _check_input(config: Config, model: AudioModel) -> None:
-    """Raise ModelError where the model does not take what its feature extractor gives."""
-    features = torch.from_numpy(model.processor(np.zeros(model.processor.rate, np.float32)))
-    try:
-        model.tried_out({model.processor.column: features[None]})
-    except Exception as error:  # of any module
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ModelError(
-            f"model.name={config.name} does not take what its feature extractor gives, numbers of shape "
-            f"{[*features.shape]} for a second: {reason}"
-        ) from error
 
 
 def _without_layer_drop(network: Any) -> bool:

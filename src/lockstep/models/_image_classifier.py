@@ -7,8 +7,7 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.host.pretrained_processors import ImageProcessor
-from lockstep.models._pretrained import with_new_head
-from lockstep.models._processed import ModelFiles, ProcessedModel
+from lockstep.models._pretrained import ModelFiles, ProcessedModel, with_new_head
 from lockstep.models.image_classifier import Config
 from lockstep.models.objectives._choice import TAGS, name_of
 
@@ -37,21 +36,16 @@ def build(config: Config, spec: DataSpec) -> Model:
 
     network, notes = with_new_head(AutoModelForImageClassification, config, spec)
     model = ImageModel(network.float(), spec, ImageProcessor(config.name))
-    _check_size(config, model, spec.image_shape)
-    model._lockstep_notes = tuple(notes)
-    return model
-
-
-def _check_size(config: Config, model: ImageModel, shape: tuple[int, int, int]) -> None:
-    """Raise ModelError where the model does not take images of the data's size."""
-    try:
-        model.tried_out({"image": torch.zeros(1, *shape, dtype=torch.uint8)})
-    except Exception as error:  # of any module
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ModelError(
+    shape = spec.image_shape
+    model.tried_out(
+        {"image": torch.zeros(1, *shape, dtype=torch.uint8)},
+        lambda reason: ModelError(
             f"model.name={config.name} does not take images of {' x '.join(map(str, shape))} (channels x height x "
             f"width): {reason}. Its own image processor gives it others (data.image_processor=auto)"
-        ) from error
+        ),
+    )
+    model._lockstep_notes = tuple(notes)
+    return model
 
 
 files = ModelFiles("AutoModelForImageClassification", ImageModel, ImageProcessor)

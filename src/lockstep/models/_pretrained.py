@@ -1,4 +1,4 @@
-"""What models of transformers have in common: load them without code of their own, check, split and save them."""
+"""What models of transformers have in common: load them without code of their own, check, split, save, read back."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from torch import nn
 
 from lockstep.base.contracts import DataSpec, samples_of
 from lockstep.base.errors import LockstepError, ModelError
-from lockstep.base.model_contracts import Batch, TensorPlan
+from lockstep.base.model_contracts import Batch, Model, TensorPlan
 from lockstep.core.host.hub_access import hub_answers
-from lockstep.core.host.pretrained_files import load
+from lockstep.core.host.pretrained_files import load, untrained
 from lockstep.core.modules.blocks import blocks_of
 from lockstep.core.modules.deferred_init import is_fake
 from lockstep.models._model_config import PretrainedSection
@@ -36,13 +36,17 @@ class NetworkModel(ObjectiveModel):
         """Return the embeddings, each layer, and each module of the head."""
         return blocks_of(self.network)
 
-    def tried_out(self, batch: Batch) -> Any:
-        """Outputs in evaluation, without gradients; None of weights without memory (deferred_init), which tell none."""
+    def tried_out(self, batch: Batch, problem: Callable[[str], ModelError]) -> Any:
+        """Outputs in evaluation, without gradients; None of weights without memory (deferred_init), which tell none.
+        Raises the problem with the reason why there are none."""
         if any(map(is_fake, self.parameters())):
             return None
         self.eval()
-        with torch.no_grad():
-            outputs = self(batch)
+        try:
+            with torch.no_grad():
+                outputs = self(batch)
+        except Exception as error:  # of any module
+            raise problem(next(iter(str(error).splitlines()), "") or type(error).__name__) from error
         self.train()
         return outputs
 
@@ -161,3 +165,48 @@ def silence() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+class ProcessedModel(NetworkModel):
+    """Takes what its processor, one of images or a feature extractor, makes of a sample; both are saved together."""
+
+    def __init__(self, network: nn.Module, spec: DataSpec, processor: Any) -> None:
+        super().__init__(network, spec)
+        self.processor = processor
+
+
+class ModelFiles:
+    """Writes and reads the files of models of a class, in the form of transformers."""
+
+    def __init__(self, auto_class: str, model: type[ProcessedModel], processor: type[Any]) -> None:
+        """`auto_class`: the name of the class of transformers; `processor` is built from a folder."""
+        self.auto_class, self.model, self.processor = auto_class, model, processor
+
+    def save(self, model: ProcessedModel, folder: Path) -> None:
+        """Write the model and its processor with transformers' save_pretrained."""
+        save_network(model, folder)
+        model.processor.save(folder)
+
+    def save_config(self, model: ProcessedModel, folder: Path) -> None:
+        """Write the model's config.json, and its processor."""
+        save_architecture(model, folder)
+        model.processor.save(folder)
+
+    def read_back(self, folder: Path, spec: DataSpec) -> Model:
+        """Load what `save` wrote with plain transformers."""
+        silence()
+        return self._with(load(self._loader(), folder), folder, spec)
+
+    def from_config(self, folder: Path, spec: DataSpec) -> Model:
+        """Build a model from what `save_config` wrote; its weights are random."""
+        from transformers import AutoConfig
+
+        return self._with(untrained(self._loader(), load(AutoConfig, folder)), folder, spec)
+
+    def _loader(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.auto_class)
+
+    def _with(self, network: nn.Module, folder: Path, spec: DataSpec) -> Model:
+        return self.model(network, spec, self.processor(str(folder)))

@@ -132,7 +132,10 @@ class WorldLoss:
         table = torch.zeros(step.shards, 2 + len(names), dtype=torch.float64, device=device)
         for micro_batch, loss in own:
             if not micro_batch.ghost:
-                row = [loss.total, _number(loss.count, device), *(loss.sums[name] for name in names)]
+                count = loss.count
+                if not isinstance(count, Tensor):  # filled on the device: a copy of a number would synchronise
+                    count = torch.full((), count, dtype=torch.float64, device=device)
+                row = [loss.total, count, *(loss.sums[name] for name in names)]
                 table[micro_batch.shard] = torch.stack([value.detach().to(torch.float64) for value in row])
         self.table = DisjointSum(table)
 
@@ -146,10 +149,3 @@ def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -
     """The loss over all shards, from those of a rank's micro-batches."""
     pairs = zip(micro_batches, losses, strict=True)
     return WorldLoss(pairs, sorted(losses[0].sums), step=micro_batches[0], device=losses[0].total.device)
-
-
-def _number(value: Tensor | int, device: torch.device) -> Tensor:
-    """0-dim float64 on the device; filled there, because a copy of a number would synchronise."""
-    if isinstance(value, Tensor):
-        return value
-    return torch.full((), value, dtype=torch.float64, device=device)

@@ -27,7 +27,7 @@ from lockstep.data.loader import SampleLoader, Samples, Together
 from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
 from lockstep.observe.diagnose.desync import RankComparison
-from lockstep.parallel.stepwise import Stepwise
+from lockstep.parallel.replicated import Stepwise
 from lockstep.run.loop_folder import LoopFolder
 from lockstep.run.loop_settings import Schedule, loop_settings
 from lockstep.training import optim

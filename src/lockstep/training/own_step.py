@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.core.host.phases import phase
-from lockstep.parallel.stepwise import Stepwise
+from lockstep.parallel.replicated import Stepwise
 from lockstep.training.script_guard import ScriptGuard
 from lockstep.training.step import Outcome
 

@@ -29,9 +29,6 @@ class Classification(PredictingObjective):
     def missing(self, spec: DataSpec) -> str:
         return "" if spec.labels else "a class for each sample"
 
-    def width(self, spec: DataSpec) -> int:
-        return len(spec.labels)
-
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         label = target_of(batch, "classes")
         total = self.cross_entropy(outputs, label)
