@@ -1,6 +1,7 @@
 """Classifiers of sounds from transformers: load, check, save. m = samples, T = numbers or frames of a sound."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.host.pretrained_processors import FeatureExtractor
-from lockstep.models._pretrained import ModelFiles, ProcessedModel, with_new_head
+from lockstep.models._pretrained import ProcessedModel, with_new_head
 from lockstep.models.audio_classifier import Config
 from lockstep.models.objectives._choice import TAGS, name_of
 
@@ -20,6 +21,9 @@ LAYER_DROPS = ("layerdrop", "encoder_layerdrop")
 
 class AudioModel(ProcessedModel):
     """Takes what the model's feature extractor makes of sounds."""
+
+    AUTO_CLASS: ClassVar[str] = "AutoModelForAudioClassification"
+    PROCESSOR: ClassVar[Callable[[str], Any]] = FeatureExtractor
 
     def forward(self, batch: Batch) -> Tensor:
         """Features float [m, T] or [m, T, bands], and the mask int64 [m, T] of extractors that give one -> outputs
@@ -38,9 +42,7 @@ def build(config: Config, spec: DataSpec) -> Model:
     """
     if spec.modality != "audio" or name_of(spec) == TAGS:
         raise ModelError("model.kind=audio_classifier takes sounds, with targets for each, such as data.kind=audio")
-    from transformers import AutoModelForAudioClassification
-
-    network, notes = with_new_head(AutoModelForAudioClassification, config, spec)
+    network, notes = with_new_head(AudioModel.auto_class(spec), config, spec)
     model = AudioModel(network.float(), spec, FeatureExtractor(config.name))
     features = torch.from_numpy(model.processor(np.zeros(model.processor.rate, np.float32)))
     model.tried_out(
@@ -71,5 +73,5 @@ def _without_layer_drop(network: Any) -> bool:
     return bool(found)
 
 
-files = ModelFiles("AutoModelForAudioClassification", AudioModel, FeatureExtractor)
-save, save_config, read_back, from_config = files.save, files.save_config, files.read_back, files.from_config
+save, save_config = AudioModel.save, AudioModel.save_config
+read_back, from_config = AudioModel.read_back, AudioModel.from_config

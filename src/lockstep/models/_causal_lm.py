@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +10,9 @@ from torch import Tensor, nn
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Cache, Model
-from lockstep.core.host.pretrained_files import load, untrained
+from lockstep.core.host.pretrained_files import untrained
 from lockstep.models._documents import DOCUMENT, are_close, keeps_apart, not_apart, positions_of, visible_of
-from lockstep.models._pretrained import (
-    NetworkModel,
-    from_pretrained,
-    mismatches,
-    reported,
-    save_architecture,
-    save_network,
-    silence,
-)
+from lockstep.models._pretrained import NetworkModel, from_pretrained, mismatches, reported
 from lockstep.models.causal_lm import Config
 
 OWN = 0.9
@@ -46,6 +37,7 @@ def by_mask(document: Tensor) -> dict[str, Tensor]:
 class CausalTransformer(NetworkModel):
     """Tokens -> logits of the next ones."""
 
+    AUTO_CLASS: ClassVar[str] = "AutoModelForCausalLM"
     apart: Callable[[Tensor], dict[str, Tensor]] = staticmethod(by_positions)
     """The arguments with which the network keeps documents apart."""
 
@@ -231,19 +223,5 @@ def _keep_apart(config: Config, model: CausalTransformer, vocabulary: int) -> No
     raise not_apart(f"model.name={config.name}")
 
 
-def read_back(folder: Path, spec: DataSpec) -> Model:
-    """Load what `save` wrote with plain transformers."""
-    from transformers import AutoModelForCausalLM
-
-    silence()
-    return CausalTransformer(load(AutoModelForCausalLM, folder), spec)
-
-
-def from_config(folder: Path, spec: DataSpec) -> Model:
-    """Build a model from what `save_config` wrote; its weights are random."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    return CausalTransformer(untrained(AutoModelForCausalLM, load(AutoConfig, folder)), spec)
-
-
-save, save_config = save_network, save_architecture
+save, save_config = CausalTransformer.save, CausalTransformer.save_config
+read_back, from_config = CausalTransformer.read_back, CausalTransformer.from_config

@@ -1,5 +1,8 @@
 """Classifiers of images from transformers: load, check, save. m = samples, C x H x W = channels, height, width."""
 
+from collections.abc import Callable
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
@@ -7,13 +10,16 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.host.pretrained_processors import ImageProcessor
-from lockstep.models._pretrained import ModelFiles, ProcessedModel, with_new_head
+from lockstep.models._pretrained import ProcessedModel, with_new_head
 from lockstep.models.image_classifier import Config
 from lockstep.models.objectives._choice import TAGS, name_of
 
 
 class ImageModel(ProcessedModel):
     """Scales pixels as the model's image processor does; the processor's sizes are the data's concern."""
+
+    AUTO_CLASS: ClassVar[str] = "AutoModelForImageClassification"
+    PROCESSOR: ClassVar[Callable[[str], Any]] = ImageProcessor
 
     def forward(self, batch: Batch) -> Tensor:
         """batch["image"] uint8 [m, C, H, W] -> outputs [m, K], such as logits of classes."""
@@ -32,9 +38,7 @@ def build(config: Config, spec: DataSpec) -> Model:
     """
     if spec.image_shape is None or name_of(spec) == TAGS:
         raise ModelError("model.kind=image_classifier takes images of one size, with targets for each")
-    from transformers import AutoModelForImageClassification
-
-    network, notes = with_new_head(AutoModelForImageClassification, config, spec)
+    network, notes = with_new_head(ImageModel.auto_class(spec), config, spec)
     model = ImageModel(network.float(), spec, ImageProcessor(config.name))
     shape = spec.image_shape
     model.tried_out(
@@ -48,5 +52,5 @@ def build(config: Config, spec: DataSpec) -> Model:
     return model
 
 
-files = ModelFiles("AutoModelForImageClassification", ImageModel, ImageProcessor)
-save, save_config, read_back, from_config = files.save, files.save_config, files.read_back, files.from_config
+save, save_config = ImageModel.save, ImageModel.save_config
+read_back, from_config = ImageModel.read_back, ImageModel.from_config

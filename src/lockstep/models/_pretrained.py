@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,11 +26,49 @@ MAX_NAMES = 3
 
 
 class NetworkModel(ObjectiveModel):
-    """Adapter from a transformers model (`network`) to Lockstep's Model."""
+    """Adapter from a transformers model (`network`) to Lockstep's Model; its files have the form of transformers."""
+
+    AUTO_CLASS: ClassVar[str]
+    """Name of the class of transformers that loads the network."""
 
     def __init__(self, network: nn.Module, spec: DataSpec) -> None:
         super().__init__(spec)
         self.network = network
+
+    @classmethod
+    def auto_class(cls, spec: DataSpec | None) -> Any:
+        """What loads the network, with a head for the objective."""
+        import transformers
+
+        return getattr(transformers, cls.AUTO_CLASS)
+
+    def save(self, folder: Path) -> None:
+        """Write the model, and its processor if it has one, with transformers' save_pretrained."""
+        silence()
+        self.network.save_pretrained(folder)  # type: ignore[operator]
+
+    def save_config(self, folder: Path) -> None:
+        """Write only the config.json of the model, and its processor."""
+        network: Any = self.network
+        network.config.save_pretrained(folder)
+
+    @classmethod
+    def read_back(cls, folder: Path, spec: DataSpec) -> Model:
+        """Load what `save` wrote with plain transformers."""
+        silence()
+        return cls.in_folder(load(cls.auto_class(spec), folder), spec, folder)
+
+    @classmethod
+    def from_config(cls, folder: Path, spec: DataSpec) -> Model:
+        """Build a model from what `save_config` wrote; its weights are random."""
+        from transformers import AutoConfig
+
+        return cls.in_folder(untrained(cls.auto_class(spec), load(AutoConfig, folder)), spec, folder)
+
+    @classmethod
+    def in_folder(cls, network: nn.Module, spec: DataSpec, folder: Path) -> Model:
+        """The model of a network whose files are in a folder."""
+        return cls(network, spec)
 
     def blocks(self) -> list[nn.Module]:
         """Return the embeddings, each layer, and each module of the head."""
@@ -61,18 +99,6 @@ class NetworkModel(ObjectiveModel):
         heads = config.num_attention_heads
         key_value_heads = getattr(config, "num_key_value_heads", None) or heads
         return TensorPlan(styles=styles, counts={"attention heads": heads, "key/value heads": key_value_heads})
-
-
-def save_network(model: NetworkModel, folder: Path) -> None:
-    """Write the model with transformers' save_pretrained."""
-    silence()
-    model.network.save_pretrained(folder)  # type: ignore[operator]
-
-
-def save_architecture(model: NetworkModel, folder: Path) -> None:
-    """Write only the config.json of the model."""
-    network: Any = model.network
-    network.config.save_pretrained(folder)
 
 
 def from_pretrained(auto_class: Any, config: PretrainedSection, *, check: Callable[[Any], None], **options: Any) -> Any:
@@ -170,43 +196,21 @@ def silence() -> None:
 class ProcessedModel(NetworkModel):
     """Takes what its processor, one of images or a feature extractor, makes of a sample; both are saved together."""
 
+    PROCESSOR: ClassVar[Callable[[str], Any]]
+    """Builds the processor from a folder."""
+
     def __init__(self, network: nn.Module, spec: DataSpec, processor: Any) -> None:
         super().__init__(network, spec)
         self.processor = processor
 
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        self.processor.save(folder)
 
-class ModelFiles:
-    """Writes and reads the files of models of a class, in the form of transformers."""
+    def save_config(self, folder: Path) -> None:
+        super().save_config(folder)
+        self.processor.save(folder)
 
-    def __init__(self, auto_class: str, model: type[ProcessedModel], processor: type[Any]) -> None:
-        """`auto_class`: the name of the class of transformers; `processor` is built from a folder."""
-        self.auto_class, self.model, self.processor = auto_class, model, processor
-
-    def save(self, model: ProcessedModel, folder: Path) -> None:
-        """Write the model and its processor with transformers' save_pretrained."""
-        save_network(model, folder)
-        model.processor.save(folder)
-
-    def save_config(self, model: ProcessedModel, folder: Path) -> None:
-        """Write the model's config.json, and its processor."""
-        save_architecture(model, folder)
-        model.processor.save(folder)
-
-    def read_back(self, folder: Path, spec: DataSpec) -> Model:
-        """Load what `save` wrote with plain transformers."""
-        silence()
-        return self._with(load(self._loader(), folder), folder, spec)
-
-    def from_config(self, folder: Path, spec: DataSpec) -> Model:
-        """Build a model from what `save_config` wrote; its weights are random."""
-        from transformers import AutoConfig
-
-        return self._with(untrained(self._loader(), load(AutoConfig, folder)), folder, spec)
-
-    def _loader(self) -> Any:
-        import transformers
-
-        return getattr(transformers, self.auto_class)
-
-    def _with(self, network: nn.Module, folder: Path, spec: DataSpec) -> Model:
-        return self.model(network, spec, self.processor(str(folder)))
+    @classmethod
+    def in_folder(cls, network: nn.Module, spec: DataSpec, folder: Path) -> Model:
+        return cls(network, spec, cls.PROCESSOR(str(folder)))
