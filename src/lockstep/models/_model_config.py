@@ -39,6 +39,8 @@ class ModelSection(PluginSection):
 
     incidental: ClassVar[frozenset[str]] = frozenset({"init"})  # the digest of its weights is a fact of the run
 
+    MODALITY: ClassVar[str] = "any"
+    """See `modality`."""
     PRETRAINED: ClassVar[bool] = False
     """Whether its weights come from a checkpoint."""
     HAS_NEW_HEAD: ClassVar[bool] = False
@@ -77,7 +79,7 @@ class ModelSection(PluginSection):
     @property
     def modality(self) -> str:
         """Input type: "image", "audio", "text", or "any"."""
-        return "any"
+        return self.MODALITY
 
     @property
     def own_tokenizer(self) -> str | None:

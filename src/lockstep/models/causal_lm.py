@@ -11,6 +11,7 @@ from lockstep.models._model_config import HubName, PretrainedSection
 class Config(PretrainedSection):
     """A causal language model (AutoModelForCausalLM), trained further or from scratch."""
 
+    MODALITY: ClassVar[str] = "tokens"
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "train": {"epochs": 1, "global_batch": 32, "micro_batch": 4},
         "optim": {"lr": 5e-5},
@@ -35,10 +36,6 @@ class Config(PretrainedSection):
     @property
     def own_tokenizer(self) -> str:
         return self.name
-
-    @property
-    def modality(self) -> str:
-        return "tokens"
 
     @field_validator("objective")
     @classmethod

@@ -68,13 +68,10 @@ def planned(setting: Setting) -> StagePlan:
     size = section.group_size(world, blocks)
     stages, replicas = size * section.stages_per_process, world // size
     trained = {w.block for w in facts.weights if w.is_trained}
-
-    def is_allowed(start: int, end: int) -> bool:
-        return start not in facts.obstacles and bool(trained.intersection(range(start, end)))
-
     cut: Any = section.cut
     if cut == "auto":
-        bounds = balanced_bounds([block.seconds for block in facts.blocks], stages, is_allowed)
+        costs = [block.seconds for block in facts.blocks]
+        bounds = balanced_bounds(costs, stages, obstacles=facts.obstacles, trained=trained)
     else:
         bounds = [0, *cut, blocks]
     if bounds is None or len(bounds) != stages + 1:
