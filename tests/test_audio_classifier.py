@@ -16,7 +16,7 @@ from served import serving
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import DataError, MissingExtra, ModelError
-from lockstep.core.host.feature_extractor import FeatureExtractor, Waves
+from lockstep.core.host.pretrained_processors import FeatureExtractor, Waves
 from lockstep.data.sounds import SoundReader, tone
 from lockstep.data.sources import _audio as source
 from lockstep.data.sources import audio

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.base.errors import ConfigError
-from lockstep.core.numerics import compiled
+from lockstep.core.numerics import precision
 
 
 @pytest.mark.parametrize(
@@ -34,23 +34,23 @@ def test_code_that_somebody_else_may_have_put_there_is_not_executed(tmp_path, mo
     """In the folder of compiled code: its name, in the shared folder for temporary files, can be guessed."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    monkeypatch.delenv(compiled.VARIABLE, raising=False)
+    monkeypatch.delenv(precision.COMPILED, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = Path(default_cache_dir())
     assert folder.parent == tmp_path
-    compiled._claim_cache()
+    precision._claim_cache()
     folder.chmod(0o777)
     with pytest.raises(
         ConfigError, match=r"others could write to .*, whose code torch.compile would execute: remove it"
     ):
-        compiled._claim_cache()
+        precision._claim_cache()
     folder.rename(tmp_path / "planted")
     folder.symlink_to(tmp_path / "planted")
     with pytest.raises(ConfigError, match="others could write to"):
-        compiled._claim_cache()
+        precision._claim_cache()
     if os.getuid() == 0:
         folder.unlink()
         folder.mkdir()
         os.chown(folder, 12345, 12345)
         with pytest.raises(ConfigError, match="or name another folder with TORCH"):
-            compiled._claim_cache()
+            precision._claim_cache()

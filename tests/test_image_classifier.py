@@ -11,7 +11,7 @@ from running import lockstep, summary
 from served import as_text, png, serving
 
 from lockstep.base.errors import DataError, LockstepError
-from lockstep.core.host.image_processor import ImageProcessor
+from lockstep.core.host.pretrained_processors import ImageProcessor
 from lockstep.run import recipe, splits
 from lockstep.run.build import build_model
 

@@ -10,7 +10,7 @@ from test_optimizers import train_on_rank
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError, UserError
 from lockstep.base.world import World
-from lockstep.data.image_transforms import ImageTransforms
+from lockstep.data.augment import ImageTransforms
 from lockstep.run import build
 from lockstep.run import recipe as recipes
 from lockstep.run.splits import open_splits

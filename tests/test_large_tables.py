@@ -9,7 +9,7 @@ from pyarrow import parquet
 from test_source_files import complaint, files_config, write_table
 
 from lockstep.data import text_table
-from lockstep.data.mapped_texts import MappedTexts
+from lockstep.data.columns import MappedTexts
 from lockstep.data.sources import _files as files
 from lockstep.data.sources import _hub, hub
 

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import SampleError
-from lockstep.core.reduction.shard_assignment import contiguous
+from lockstep.core.reduction.tree import contiguous
 from lockstep.data.collate import collate
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order

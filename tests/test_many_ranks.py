@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from lockstep.core.reduction.all_reduce import AllReduce
-from lockstep.core.reduction.shard_assignment import contiguous_by_rank
-from lockstep.core.reduction.tree import tree_sum
+from lockstep.core.reduction.tree import contiguous_by_rank, tree_sum
 from lockstep.data.order import Order
 from lockstep.data.sampler import TrainingRequests
 from lockstep.launch.elastic import admission

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import DataError, SampleError
 from lockstep.core.numerics.seeds import Randomness
-from lockstep.core.reduction.shard_assignment import contiguous
+from lockstep.core.reduction.tree import contiguous
 from lockstep.data.augment import Augmented, augmented
 from lockstep.data.data_config import DataSection
 from lockstep.data.in_memory import Images

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import DataError, SampleError
 from lockstep.data.dataset import measurable, open_source, spread_evenly, stream_of
+from lockstep.data.order import Blocks, StreamOrder
 from lockstep.data.stream import Stream
-from lockstep.data.stream_order import Blocks, StreamOrder
 from lockstep.data.torch_dataset import as_source
 from lockstep.run.recipe import of_sections
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lockstep.base import ctrl_c, loading_line, user_code
-from lockstep.base.errors import LockstepError, printable
+from lockstep.base.errors import ConfigError, LockstepError, printable
 from lockstep.base.escaping_console import EscapingConsole
 
 if TYPE_CHECKING:
@@ -53,6 +53,17 @@ TrustCode = Annotated[
 def versions() -> str:
     """The versions of Lockstep, torch and Python in one line, without importing torch."""
     return f"lockstep {version('lockstep-train')}, torch {version('torch')}, Python {platform.python_version()}"
+
+
+def shipped_folder(name: str) -> Path:
+    """A folder of the repository that a wheel contains, too, `lessons` or `examples`: in the installed package, or in
+    the checkout that this is. Raises ConfigError."""
+    package = Path(__file__).parents[1]
+    places = (package / name, package.parents[1] / name)
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise ConfigError(f"the {name} are missing: this installation has none of {', '.join(map(str, places))}")
+    return found
 
 
 def load_trusted(path: Path, overrides: list[str] | None, *, trusts: bool) -> "Recipe":

@@ -1,6 +1,5 @@
 """`lockstep init`."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +8,7 @@ from rich.table import Table
 
 from lockstep.base import config, storage
 from lockstep.base.errors import ConfigError, nearest
-from lockstep.cli import _shipped
-from lockstep.cli._common import console, reports_errors
+from lockstep.cli._common import console, reports_errors, shipped_folder
 
 EXAMPLES = "examples/"
 """Before the name of a config that is ready to run, as opposed to one with every setting explained."""
@@ -61,24 +59,20 @@ def _copy_example(name: str, to: Path | None) -> None:
 
 
 def _examples() -> dict[str, Path]:
-    return {file.stem: file for file in sorted(_shipped.folder("examples").glob("*.yaml"))}
+    return {file.stem: file for file in sorted(shipped_folder("examples").glob("*.yaml"))}
 
 
 def _write(folder: Path, written: dict[Path, str]) -> None:
-    _refuse_to_overwrite(folder, written)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: make it, or name another file with --to")
+    for file in written:
+        if file.exists() or file.is_symlink():
+            raise ConfigError(f"{file} exists and is not overwritten; name another file with --to")
     for file, content in written.items():
         try:
             storage.write(file, content)
         except OSError as error:
             raise ConfigError(f"cannot write {file}: {error.strerror}; name another file with --to") from None
-
-
-def _refuse_to_overwrite(folder: Path, wanted: Iterable[Path]) -> None:
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}: make it, or name another file with --to")
-    for file in wanted:
-        if file.exists() or file.is_symlink():
-            raise ConfigError(f"{file} exists and is not overwritten; name another file with --to")
 
 
 def _show_tasks() -> None:

@@ -11,8 +11,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from lockstep.base.errors import ConfigError
-from lockstep.cli import _shipped
-from lockstep.cli._common import console, reports_errors
+from lockstep.cli._common import console, reports_errors, shipped_folder
 
 
 @reports_errors
@@ -24,7 +23,7 @@ def command(
 
     Ends with the exit code of the lesson.
     """
-    lessons = {int(file.name[:2]): file for file in sorted(_shipped.folder("lessons").glob("[0-9][0-9]_*.py"))}
+    lessons = {int(file.name[:2]): file for file in sorted(shipped_folder("lessons").glob("[0-9][0-9]_*.py"))}
     if number is None:
         _list(lessons)
         return 0

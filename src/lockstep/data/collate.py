@@ -95,7 +95,8 @@ def _to_batch(columns: Mapping[str, Tensor | list[Tensor]], padding: _Padding) -
     for name, column in columns.items():
         is_padded = lengths.get(name) in padded_lengths
         if is_padded:
-            is_filled = _filled_mask(lengths[name], padding.multiple)
+            width = -(-max(lengths[name]) // padding.multiple) * padding.multiple
+            is_filled = torch.arange(width) < torch.tensor(lengths[name])[:, None]  # bool [m, T]
             batch[name] = _pad(lists[name], is_filled, padding.value(name, lists[name][0].dtype))
         else:
             batch[name] = torch.stack(column) if isinstance(column, list) else column
@@ -104,12 +105,6 @@ def _to_batch(columns: Mapping[str, Tensor | list[Tensor]], padding: _Padding) -
         if mask is not None and mask not in columns and batch[name].ndim > 1 and (is_padded or name != TOKENS):
             batch[mask] = is_filled.to(torch.int64)
     return batch
-
-
-def _filled_mask(lengths: Sequence[int], multiple: int) -> Tensor:
-    """bool [m, T], False for padding; T is a multiple of `multiple`."""
-    width = -(-max(lengths) // multiple) * multiple
-    return torch.arange(width) < torch.tensor(lengths)[:, None]
 
 
 def _pad(rows: Sequence[Tensor], is_filled: Tensor, fill: float) -> Tensor:

@@ -76,6 +76,9 @@ class DataSection(PluginSection):
     """Settings that `lockstep init` writes for it, by section."""
     TEMPLATE: ClassVar[Path | None] = None
     """Template of the Python file, for a source that is the user's own."""
+    MODALITY: ClassVar[str] = "any"
+    OBJECTIVE: ClassVar[str] = "auto"
+    """See `modality` and `objective`."""
     incidental: ClassVar[frozenset[str]] = frozenset({"root", "workers", "cache", "augment", "group_by_length"})
 
     limit: int | None = Field(None, ge=1, le=1000 * MANY)
@@ -121,7 +124,7 @@ class DataSection(PluginSection):
     @property
     def objective(self) -> str:
         """What is learned from the samples, as far as the settings tell it: an objective, or "auto"."""
-        return "auto"
+        return self.OBJECTIVE
 
     def origin(self) -> Origin | None:
         """Where the samples come from; None if unknown."""
@@ -130,12 +133,14 @@ class DataSection(PluginSection):
     @property
     def modality(self) -> str:
         """Kind of the samples, as far as the settings tell it: "image", "audio", "text", or "any"."""
-        return "any"
+        return self.MODALITY
 
 
 class PackedSection(DataSection):
     """Settings of texts that are joined, and cut into samples for language models."""
 
+    MODALITY: ClassVar[str] = "tokens"
+    OBJECTIVE: ClassVar[str] = "causal_lm"
     PACKS: ClassVar[bool] = True
 
     tokenizer: str = AUTO
@@ -148,14 +153,6 @@ class PackedSection(DataSection):
     documents: Literal["joined", "apart"] = "joined"
     """Where a sample holds several texts, or chats: joined, a token attends to all before it; apart, only to those of
     its own text, whose positions begin at 0, and what follows the end of a text is not learned."""
-
-    @property
-    def modality(self) -> str:
-        return "tokens"
-
-    @property
-    def objective(self) -> str:
-        return "causal_lm"
 
 
 class LabelledSection(DataSection):
@@ -204,15 +201,13 @@ class ImageSection(PixelSection, LabelledSection):
 class AudioSection(DataSection):
     """Settings of sources that give sounds."""
 
+    MODALITY: ClassVar[str] = "audio"
+
     feature_extractor: str = AUTO
     """What turns a sound into the inputs of the model: auto, the feature extractor that was saved with a model of
     transformers, if the model is one; none, nothing: the column input_values holds the sound at 16,000 Hz."""
     seconds: float = Field(10, gt=0, le=600)
     """Longer sounds are cut, also where the trained model is used."""
-
-    @property
-    def modality(self) -> str:
-        return "audio"
 
 
 class OwnFilesSection(DataSection):

@@ -22,7 +22,8 @@ from lockstep.data.torch_dataset import DatasetSource
 
 
 class EvenRows:
-    """Indices of `count` samples spread evenly over `whole`, computed on access: they take no memory."""
+    """Indices of `count` samples spread evenly over `whole`, computed on access: they take no memory. Where both are
+    the same, those of the first samples, and of any after them, of which a stream has any number."""
 
     def __init__(self, count: int, whole: int) -> None:
         self.count, self.whole = count, whole
@@ -34,23 +35,10 @@ class EvenRows:
         return np.asarray(indices, dtype=np.int64) * self.whole // self.count
 
 
-class FirstRows:
-    """Indices of the first `count` samples, and of those after them: a stream has any number."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, indices: Any) -> Any:
-        return np.asarray(indices, dtype=np.int64)
-
-
 class Subset:
     """Some samples of a source, by index."""
 
-    def __init__(self, source: Source, rows: np.ndarray | EvenRows | FirstRows) -> None:
+    def __init__(self, source: Source, rows: np.ndarray | EvenRows) -> None:
         self.source, self.rows, self.spec = source, rows, source.spec
         self.lengths = None if source.lengths is None else source.lengths[rows[np.arange(len(rows))]]
 
@@ -70,7 +58,7 @@ def stream_of(source: Source) -> Stream | None:
     return dataset if isinstance(dataset, Stream) else None
 
 
-def select(source: Source, rows: np.ndarray | EvenRows | FirstRows) -> Source:
+def select(source: Source, rows: np.ndarray | EvenRows) -> Source:
     """Return a subset of a source, with its augmentation."""
     if isinstance(source, Augmented):
         return Augmented(select(source.source, rows), source.augment, source.seed)
@@ -82,7 +70,7 @@ def spread_evenly(source: Source, count: int) -> Source:
     no more."""
     if count >= len(source):
         return source
-    return select(source, EvenRows(count, len(source)) if stream_of(source) is None else FirstRows(count))
+    return select(source, EvenRows(count, len(source) if stream_of(source) is None else count))
 
 
 def open_source(section: DataSection, split: str, *, publish: Callable[[object], None] = lambda _: None) -> Source:
@@ -138,17 +126,6 @@ def with_tokens(
     `is_checked` verifies every byte."""
     if stream_of(source) is not None:
         return TokenizedStream(source, tokenizer)
-    return _cached(source, section, tokenizer, publish=publish, is_checked=is_checked)
-
-
-def _cached(
-    source: Source,
-    section: DataSection,
-    tokenizer: Tokenizer,
-    *,
-    publish: Callable[[object], None],
-    is_checked: bool,
-) -> Tokens:
     return tokenized(
         source,
         tokenizer,
@@ -167,6 +144,7 @@ def packed(
     is_checked: bool = False,
 ) -> Windows:
     """Tokenize texts, join them, and cut them into samples of section.context tokens."""
-    tokens = _cached(source, section, tokenizer, publish=publish, is_checked=is_checked)
+    tokens = with_tokens(source, section, tokenizer, publish=publish, is_checked=is_checked)
+    assert isinstance(tokens, Tokens)  # no source of such texts is a stream
     starts = document_starts(tokens) if section.documents == "apart" else None
     return Windows(tokens, tokenizer.token_bytes, context=section.context, starts=starts)

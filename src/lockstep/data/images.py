@@ -12,7 +12,7 @@ import psutil
 from PIL import Image, ImageOps
 
 from lockstep.base.errors import DataError
-from lockstep.core.host.image_processor import ImageProcessor
+from lockstep.core.host.pretrained_processors import ImageProcessor
 from lockstep.data.columns import Place
 from lockstep.data.data_config import AUTO, NO_PROCESSOR, DataSection, ImageSection, PixelSection
 
@@ -45,7 +45,7 @@ class Scaling:
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         channels, height, width = self.shape
-        image = _converted(image, channels)
+        image = image.convert("L" if channels == 1 else "RGB")
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         pixels = np.asarray(image)
@@ -63,7 +63,7 @@ class ImageReader:
 
     def __call__(self, file: ImageFile, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
         """Pixels of a file; `formats` are those allowed, by default all of Pillow's. Raises DataError."""
-        return self.fit(_open(file, where, formats))
+        return self.fit(open_image(file, where, formats))
 
     def blank(self) -> np.ndarray:
         """A black image."""
@@ -104,18 +104,9 @@ class SizedImages:
         )
         self.is_scaled = section.image_size is not None or isinstance(self.fit, ImageProcessor)
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(C, H, W)."""
-        return self.fit.shape
-
-    def open(self, file: ImageFile, where: str) -> Image.Image:
-        """Raises DataError for an unreadable file."""
-        return _open(file, where)
-
     def pixels(self, image: Image.Image, where: str) -> np.ndarray:
         """uint8 [C, H, W]. Raises DataError, where nothing scales images, for one of another size."""
-        _, height, width = self.shape
+        _, height, width = self.fit.shape
         if not self.is_scaled and image.size != (width, height):
             raise DataError(
                 f"{where} is {image.height} x {image.width} (height x width), but the first training "
@@ -135,10 +126,10 @@ def decode(
     if count == 0:
         raise DataError("there is no image in this split: check the folders or the splits named in `data`")
     sized = SizedImages(section, like)
-    images, unreadable = _empty((count, *sized.shape)), {}
+    images, unreadable = _empty((count, *sized.fit.shape)), {}
     for number, file in enumerate(files):
         try:
-            image = sized.open(file, place(number))
+            image = open_image(file, place(number))
         except DataError as error:
             if not section.skips:
                 raise
@@ -152,7 +143,7 @@ def _size(files: Iterable[ImageFile], section: ImageSection) -> tuple[int, int]:
     """Height and width of the first image that is not skipped. Raises DataError."""
     for file in files:
         try:
-            width, height = _open(file, str(file) if isinstance(file, Path) else "the first training image").size
+            width, height = open_image(file, str(file) if isinstance(file, Path) else "the first training image").size
         except DataError:
             if not section.skips:
                 raise
@@ -176,12 +167,8 @@ def _empty(shape: tuple[int, int, int, int]) -> np.ndarray:
     return np.empty(shape, dtype=np.uint8)
 
 
-def _converted(image: Image.Image, channels: int) -> Image.Image:
-    return image.convert("L" if channels == 1 else "RGB")
-
-
-def _open(file: ImageFile, where: str, formats: tuple[str, ...] | None = None) -> Image.Image:
-    """Load an image, rotated by its EXIF tag, in a mode that `convert` accepts."""
+def open_image(file: ImageFile, where: str, formats: tuple[str, ...] | None = None) -> Image.Image:
+    """Load an image, rotated by its EXIF tag, in a mode that `convert` accepts. Raises DataError."""
     if file is None:
         raise DataError(f"{where} has no image: remove the row")
     if isinstance(file, Image.Image):

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,7 @@ class Images:
         targets = _checked(labels, len(images), names)
         self.labels = targets.values
         channels, height, width = images.shape[1:]
-        self.spec = DataSpec(modality="image", image_shape=(channels, height, width), **_described(targets))
+        self.spec = DataSpec(modality="image", image_shape=(channels, height, width), **targets.described)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -54,7 +53,7 @@ class Texts:
         self.texts = texts
         targets = _checked(labels, len(texts), names)
         self.labels = targets.values
-        self.spec = DataSpec(modality="text", **_described(targets))
+        self.spec = DataSpec(modality="text", **targets.described)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -67,8 +66,21 @@ class Texts:
         }
 
 
-def _described(targets: Targets) -> dict[str, Any]:
-    return {"labels": targets.labels, "numbers": targets.numbers, "objective": targets.objective}
+class PlainTexts:
+    """Texts to learn a language from."""
+
+    lengths: np.ndarray | None = None
+    spec = DataSpec(modality="tokens")
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitems__(self, indices: Sequence[int]) -> Columns:
+        """{"text": m strings}."""
+        return {"text": [self.texts[index] for index in indices]}
 
 
 def _checked(labels: np.ndarray | Targets, samples: int, names: Sequence[str]) -> Targets:

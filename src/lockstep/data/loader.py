@@ -1,29 +1,36 @@
-"""Load micro-batches with a DataLoader, in the training process or ahead of it in worker processes."""
+"""Load micro-batches with a DataLoader, in the training process or ahead of it in worker processes; also in the form
+that a script's own DataLoader would give them."""
 
 import gc
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, default_collate
 
 from lockstep.base import socket_folder
-from lockstep.base.contracts import Source
+from lockstep.base.contracts import Columns, DataSpec, Source
 from lockstep.base.errors import DataError, LockstepError
 from lockstep.base.lifetime import end_with_parent
-from lockstep.base.model_contracts import MicroBatch
+from lockstep.base.model_contracts import Batch, MicroBatch
 from lockstep.core.host.loader_stacks import StackFiles
 from lockstep.data.bad_samples import Faults
 from lockstep.data.fetching import MicroBatchDataset
 from lockstep.data.sampler import ShardRequest
+from lockstep.data.torch_dataset import check_indexed
 
 PREFETCH = 4
 """Micro-batches that each worker process loads ahead."""
+Together = Callable[[list[Any]], Any]
+"""The samples of a micro-batch -> tensors, in tuples, lists, dicts or anything else: DataLoader's collate_fn."""
 
 
 class Loader:
@@ -94,8 +101,11 @@ class Loader:
     def _moved(self, micro_batch: MicroBatch) -> MicroBatch:
         if self.device.type == "cpu":
             return micro_batch
-        batch = {name: t.pin_memory().to(self.device, non_blocking=True) for name, t in micro_batch.batch.items()}
-        return replace(micro_batch, batch=batch)
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+
+        return replace(micro_batch, batch=tree_map_only(Tensor, copied, micro_batch.batch))
 
 
 def _identity(micro_batch: MicroBatch | LockstepError) -> MicroBatch | LockstepError:
@@ -118,3 +128,42 @@ def _start_worker(number: int, stacks: StackFiles | None = None) -> None:
 def _exit_on_next_sigterm(*_: Any) -> None:
     """The first SIGTERM may be a launcher's, while the last step still needs data; the next one ends the worker."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class Samples:
+    """A data set as a Source whose micro-batches are made by a collate function. Raises DataError."""
+
+    spec = DataSpec(modality="any")
+    lengths: np.ndarray | None = None
+
+    def __init__(self, dataset: Any, together: Together | None, where: str) -> None:
+        if isinstance(dataset, DataLoader):
+            raise DataError(f"{where} is a DataLoader: give the data set itself, loader.dataset")
+        check_indexed(dataset, where)
+        if not len(dataset):
+            raise DataError(f"{where} holds no sample")
+        self.dataset, self.together = dataset, together or default_collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: Sequence[int]) -> Columns:
+        getitems = getattr(self.dataset, "__getitems__", None)
+        samples = [self.dataset[index] for index in indices] if getitems is None else getitems(list(indices))
+        return cast(Columns, self.together(samples))
+
+
+class _MicroBatches(MicroBatchDataset):
+    def collated(self, request: ShardRequest) -> Batch:
+        """What the collate function has returned, which need not be a dict of tensors."""
+        return self.columns(request)
+
+
+class SampleLoader(Loader):
+    """Loads the micro-batches of `Samples`."""
+
+    def micro_batches(self, source: Source, *, seed: int, pad_id: int) -> MicroBatchDataset:
+        return _MicroBatches(source, self.faults, seed=seed, pad_id=pad_id)
+
+    def _check_dtypes(self, micro_batch: MicroBatch) -> None:
+        """A collate function may return what it likes."""

@@ -10,9 +10,8 @@ import numpy as np
 from lockstep.base import storage
 from lockstep.base.contracts import samples_of
 from lockstep.base.errors import DataError
-from lockstep.data.columns import Place
+from lockstep.data.columns import MappedTexts, Place
 from lockstep.data.data_config import OwnFilesSection
-from lockstep.data.mapped_texts import MappedTexts
 from lockstep.data.order import mix
 from lockstep.data.targets import LabelColumn, Targets
 

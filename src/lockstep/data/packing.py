@@ -12,8 +12,6 @@ from lockstep.data.token_cache import Tokens
 
 END = "\uffff"
 """Ends a text, in place of the tokenizer's end token: no character, so it is in no text."""
-
-
 UNREADABLE = "\ufffd"
 """What stands for what is no text."""
 
@@ -70,11 +68,6 @@ class Windows:
 
     def __len__(self) -> int:
         return max(0, len(self.ids) - 1) // self.context
-
-    @property
-    def dropped(self) -> int:
-        """Tokens at the end that fill no sample, and so are no target."""
-        return len(self.ids) - 1 - len(self) * self.context
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
         """{"input_ids", "target": int64 [m, T]}, and "bytes", int64 [m], of the text that the targets stand for, where

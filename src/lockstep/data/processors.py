@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lockstep.base.contracts import Columns, DataSpec
-from lockstep.core.host.image_processor import ImageProcessor
+from lockstep.core.host.pretrained_processors import ImageProcessor
 from lockstep.data.data_config import AudioSection, DataSection
 from lockstep.data.images import ImageReader, Scaling, image_processor_of
 from lockstep.data.sounds import SoundReader, sound_reader_of
@@ -51,12 +51,7 @@ class FileSamples:
     def __init__(self, paths: Sequence[Path], targets: Targets, reader: FileReader, *, skips: bool = False) -> None:
         self.paths, self.reader, self.labels = paths, reader, targets.values
         self.lengths = reader.lengths(paths, skips=skips)
-        described: dict[str, Any] = {
-            "labels": targets.labels,
-            "numbers": targets.numbers,
-            "objective": targets.objective,
-        }
-        self.spec = DataSpec(modality=reader.modality, **reader.spec, **described)
+        self.spec = DataSpec(modality=reader.modality, **reader.spec, **targets.described)
 
     def __len__(self) -> int:
         return len(self.paths)

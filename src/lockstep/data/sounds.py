@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.base import plugins
 from lockstep.base.errors import DataError
-from lockstep.core.host.feature_extractor import FeatureExtractor, Waves
+from lockstep.core.host.pretrained_processors import FeatureExtractor, Waves
 from lockstep.data.data_config import AUTO, NO_PROCESSOR, AudioSection
 
 FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
@@ -48,7 +48,16 @@ class SoundReader:
 
     def __call__(self, file: SoundFile, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
         """Features of a sound file, float32 [T] or [frames, bands]. Raises DataError."""
-        return self.extractor(self._wave(file, where, formats or FORMATS))
+        from scipy.signal import resample_poly
+
+        with _opened(file, where, formats or FORMATS) as opened:
+            wave = _read(opened, math.ceil(self.seconds * opened.samplerate), where)
+            common = math.gcd(self.extractor.rate, opened.samplerate)
+            up, down = self.extractor.rate // common, opened.samplerate // common
+        if up != down:
+            wave = resample_poly(wave, up, down).astype(np.float32)
+        length = self._length(len(wave))
+        return self.extractor(np.pad(wave[:length], (0, max(0, length - len(wave)))))
 
     def blank(self) -> np.ndarray:
         """Features of a second of silence."""
@@ -77,19 +86,6 @@ class SoundReader:
         """The length that a sound is cut or padded to."""
         rate = self.extractor.rate
         return max(min(length, math.ceil(self.seconds * rate)), math.ceil(MIN_SECONDS * rate))
-
-    def _wave(self, file: SoundFile, where: str, formats: tuple[str, ...]) -> np.ndarray:
-        """The sound, float32 [T]."""
-        from scipy.signal import resample_poly
-
-        with _opened(file, where, formats) as opened:
-            wave = _read(opened, math.ceil(self.seconds * opened.samplerate), where)
-            common = math.gcd(self.extractor.rate, opened.samplerate)
-            up, down = self.extractor.rate // common, opened.samplerate // common
-        if up != down:
-            wave = resample_poly(wave, up, down).astype(np.float32)
-        length = self._length(len(wave))
-        return np.pad(wave[:length], (0, max(0, length - len(wave))))
 
 
 def sound_reader_of(section: AudioSection) -> SoundReader:

@@ -29,6 +29,11 @@ class Targets:
     numbers: tuple[str, ...] = ()
     objective: str = "auto"
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """The fields of DataSpec."""
+        return {"labels": self.labels, "numbers": self.numbers, "objective": self.objective}
+
 
 class LabelColumn(ABC):
     """How a label column is read and encoded."""

@@ -15,8 +15,7 @@ from filelock import FileLock
 
 from lockstep.base.errors import DataError
 from lockstep.data import tables
-from lockstep.data.columns import Place, rows_of
-from lockstep.data.mapped_texts import MappedTexts
+from lockstep.data.columns import MappedTexts, Place, rows_of
 from lockstep.data.targets import LabelColumn
 
 LARGE_BYTES = 1 << 25

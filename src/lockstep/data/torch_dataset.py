@@ -15,10 +15,6 @@ from lockstep.data.stream import Stream, is_iterable_only
 
 Collate = Callable[[list[Any]], Any]
 """The user's collate function: samples of a micro-batch -> a dict of tensors."""
-CLASSES_HINT = (
-    "give the data set an attribute `classes` (their names), or `spec = DataSpec(modality=..., labels=...)` of "
-    "lockstep, with labels=() where a label is no class"
-)
 
 
 def lengths_of(dataset: Any, where: str) -> np.ndarray | None:
@@ -100,7 +96,9 @@ class DatasetSource:
         if not _is_class(label):
             return ()
         raise DataError(
-            f"the labels of {self.where} are whole numbers, but nothing says how many classes there are: {CLASSES_HINT}"
+            f"the labels of {self.where} are whole numbers, but nothing says how many classes there are: give the data "
+            "set an attribute `classes` (their names), or `spec = DataSpec(modality=..., labels=...)` of lockstep, "
+            "with labels=() where a label is no class"
         )
 
 

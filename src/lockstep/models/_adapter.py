@@ -12,7 +12,7 @@ from lockstep.base import plugins
 from lockstep.base.errors import ConfigError, ModelError
 from lockstep.base.model_contracts import Model
 from lockstep.base.name_patterns import matching
-from lockstep.models._adapter_config import AdapterSection
+from lockstep.models._model_config import AdapterSection
 from lockstep.models.objectives._choice import TAGS
 
 NAME, BASE, PREFIX = "default", ".base_layer", "base_model.model."
@@ -32,9 +32,10 @@ def attach(model: Model, section: AdapterSection, *, has_new_head: bool) -> None
     import peft
 
     network = _network(model)
-    trained = set(_head(model)) if has_new_head else set()
+    names, trained = [name for name, _ in network.named_parameters()], set[str]()
+    if has_new_head:
+        trained |= {name for name in names if not name.startswith(f"{network.base_model_prefix}.")}  # not the body
     if section.train:
-        names = [name for name, _ in network.named_parameters()]
         trained |= matching(section.train, names, setting="model.adapter.train")
     config = _config(section, _targets(network, section))
     weights = {name: parameter for name, parameter in network.named_parameters() if name in trained}
@@ -65,13 +66,6 @@ def _adapted(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 def _network(model: Model) -> nn.Module:
     return getattr(model, "network", model)
-
-
-def _head(model: Model) -> list[str]:
-    """Parameters of a transformers model outside of the pretrained body."""
-    network: Any = _network(model)
-    body = f"{network.base_model_prefix}."
-    return [name for name, _ in network.named_parameters() if not name.startswith(body)]
 
 
 def _targets(network: nn.Module, section: AdapterSection) -> list[str]:

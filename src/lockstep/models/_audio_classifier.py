@@ -1,7 +1,7 @@
 """Classifiers of sounds from transformers: load, check, save. m = samples, T = numbers or frames of a sound."""
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -10,10 +10,8 @@ from torch import Tensor
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
-from lockstep.core.host.feature_extractor import FeatureExtractor
-from lockstep.core.modules.deferred_init import is_fake
-from lockstep.models._pretrained import from_pretrained, head_of, mismatches
-from lockstep.models._processed import ModelFiles, ProcessedModel
+from lockstep.core.host.pretrained_processors import FeatureExtractor
+from lockstep.models._pretrained import ProcessedModel, with_new_head
 from lockstep.models.audio_classifier import Config
 from lockstep.models.objectives._choice import TAGS, name_of
 
@@ -23,6 +21,9 @@ LAYER_DROPS = ("layerdrop", "encoder_layerdrop")
 
 class AudioModel(ProcessedModel):
     """Takes what the model's feature extractor makes of sounds."""
+
+    AUTO_CLASS: ClassVar[str] = "AutoModelForAudioClassification"
+    PROCESSOR: ClassVar[Callable[[str], Any]] = FeatureExtractor
 
     def forward(self, batch: Batch) -> Tensor:
         """Features float [m, T] or [m, T, bands], and the mask int64 [m, T] of extractors that give one -> outputs
@@ -41,55 +42,22 @@ def build(config: Config, spec: DataSpec) -> Model:
     """
     if spec.modality != "audio" or name_of(spec) == TAGS:
         raise ModelError("model.kind=audio_classifier takes sounds, with targets for each, such as data.kind=audio")
-    from transformers import AutoModelForAudioClassification
-
-    network, loading = from_pretrained(
-        AutoModelForAudioClassification,
-        config,
-        check=partial(_check_task, config),
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        **head_of(spec),
-    )
-    notes = mismatches(loading, prefix=f"{network.base_model_prefix}.")  # the head is always new
+    network, notes = with_new_head(AudioModel.auto_class(spec), config, spec)
     model = AudioModel(network.float(), spec, FeatureExtractor(config.name))
-    _check_input(config, model)
+    features = torch.from_numpy(model.processor(np.zeros(model.processor.rate, np.float32)))
+    model.tried_out(
+        {model.processor.column: features[None]},
+        lambda reason: ModelError(
+            f"model.name={config.name} does not take what its feature extractor gives, numbers of shape "
+            f"{[*features.shape]} for a second: {reason}"
+        ),
+    )
     if _without_layer_drop(network):
         notes.append(
             f"{config.name} skips layers at random in training (layerdrop): it is off, as each process runs each block"
         )
     model._lockstep_notes = tuple(notes)
     return model
-
-
-def _check_task(config: Config, settings: Any) -> None:
-    """Raise ModelError for a model that transformers has no classifier of sounds of."""
-    from transformers import MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING
-
-    if type(settings) not in MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING:
-        raise ModelError(
-            f"model.name={config.name} is a {settings.model_type} model, with which transformers does not classify "
-            "sounds: give a model of sounds, such as facebook/wav2vec2-base, or bring this one with model.kind=user"
-        )
-
-
-def _check_input(config: Config, model: AudioModel) -> None:
-    """Raise ModelError where the model does not take what its feature extractor gives. Weights without memory
-    (deferred_init) tell nothing."""
-    if any(map(is_fake, model.parameters())):
-        return
-    model.eval()
-    features = torch.from_numpy(model.processor(np.zeros(model.processor.rate, np.float32)))
-    try:
-        with torch.no_grad():
-            model({model.processor.column: features[None]})
-    except Exception as error:  # of any module
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ModelError(
-            f"model.name={config.name} does not take what its feature extractor gives, numbers of shape "
-            f"{[*features.shape]} for a second: {reason}"
-        ) from error
-    model.train()
 
 
 def _without_layer_drop(network: Any) -> bool:
@@ -105,5 +73,5 @@ def _without_layer_drop(network: Any) -> bool:
     return bool(found)
 
 
-files = ModelFiles("AutoModelForAudioClassification", AudioModel, FeatureExtractor)
-save, save_config, read_back, from_config = files.save, files.save_config, files.read_back, files.from_config
+save, save_config = AudioModel.save, AudioModel.save_config
+read_back, from_config = AudioModel.read_back, AudioModel.from_config

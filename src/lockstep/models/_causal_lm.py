@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +10,9 @@ from torch import Tensor, nn
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Cache, Model
-from lockstep.core.host.pretrained_files import load, untrained
-from lockstep.core.modules.deferred_init import is_fake
+from lockstep.core.host.pretrained_files import untrained
 from lockstep.models._documents import DOCUMENT, are_close, keeps_apart, not_apart, positions_of, visible_of
-from lockstep.models._pretrained import (
-    NetworkModel,
-    from_pretrained,
-    mismatches,
-    reported,
-    save_architecture,
-    save_network,
-    silence,
-)
+from lockstep.models._pretrained import NetworkModel, from_pretrained, mismatches, reported
 from lockstep.models.causal_lm import Config
 
 OWN = 0.9
@@ -47,6 +37,7 @@ def by_mask(document: Tensor) -> dict[str, Tensor]:
 class CausalTransformer(NetworkModel):
     """Tokens -> logits of the next ones."""
 
+    AUTO_CLASS: ClassVar[str] = "AutoModelForCausalLM"
     apart: Callable[[Tensor], dict[str, Tensor]] = staticmethod(by_positions)
     """The arguments with which the network keeps documents apart."""
 
@@ -110,7 +101,11 @@ def _trained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
 
     def check(settings: Any) -> None:
         _check_fit(config, spec, settings)
-        _check_vocabulary(config, _vocabulary(settings), vocabulary)
+        if (known := _vocabulary(settings)) is not None and known < vocabulary:
+            raise ModelError(
+                f"model.name={config.name} has {known:,} tokens, but the data's tokenizer {vocabulary:,}: set "
+                f"data.tokenizer={config.name}, the model's own, or start anew with model.from_config=true"
+            )
 
     network, loading = from_pretrained(
         AutoModelForCausalLM, config, check=check, output_loading_info=True, **_attention(config)
@@ -198,31 +193,13 @@ def _not_causal(config: Config, what: str) -> ModelError:
     )
 
 
-def _check_vocabulary(config: Config, known: int | None, vocabulary: int) -> None:
-    if known is not None and known < vocabulary:
-        raise ModelError(
-            f"model.name={config.name} has {known:,} tokens, but the data's tokenizer {vocabulary:,}: set "
-            f"data.tokenizer={config.name}, the model's own, or start anew with model.from_config=true"
-        )
-
-
 def _check_causality(config: Config, model: CausalTransformer) -> None:
-    """Raise ModelError where what follows a token changes its logits, which would make a loss meaningless.
-
-    Weights without memory (deferred_init) tell nothing.
-    """
-    if any(map(is_fake, model.parameters())):
-        return
-    rows = torch.tensor([[0, 1], [0, 2]])
-    model.eval()
-    try:
-        with torch.no_grad():
-            one, other = model({"input_ids": rows})[:, 0]
-    except Exception as error:  # of a model that takes more than tokens
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise _not_causal(config, f"cannot read tokens alone ({reason})") from error
-    model.train()
-    if not are_close(one, other):
+    """Raise ModelError where what follows a token changes its logits, which would make a loss meaningless."""
+    tokens = torch.tensor([[0, 1], [0, 2]])
+    logits = model.tried_out(
+        {"input_ids": tokens}, lambda why: _not_causal(config, f"cannot read tokens alone ({why})")
+    )
+    if logits is not None and not are_close(*logits[:, 0]):
         raise _not_causal(config, "reads texts in both directions, so it is no causal language model")
 
 
@@ -246,19 +223,5 @@ def _keep_apart(config: Config, model: CausalTransformer, vocabulary: int) -> No
     raise not_apart(f"model.name={config.name}")
 
 
-def read_back(folder: Path, spec: DataSpec) -> Model:
-    """Load what `save` wrote with plain transformers."""
-    from transformers import AutoModelForCausalLM
-
-    silence()
-    return CausalTransformer(load(AutoModelForCausalLM, folder), spec)
-
-
-def from_config(folder: Path, spec: DataSpec) -> Model:
-    """Build a model from what `save_config` wrote; its weights are random."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    return CausalTransformer(untrained(AutoModelForCausalLM, load(AutoConfig, folder)), spec)
-
-
-save, save_config = save_network, save_architecture
+save, save_config = CausalTransformer.save, CausalTransformer.save_config
+read_back, from_config = CausalTransformer.read_back, CausalTransformer.from_config

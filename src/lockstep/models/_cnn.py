@@ -6,9 +6,8 @@ from torch import Tensor, nn
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
-from lockstep.models._objective_model import ObjectiveModel
 from lockstep.models.cnn import Config
-from lockstep.models.objectives._choice import width_of
+from lockstep.models.objectives._choice import ObjectiveModel, width_of
 
 
 def channels_last(images: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Cache, Model, TensorPlan
 from lockstep.models._documents import positions_of, visible_of
-from lockstep.models._objective_model import ObjectiveModel
 from lockstep.models.gpt import Config
+from lockstep.models.objectives._choice import ObjectiveModel
 
 BASE = 10_000.0
 """Of the wavelengths of rotary positions. Source: J. Su et al., RoFormer, 2021."""

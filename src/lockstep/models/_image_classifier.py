@@ -1,7 +1,7 @@
 """Classifiers of images from transformers: load, check, save. m = samples, C x H x W = channels, height, width."""
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,16 +9,17 @@ from torch import Tensor
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
-from lockstep.core.host.image_processor import ImageProcessor
-from lockstep.core.modules.deferred_init import is_fake
-from lockstep.models._pretrained import from_pretrained, head_of, mismatches
-from lockstep.models._processed import ModelFiles, ProcessedModel
+from lockstep.core.host.pretrained_processors import ImageProcessor
+from lockstep.models._pretrained import ProcessedModel, with_new_head
 from lockstep.models.image_classifier import Config
 from lockstep.models.objectives._choice import TAGS, name_of
 
 
 class ImageModel(ProcessedModel):
     """Scales pixels as the model's image processor does; the processor's sizes are the data's concern."""
+
+    AUTO_CLASS: ClassVar[str] = "AutoModelForImageClassification"
+    PROCESSOR: ClassVar[Callable[[str], Any]] = ImageProcessor
 
     def forward(self, batch: Batch) -> Tensor:
         """batch["image"] uint8 [m, C, H, W] -> outputs [m, K], such as logits of classes."""
@@ -37,51 +38,19 @@ def build(config: Config, spec: DataSpec) -> Model:
     """
     if spec.image_shape is None or name_of(spec) == TAGS:
         raise ModelError("model.kind=image_classifier takes images of one size, with targets for each")
-    from transformers import AutoModelForImageClassification
-
-    network, loading = from_pretrained(
-        AutoModelForImageClassification,
-        config,
-        check=partial(_check_task, config),
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        **head_of(spec),
-    )
+    network, notes = with_new_head(ImageModel.auto_class(spec), config, spec)
     model = ImageModel(network.float(), spec, ImageProcessor(config.name))
-    _check_size(config, model, spec.image_shape)
-    model._lockstep_notes = tuple(mismatches(loading, prefix=f"{network.base_model_prefix}."))  # the head is always new
+    shape = spec.image_shape
+    model.tried_out(
+        {"image": torch.zeros(1, *shape, dtype=torch.uint8)},
+        lambda reason: ModelError(
+            f"model.name={config.name} does not take images of {' x '.join(map(str, shape))} (channels x height x "
+            f"width): {reason}. Its own image processor gives it others (data.image_processor=auto)"
+        ),
+    )
+    model._lockstep_notes = tuple(notes)
     return model
 
 
-def _check_task(config: Config, settings: Any) -> None:
-    """Raise ModelError for a model that transformers has no classifier of images of."""
-    from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
-
-    if type(settings) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
-        raise ModelError(
-            f"model.name={config.name} is a {settings.model_type} model, with which transformers does not classify "
-            "images: give a model of images, such as google/vit-base-patch16-224, or bring this one with "
-            "model.kind=user"
-        )
-
-
-def _check_size(config: Config, model: ImageModel, shape: tuple[int, int, int]) -> None:
-    """Raise ModelError where the model does not take images of the data's size. Weights without memory (deferred_init)
-    tell nothing."""
-    if any(map(is_fake, model.parameters())):
-        return
-    model.eval()
-    try:
-        with torch.no_grad():
-            model({"image": torch.zeros(1, *shape, dtype=torch.uint8)})
-    except Exception as error:  # of any module
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ModelError(
-            f"model.name={config.name} does not take images of {' x '.join(map(str, shape))} (channels x height x "
-            f"width): {reason}. Its own image processor gives it others (data.image_processor=auto)"
-        ) from error
-    model.train()
-
-
-files = ModelFiles("AutoModelForImageClassification", ImageModel, ImageProcessor)
-save, save_config, read_back, from_config = files.save, files.save_config, files.read_back, files.from_config
+save, save_config = ImageModel.save, ImageModel.save_config
+read_back, from_config = ImageModel.read_back, ImageModel.from_config

@@ -1,17 +1,37 @@
-"""Base class of every model's settings; a model's `Config` overrides what differs."""
+"""Base classes of models' settings, those from transformers among them; a model's `Config` overrides what differs."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from lockstep.base import plugins
-from lockstep.base.config import PluginSection
+from lockstep.base.config import PluginSection, Section
 from lockstep.base.errors import nearest
 from lockstep.base.name_patterns import Patterns
 from lockstep.base.remote_path import DataPath
-from lockstep.models._adapter_config import AdapterSection
+
+
+class AdapterSection(Section):
+    """Train small matrices beside frozen weights, by the library peft."""
+
+    kind: Literal["lora", "loha", "lokr", "ia3"] = "lora"
+    """lora (E. Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021), or another method of peft; dora
+    and rslora are options of lora: {use_dora: true}, {use_rslora: true}."""
+    rank: int = Field(8, ge=1, le=2**16)
+    """Inner size of the matrices; ia3 has none."""
+    alpha: float | None = Field(None, gt=0, le=2**16)
+    """Their product is scaled by alpha / rank; by default 2, whatever the rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Of what goes into the matrices; lora only."""
+    targets: Patterns = ()
+    """Layers that get an adapter: names of modules, or shell patterns of them, such as "*.q_proj"; by default all
+    linear layers of the numbered layers, such as those of attention and feed-forward blocks."""
+    train: Patterns = ()
+    """What is trained besides, as a whole: names of parameters or modules. A new head always is."""
+    options: dict[str, Any] = {}
+    """Further arguments of peft's config class."""
 
 
 class ModelSection(PluginSection):
@@ -19,6 +39,8 @@ class ModelSection(PluginSection):
 
     incidental: ClassVar[frozenset[str]] = frozenset({"init"})  # the digest of its weights is a fact of the run
 
+    MODALITY: ClassVar[str] = "any"
+    """See `modality`."""
     PRETRAINED: ClassVar[bool] = False
     """Whether its weights come from a checkpoint."""
     HAS_NEW_HEAD: ClassVar[bool] = False
@@ -57,7 +79,7 @@ class ModelSection(PluginSection):
     @property
     def modality(self) -> str:
         """Input type: "image", "audio", "text", or "any"."""
-        return "any"
+        return self.MODALITY
 
     @property
     def own_tokenizer(self) -> str | None:
@@ -83,3 +105,31 @@ class ModelSection(PluginSection):
     def base_model(self) -> str | None:
         """Hub name of the pretrained model."""
         return None
+
+
+def _absolute_folder(name: str) -> str:
+    """Resolve a folder of this name, here or in models/, to its absolute path; return any other name unchanged."""
+    for folder in (Path(name).expanduser(), Path("models") / name):
+        if folder.is_dir():
+            return str(folder.absolute())
+    return name
+
+
+HubName = Annotated[str, AfterValidator(_absolute_folder)]
+"""A name on the hub, or the absolute path of a folder."""
+
+
+class PretrainedSection(ModelSection):
+    """A model from the hub or a folder."""
+
+    LIBRARIES: ClassVar[tuple[str, ...]] = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
+
+    name: HubName
+    """A name on the Hugging Face hub, or a local folder (here or in models/) with a saved model and its tokenizer."""
+    revision: str = "main"
+    """The hub's branch, tag or commit; a commit can never change."""
+
+    @property
+    def base_model(self) -> str | None:
+        """The hub name; None for a local folder, whose origin is unknown."""
+        return None if Path(self.name).is_absolute() else self.name

@@ -1,21 +1,23 @@
-"""What models of transformers have in common: load them without code of their own, check, split and save them."""
+"""What models of transformers have in common: load them without code of their own, check, split, save, read back."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
-from lockstep.base.contracts import DataSpec
+from lockstep.base.contracts import DataSpec, samples_of
 from lockstep.base.errors import LockstepError, ModelError
-from lockstep.base.model_contracts import TensorPlan
+from lockstep.base.model_contracts import Batch, Model, TensorPlan
 from lockstep.core.host.hub_access import hub_answers
-from lockstep.core.host.pretrained_files import load
+from lockstep.core.host.pretrained_files import load, untrained
 from lockstep.core.modules.blocks import blocks_of
-from lockstep.models._objective_model import ObjectiveModel
-from lockstep.models._pretrained_config import PretrainedSection
-from lockstep.models.objectives._choice import name_of, width_of
+from lockstep.core.modules.deferred_init import is_fake
+from lockstep.models._model_config import PretrainedSection
+from lockstep.models.objectives._choice import ObjectiveModel, name_of, width_of
 
 PROBLEM_TYPES = {"regression": "regression", "multilabel": "multi_label_classification"}
 """What transformers' pipelines call an objective; the others follow from the labels."""
@@ -24,15 +26,67 @@ MAX_NAMES = 3
 
 
 class NetworkModel(ObjectiveModel):
-    """Adapter from a transformers model (`network`) to Lockstep's Model."""
+    """Adapter from a transformers model (`network`) to Lockstep's Model; its files have the form of transformers."""
+
+    AUTO_CLASS: ClassVar[str]
+    """Name of the class of transformers that loads the network."""
 
     def __init__(self, network: nn.Module, spec: DataSpec) -> None:
         super().__init__(spec)
         self.network = network
 
+    @classmethod
+    def auto_class(cls, spec: DataSpec | None) -> Any:
+        """What loads the network, with a head for the objective."""
+        import transformers
+
+        return getattr(transformers, cls.AUTO_CLASS)
+
+    def save(self, folder: Path) -> None:
+        """Write the model, and its processor if it has one, with transformers' save_pretrained."""
+        silence()
+        self.network.save_pretrained(folder)  # type: ignore[operator]
+
+    def save_config(self, folder: Path) -> None:
+        """Write only the config.json of the model, and its processor."""
+        network: Any = self.network
+        network.config.save_pretrained(folder)
+
+    @classmethod
+    def read_back(cls, folder: Path, spec: DataSpec) -> Model:
+        """Load what `save` wrote with plain transformers."""
+        silence()
+        return cls.in_folder(load(cls.auto_class(spec), folder), spec, folder)
+
+    @classmethod
+    def from_config(cls, folder: Path, spec: DataSpec) -> Model:
+        """Build a model from what `save_config` wrote; its weights are random."""
+        from transformers import AutoConfig
+
+        return cls.in_folder(untrained(cls.auto_class(spec), load(AutoConfig, folder)), spec, folder)
+
+    @classmethod
+    def in_folder(cls, network: nn.Module, spec: DataSpec, folder: Path) -> Model:
+        """The model of a network whose files are in a folder."""
+        return cls(network, spec)
+
     def blocks(self) -> list[nn.Module]:
         """Return the embeddings, each layer, and each module of the head."""
         return blocks_of(self.network)
+
+    def tried_out(self, batch: Batch, problem: Callable[[str], ModelError]) -> Any:
+        """Outputs in evaluation, without gradients; None of weights without memory (deferred_init), which tell none.
+        Raises the problem with the reason why there are none."""
+        if any(map(is_fake, self.parameters())):
+            return None
+        self.eval()
+        try:
+            with torch.no_grad():
+                outputs = self(batch)
+        except Exception as error:  # of any module
+            raise problem(next(iter(str(error).splitlines()), "") or type(error).__name__) from error
+        self.train()
+        return outputs
 
     def tensor_plan(self) -> TensorPlan | None:
         """Return the plan that transformers ships (base_model_tp_plan of the config): most decoders have one, few
@@ -45,18 +99,6 @@ class NetworkModel(ObjectiveModel):
         heads = config.num_attention_heads
         key_value_heads = getattr(config, "num_key_value_heads", None) or heads
         return TensorPlan(styles=styles, counts={"attention heads": heads, "key/value heads": key_value_heads})
-
-
-def save_network(model: NetworkModel, folder: Path) -> None:
-    """Write the model with transformers' save_pretrained."""
-    silence()
-    model.network.save_pretrained(folder)  # type: ignore[operator]
-
-
-def save_architecture(model: NetworkModel, folder: Path) -> None:
-    """Write only the config.json of the model."""
-    network: Any = model.network
-    network.config.save_pretrained(folder)
 
 
 def from_pretrained(auto_class: Any, config: PretrainedSection, *, check: Callable[[Any], None], **options: Any) -> Any:
@@ -78,15 +120,34 @@ def from_pretrained(auto_class: Any, config: PretrainedSection, *, check: Callab
         return load(auto_class, config.name, **origin, **options)
 
 
-def head_of(spec: DataSpec) -> dict[str, Any]:
-    """Options of `from_pretrained` for a new head, with the names of the targets in the model's config."""
+def with_new_head(auto_class: Any, config: PretrainedSection, spec: DataSpec, **options: Any) -> tuple[Any, list[str]]:
+    """A pretrained classifier with a new head for the data's targets, whose names go into the model's config, and notes
+    on its weights. Raises ModelError."""
     names = dict(enumerate(spec.labels or spec.numbers))
-    return {
-        "num_labels": width_of(spec),
-        "id2label": names,
-        "label2id": {name: number for number, name in names.items()},
-        "problem_type": PROBLEM_TYPES.get(name_of(spec)),
-    }
+    network, loading = from_pretrained(
+        auto_class,
+        config,
+        check=partial(check_task, auto_class, config),
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        num_labels=width_of(spec),
+        id2label=names,
+        label2id={name: number for number, name in names.items()},
+        problem_type=PROBLEM_TYPES.get(name_of(spec)),
+        **options,
+    )
+    return network, mismatches(loading, prefix=f"{network.base_model_prefix}.")  # the head is always new
+
+
+def check_task(auto_class: Any, config: PretrainedSection, settings: Any) -> None:
+    """Raise ModelError for a model that transformers has no classifier of such samples, or of words, of."""
+    if type(settings) not in auto_class._model_mapping:
+        samples, example = samples_of(config.modality), type(config).model_fields["name"].default
+        what = "words" if "Token" in auto_class.__name__ else samples
+        raise ModelError(
+            f"model.name={config.name} is a {settings.model_type} model, with which transformers does not classify "
+            f"{what}: give a model of {samples}, such as {example}, or bring this one with model.kind=user"
+        )
 
 
 @contextmanager
@@ -130,3 +191,26 @@ def silence() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+class ProcessedModel(NetworkModel):
+    """Takes what its processor, one of images or a feature extractor, makes of a sample; both are saved together."""
+
+    PROCESSOR: ClassVar[Callable[[str], Any]]
+    """Builds the processor from a folder."""
+
+    def __init__(self, network: nn.Module, spec: DataSpec, processor: Any) -> None:
+        super().__init__(network, spec)
+        self.processor = processor
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        self.processor.save(folder)
+
+    def save_config(self, folder: Path) -> None:
+        super().save_config(folder)
+        self.processor.save(folder)
+
+    @classmethod
+    def in_folder(cls, network: nn.Module, spec: DataSpec, folder: Path) -> Model:
+        return cls(network, spec, cls.PROCESSOR(str(folder)))

@@ -12,17 +12,8 @@ from torch import Tensor
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
-from lockstep.core.host.pretrained_files import load, untrained
 from lockstep.core.numerics.word_tokens import marked, words_of
-from lockstep.models._pretrained import (
-    NetworkModel,
-    from_pretrained,
-    head_of,
-    mismatches,
-    save_architecture,
-    save_network,
-    silence,
-)
+from lockstep.models._pretrained import NetworkModel, check_task, from_pretrained, with_new_head
 from lockstep.models.objectives._choice import TAGS, name_of
 from lockstep.models.transformer import Config
 
@@ -37,6 +28,13 @@ CHARACTERS_PER_TOKEN = 64
 class TextModel(NetworkModel):
     """A classifier of texts, or of each token."""
 
+    @classmethod
+    def auto_class(cls, spec: DataSpec | None) -> Any:
+        from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+        has_words = spec is not None and name_of(spec) == TAGS
+        return AutoModelForTokenClassification if has_words else AutoModelForSequenceClassification
+
     def forward(self, batch: Batch) -> Tensor:
         """Token ids and mask, int64 [m, T] -> outputs [m, K], such as logits of classes, or [m, T, K]."""
         return self.network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -47,16 +45,7 @@ def build(config: Config, spec: DataSpec) -> Model:
 
     Raises ModelError when the model cannot be loaded.
     """
-    network, loading = from_pretrained(
-        _auto_class(spec),
-        config,
-        check=partial(_check_task, config, spec),
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        attn_implementation=_attention(config),
-        **head_of(spec),
-    )
-    notes = mismatches(loading, prefix=f"{network.base_model_prefix}.")  # the head is always new
+    network, notes = with_new_head(TextModel.auto_class(spec), config, spec, attn_implementation=_attention(config))
     text_config = network.config.get_text_config()
     text_config.use_cache = False  # in a decoder, a recomputed layer would append its keys twice
     if text_config.pad_token_id is None:
@@ -90,7 +79,7 @@ class PretrainedTokenizer:
     def __init__(self, config: Config, spec: DataSpec | None = None) -> None:
         from transformers import AutoTokenizer
 
-        check = partial(_check_task, config, spec)
+        check = partial(check_task, TextModel.auto_class(spec), config)
         self.tokenizer = from_pretrained(AutoTokenizer, config, check=check)
         self.has_words = spec is not None and name_of(spec) == TAGS
         if self.has_words and not self.tokenizer.is_fast:
@@ -166,37 +155,5 @@ class PretrainedTokenizer:
         self.tokenizer.save_pretrained(folder)
 
 
-tokenizer, save, save_config = PretrainedTokenizer, save_network, save_architecture
-
-
-def read_back(folder: Path, spec: DataSpec) -> Model:
-    """Load what `save` wrote with plain transformers."""
-    silence()
-    return TextModel(load(_auto_class(spec), folder), spec)
-
-
-def from_config(folder: Path, spec: DataSpec) -> Model:
-    """Build a model from what `save_config` wrote; its weights are random."""
-    from transformers import AutoConfig
-
-    return TextModel(untrained(_auto_class(spec), load(AutoConfig, folder)), spec)
-
-
-def _auto_class(spec: DataSpec | None) -> Any:
-    """What loads a network with a head for the objective."""
-    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
-
-    has_words = spec is not None and name_of(spec) == TAGS
-    return AutoModelForTokenClassification if has_words else AutoModelForSequenceClassification
-
-
-def _check_task(config: Config, spec: DataSpec | None, settings: Any) -> None:
-    """Raise ModelError for a model that transformers has no classifier of texts, or of words, of, such as a vision
-    model."""
-    auto_class = _auto_class(spec)
-    if type(settings) not in auto_class._model_mapping:
-        what = "words" if "Token" in auto_class.__name__ else "texts"
-        raise ModelError(
-            f"model.name={config.name} is a {settings.model_type} model, with which transformers does not classify "
-            f"{what}: give a model of texts, such as distilbert-base-uncased, or bring this one with model.kind=user"
-        )
+tokenizer, save, save_config = PretrainedTokenizer, TextModel.save, TextModel.save_config
+read_back, from_config = TextModel.read_back, TextModel.from_config

@@ -115,16 +115,13 @@ def own_loss(network: nn.Module, of_file: Any) -> Callable[..., Any] | None:
         if _is_function(loss, arguments=2):
             return cast(Callable[..., Any], loss)
     for loss in candidates:
-        if isinstance(loss, nn.Module) and not _is_plain_cross_entropy(loss):
+        is_plain = isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and loss.label_smoothing == 0
+        if isinstance(loss, nn.Module) and not is_plain:
             raise ModelError(
                 f"`loss` is an nn.{type(loss).__name__}, which is a mean over the micro-batch: write a function "
                 "`loss(outputs, batch)` that returns LossSum(total, count), with reduction='sum'"
             )
     return None
-
-
-def _is_plain_cross_entropy(loss: nn.Module) -> bool:
-    return isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and loss.label_smoothing == 0
 
 
 def _is_function(value: Any, *, arguments: int) -> bool:

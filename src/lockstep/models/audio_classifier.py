@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lockstep.models._pretrained_config import HubName, PretrainedSection
+from lockstep.models._model_config import HubName, PretrainedSection
 
 
 class Config(PretrainedSection):
     """A pretrained model of speech or other sounds (AutoModelForAudioClassification) with a new head on top."""
 
+    MODALITY: ClassVar[str] = "audio"
     PRETRAINED: ClassVar[bool] = True
     HAS_NEW_HEAD: ClassVar[bool] = True
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -25,7 +26,3 @@ class Config(PretrainedSection):
     @property
     def own_feature_extractor(self) -> str:
         return self.name
-
-    @property
-    def modality(self) -> str:
-        return "audio"

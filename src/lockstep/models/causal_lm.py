@@ -5,14 +5,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator
 
-from lockstep.models._pretrained_config import HubName, PretrainedSection
-
-OBJECTIVES = ("auto", "causal_lm")
+from lockstep.models._model_config import HubName, PretrainedSection
 
 
 class Config(PretrainedSection):
     """A causal language model (AutoModelForCausalLM), trained further or from scratch."""
 
+    MODALITY: ClassVar[str] = "tokens"
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "train": {"epochs": 1, "global_batch": 32, "micro_batch": 4},
         "optim": {"lr": 5e-5},
@@ -38,13 +37,9 @@ class Config(PretrainedSection):
     def own_tokenizer(self) -> str:
         return self.name
 
-    @property
-    def modality(self) -> str:
-        return "tokens"
-
     @field_validator("objective")
     @classmethod
     def _check_causal(cls, name: str) -> str:
-        if name not in OBJECTIVES:
+        if name not in ("auto", "causal_lm"):
             raise ValueError(f"model.kind=causal_lm predicts the next token: set causal_lm or auto, not {name}")
         return name

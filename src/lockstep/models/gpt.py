@@ -11,6 +11,7 @@ from lockstep.models._model_config import ModelSection
 class Config(ModelSection):
     """A decoder that predicts the next token: rotary positions, RMSNorm, gated feed-forward layers."""
 
+    MODALITY: ClassVar[str] = "tokens"
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "data": {"kind": "text", "context": 128},
         "train": {"epochs": 5, "global_batch": 32, "micro_batch": 16},
@@ -30,10 +31,6 @@ class Config(ModelSection):
     """Share of the numbers that are set to 0 behind the attention and the feed-forward layer of each block."""
     tied: bool = False
     """Whether the head uses the weights of the embedding: fewer weights, and no `pipeline`."""
-
-    @property
-    def modality(self) -> str:
-        return "tokens"
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lockstep.models._pretrained_config import HubName, PretrainedSection
+from lockstep.models._model_config import HubName, PretrainedSection
 
 
 class Config(PretrainedSection):
     """A pretrained image model (AutoModelForImageClassification) with a new head on top."""
 
+    MODALITY: ClassVar[str] = "image"
     PRETRAINED: ClassVar[bool] = True
     HAS_NEW_HEAD: ClassVar[bool] = True
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -25,7 +26,3 @@ class Config(PretrainedSection):
     @property
     def own_image_processor(self) -> str:
         return self.name
-
-    @property
-    def modality(self) -> str:
-        return "image"

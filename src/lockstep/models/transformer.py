@@ -5,12 +5,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lockstep.models._pretrained_config import HubName, PretrainedSection
+from lockstep.models._model_config import HubName, PretrainedSection
 
 
 class Config(PretrainedSection):
     """A pretrained encoder with a classification head on top."""
 
+    MODALITY: ClassVar[str] = "text"
     PRETRAINED: ClassVar[bool] = True
     HAS_NEW_HEAD: ClassVar[bool] = True
     TAKES_TOKENS: ClassVar[bool] = True
@@ -29,7 +30,3 @@ class Config(PretrainedSection):
     attention: Literal["auto", "eager", "sdpa"] = "auto"
     """Implementation of attention: eager, plain matrix products; sdpa, PyTorch's fused one; auto: eager on a CPU for
     texts of up to 256 tokens, where it is faster, else what transformers chooses."""
-
-    @property
-    def modality(self) -> str:
-        return "text"

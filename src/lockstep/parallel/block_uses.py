@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,14 +73,11 @@ def block_uses(
     It runs with placeholder weights that take no memory; where the model writes to weights, with copies. The model's
     weights and buffers and the seeded generators do not change.
     """
-    for are_copies in (False, True):
-        try:
-            values = _placeholders(model, device, are_copies=are_copies)
-            return _recorded(model, blocks, batch, context=context, values=values)
-        except RuntimeError:
-            if are_copies:
-                raise
-    raise AssertionError("unreachable")
+    record = partial(_recorded, model, blocks, batch, context=context)
+    try:
+        return record(values=_placeholders(model, device, are_copies=False))
+    except RuntimeError:
+        return record(values=_placeholders(model, device, are_copies=True))
 
 
 def _recorded(

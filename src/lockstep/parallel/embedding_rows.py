@@ -8,7 +8,7 @@ n = rows of an embedding, d = their width, k = rows that somebody has read.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,30 +56,17 @@ def row_sum(tokens: Tensor, gradients: Tensor, padding: int | None) -> RowSum:
 
 
 class _Lookup(torch.autograd.Function):
-    """An embedding; its backward pass records the gradient and leaves none for the weights."""
+    """An embedding; its backward pass has the gradient recorded, and leaves none for the weights."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, call: "_Call") -> Tensor:
-        ctx.call = call
-        return F.embedding(call.tokens, weight)
+    def forward(ctx: Any, weight: Tensor, call: tuple[Tensor, Callable[[Tensor], None]]) -> Tensor:
+        tokens, ctx.record = call
+        return F.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
-        ctx.call.record(gradients[0])
+        ctx.record(gradients[0])
         return None, None
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of an embedding."""
-
-    owner: "EmbeddingRows"
-    weight: Tensor
-    tokens: Tensor
-    padding: int | None
-
-    def record(self, gradients: Tensor) -> None:
-        self.owner.add(self.weight, row_sum(self.tokens, gradients, self.padding))
 
 
 class EmbeddingRows:
@@ -149,8 +136,12 @@ class EmbeddingRows:
             return None
         assert isinstance(module, nn.Embedding)
         inputs, named, _ = arguments
-        tokens = inputs[0] if inputs else named["input"]
-        found: Tensor = _Lookup.apply(module.weight, _Call(self, module.weight, tokens, module.padding_idx))
+        tokens, weight, padding = inputs[0] if inputs else named["input"], module.weight, module.padding_idx
+
+        def record(gradients: Tensor) -> None:
+            self.add(weight, row_sum(tokens, gradients, padding))
+
+        found: Tensor = _Lookup.apply(weight, (tokens, record))
         return found
 
     def _add_whole(self, weight: Tensor) -> None:

@@ -35,12 +35,8 @@ class MicroBatches:
         modules: Mapping[str, nn.Module] | None = None,
         has_all_weights: bool = True,
     ) -> None:
-        self.model, self.randomness, self.precision, self.has_all_weights = (
-            model,
-            randomness,
-            precision,
-            has_all_weights,
-        )
+        self.model, self.randomness, self.precision = model, randomness, precision
+        self.has_all_weights = has_all_weights
         self.buffers = BufferUpdates(dict(model.named_modules()) if modules is None else modules)
         self.current: MicroBatch | None = None
         """The micro-batch whose gradients arrive now."""
@@ -74,7 +70,10 @@ class MicroBatches:
             self.has_all_weights = True
         with phase("forward"):
             loss = weighted(self.model.loss(widened(outputs), micro_batch.batch), micro_batch)
-        return zero_loss(loss) if micro_batch.is_void else loss
+        if not micro_batch.is_void:
+            return loss
+        # of no samples, with zero gradients for the same parameters
+        return LossSum(loss.total * 0, loss.count * 0, {name: value * 0 for name, value in loss.sums.items()})
 
     def run(
         self,
@@ -99,12 +98,6 @@ class MicroBatches:
                     self.precision.scaled(loss.total).backward()
             progress()
         return losses
-
-
-def zero_loss(loss: LossSum) -> LossSum:
-    """The loss of no samples, with zero gradients for the same parameters."""
-    sums = {name: value * 0 for name, value in loss.sums.items()}
-    return LossSum(loss.total * 0, loss.count * 0, sums)
 
 
 def refuse_weights_in_loss(model: Model, outputs: Outputs, batch: Batch) -> None:
@@ -135,7 +128,16 @@ class WorldLoss:
         own = list(losses)
         self.names, self.step = names, step
         self.is_counted = any(not each.ghost and isinstance(loss.count, int) and loss.count > 0 for each, loss in own)
-        self.table = DisjointSum(loss_table(own, names, shards=step.shards, device=device))
+        # total, count and further sums of each shard; zeros for those of other ranks
+        table = torch.zeros(step.shards, 2 + len(names), dtype=torch.float64, device=device)
+        for micro_batch, loss in own:
+            if not micro_batch.ghost:
+                count = loss.count
+                if not isinstance(count, Tensor):  # filled on the device: a copy of a number would synchronise
+                    count = torch.full((), count, dtype=torch.float64, device=device)
+                row = [loss.total, count, *(loss.sums[name] for name in names)]
+                table[micro_batch.shard] = torch.stack([value.detach().to(torch.float64) for value in row])
+        self.table = DisjointSum(table)
 
     def result(self) -> LossSum:
         total, count, *rest = tree_sum(table := self.table.result(), self.step.present).unbind()
@@ -147,22 +149,3 @@ def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -
     """The loss over all shards, from those of a rank's micro-batches."""
     pairs = zip(micro_batches, losses, strict=True)
     return WorldLoss(pairs, sorted(losses[0].sums), step=micro_batches[0], device=losses[0].total.device)
-
-
-def loss_table(
-    losses: Iterable[tuple[MicroBatch, LossSum]], names: Sequence[str], *, shards: int, device: torch.device
-) -> Tensor:
-    """Total, count and further sums of a rank's shards, float64 [V, 2 + names]; zeros for others' and for ghosts."""
-    table = torch.zeros(shards, 2 + len(names), dtype=torch.float64, device=device)
-    for micro_batch, loss in losses:
-        if not micro_batch.ghost:
-            row = [loss.total, _number(loss.count, device), *(loss.sums[name] for name in names)]
-            table[micro_batch.shard] = torch.stack([value.detach().to(torch.float64) for value in row])
-    return table
-
-
-def _number(value: Tensor | int, device: torch.device) -> Tensor:
-    """0-dim float64 on the device; filled there, because a copy of a number would synchronise."""
-    if isinstance(value, Tensor):
-        return value
-    return torch.full((), value, dtype=torch.float64, device=device)

@@ -4,7 +4,7 @@ B = blocks; units as in partition.py.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -226,11 +226,13 @@ def _is_packed(node: Any) -> bool:
     return isinstance(node, PackedSequence)
 
 
-def balanced_bounds(costs: Sequence[float], stages: int, is_allowed: Callable[[int, int], bool]) -> list[int] | None:
+def balanced_bounds(
+    costs: Sequence[float], stages: int, *, obstacles: Container[int], trained: Set[int]
+) -> list[int] | None:
     """Partition a list of costs into contiguous stages so that the largest sum is minimal, by dynamic programming:
     [0, ..., len(costs)].
 
-    `is_allowed(start, end)`: whether costs[start:end] may be a stage. None when there is no solution.
+    No stage starts at one of the `obstacles`, and each has some of `trained`. None when there is no solution.
     """
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}  # end of the stages so far -> (largest sum, bounds)
     for number in range(1, stages + 1):
@@ -239,7 +241,7 @@ def balanced_bounds(costs: Sequence[float], stages: int, is_allowed: Callable[[i
             end: [
                 (max(largest, sum(costs[start:end])), [*bounds, end])
                 for start, (largest, bounds) in best.items()
-                if start < end and is_allowed(start, end)
+                if start < end and start not in obstacles and not trained.isdisjoint(range(start, end))
             ]
             for end in ends
         }

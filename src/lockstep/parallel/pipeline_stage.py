@@ -157,7 +157,7 @@ class SeededStage(PipelineStage):
 
 
 def _meta(layout: TensorLayout) -> Any:
-    from torch.distributed.pipelining._utils import _TensorMeta  # noqa: PLC0415 (since torch 2.13: _torch_version.py)
+    from torch.distributed.pipelining._utils import _TensorMeta  # noqa: PLC0415 (since torch 2.13: see LEAST_TORCH)
 
     meta = layout.empty(torch.device("meta"))
     return _TensorMeta(meta.shape, meta.stride(), meta.dtype, layout.dtype.is_floating_point)

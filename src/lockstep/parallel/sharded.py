@@ -1,15 +1,17 @@
-"""Base class of strategies that shard the model: `fsdp`, `pipeline` and `tensor`."""
+"""Base class of strategies that shard the model, `fsdp`, `pipeline` and `tensor`, and their forward passes in turns."""
 
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.model_contracts import Batch, Model, Outputs
+from lockstep.core.distributed.collectives import broadcast_object
 from lockstep.core.modules.dtensors import first_names, persistent_buffers, sharded_like
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.precision import Precision
-from lockstep.core.numerics.seeds import Randomness
+from lockstep.core.numerics.seeds import Randomness, generators, set_generators
 from lockstep.core.reduction.gradient_norm import NO_ROWS, ShardedNorm
 
 
@@ -52,3 +54,23 @@ class Sharded:
 
     def sharded(self, name: str, part: Tensor) -> Tensor:
         return sharded_like(self.parameters[name], part)
+
+
+def round_robin_forward(
+    batch: Batch, run: Callable[[Batch, int], Outputs | None], *, group: dist.ProcessGroup, device: torch.device
+) -> Outputs:
+    """The outputs of `run(batch, rank)` for this rank's batch. A collective: every rank of the group runs the batches
+    of all; `run` may return None for those of other ranks. Random numbers are drawn as if each rank had run its own
+    batch alone: its generator states are sent with it."""
+    columns, own = {name: column.cpu() for name, column in batch.items()}, None
+    after = generators()
+    sent = columns, after
+    for rank in range(group.size()):
+        received, states = broadcast_object(sent, group, source=rank)
+        set_generators(states)
+        outputs = run({name: column.to(device) for name, column in received.items()}, rank)
+        if rank == group.rank():
+            own, after = outputs, generators()
+    assert own is not None
+    set_generators(after)
+    return own

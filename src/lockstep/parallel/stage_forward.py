@@ -16,7 +16,7 @@ from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import moved
 from lockstep.core.numerics.seeds import generators, set_generators
 from lockstep.parallel.partition import PartitionedModel
-from lockstep.parallel.round_robin_forward import round_robin_forward
+from lockstep.parallel.sharded import round_robin_forward
 
 
 class StageForward:

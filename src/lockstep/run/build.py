@@ -15,8 +15,7 @@ from lockstep.base.world import World
 from lockstep.core.distributed.collectives import raise_on_all_ranks
 from lockstep.core.modules.deferred_init import deferred
 from lockstep.core.numerics.batchnorm import synchronise
-from lockstep.core.numerics.compiled import prepare_compiler
-from lockstep.core.numerics.precision import Precision
+from lockstep.core.numerics.precision import Precision, prepare_compiler
 from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
 from lockstep.models._adapter import attach
 from lockstep.models.objectives._choice import smooth_labels, with_objective

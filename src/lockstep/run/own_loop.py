@@ -23,11 +23,11 @@ from lockstep.core.numerics.exact_sum import exact_sum
 from lockstep.core.numerics.precision import Precision, fix_numerics
 from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
 from lockstep.data.bad_samples import Faults
+from lockstep.data.loader import SampleLoader, Samples, Together
 from lockstep.data.order import Order
-from lockstep.data.sample_loader import SampleLoader, Samples, Together
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
 from lockstep.observe.diagnose.desync import RankComparison
-from lockstep.parallel.stepwise import Stepwise
+from lockstep.parallel.replicated import Stepwise
 from lockstep.run.loop_folder import LoopFolder
 from lockstep.run.loop_settings import Schedule, loop_settings
 from lockstep.training import optim

@@ -20,11 +20,10 @@ from lockstep.data.data_config import StreamSection
 from lockstep.data.dataset import limited, measurable, open_source, packed, stream_of, with_tokens
 from lockstep.data.loader import Loader
 from lockstep.data.mixture import Joined, Mixture
-from lockstep.data.order import Order
+from lockstep.data.order import Blocks, Order, StreamOrder
 from lockstep.data.processors import Processor, processor_of
 from lockstep.data.sampler import ShardRequest, TrainingRequests
 from lockstep.data.stream_check import check_stream
-from lockstep.data.stream_order import Blocks, StreamOrder
 from lockstep.data.text_tokenizers import TextTokenizer, open_tokenizer
 from lockstep.run.recipe import Recipe
 

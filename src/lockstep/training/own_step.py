@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.core.host.phases import phase
-from lockstep.parallel.stepwise import Stepwise
+from lockstep.parallel.replicated import Stepwise
 from lockstep.training.step import Outcome
 
 MEAN = 1

@@ -5,6 +5,7 @@ A request made in step s takes effect after step s + 1, on any number of process
 What observers remember, those with state_dict() and load_state_dict(state), is kept in checkpoints.
 """
 
+import json
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -38,8 +38,7 @@ class RemoteFile:
 
 def listed(place: RemotePath) -> dict[str, RemoteFile]:
     """The file at a place, or those below it, by name; {} where there is nothing. Raises RemoteStorageError."""
-    with _told(place):
-        files, root = _opened(place)
+    with _opened(place) as (files, root):
         found = {}
         for path, entry in sorted(files.find(root, detail=True).items()):
             if path.endswith("/"):  # what consoles leave where a folder is made
@@ -106,8 +105,7 @@ def _download(place: RemotePath, found: Mapping[str, RemoteFile], *, target: Pat
                 raise RemoteStorageError(f"{place} holds the name {path.name!r}, which leads out of its folder")
             path.parent.mkdir(parents=True, exist_ok=True)
         parts = [path.with_name(f"{path.name}.part") for path in paths]
-        with _told(place):
-            files, root = _opened(place)
+        with _opened(place) as (files, root):
             files.get([f"{root}/{file.name}" if file.name else root for file in some], [*map(str, parts)])
         for file, part, path in zip(some, parts, paths, strict=True):
             if part.stat().st_size != file.bytes:
@@ -123,46 +121,38 @@ def upload(folder: Path, place: RemotePath, names: Sequence[str]) -> None:
         some = names[start : start + AT_ONCE]
         for name in some:
             (folder / name).stat()
-        with _told(place):
-            files, root = _opened(place)
+        with _opened(place) as (files, root):
             files.put([str(folder / name) for name in some], [f"{root}/{name}" for name in some])
 
 
 def write(place: RemotePath, contents: bytes) -> None:
     """Write a small file. Raises RemoteStorageError."""
-    with _told(place):
-        files, root = _opened(place)
+    with _opened(place) as (files, root):
         files.pipe_file(root, contents)
 
 
 def remove(place: RemotePath, names: Sequence[str]) -> None:
     """Delete files below a place; those that are gone already are no error. Raises RemoteStorageError."""
     if names:
-        with _told(place):
-            files, root = _opened(place)
+        with _opened(place) as (files, root):
             files.rm([f"{root}/{name}" for name in names])
 
 
 def read(place: RemotePath) -> bytes:
     """A small file. Raises RemoteStorageError."""
-    with _told(place):
-        files, root = _opened(place)
+    with _opened(place) as (files, root):
         return files.cat_file(root)
 
 
-def _opened(place: RemotePath) -> tuple[Any, str]:
-    """The file system of a URL, which asks anew for every listing, and the path in it."""
-    files, root = fsspec.core.url_to_fs(str(place), use_listings_cache=False)
-    files.invalidate_cache()
-    return files, root.rstrip("/")
-
-
 @contextmanager
-def _told(place: RemotePath) -> Iterator[None]:
-    """Turn what a file system raises into a RemoteStorageError."""
+def _opened(place: RemotePath) -> Iterator[tuple[Any, str]]:
+    """The file system of a URL, which asks anew for every listing, and the path in it. What it raises becomes a
+    RemoteStorageError."""
     scheme = str(place).partition("://")[0]
     try:
-        yield
+        files, root = fsspec.core.url_to_fs(str(place), use_listings_cache=False)
+        files.invalidate_cache()
+        yield files, root.rstrip("/")
     except RemoteStorageError:
         raise
     except ImportError as error:

@@ -115,11 +115,6 @@ class TrackedBuffer:
             self.tensor.data.copy_(value)
         self.install(self.tensor)
 
-    def take_back(self) -> None:
-        """Restore the value from before the last sum was set."""
-        self.before = self.previous
-        self.commit(None, 1)
-
     def _updated(self, total: Tensor, shards: int) -> Tensor:
         if self.rule == "steps":
             return self.before + 1  # however often recomputation has repeated a forward pass
@@ -294,7 +289,8 @@ class BufferUpdates:
     def undo_step(self) -> None:
         """Restore the values of the start of a step that has failed."""
         for buffer in self.updated:
-            buffer.take_back()
+            buffer.before = buffer.previous
+            buffer.commit(None, 1)
         self.updated.clear()
         self.sums, self.all_reduce = dict.fromkeys(self.sums), None
         self._discard()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base.model_contracts import MicroBatch
-from lockstep.core.numerics.tensor_bytes import bytes_of
+from lockstep.core.numerics.checksum import bytes_of
 
 Line = dict[str, Any]
 

@@ -1,5 +1,6 @@
 """Checksums of tensors, computed on their own device in little more time than reading them takes."""
 
+import ctypes
 import zlib
 from typing import Any
 
@@ -8,7 +9,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lockstep.core.modules.dtensors import local_tensor
-from lockstep.core.numerics.tensor_bytes import bytes_of
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDTH = 256
@@ -49,3 +49,15 @@ def tensors_of(value: Any) -> list[Tensor]:
         elif hasattr(leaf, "__dict__") and not callable(leaf):
             tensors += [value for value in pytree.tree_leaves(vars(leaf)) if isinstance(value, Tensor)]
     return tensors
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, valid while the tensor lives.
+
+    Not tensor.numpy(): the storage of a tensor that was one could not be resized again, as FSDP does with gathered
+    weights, which modules may get as inputs.
+    """
+    assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    if not tensor.nbytes:
+        return memoryview(b"")  # its address is NULL, for which zlib.crc32 forgets what came before
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

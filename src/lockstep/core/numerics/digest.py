@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.core.distributed.collectives import all_gather_object, gather_object
 from lockstep.core.modules.dtensors import global_offset, is_dtensor
-from lockstep.core.numerics.tensor_bytes import bytes_of
+from lockstep.core.numerics.checksum import bytes_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -1,7 +1,10 @@
-"""Precision of a run: autocast, gradient scaling, and the global switches that may change bits."""
+"""Precision of a run: autocast, gradient scaling, and the switches, also the compiler's, that may change bits."""
 
 import os
-from contextlib import AbstractContextManager
+import shutil
+import stat
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,11 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base.contracts import Format
+from lockstep.base.errors import ConfigError
 from lockstep.core.distributed.collectives import all_reduce_max
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_SCALE = 2.0**16
 """Of the gradients in fp16, as in torch.amp.GradScaler."""
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+"""Variable of torch's: where compiled code lies."""
+MANY_SHAPES = 1 << 20
+"""How often a block may be compiled; above its limit, torch would run the block without compiling it."""
 
 
 class Scaler(torch.amp.GradScaler):
@@ -94,3 +102,44 @@ def fix_numerics(*, threads: int, exact: bool) -> dict[str, Any]:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else deterministic products are refused
         torch.use_deterministic_algorithms(exact)
     return {"threads": threads, "denormals_flushed": flushed, "torch_version": str(torch.__version__)}
+
+
+def prepare_compiler(device: torch.device, *, exact: bool) -> None:
+    """Set what changes bits: no choice between kernels by their speed, no split of graphs at DDP's buckets.
+
+    Raises ConfigError where there is no compiler.
+    """
+    from torch._dynamo import config as dynamo  # noqa: PLC0415 (takes a second)
+    from torch._inductor import config as inductor  # noqa: PLC0415
+    from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
+
+    _claim_cache()
+    dynamo.automatic_dynamic_shapes, dynamo.optimize_ddp = False, False
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = MANY_SHAPES
+    inductor.deterministic = exact
+    try:
+        found = shutil.which(get_cpp_compiler())
+    except (RuntimeError, OSError):
+        found = None
+    if found is None and device.type == "cpu":
+        raise ConfigError(
+            "train.compile: on a CPU torch.compile needs a C++ compiler; install g++ (Debian: apt-get install g++), or "
+            "set train.compile=false"
+        )
+
+
+def _claim_cache() -> None:
+    """Refuse code from a folder of another user: its name, in the shared temporary folder, can be guessed."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
+
+    if COMPILED in os.environ or os.name == "nt":  # noqa: TID251 (a variable of torch's)
+        return
+    folder = Path(default_cache_dir())
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"train.compile: others could write to {folder}, whose code torch.compile would execute: remove it, or "
+            f"name another folder with {COMPILED}"
+        )

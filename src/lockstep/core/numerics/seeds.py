@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.numerics.bernoulli import use_fast_bernoulli
-from lockstep.core.numerics.compiled import compiled
 
 use_fast_bernoulli()  # on import, so that it does not matter what a process has drawn before
 Forward = Callable[..., Any]
@@ -29,23 +28,15 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-def seed_torch(seed: int) -> None:
-    """Seed the generators of the CPU and of this process's GPU.
-
-    torch.manual_seed seeds every device, which takes 156 µs instead of 1.4 µs on the CPU.
-    """
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
-
-
 def seed_all(seed: int) -> None:
-    """Seed torch, Python and NumPy: 7 µs, of which 4 are Python's and 2 NumPy's.
+    """Seed torch (CPU and this process's GPU), Python and NumPy: 7 µs, of which 4 are Python's and 2 NumPy's.
 
     It runs at every block: 2% of the time of a very small micro-batch (the CNN's 16 digits: 2 blocks, 1 ms). Saving and
     restoring generator states would take longer (NumPy's alone 30 µs).
     """
-    seed_torch(seed)
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds every device: 156 µs, not 1.4
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
@@ -95,9 +86,13 @@ class Randomness:
         (T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016); with `compiles`, compile them."""
         self.recomputes, self.compiles = recompute, compiles
         for number, block in enumerate(blocks):
-            own = vars(block).get("forward")
-            seeded = partial(self._seeded, number, compiled(block.forward) if compiles else block.forward)
-            block.forward = partial(_in_training, block, block.forward, _recomputed(seeded) if recompute else seeded)
+            own, training = vars(block).get("forward"), block.forward
+            if compiles:  # each shape by itself: code for changing shapes is made for those that a rank met first
+                training = torch.compile(training, dynamic=False)
+            training = partial(self._seeded, number, training)
+            if recompute:  # which reseeds as well
+                training = partial(checkpoint, training, use_reentrant=False, preserve_rng_state=False)
+            block.forward = partial(_in_training, block, block.forward, training)
             self._watched.append((block, own, block.register_forward_hook(partial(self._left, number))))
 
     def unwatch(self) -> None:
@@ -151,8 +146,3 @@ def views(inputs: Any) -> Any:
     if inputs is None or isinstance(inputs, bool | int | float | str):
         return inputs
     return pytree.tree_map_only(Tensor, views, inputs)
-
-
-def _recomputed(forward: Forward) -> Forward:
-    """A forward pass with activation checkpointing; the recomputation reseeds as well."""
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)

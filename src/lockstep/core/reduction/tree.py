@@ -1,13 +1,13 @@
-"""Sums over shards in one fixed binary tree, whatever the number of processes.
+"""Sums over shards in one fixed binary tree, whatever the number of processes, and which shards a rank runs.
 
 Floating-point addition is not associative, so the order of additions is fixed by the shards, not by the ranks. A node
 (start, size) stands for shards start..start+size-1; size is a power of two that divides start. A shard without samples
 is absent; a node with one present child equals that child. Related: EasyScale (M. Li et al., SC'23).
 
-V = shards, W = processes.
+V = shards of a step, of which those `present` hold samples; W = processes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from torch import Tensor
@@ -58,7 +58,7 @@ class TreeSum:
             if sibling in self.partials:
                 other = self.partials.pop(sibling)
                 value = other.add_(value) if sibling < node else value.add_(other)
-            elif not self._is_empty(sibling):
+            elif any(sibling[0] <= shard < sibling[0] + size for shard in self.present):
                 break
             node = (start & ~size, 2 * size)
         self.partials[node] = value
@@ -76,9 +76,6 @@ class TreeSum:
         both = [half for half in halves if half is not None]
         return both[0].add_(both[1]) if len(both) == 2 else next(iter(both), None)
 
-    def _is_empty(self, node: Node) -> bool:
-        return not any(node[0] <= shard < node[0] + node[1] for shard in self.present)
-
 
 def tree_sum(rows: Tensor, present: Shards) -> Tensor:
     """Sum of rows [V, ...] over the present shards, in the tree's order -> [...]."""
@@ -87,3 +84,22 @@ def tree_sum(rows: Tensor, present: Shards) -> Tensor:
     for shard in sorted(present):
         total.add((shard, 1), rows[shard].clone())
     return total.partials[top]
+
+
+def contiguous(rank: int, size: int, *, shards: int, present: Shards) -> list[int]:
+    """The present ones of shards rank*V/size .. (rank+1)*V/size-1: neighbours, so that most additions are local.
+    May be empty."""
+    return [shard for shard in range(rank * shards // size, (rank + 1) * shards // size) if shard in present]
+
+
+def contiguous_by_rank(size: int, *, shards: int, present: Shards) -> list[Shards]:
+    """`contiguous` for every rank."""
+    return [frozenset(contiguous(rank, size, shards=shards, present=present)) for rank in range(size)]
+
+
+def strided(rank: int, size: int, shards: Sequence[int]) -> list[int | None]:
+    """Every `size`-th of the given shards; None for ranks without one in the last round. The shards of a round are
+    neighbours. At least one round."""
+    rounds = max(1, -(-len(shards) // size))
+    own: list[int | None] = [*shards[rank::size]]
+    return own + [None] * (rounds - len(own))

@@ -6,40 +6,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lockstep.base.contracts import Columns, DataSpec
 from lockstep.base.errors import DataError
 from lockstep.data import tables
 from lockstep.data.chat import ASSISTANT, fault
+from lockstep.data.in_memory import PlainTexts
 from lockstep.data.packing import held_out_rows
 from lockstep.data.sources.chat import Config
 
 
-class Chats:
-    """Chats as JSON of their messages."""
-
-    lengths: np.ndarray | None = None
-    spec = DataSpec(modality="tokens")
-
-    def __init__(self, chats: Sequence[str]) -> None:
-        self.chats = chats
-
-    def __len__(self) -> int:
-        return len(self.chats)
-
-    def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"text": m strings}."""
-        return {"text": [self.chats[index] for index in indices]}
-
-
-def build(config: Config, split: str) -> Chats:
-    """Read the chats of the "train" or "test" split. Raises DataError, which names the line."""
+def build(config: Config, split: str) -> PlainTexts:
+    """Read the chats of the "train" or "test" split, each as JSON. Raises DataError, which names the line."""
     path = config.train if config.test is None or split == "train" else config.test
     chats = _read(path, config.messages_column)
     if config.test is None:
         chats = [chats[row] for row in held_out_rows(len(chats), config.test_fraction, split)]
-    return Chats(chats)
+    return PlainTexts(chats)
 
 
 def _read(path: Path, column: str) -> list[str]:

@@ -40,7 +40,9 @@ def build(config: Config, split: str) -> Images:
     stem = "train" if split == "train" else "t10k"
     archives = [f"{stem}-images-idx3-ubyte.gz", f"{stem}-labels-idx1-ubyte.gz"]
     if not all(_find(config.root, archive) for archive in archives):
-        _fetch(config.root)
+        for archive in MD5:  # also those of the other split
+            if not _find(config.root, archive):
+                _fetch(config.root / "mnist", archive)
     images_file, labels_file = (_find(config.root, a) or config.root / "mnist" / a for a in archives)
     images = _read(images_file, IMAGES_MAGIC, (28, 28))
     labels = _read(labels_file, LABELS_MAGIC, ())
@@ -59,21 +61,16 @@ def _find(root: Path, archive: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _fetch(root: Path) -> None:
-    """Download the missing ones of the four files, each with its checksum verified."""
-    for archive in MD5:
-        if not _find(root, archive):
-            _fetch_one(root / "mnist", archive)
-
-
-def _fetch_one(folder: Path, archive: str) -> None:
+def _fetch(folder: Path, archive: str) -> None:
+    """Download a file, and verify its checksum."""
     downloader = pooch.HTTPDownloader(timeout=(CONNECT_SECONDS, READ_SECONDS))
     reasons = []
     for mirror in MIRRORS:
         try:
             pooch.retrieve(mirror + archive, f"md5:{MD5[archive]}", archive, folder, downloader=downloader)
         except (OSError, ValueError) as error:  # no network, a full disk; a wrong checksum
-            reasons.append(f"{mirror}: {_short(error)}")
+            is_away, reason = isinstance(error, requests.ConnectionError), str(error).partition("\n")[0]
+            reasons.append(f"{mirror}: {'cannot be reached' if is_away else reason}")
             if isinstance(error, requests.ConnectTimeout):
                 break  # packets are dropped: every address of the next mirror would cost CONNECT_SECONDS, too
         else:
@@ -82,12 +79,6 @@ def _fetch_one(folder: Path, archive: str) -> None:
         f"MNIST is not there and cannot be fetched: put {', '.join(MD5)} (or the same unpacked, without "
         f".gz) into {folder}, or set data.root to their folder ({'; '.join(reasons)})"
     )
-
-
-def _short(error: Exception) -> str:
-    if isinstance(error, requests.ConnectionError):
-        return "cannot be reached"
-    return str(error).partition("\n")[0]
 
 
 def _read(path: Path, magic: int, shape: tuple[int, ...]) -> np.ndarray:

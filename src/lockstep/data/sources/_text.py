@@ -1,4 +1,4 @@
-"""Texts from files, in pieces of some kilobytes that are read when they are needed."""
+"""Texts from files, in pieces of some kilobytes, or from a column of a data set, read when they are needed."""
 
 import codecs
 import hashlib
@@ -6,16 +6,17 @@ import pydoc_data.topics
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lockstep.base.contracts import Columns, DataSpec
 from lockstep.base.errors import DataError
-from lockstep.data.columns import require, rows_of
+from lockstep.data.columns import Place, require, rows_of, texts_of
 from lockstep.data.huggingface import load_split
+from lockstep.data.in_memory import PlainTexts
 from lockstep.data.packing import END, UNREADABLE, held_out_rows
 from lockstep.data.sources.text import SUFFIXES, Config, text_files
-from lockstep.data.text_rows import TextRows
 
 MOST, LEAST = 16 << 10, 256
 """Bytes of a piece, which ends with the line in which it reaches them; a line goes on in the next piece after MOST."""
@@ -71,31 +72,42 @@ class Pieces:
         return text.replace(END, UNREADABLE)
 
 
-class Topics:
-    """Some of the help texts of Python, such as that on `lambda`."""
+class TextRows:
+    """Some rows of a table that is mapped into memory, each a text of its own."""
 
     lengths: np.ndarray | None = None
     spec = DataSpec(modality="tokens")
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.texts = texts
+    def __init__(self, table: Any, column: str, rows: np.ndarray, *, place: Place, repairs: bool = False) -> None:
+        """`table` is a `datasets.Dataset`; `repairs` leaves out rows without a text, which are an error else."""
+        self.table, self.column, self.rows = table.select_columns([column]), column, rows
+        self.place, self.repairs = place, repairs
+        digest = hashlib.sha256(f"{column} {len(table)} {table._fingerprint}".encode())
+        digest.update(rows.tobytes())
+        for file in table.cache_files:
+            found = Path(file["filename"]).stat()
+            digest.update(f"{found.st_size} {found.st_mtime_ns}\n".encode())
+        self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.rows)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"text": m strings}."""
-        return {"text": [self.texts[index] + END for index in indices]}
+        """{"text": m strings}. Raises DataError for a row without a text."""
+        rows = self.rows[np.asarray(indices, dtype=np.int64)]
+        cells = self.table[rows][self.column]
+        if not self.repairs:
+            texts_of(cells, lambda number: self.place(int(rows[number])))
+        return {"text": [each.replace(END, UNREADABLE) + END if isinstance(each, str) else "" for each in cells]}
 
 
-def build(config: Config, split: str) -> Pieces | Topics | TextRows:
+def build(config: Config, split: str) -> Pieces | PlainTexts | TextRows:
     """Open the texts of the "train" or "test" split. Raises DataError for paths without text."""
     if config.name is not None:
         return _rows(config.name, config, split)
     if config.train is None:
-        topics = pydoc_data.topics.topics
-        texts = [topics[name] for name in sorted(topics)]
-        return Topics([texts[row] for row in held_out_rows(len(texts), config.test_fraction, split)])
+        texts = [text + END for _, text in sorted(pydoc_data.topics.topics.items())]
+        return PlainTexts([texts[row] for row in held_out_rows(len(texts), config.test_fraction, split)])
     try:
         return _pieces(config, split)
     except OSError as error:

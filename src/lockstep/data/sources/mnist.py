@@ -11,6 +11,8 @@ from lockstep.data.data_config import Origin, PixelSection
 class Config(PixelSection):
     """MNIST: handwritten digits, grey, 28x28, ten classes."""
 
+    MODALITY: ClassVar[str] = "image"
+    OBJECTIVE: ClassVar[str] = "classification"
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "train": {"epochs": 5, "global_batch": 128, "micro_batch": 64},
         "optim": {"lr": 2e-3},
@@ -19,14 +21,6 @@ class Config(PixelSection):
 
     root: DataPath = Path("data")
     """Folder with the four IDX files, .gz or not, or with a subfolder mnist that has them; else they are downloaded."""
-
-    @property
-    def modality(self) -> str:
-        return "image"
-
-    @property
-    def objective(self) -> str:
-        return "classification"
 
     def origin(self) -> Origin:
         return Origin(name="MNIST", hub="ylecun/mnist")

@@ -24,11 +24,6 @@ class Config(StreamSection):
     """Passed unchanged to the file's `source`."""
 
     @property
-    def modality(self) -> str:
-        """Known to the user's code only."""
-        return "any"
-
-    @property
     def code(self) -> Path | None:
         """The Python file."""
         return self.file

@@ -9,8 +9,7 @@ from lockstep.base import plugins, storage, trust
 from lockstep.base.contracts import Tokenizer
 from lockstep.base.errors import LockstepError, ModelError, UntrustedCode
 from lockstep.base.model_contracts import Batch, Forward, LossSum, Model, Outputs
-from lockstep.core.host.feature_extractor import FeatureExtractor, Waves
-from lockstep.core.host.image_processor import ImageProcessor
+from lockstep.core.host.pretrained_processors import FeatureExtractor, ImageProcessor, Waves
 from lockstep.data.chat import ChatTokenizer
 from lockstep.data.data_config import NO_PROCESSOR
 from lockstep.data.processors import Processor

@@ -1,11 +1,12 @@
-"""The objective that data and settings ask for."""
+"""The objective that data and settings ask for, and the base class of models whose loss is the objective's."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lockstep.base import plugins
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError, ModelError
-from lockstep.base.model_contracts import Model
+from lockstep.base.model_contracts import Batch, LossSum, Model, Outputs
 from lockstep.models.objectives._objective import Objective, PredictingObjective
 
 FAMILY = "models.objectives"
@@ -65,3 +66,17 @@ def width_of(spec: DataSpec) -> int:
             "outputs for it: choose another model.kind, or bring a model with model.kind=user"
         )
     return found.width(spec)
+
+
+class ObjectiveModel(Model):
+    """A model whose loss is that of the objective. Raises ModelError where the data lacks what that needs."""
+
+    def __init__(self, spec: DataSpec) -> None:
+        super().__init__()
+        self.objective = objective_of(spec)
+
+    def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
+        return self.objective.loss(outputs, batch)
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        return self.objective.derived(means)

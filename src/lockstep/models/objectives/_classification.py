@@ -29,9 +29,6 @@ class Classification(PredictingObjective):
     def missing(self, spec: DataSpec) -> str:
         return "" if spec.labels else "a class for each sample"
 
-    def width(self, spec: DataSpec) -> int:
-        return len(spec.labels)
-
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         label = target_of(batch, "classes")
         total = self.cross_entropy(outputs, label)
@@ -74,7 +71,7 @@ class Classification(PredictingObjective):
     ) -> dict[str, np.ndarray]:
         names = np.array(spec.labels, dtype=object)
         found = {"label": names[scores.argmax(axis=1)], "confidence": scores.max(axis=1)}
-        return found | probability_columns(scores, spec) if every else found
+        return found | {f"probability_{x}": scores[:, i] for i, x in enumerate(spec.labels)} if every else found
 
     def target(self, target: Tensor, spec: DataSpec) -> str:
         return spec.labels[int(target)]
@@ -91,10 +88,6 @@ def classified(outputs: Outputs, batch: Batch, classes: int) -> tuple[Tensor, Te
         return None
     matches = logits.shape[1] == classes and (len(logits), *logits.shape[2:]) == tuple(label.shape)
     return (logits, label) if matches else None
-
-
-def probability_columns(scores: np.ndarray, spec: DataSpec) -> dict[str, np.ndarray]:
-    return {f"probability_{label}": scores[:, number] for number, label in enumerate(spec.labels)}
 
 
 def build() -> PredictingObjective:

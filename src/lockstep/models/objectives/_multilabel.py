@@ -33,9 +33,6 @@ class Multilabel(PredictingObjective):
     def missing(self, spec: DataSpec) -> str:
         return "" if spec.labels else "classes"
 
-    def width(self, spec: DataSpec) -> int:
-        return len(spec.labels)
-
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         """Binary cross-entropy; it counts classes of samples, so that the mean is that of BCEWithLogitsLoss."""
         logits, target = _pair(outputs, batch)

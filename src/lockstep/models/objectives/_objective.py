@@ -85,9 +85,9 @@ class PredictingObjective(Objective):
     CALIBRATES: ClassVar[bool] = False
     """Whether predictions are probabilities of classes that exclude each other, which a temperature can calibrate."""
 
-    @abstractmethod
     def width(self, spec: DataSpec) -> int:
-        """K: how many numbers a model gives for each sample."""
+        """K: how many numbers a model gives for each sample, by default one for each class."""
+        return len(spec.labels)
 
     def raw(self, outputs: Outputs, spec: DataSpec) -> Tensor:
         """A model's outputs, float32 [m, K], on the CPU. Raises ModelError for outputs of another shape."""

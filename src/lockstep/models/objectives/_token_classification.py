@@ -39,9 +39,6 @@ class TokenClassification(PredictingObjective):
     def missing(self, spec: DataSpec) -> str:
         return "" if spec.labels else "a class for each word, as data.labels=tags gives them"
 
-    def width(self, spec: DataSpec) -> int:
-        return len(spec.labels)
-
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         """Cross-entropy; it counts words, so that the mean is that over all words."""
         logits, label = _pair(outputs, batch)

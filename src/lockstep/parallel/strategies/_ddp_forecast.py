@@ -3,8 +3,7 @@
 W = processes, L = those of a machine.
 """
 
-from lockstep.core.reduction.shard_assignment import contiguous_by_rank
-from lockstep.core.reduction.tree import Shards, cover
+from lockstep.core.reduction.tree import Shards, contiguous_by_rank, cover
 from lockstep.parallel.forecast import OVERLAP, Forecast, Setting
 from lockstep.parallel.memory_forecast import Memory, PartialSums, peak_of_passes, sequential_sums
 

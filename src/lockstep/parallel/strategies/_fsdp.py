@@ -22,8 +22,7 @@ from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.gradient_norm import RowwiseNorm, gradients, rows_of
 from lockstep.core.reduction.reduce_scatter import BackendReduceScatter, Rounds, TreeReduceScatter
-from lockstep.core.reduction.shard_assignment import contiguous, strided
-from lockstep.core.reduction.tree import Shards
+from lockstep.core.reduction.tree import Shards, contiguous, strided
 from lockstep.parallel.block_uses import block_uses
 from lockstep.parallel.fsdp_units import (
     AllGather,

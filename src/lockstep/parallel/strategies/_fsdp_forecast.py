@@ -6,8 +6,7 @@ S = processes that share the model, R = replicas, W = S * R.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lockstep.core.reduction.shard_assignment import contiguous, strided
-from lockstep.core.reduction.tree import cover
+from lockstep.core.reduction.tree import contiguous, cover, strided
 from lockstep.parallel.forecast import OVERLAP, Forecast, Setting
 from lockstep.parallel.measurements import Weight
 from lockstep.parallel.memory_forecast import LARGE_BYTES, Memory, PartialSums, partial_sums, peak_of_pass

@@ -24,8 +24,7 @@ from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.gradient_norm import RowwiseNorm, rows_of
-from lockstep.core.reduction.shard_assignment import contiguous, contiguous_by_rank
-from lockstep.core.reduction.tree import Shards
+from lockstep.core.reduction.tree import Shards, contiguous, contiguous_by_rank
 from lockstep.parallel.micro_batches import MicroBatches, WorldLoss
 from lockstep.parallel.module_profile import ModuleProfile, balanced_bounds, profile_modules
 from lockstep.parallel.partition import PartitionedModel
@@ -111,12 +110,8 @@ class Pipeline(Sharded):
         count, blocks = size * self.config.stages_per_process, len(self.partitioned.blocks)
         obstacles = profile.obstacles()
         trained = {profile.holders[name][0] for name, p in self.model.named_parameters() if p.requires_grad}
-
-        def is_allowed(start: int, end: int) -> bool:
-            return start not in obstacles and bool(trained.intersection(range(start, end)))
-
         if self.config.cut == "auto":
-            bounds = balanced_bounds(profile.seconds, count, is_allowed)
+            bounds = balanced_bounds(profile.seconds, count, obstacles=obstacles, trained=trained)
             if bounds is None:
                 why = "".join(f"\n  no cut before block {place}: {reason}" for place, reason in obstacles.items())
                 raise ModelError(
@@ -133,7 +128,7 @@ class Pipeline(Sharded):
         for start, end in pairwise(bounds):
             if start in obstacles:
                 raise ModelError(f"parallel.cut: no cut can be before block {start}: {obstacles[start]}")
-            if not is_allowed(start, end):
+            if trained.isdisjoint(range(start, end)):
                 raise ModelError(f"parallel.cut: there is nothing to train in blocks {start} to {end - 1}")
         return bounds
 

@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from lockstep.base.errors import ModelError
-from lockstep.core.reduction.shard_assignment import contiguous
-from lockstep.core.reduction.tree import cover
+from lockstep.core.reduction.tree import contiguous, cover
 from lockstep.parallel.forecast import Forecast, Setting
 from lockstep.parallel.measurements import Measurements, Weight
 from lockstep.parallel.memory_forecast import Memory, PartialSums, peak_of_passes, sequential_sums
@@ -69,13 +68,10 @@ def planned(setting: Setting) -> StagePlan:
     size = section.group_size(world, blocks)
     stages, replicas = size * section.stages_per_process, world // size
     trained = {w.block for w in facts.weights if w.is_trained}
-
-    def is_allowed(start: int, end: int) -> bool:
-        return start not in facts.obstacles and bool(trained.intersection(range(start, end)))
-
     cut: Any = section.cut
     if cut == "auto":
-        bounds = balanced_bounds([block.seconds for block in facts.blocks], stages, is_allowed)
+        costs = [block.seconds for block in facts.blocks]
+        bounds = balanced_bounds(costs, stages, obstacles=facts.obstacles, trained=trained)
     else:
         bounds = [0, *cut, blocks]
     if bounds is None or len(bounds) != stages + 1:

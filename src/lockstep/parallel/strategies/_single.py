@@ -9,7 +9,7 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
-from lockstep.parallel.stepwise import Stepwise
+from lockstep.parallel.replicated import Stepwise
 from lockstep.parallel.strategies.single import Config
 
 

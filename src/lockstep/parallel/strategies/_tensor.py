@@ -1,9 +1,12 @@
 """PyTorch's tensor parallelism, with gradients added in the shards' tree."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.base.errors import LaunchError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
@@ -15,15 +18,15 @@ from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.gradient_norm import SplitNorm, gradients
-from lockstep.core.reduction.shard_assignment import contiguous, contiguous_by_rank
-from lockstep.core.reduction.tree import Shards
+from lockstep.core.reduction.tree import Shards, contiguous, contiguous_by_rank
 from lockstep.parallel.accumulation import Accumulation
 from lockstep.parallel.micro_batches import MicroBatches, WorldLoss
-from lockstep.parallel.random_ops import random_ops
-from lockstep.parallel.round_robin_forward import round_robin_forward
-from lockstep.parallel.sharded import Sharded
+from lockstep.parallel.sharded import Sharded, round_robin_forward
 from lockstep.parallel.strategies.tensor import Config
 from lockstep.parallel.tensor_plan import is_split, planned, split_layers, summed_modules
+
+RATES = ("p", "dropout_p")
+"""Names of the operators' arguments for a dropout rate."""
 
 
 class TensorParallel(Sharded):
@@ -66,9 +69,11 @@ class TensorParallel(Sharded):
         return size
 
     def _random_ops(self, model: Model, batch: Batch) -> list[str]:
-        """The random operators of a forward pass in training."""
-        with self.precision.autocast(), copied_buffers(model):
-            return random_ops(lambda: model(batch))
+        """The operators of a forward pass in training that draw random numbers, with their outputs' shapes: equal lists
+        mean that every draw can be equal."""
+        with self.precision.autocast(), copied_buffers(model), torch.no_grad(), _RandomOps() as mode:
+            model(batch)
+        return mode.ops
 
     def _check_random_ops(self, whole: list[str], split: list[str]) -> None:
         """Raise ModelError where split tensors draw random numbers: all ranks draw the same, which is right only for
@@ -127,6 +132,29 @@ class TensorParallel(Sharded):
     def _run_unchanged(self, batch: Batch, _: int) -> Tensor:
         with self.passes.buffers.unchanged():
             return self.model(batch)
+
+
+class _RandomOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, *arguments: Any) -> Any:
+        args, kwargs = arguments[0], arguments[1] or {}
+        outputs = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and _rate(func, args, kwargs) != 0:
+            first = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+            self.ops.append(f"{func.overloadpacket.__name__}{list(first.shape)}")
+        return outputs
+
+
+def _rate(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The dropout rate of an operator's call, 1 where it has none: attention is tagged as random even with rate 0."""
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.name in RATES:
+            value = args[position] if position < len(args) else argument.default_value
+            return kwargs.get(argument.name, value)
+    return 1
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> TensorParallel:

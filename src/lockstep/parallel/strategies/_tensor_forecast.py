@@ -6,8 +6,7 @@ S = processes that share the model, R = replicas, W = S * R.
 from dataclasses import replace
 
 from lockstep.base.errors import LaunchError, ModelError
-from lockstep.core.reduction.shard_assignment import contiguous
-from lockstep.core.reduction.tree import cover
+from lockstep.core.reduction.tree import contiguous, cover
 from lockstep.parallel.forecast import Forecast, Setting
 from lockstep.parallel.measurements import Measurements, Weight
 from lockstep.parallel.memory_forecast import Memory, peak_of_passes, sequential_sums

@@ -7,10 +7,9 @@ Y. Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from lockstep.base.errors import LaunchError
-from lockstep.parallel.strategies._torch_version import require_torch
 from lockstep.parallel.strategy_config import StrategySection
 
 
@@ -20,6 +19,7 @@ class Config(StrategySection):
 
     SPLITS_TENSORS: ClassVar[bool] = True
     FILLS: ClassVar[bool] = True
+    LEAST_TORCH: ClassVar[tuple[int, int] | None] = (2, 13)
 
     reshard: bool = True
     """Give a block's weights back after its forward pass and gather them again for the backward pass; false keeps them
@@ -32,11 +32,6 @@ class Config(StrategySection):
     machine keeps the gathering inside of it."""
     offload: bool = False
     """Keep weights and optimizer in the CPU's memory between their uses (GPUs only)."""
-
-    @model_validator(mode="after")
-    def _torch_is_new_enough(self) -> Self:
-        require_torch("2.13", self.kind)
-        return self
 
     def numeric(self, processes: int) -> dict[str, Any]:
         """The settings that change bits, for a number of processes."""

@@ -6,10 +6,9 @@ Using Megatron-LM, SC 2021 (1F1B, interleaved).
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from lockstep.base.errors import LaunchError
-from lockstep.parallel.strategies._torch_version import require_torch
 from lockstep.parallel.strategy_config import StrategySection
 
 
@@ -19,6 +18,7 @@ class Config(StrategySection):
     FILLS: ClassVar[bool] = True
     SHARES_SHARDS: ClassVar[bool] = True
     HAS_EQUAL_WORK: ClassVar[bool] = False
+    LEAST_TORCH: ClassVar[tuple[int, int] | None] = (2, 13)
 
     stages: Annotated[int, Field(ge=1, le=2**16)] | Literal["auto"] = "auto"
     """Processes that share a model; the others form replicas of it. auto: as many of the processes as the model has
@@ -30,11 +30,6 @@ class Config(StrategySection):
     """Runs of blocks per process of the interleaved schedule."""
     cut: tuple[int, ...] | Literal["auto"] = "auto"
     """The numbers of the blocks, from 0, before which the model is cut. auto: by measured time."""
-
-    @model_validator(mode="after")
-    def _torch_is_new_enough(self) -> Self:
-        require_torch("2.13", self.kind)
-        return self
 
     @property
     def stages_per_process(self) -> int:
