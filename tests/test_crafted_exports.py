@@ -11,11 +11,11 @@ import pytest
 import torch
 from crafting import CANARY, archived, endless_graph, pickled
 from exporting import image_case, user_case
+from lockstep.core.host.feature_extractor import FeatureExtractor
+from lockstep.core.host.image_processor import ImageProcessor
 
 from lockstep.base import trust
 from lockstep.base.errors import ConfigError, DataError, ModelError
-from lockstep.core.host.feature_extractor import FeatureExtractor
-from lockstep.core.host.image_processor import ImageProcessor
 from lockstep.core.host.memory_meter import available_bytes
 from lockstep.data.text_tokenizers import open_tokenizer
 from lockstep.inference import trained_model

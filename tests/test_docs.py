@@ -92,3 +92,10 @@ def test_readmes_config_is_one(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "epochs: 20" in done.stdout
+
+
+def test_promises_name_tests_that_exist():
+    promises = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if "::" in line]
+    assert len(promises) > 15
+    for file, name in re.findall(r"`(\w+\.py)::(\w+)`", "\n".join(promises)):
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
