@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,9 @@ def read_file(path: Path) -> str:
 
 def read(text: str, locations: KeyLocations, path: KeyPath = ()) -> Any:
     """Parse YAML, recording the location of each key. Raises ConfigError."""
+    depths = accumulate((character in "[{") - (character in "]}") for character in text)
+    if max(depths, default=0) > 10 * MOST_LEVELS:  # PyYAML would take seconds to say so
+        raise ConfigError(f"{locations.file}: {TOO_DEEP}")
     try:
         node = yaml.compose(text, Loader=YamlLoader)
         return None if node is None else _value(node, path, locations)
