@@ -32,7 +32,7 @@ from meter import Meter
 from networks import free_port
 from works import CNN, Work, normalized, read_images
 
-from lockstep.run.tasks._task import device_model
+from lockstep.core.distributed.process_group import device_model
 
 PLAIN, PARALLEL = "plain PyTorch loop", "the same with DataParallel"
 STAGES: dict[str, list[list[str]]] = {

@@ -21,6 +21,7 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 
 from lockstep.base.errors import ConfigError, DataError, UserError
+from lockstep.core.host.pretrained_files import check_folder
 from lockstep.data import tables
 from lockstep.data.own_files import read_class_folders
 from lockstep.data.sources import _files, _hub, _text, files, hub
@@ -28,7 +29,6 @@ from lockstep.data.sources.text import Config, text_files
 from lockstep.data.text_tokenizers import Bytes
 from lockstep.data.token_cache import tokenized
 from lockstep.inference.predict.input_rows import open_input
-from lockstep.models._pretrained import check_folder
 from lockstep.observe.report import run_files
 from lockstep.run.warm_start import warm_start
 

@@ -17,11 +17,12 @@ from lockstep.core.host.image_processor import ImageProcessor
 from lockstep.base import trust
 from lockstep.base.errors import ConfigError, DataError, ModelError
 from lockstep.core.host.memory_meter import available_bytes
+from lockstep.core.host.pretrained_files import check_folder
+from lockstep.core.host.pretrained_processors import FeatureExtractor, ImageProcessor
 from lockstep.data.text_tokenizers import open_tokenizer
 from lockstep.inference import trained_model
 from lockstep.inference.export import export_facts, export_reader
 from lockstep.inference.export.formats import onnx as onnx_format
-from lockstep.models._pretrained import check_folder
 from lockstep.run.warm_start import warm_start
 
 WEIGHTS = {
