@@ -11,8 +11,6 @@ import pytest
 import torch
 from crafting import CANARY, archived, endless_graph, pickled
 from exporting import image_case, user_case
-from lockstep.core.host.feature_extractor import FeatureExtractor
-from lockstep.core.host.image_processor import ImageProcessor
 
 from lockstep.base import trust
 from lockstep.base.errors import ConfigError, DataError, ModelError
@@ -209,7 +207,7 @@ def test_no_file_of_a_folder_is_read_for_ever(exported, tmp_path, make):
         make(folder / name)
         with pytest.raises(ModelError, match="it is a (pipe|device)"):
             export_reader.tokenizer_of(folder, export_facts.read(folder))
-        with pytest.raises(ModelError, match="it is a (pipe|device)"):
+        with pytest.raises(DataError, match="it is a (pipe|device)"):
             check_folder(folder)  # of a model
         for opened in (
             ImageProcessor,

@@ -14,8 +14,9 @@ import psutil
 import pytest
 from running import lockstep
 
-from lockstep.base import plugins
+from lockstep.base import plugins, trust
 from lockstep.run import recipe as recipes
+from lockstep.run import recipe_trust
 from lockstep.tools.doctor import examination
 from lockstep.tools.doctor.case import Case, NotExamined
 from lockstep.tools.doctor.checks import (
@@ -51,7 +52,9 @@ def folder(tmp_path, monkeypatch):
 
 def case_of(folder, *settings):
     file = folder / "c.yaml"
-    return Case(recipe=recipes.load(file, list(settings)), config=file)
+    recipe = recipes.load(file, list(settings))
+    trust.own(recipe_trust.code_of_files(recipe))
+    return Case(recipe=recipe, config=file)
 
 
 def codes(findings):

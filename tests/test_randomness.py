@@ -10,6 +10,7 @@ from test_training import config_in, run_on_rank
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.base import trust
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import DataError, SampleError
 from lockstep.core.numerics.seeds import Randomness
@@ -114,6 +115,7 @@ def test_an_error_in_augmentation_names_the_samples():
 def test_a_file_without_augment_is_told(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
     section = DataSection(kind="digits", augment=tmp_path / "a.py")
+    trust.own([*trust.code_with_imports(tmp_path / "a.py"), *trust.code_with_imports(pathlib.Path(NOISY))])
     with pytest.raises(DataError, match=r"a\.py has no function augment\(sample\)"):
         augmented(images(), section, 0)
     assert isinstance(augmented(images(), DataSection(kind="digits", augment=NOISY), 0), Augmented)
@@ -130,6 +132,7 @@ def test_a_users_data_file_brings_its_own(tmp_path):
         "    return {**sample, 'image': sample['image'] + 1}\n"
     )
     recipe = recipes.Recipe.model_validate({"data": {"kind": "user", "file": str(tmp_path / "a.py"), "limit": 5}})
+    trust.own(trust.code_with_imports(tmp_path / "a.py"))
     data = open_splits(recipe)
     assert isinstance(data.train, Augmented)
     assert not isinstance(data.test, Augmented)
