@@ -21,12 +21,13 @@ import torch.distributed as dist
 from conftest import FORKING
 from running import family, started, summary, wait_for_steps
 
-from lockstep.base.errors import LaunchError, ModelError
+from lockstep.base.errors import LaunchError, ModelError, PeerLost
 from lockstep.base.world import World
 from lockstep.core.distributed import group_connections, process_group
 from lockstep.core.distributed.messages import decode, encode
 from lockstep.core.numerics import seeds
 from lockstep.launch.elastic import run_secret
+from lockstep.launch.elastic.store_client import connected
 
 STRICT = pathlib.Path(__file__).with_name("strict_lockstep.py")
 NOBODY = 65534
@@ -179,59 +180,53 @@ def test_who_guesses_connections_changes_nothing(tmp_path):
     assert summary(tmp_path, "a")["digest"] == summary(tmp_path, "undisturbed")["digest"]
 
 
-class Payload:
-    """Executes a command where it is unpickled."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.mark}",)
-
-
 def opened(rank, port, folder):
     """What a process under torchrun says that has the secret in this folder."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", run_secret.VARIABLE)
     values = (rank, 2, rank, 2, "127.0.0.1", port, folder)
     os.environ |= dict(zip(names, map(str, values), strict=True))
     try:
-        with process_group.opened(World.from_environment(), torch.device("cpu"), 30):
+        with process_group.opened(World.from_environment(), torch.device("cpu"), 10):
             process_group.further_group()
             return "ok"
-    except LaunchError as error:
+    except (LaunchError, PeerLost) as error:
         return str(error)
 
 
-def impersonated(rank, port, mark):
-    """As `opened`, but without a secret; then send what executes a command where it is unpickled."""
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=30))
-    for number in range(5):
-        own = dist.PrefixStore(f"default-{number}", store)
-        opening = dist.PrefixStore("opening-0", store)
-        if opening.add(f"{number}/here", 1) == 2:
-            opening.set(f"{number}/all", "")
-        opening.set(f"{number}/{rank}", " ")
-        with suppress(RuntimeError):
-            dist.init_process_group("gloo", store=own, rank=rank, world_size=2, timeout=timedelta(seconds=5))
-            dist.all_gather_object([None, None], Payload(mark))
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def impersonated(rank, port):
+    """As `opened`, by somebody who repeats what the other one says, and names a place of his own to meet."""
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=30))
+    store.set(f"secret-{rank}", store.get(f"secret-{1 - rank}"))
+    if rank == 0:
+        store.wait(["meeting/number-1"])
+        store.set("meeting/place-1", f"127.0.0.1:{port} {'0' * 64}")
+    else:
+        store.set("meeting/number-1", "0" * 32)
+        host, _, place = store.get("meeting/place-1").decode().partition(" ")[0].rpartition(":")
+        with pytest.raises(dist.DistNetworkError, match="does not know the run's secret"):
+            connected(host, int(place), b"x" * 32, timeout=timedelta(seconds=5))
+    time.sleep(12)
     return "tried"
 
 
-@pytest.mark.parametrize(("secret", "expected"), [("same", "ok"), ("another", "rank"), (None, "rank")])
-def test_under_torchrun_processes_prove_who_they_are(tmp_path, free_port, secret, expected):
+@pytest.mark.parametrize(
+    ("rank", "other", "expected"),
+    [
+        (0, "same", "ok"),
+        (0, "another", "the processes of this run have different secrets"),
+        (0, None, "not all processes have come"),
+        (1, None, "another program has written where the processes meet"),
+    ],
+)
+def test_under_torchrun_processes_prove_who_they_are(tmp_path, free_port, rank, other, expected):
     """Its store takes anybody."""
     for name in ("same", "another"):
         run_secret.create(tmp_path / name)
-    mark = tmp_path / "mark"
-    other = (opened, 1, free_port, tmp_path / secret) if secret else (impersonated, 1, free_port, mark)
+    task = (opened, 1 - rank, free_port, tmp_path / other) if other else (impersonated, 1 - rank, free_port)
     with ProcessPoolExecutor(2, mp_context=FORKING) as pool:
-        first, _ = [pool.submit(opened, 0, free_port, tmp_path / "same"), pool.submit(*other)]
-        said = first.result(100)
-    assert expected in said and not mark.exists(), said
-    if secret != "same":
-        assert "does not know the run's secret" in said or "port" in said, said
+        own, second = pool.submit(opened, rank, free_port, tmp_path / "same"), pool.submit(*task)
+        said, tried = own.result(100), second.result(100)
+    assert expected in said and tried in (said, "tried")
 
 
 # ---- messages

@@ -12,10 +12,11 @@ from rich.console import Console
 from test_first_steps import CULPRITS, OWN
 from test_training import config_in
 
-from lockstep.base import plugins
+from lockstep.base import plugins, trust
 from lockstep.base.errors import LockstepError
 from lockstep.base.world import World
 from lockstep.core.host.signals import SignalWatch
+from lockstep.run import recipe_trust
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import prepare_splits
 from lockstep.run.tasks.proof import ProofTask
@@ -83,7 +84,10 @@ class WarmRuns(ProofRuns):
     ranks = None
 
     def ended(self, variant, poll=None):
-        folder, recipe = self.prepared(variant)
+        folder = self.folder / variant.name
+        folder.mkdir(parents=True, exist_ok=True)
+        self.report(f"{variant} ...")
+        recipe = variant.recipe(self.recipe, folder, steps=self.steps)
         ended = self.ranks(variant.processes, run_of_proof, variant.request.model_dump_json(), recipe)
         return ended[0][0], ProofRun(folder=folder, output=ended[0][1], peak_bytes=0)
 
@@ -91,6 +95,7 @@ class WarmRuns(ProofRuns):
 def proof_of(ranks, folder, steps=4, **sections):
     recipe = Recipe.model_validate(config_in(folder, "a", **sections))
     said = []
+    trust.own(recipe_trust.code_of_files(recipe))
     data = prepare_splits(recipe, lambda _: None)
     proof = Proof(recipe=recipe, folder=folder / "proof", steps=steps, data=data, report=said.append)
     proof.runs = WarmRuns(**vars(proof.runs))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.base import storage
+from lockstep.base.errors import LockstepError
 from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of, read_manifest
 from lockstep.checkpoint.row_chunks import in_row_chunks
 from lockstep.checkpoint.verify import problem
@@ -172,16 +173,17 @@ class Writer:
     def _complete(self, share: "Share", weights: dict[str, Tensor], manifest: Manifest) -> str | None:
         """Tell rank 0 what each rank has written, which then writes metadata and manifest, and renames. Returns what
         went wrong."""
-        lines, everyone = world_lines(weights, self.group), gather_object(share, self.group)
-        failures = [each.failure for each in everyone or () if each.failure]
-        if everyone and not failures:
-            try:
+        lines, failures = world_lines(weights, self.group), list[str]()
+        try:
+            everyone = gather_object(share, self.group)
+            failures = [each.failure for each in everyone or () if each.failure]
+            if everyone and not failures:
                 files = sorted(item for each in everyone for item in each.hashes.items())
                 files += _hashes(_with_metadata(share.folder, everyone), ".metadata").items()
                 complete = replace(manifest, digest=digest_of(lines), files=dict(files))
                 failures = self._publish(share.folder, complete)
-            except OSError as error:
-                failures = [_reason(error, 0)]
+        except (OSError, ValueError, LockstepError) as error:  # of rank 0, for which the others wait
+            failures = [_reason(error, 0)]
         return broadcast_object(self._with_free_space("; ".join(failures)) if failures else None, self.group)
 
     def _publish(self, temporary: Path, manifest: Manifest) -> list[str]:

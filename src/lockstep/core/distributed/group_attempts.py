@@ -24,13 +24,24 @@ NOT_CONNECTED = "connectFullMesh failed"
 """Of Gloo, when the processes have met but cannot open connections to each other."""
 
 
+def wait_for_all(store: dist.Store, keys: list[str], timeout: timedelta) -> None:
+    """Wait for what each rank writes into a store. Raises PeerLost."""
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        raise PeerLost(f"not all processes have come within {timeout.total_seconds():.0f} s") from None
+
+
 class Attempts:
     """To open one group, or several that divide all ranks; every rank makes the same ones."""
 
     def __init__(self, store: dist.Store, secret: bytes, *, rank: int, size: int) -> None:
-        self.store = dist.PrefixStore(f"opening-{dist.distributed_c10d._world.group_count}", store)
+        self.first = dist.distributed_c10d._world.group_count
+        """Number of the first group, which is its name and equal on all ranks."""
+        self.store = dist.PrefixStore(f"opening-{self.first}", store)
         self.secret, self.rank, self.size = secret, rank, size
         self.number = 0
+        self.seconds = CONNECT_SECONDS + size / 8  # the store answers one request at a time
 
     def until_proven(self, open_own: Callable[[timedelta], dist.ProcessGroup], timeout: timedelta) -> dist.ProcessGroup:
         """This rank's group, which `open_own` opens with the timeout of connecting, and which has `timeout` afterwards.
@@ -39,7 +50,8 @@ class Attempts:
         for self.number in range(MOST_ATTEMPTS):
             if self.store.add(f"{self.number}/here", 1) == self.size:
                 self.store.set(f"{self.number}/all", "")
-            self.store.wait([f"{self.number}/all"], timeout)
+            wait_for_all(self.store, [f"{self.number}/all"], timeout)
+            dist.distributed_c10d._world.group_count = self.first + self.number * (self.size + 1)  # whatever has failed
             group, reason = self._attempt(open_own)
             reasons = self._reasons(reason)
             if group is not None and not reasons:
@@ -53,7 +65,7 @@ class Attempts:
         """The group, if it could be opened, and why it cannot be used, if so."""
         group = None
         try:
-            group = open_own(timedelta(seconds=CONNECT_SECONDS))
+            group = open_own(timedelta(seconds=self.seconds))
             authenticate(group, self.secret)
         except (PeerLost, RuntimeError) as error:
             where = f"port {few(ports)}" if (ports := listening_ports()) else "no port any more"
@@ -65,16 +77,16 @@ class Attempts:
         self.store.set(f"{self.number}/{self.rank}", own or " ")  # TCPStore gives no empty values
         keys = [f"{self.number}/{rank}" for rank in range(self.size)]
         try:
-            self.store.wait(keys, timedelta(seconds=3 * CONNECT_SECONDS))
+            self.store.wait(keys, timedelta(seconds=6 * self.seconds))
         except dist.DistStoreError:
             raise PeerLost("a process was lost while a process group was opened") from None
-        return [text for value in self.store.multi_get(keys) if (text := bytes(value).decode().strip())]
+        return [text for value in self.store.multi_get(keys) if (text := bytes(value).decode(errors="replace").strip())]
 
     def once(self, open_own: Callable[[timedelta], dist.ProcessGroup], timeout: timedelta) -> dist.ProcessGroup:
         """The same with live recovery, for which a failure is a loss. Raises PeerLost, RuntimeError."""
         dist.all_reduce(torch.zeros(1))
         try:
-            group = open_own(timedelta(seconds=CONNECT_SECONDS))
+            group = open_own(timedelta(seconds=self.seconds))
         except RuntimeError as error:
             if NOT_CONNECTED not in str(error) and not isinstance(error, dist.DistStoreError):
                 raise

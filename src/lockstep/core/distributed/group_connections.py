@@ -10,6 +10,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 
+DESCRIPTORS = "/proc/self/fd"
+
 
 def shut_down_connections() -> None:
     """Shut down the connections of all Gloo groups of this process, in any thread. The groups are of no use afterwards,
@@ -30,9 +32,9 @@ def listening_ports() -> list[int]:
 def _sockets() -> Iterator[socket.socket]:
     """Yield copies of Gloo's sockets, one at a time. They are those that C++ has opened without close-on-exec; Python
     opens none such, nor does torch's TCPStore. The first three descriptors are inherited."""
-    for descriptor in sorted(map(int, os.listdir("/proc/self/fd")))[3:]:
+    for descriptor in map(int, os.listdir(DESCRIPTORS) if os.path.isdir(DESCRIPTORS) else ()):
         with suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and os.get_inheritable(descriptor):
+            if descriptor > 2 and stat.S_ISSOCK(os.fstat(descriptor).st_mode) and os.get_inheritable(descriptor):
                 with socket.socket(fileno=os.dup(descriptor)) as copy:
                     if copy.family in (socket.AF_INET, socket.AF_INET6):
                         yield copy

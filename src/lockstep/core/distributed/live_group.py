@@ -31,6 +31,7 @@ from lockstep.launch.elastic.live_notes import (
     store_at,
 )
 from lockstep.launch.elastic.rendezvous import Endpoint
+from lockstep.launch.elastic.store_client import StoreClient
 
 MOST_ATTEMPTS = 10
 STUCK_SECONDS = 5.0
@@ -240,4 +241,5 @@ def _shut_down() -> None:
     """Wake whoever waits in the present group, or for the address of a process that will not come."""
     shut_down_connections()
     for meeting in meetings[-1:]:
-        meeting.shut_down()
+        if isinstance(meeting, StoreClient):
+            meeting.shut_down()

@@ -25,6 +25,7 @@ HEAD = 8
 """Bytes before the JSON: its length."""
 AS_IS = (type(None), bool, int, float, str)
 OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+OF_OPERATIONS = "torch.return_types"
 SEQUENCES: dict[str, Any] = {"Size": torch.Size, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -35,7 +36,7 @@ def encode(value: Any) -> Tensor:
         text = json.dumps(_plain(value, contents), check_circular=False).encode()
         if len(text) > MOST_JSON_BYTES:
             raise ModelError(f"{len(text):,} bytes are too much to send as values: return tensors")
-    except (ModelError, RecursionError) as error:
+    except Exception as error:  # of a tensor without values, say; the others wait for a message
         contents, text = [], json.dumps({"failure": str(error)}).encode()
     head = torch.frombuffer(bytearray(len(text).to_bytes(HEAD, "little") + text), dtype=torch.uint8)
     return torch.cat([head, *contents])
@@ -59,11 +60,13 @@ def _plain(value: Any, contents: list[Tensor]) -> Any:
         return {"dict": pairs} if kind is dict else {"mapping": [*_name_of(kind), pairs]}
     if isinstance(value, list | tuple | set | frozenset):
         values = [_plain(each, contents) for each in value]
-        if isinstance(value, list):
+        if kind is list:
             return values
-        if hasattr(kind, "_fields"):
+        if hasattr(kind, "_fields") or kind.__module__ == OF_OPERATIONS:
             return {"named": [*_name_of(kind), values]}
-        return {next(name for name, each in SEQUENCES.items() if isinstance(value, each)): values}
+        if kind not in SEQUENCES.values():
+            raise _unsendable(value)
+        return {next(name for name, each in SEQUENCES.items() if kind is each): values}
     if isinstance(value, Tensor | np.ndarray | np.generic):
         return _content(value, contents)
     return _object(value, contents)
@@ -71,13 +74,16 @@ def _plain(value: Any, contents: list[Tensor]) -> Any:
 
 def _content(value: Any, contents: list[Tensor]) -> Any:
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
-        tensor = value.detach().cpu().contiguous()
+        plain = value.detach().cpu().resolve_conj().resolve_neg()
+        order = sorted(range(plain.ndim), key=lambda axis: -int(plain.stride()[axis]))  # keeps channels_last, for one
+        tensor = plain.permute(order).contiguous()
         contents.append(tensor.reshape(-1).view(torch.uint8))
-        return {"tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
-    if isinstance(value, Tensor) or value.dtype.hasobject:
+        return {"tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), order]}
+    is_array = type(value) is np.ndarray
+    if not (is_array or isinstance(value, np.generic)) or value.dtype.hasobject or value.dtype.names:
         raise _unsendable(value)
     contents.append(torch.tensor(bytearray(value.tobytes()), dtype=torch.uint8))
-    return {"array": [value.dtype.str, list(value.shape)]}
+    return {"array": [value.dtype.str, list(value.shape), is_array]}
 
 
 def _object(value: Any, contents: list[Tensor]) -> Any:
@@ -130,19 +136,20 @@ class _Reader:
         return made
 
     def _named(self, inner: Any) -> Any:
-        return tuple.__new__(_known(inner, tuple), self.value(inner[2]))
+        kind, values = _known(inner, tuple), self.value(inner[2])
+        return kind(values) if kind.__module__ == OF_OPERATIONS else tuple.__new__(kind, values)
 
     def _tensor(self, inner: Any) -> Tensor:
         tensor = torch.empty(inner[1], dtype=getattr(torch, inner[0]))
         content, self.contents = self.contents[: tensor.nbytes], self.contents[tensor.nbytes :]
         tensor.reshape(-1).view(torch.uint8).copy_(content)
-        return tensor
+        return tensor.permute([inner[2].index(axis) for axis in range(tensor.ndim)])
 
     def _array(self, inner: Any) -> Any:
         dtype = np.dtype(inner[0])
-        content = self._tensor(["uint8", [dtype.itemsize * int(np.prod(inner[1]))]])
+        content = self._tensor(["uint8", [dtype.itemsize * int(np.prod(inner[1]))], [0]])
         array = content.numpy().view(dtype).reshape(inner[1])
-        return array if inner[1] else array[()]
+        return array if inner[2] else array[()]
 
     def _error(self, inner: Any) -> LockstepError:
         """Of the most specific kind that this process has imported."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,10 @@ from lockstep.base.errors import LaunchError
 from lockstep.base.world import World
 from lockstep.core.distributed.group_attempts import INTERFACES, Attempts
 from lockstep.core.distributed.peer_proof import authenticate
+from lockstep.core.distributed.proven_meeting import check_secrets, meet
 from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.environment import RUN_ID
-from lockstep.launch.elastic.live_notes import is_live_worker
+from lockstep.launch.elastic.live_notes import is_live_worker, secret_of_run
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, interface_to
-from lockstep.launch.elastic.store_client import StoreClient, connected
 
 if os.name != "nt":
     import resource
@@ -45,8 +45,10 @@ UNPROVEN = (
     "the processes of this run do not prove to each other that they belong to it: whoever reaches their ports could "
     f"take part. Set {run_secret.VARIABLE} to a folder of yours on all machines (docs/launching.md)"
 )
-meetings: list[StoreClient] = []
-"""Connections to the stores in which the present group was opened, and earlier ones; kept, since C++ does not keep
+_proved: list[bytes | None] = [None]
+"""The secret that the ranks of the default group share."""
+meetings: list[dist.Store] = []
+"""The stores in which the present group was opened, and earlier ones; kept, since C++ does not keep
 their Python objects, and the thread that watches for hangs may still use those of the last group."""
 
 
@@ -96,8 +98,12 @@ def world_group() -> dist.ProcessGroup:
 
 def _timeout() -> timedelta:
     """The timeout of the default process group, which groups of their own share."""
-    options = world_group()._get_backend(torch.device("cpu")).options
-    return options._timeout
+    options: Any = getattr(world_group()._get_backend(torch.device("cpu")), "options", None)
+    return options._timeout if options is not None else timedelta(seconds=TIMEOUT_SECONDS)  # of a fake group
+
+
+def _default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def further_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -115,19 +121,19 @@ def own_group(
     all are connected; else LaunchError where they cannot connect. Nothing wakes those that wait for a connection but
     the timeout: hence a short one, which begins when all are there.
     """
-    timeout = timeout or _timeout()
-    is_alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
-    secret = None if is_alone else run_secret.of_process(World.from_environment())
+    secret = None
+    if dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        secret = secret_of_run() if is_live_worker() else _proved[0]
+    limit = timeout or _timeout()
 
     def open_own(short: timedelta) -> dist.ProcessGroup:
         groups = [dist.new_group(list(ranks), backend=backend, timeout=short) for ranks in partition]
         return next(g for ranks, g in zip(partition, groups, strict=True) if dist.get_rank() in ranks)
 
     if secret is None:
-        return open_own(timeout)
-    store = dist.distributed_c10d._get_default_store()
-    attempts = Attempts(store, secret, rank=dist.get_rank(), size=dist.get_world_size())
-    return (attempts.once if is_live_worker() else attempts.until_proven)(open_own, timeout)
+        return open_own(limit)
+    attempts = Attempts(_default_store(), secret, rank=dist.get_rank(), size=dist.get_world_size())
+    return (attempts.once if is_live_worker() else attempts.until_proven)(open_own, limit)
 
 
 def open_mesh(device: str, sizes: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
@@ -171,9 +177,13 @@ def joined() -> World:
             '"cpu:gloo,cuda:nccl"'
         )
     rank, size = dist.get_rank(), dist.get_world_size()
+    _proved[:] = [None]
     if (world.rank, world.size) == (rank, size):
-        if size > 1 and (secret := run_secret.of_process(world)):
-            authenticate(world_group(), secret)
+        if size > 1:
+            _proved[:] = [run_secret.of_process(world)]
+            check_secrets(_default_store(), world, _proved[0], timeout=_timeout())
+            if _proved[0] is not None:
+                authenticate(world_group(), _proved[0])
         return world
     return World(rank=rank, size=size, local_rank=rank, local_size=size)
 
@@ -197,12 +207,15 @@ def _open(world: World, device: torch.device, timeout: timedelta) -> None:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if (secret := run_secret.of_process(world)) is None:
+    secret = run_secret.of_process(world)
+    store = meet(world, secret, timeout)
+    meetings.append(store)
+    _proved[:] = [secret]
+    if secret is None:
         if world.is_main:
             sys.stderr.write(f"{UNPROVEN}\n")
-        dist.init_process_group(backend, timeout=timeout, rank=world.rank, world_size=world.size)
+        dist.init_process_group(backend, store=store, timeout=timeout, rank=world.rank, world_size=world.size)
         return
-    store = _meeting(world, secret, timeout)
 
     def open_default(short: timedelta) -> dist.ProcessGroup:
         own = dist.PrefixStore(f"default-{attempts.number}", store)
@@ -211,16 +224,6 @@ def _open(world: World, device: torch.device, timeout: timedelta) -> None:
 
     attempts = Attempts(store, secret, rank=world.rank, size=world.size)
     attempts.until_proven(open_default, timeout)
-
-
-def _meeting(world: World, secret: bytes, timeout: timedelta) -> dist.Store:
-    """Where the processes find each other: the store of Lockstep's launcher, or of another such as torchrun, to which
-    anybody can write."""
-    if os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID:
-        meetings.append(connected(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), secret, timeout=timeout))
-        return meetings[-1]
-    store, *_ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
-    return store
 
 
 @contextmanager

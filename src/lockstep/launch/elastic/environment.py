@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.launch.launch_config import LaunchSection
 
 CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
-RUN_ID = "lockstep"
+RUN_ID = "lockstep-launcher"
 """TORCHELASTIC_RUN_ID of Lockstep's launchers: MASTER_PORT is that of a store that asks for the run's secret."""
 FLIGHT_RECORDER_EVENTS = 2000
 """Per process: a few steps of a deep model."""

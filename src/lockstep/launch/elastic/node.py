@@ -81,6 +81,7 @@ class Node:
                 self._announce(error)
                 raise
             finally:
+                os.environ.pop(run_secret.VARIABLE, None)
                 self.membership.publish(left=True)
                 self._wait_for_others_to_leave(leave_seconds)
 

@@ -81,6 +81,7 @@ def _read(folder: Path) -> bytes:
 def _ensure(folder: Path) -> None:
     """Of two processes that come at once, both keep what the first has written."""
     file, own = folder / FILE, folder / f"{FILE}.{secrets.token_hex(4)}"
+    judged = file.lstat().st_ino if os.path.lexists(file) else None
     try:
         _read(folder)
         return
@@ -88,7 +89,12 @@ def _ensure(folder: Path) -> None:
         pass
     except OSError as error:
         sys.stderr.write(f"{error}; another secret takes its place\n")
-        file.unlink()
+        if file.is_dir():
+            raise
+        file.replace(own)
+        if own.lstat().st_ino != judged:  # that of a process that was faster
+            os.link(own, file)
+        own.unlink()
     with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
         new.write(secrets.token_bytes(BYTES))
     try:

@@ -1,11 +1,9 @@
 """A connection to another process's StoreServer, which torch.distributed takes for any other store."""
 
 import json
-import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -20,6 +18,7 @@ from lockstep.launch.elastic.store_server import (
     LOST,
     STRANGE,
     limit_waiting,
+    shut_down,
 )
 
 MARGIN_SECONDS = 60.0
@@ -34,7 +33,8 @@ class StoreClient(Store):
     def __init__(self, host: str, port: int, *, timeout: timedelta, connect_seconds: float = ADMISSION_SECONDS) -> None:
         """Connects; `prove` has to follow. Raises OSError."""
         super().__init__()
-        self.host, self.port, self._timeout = host, port, timeout
+        self.host, self.port = host, port
+        self.set_timeout(timeout)
         self.greeting: dict[str, str] = {}
         self._secret = b""
         self._clones: list[StoreClient] = []
@@ -67,8 +67,7 @@ class StoreClient(Store):
 
     def shut_down(self) -> None:
         """Wake a thread that waits for an answer: to it, the server is lost."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
-            copy.shutdown(socket.SHUT_RDWR)
+        shut_down(self._connection)
 
     def prove(self, secret: bytes) -> "StoreClient":
         """After the greeting: show that this process knows the secret, and see that the server does. Raises
@@ -113,18 +112,16 @@ class StoreClient(Store):
 
     @property
     def _seconds(self) -> float:
-        return self._timeout.total_seconds()
+        limit: timedelta = self.timeout  # type: ignore[attr-defined]
+        return limit.total_seconds()
 
     # ---- what torch.distributed calls, and Lockstep's own notes
 
     def clone(self) -> "StoreClient":
         """With a connection of its own."""
-        copy = connected(self.host, self.port, self._secret, timeout=self._timeout)
+        copy = connected(self.host, self.port, self._secret, timeout=timedelta(seconds=self._seconds))
         self._clones.append(copy)
         return copy
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
         encoded = value.encode() if isinstance(value, str) else bytes(value)
@@ -144,7 +141,7 @@ class StoreClient(Store):
         return bool(self._ask("check", list(keys), seconds=self._seconds))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        seconds = (timeout or self._timeout).total_seconds()
+        seconds = timeout.total_seconds() if timeout else self._seconds
         self._ask("wait", list(keys), seconds, seconds=seconds)
 
 

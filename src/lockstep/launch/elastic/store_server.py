@@ -6,6 +6,7 @@ thread for each client, so that none delays another.
 """
 
 import json
+import os
 import socket
 import struct
 import sys
@@ -22,8 +23,10 @@ from torch.distributed import DistStoreError, Store
 
 ADMISSION_SECONDS = 5.0
 """How long a client may take for each of its first messages."""
-MOST_STRANGERS = 1024
+MOST_STRANGERS = 256
 """Clients at a time that have not proved to know the secret; more are turned away."""
+STRANGER_SECONDS = 30.0
+"""How long a client may be one of them, where others come."""
 LARGEST_FIRST, LARGEST = 8192, 2**26
 """Bytes of a message of a client before it is admitted, and afterwards."""
 PAUSE_SECONDS = 0.05
@@ -45,6 +48,12 @@ def limit_waiting(connection: Connection, seconds: float) -> None:
         sock.detach()
 
 
+def shut_down(connection: Connection) -> None:
+    """Wake a thread that waits for the other side, which is lost to it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as copy:
+        copy.shutdown(socket.SHUT_RDWR)
+
+
 class StoreServer(Store):
     """The store, for this process itself; `port` is where others connect. They wait until it is opened to them."""
 
@@ -59,7 +68,8 @@ class StoreServer(Store):
         self._listener, self._timeout = listener, timeout
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
-        self._strangers: set[Connection] = set()
+        self._strangers: dict[Connection, float] = {}
+        """And since when."""
         self._secret: bytes | None = None
         self._greeting: dict[str, str] = {}
         self._is_closed = False
@@ -135,11 +145,14 @@ class StoreServer(Store):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection = Connection(sock.detach())
+            for other, since in list(self._strangers.items()):
+                if time.monotonic() - since > STRANGER_SECONDS:
+                    shut_down(other)
             if len(self._strangers) >= MOST_STRANGERS:
                 self.refused += 1
                 connection.close()
                 continue
-            self._strangers.add(connection)
+            self._strangers[connection] = time.monotonic()
             threading.Thread(target=self._serve, args=(connection,), name="store client", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
@@ -171,7 +184,7 @@ class StoreServer(Store):
             self.refused += 1
             return False
         finally:
-            self._strangers.discard(connection)
+            self._strangers.pop(connection, None)
         return True
 
     def _answer(self, request: list[Any], connection: Connection) -> list[Any]:
