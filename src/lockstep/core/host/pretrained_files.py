@@ -1,6 +1,8 @@
 """Load what transformers has saved, or what it fetches from the hub, without any code that comes with it."""
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,8 +12,9 @@ from lockstep.base.errors import ModelError
 
 MAX_CONFIG_BYTES = 64 << 20
 MAX_LAYERS = 10_000
-CODE = ("auto_map", "use_kernels", "kernel_config", "megatron_config")
-"""Settings that name code beside them, of the hub or of a module; so do implementations with a slash in their name."""
+CODE = ("auto_map", "use_kernels", "kernel_config", "megatron_config", "trust_remote_code",
+        "checkpoint_path", "pretrained_cfg_overlay")  # fmt: skip
+"""Settings that name code beside them, of the hub or of a module, or files that timm would unpickle."""
 
 
 def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
@@ -20,7 +23,12 @@ def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
     check_folder(Path(name))
     _refuse_kernels(auto_class)
     # without the option, transformers asks on the terminal whether to import the code that config.json names
-    return auto_class.from_pretrained(name, **options, trust_remote_code=False)
+    found = auto_class.from_pretrained(name, **options, trust_remote_code=False)
+    made = found[0] if isinstance(found, tuple) else found
+    parts: list[dict[str, Any]] = [made.__dict__, getattr(made, "config", made).__dict__]
+    for settings in (*parts, getattr(made, "init_kwargs", {})):
+        settings.pop("auto_map", None)  # else what is saved of it would name code
+    return found
 
 
 def untrained(auto_class: Any, settings: Any, **options: Any) -> Any:
@@ -47,22 +55,47 @@ def _refuse_kernel(name: str, *_: Any, **__: Any) -> NoReturn:
 
 def check_folder(folder: Path) -> None:
     """Raise ModelError for settings that name code, which transformers or peft would import, or more layers than can be
-    built; DataError for what leads out of the folder. A config.json may name others of its kind that are read in its
-    place."""
-    storage.require_own_files(folder)
-    for path in sorted(folder.glob("*config*.json")):
-        try:
-            settings = json.loads(storage.read_regular(path, MAX_CONFIG_BYTES))
-        except (OSError, ValueError, RecursionError):
-            continue  # loading the model reports it
-        for key, value in _settings(settings):
-            if (key in CODE and value) or ("_implementation" in key and "/" in str(value)):
-                raise ModelError(
-                    f"{path} names code ({key}), which is not executed: save the model without it where transformers "
-                    "knows its kind, or bring it as your own file with model.kind=user"
-                )
-            if isinstance(value, int) and key.endswith(("layers", "layer")) and value > MAX_LAYERS:
-                raise ModelError(f"{path} asks for {value:,} layers ({key}), more than {MAX_LAYERS:,}")
+    built; DataError for what leads out of the folder. So for the folder of the model that an adapter names."""
+    checked: set[Path] = set()
+    while (place := folder.resolve()) not in checked:
+        checked.add(place)
+        storage.require_own_files(folder)
+        # a config.json may name others of its kind that are read in its place
+        found = {path.name: _checked(path) for path in sorted(folder.glob("*config*.json"))}
+        adapter = found.get("adapter_config.json")
+        if isinstance(adapter, dict) and "config.json" not in found:
+            base = str(adapter.get("base_model_name_or_path"))
+            folder = Path(base) if os.path.isdir(base) else folder
+
+
+def _checked(path: Path) -> Any:
+    """The settings in a file; None where it is no JSON. Raises ModelError."""
+    try:
+        top = json.loads(storage.read_regular(path, MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError):
+        return None  # loading the model reports it
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    for key, value in _settings(top):
+        if _names_code(key, value):
+            raise ModelError(
+                f"{path} names code ({key}), which is not executed: save the model without it where transformers "
+                "knows its kind, or bring it as your own file with model.kind=user"
+            )
+        if isinstance(value, int) and key.endswith(("layers", "layer")) and value > MAX_LAYERS:
+            raise ModelError(f"{path} asks for {value:,} layers ({key}), more than {MAX_LAYERS:,}")
+    return top
+
+
+def _names_code(key: str, value: Any) -> bool:
+    """Whether a setting names code, or what would be loaded as such."""
+    if key in ("model_args", "backbone_kwargs") and isinstance(value, dict) and "pretrained_cfg" in value:
+        return True  # of timm; elsewhere it describes a model
+    if key == "megatron_core":
+        return value not in (None, "megatron.core")  # peft always writes it
+    if key in ("architecture", "backbone", "transformers_weights"):  # of timm, or a file
+        return isinstance(value, str) and re.search(r"[:/\\]" if key[0] == "t" else ":", value) is not None
+    return bool(key in CODE and value) or ("_implementation" in key and "/" in str(value))
 
 
 def _settings(settings: Any) -> Iterator[tuple[str, Any]]:
