@@ -15,6 +15,13 @@ MAX_LAYERS = 10_000
 CODE = ("auto_map", "use_kernels", "kernel_config", "megatron_config", "trust_remote_code",
         "checkpoint_path", "pretrained_cfg_overlay")  # fmt: skip
 """Settings that name code beside them, of the hub or of a module, or files that timm would unpickle."""
+FOREIGN = {
+    "architecture": ":",
+    "backbone": ":",
+    "transformers_weights": r"[/\\]",
+    "megatron_core": r"^(?!megatron\.core$)",
+}
+"""Settings that do so where this matches, as do implementations with a slash in their name."""
 
 
 def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
@@ -56,14 +63,13 @@ def _refuse_kernel(name: str, *_: Any, **__: Any) -> NoReturn:
 def check_folder(folder: Path) -> None:
     """Raise ModelError for settings that name code, which transformers or peft would import, or more layers than can be
     built; DataError for what leads out of the folder. So for the folder of the model that an adapter names."""
-    checked: set[Path] = set()
-    while (place := folder.resolve()) not in checked:
-        checked.add(place)
+    done: set[Path] = set()
+    while folder not in done:
+        done.add(folder)
         storage.require_own_files(folder)
         # a config.json may name others of its kind that are read in its place
         found = {path.name: _checked(path) for path in sorted(folder.glob("*config*.json"))}
-        adapter = found.get("adapter_config.json")
-        if isinstance(adapter, dict) and "config.json" not in found:
+        if isinstance(adapter := found.get("adapter_config.json"), dict) and "config.json" not in found:
             base = str(adapter.get("base_model_name_or_path"))
             folder = Path(base) if os.path.isdir(base) else folder
 
@@ -71,12 +77,12 @@ def check_folder(folder: Path) -> None:
 def _checked(path: Path) -> Any:
     """The settings in a file; None where it is no JSON. Raises ModelError."""
     try:
-        top = json.loads(storage.read_regular(path, MAX_CONFIG_BYTES))
+        whole = json.loads(storage.read_regular(path, MAX_CONFIG_BYTES))
     except (ValueError, RecursionError):
         return None  # loading the model reports it
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    for key, value in _settings(top):
+    for key, value in _settings(whole):
         if _names_code(key, value):
             raise ModelError(
                 f"{path} names code ({key}), which is not executed: save the model without it where transformers "
@@ -84,17 +90,14 @@ def _checked(path: Path) -> Any:
             )
         if isinstance(value, int) and key.endswith(("layers", "layer")) and value > MAX_LAYERS:
             raise ModelError(f"{path} asks for {value:,} layers ({key}), more than {MAX_LAYERS:,}")
-    return top
+    return whole
 
 
 def _names_code(key: str, value: Any) -> bool:
-    """Whether a setting names code, or what would be loaded as such."""
-    if key in ("model_args", "backbone_kwargs") and isinstance(value, dict) and "pretrained_cfg" in value:
-        return True  # of timm; elsewhere it describes a model
-    if key == "megatron_core":
-        return value not in (None, "megatron.core")  # peft always writes it
-    if key in ("architecture", "backbone", "transformers_weights"):  # of timm, or a file
-        return isinstance(value, str) and re.search(r"[:/\\]" if key[0] == "t" else ":", value) is not None
+    if key in ("model_args", "backbone_kwargs"):  # of timm; elsewhere this only describes a model
+        return isinstance(value, dict) and "pretrained_cfg" in value
+    if key in FOREIGN:
+        return isinstance(value, str) and re.search(FOREIGN[key], value) is not None
     return bool(key in CODE and value) or ("_implementation" in key and "/" in str(value))
 
 
