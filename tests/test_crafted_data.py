@@ -279,6 +279,13 @@ def as_zip(path):
         archive.writestr("train.jsonl", b" " * (1 << 22))
 
 
+def with_the_end_of_a_zip(path):
+    empty = io.BytesIO()
+    zipfile.ZipFile(empty, "w").close()
+    path.write_bytes(gzip.compress(b" " * (1 << 22)) + gzip.compress(empty.getvalue(), compresslevel=0))
+    assert zipfile.is_zipfile(path)
+
+
 def nested(path):
     column = pa.ListArray.from_arrays(pa.array([0, 1 << 19], pa.int32()), pa.array([7] * (1 << 19), pa.int8()))
     parquet.write_table(pa.table({"text": ["a"], "label": column}), path)
@@ -288,6 +295,7 @@ BOMBS = {
     "train.jsonl.gz": lambda path: path.write_bytes(gzip.compress(b" " * (1 << 22))),
     "train.jsonl.xz": lambda path: path.write_bytes(lzma.compress(b" " * (1 << 22))),
     "train.jsonl": lambda path: path.write_bytes(gzip.compress(b" " * (1 << 22))),
+    "both.jsonl.gz": with_the_end_of_a_zip,
     "train.zip": as_zip,
     "train.tar": as_tar,
     "train.parquet": lambda path: repeated(path, "x" * 1000, 3000),
@@ -307,6 +315,12 @@ def test_a_small_file_becomes_no_large_one(folder, low_limits, name):
     (folder / "train.jsonl").unlink()
     BOMBS[name](folder / name)
     assert f"{folder / name} has " in told(folder) and "becomes more than 1,048,576" in told(folder)
+
+
+@pytest.mark.parametrize("start", [b"Rar!\x1a\x07\x01\x00", b"7z\xbc\xaf\x27\x1c\x00\x04"])
+def test_an_archive_whose_size_nobody_can_tell_is_not_unpacked(folder, start):
+    (folder / "train.jsonl").write_bytes(start + bytes(100))
+    assert f"{folder}/train.jsonl is a RAR or 7z archive" in told(folder)
 
 
 @pytest.mark.parametrize("name", [name for name in BOMBS if name.endswith(".parquet")])

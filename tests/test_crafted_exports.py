@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import stat
 import struct
 import zipfile
 
@@ -223,6 +224,18 @@ def test_no_file_of_a_folder_is_read_for_ever(exported, tmp_path, make):
     os.truncate(folder / "tokenizer.json", 1 << 40)
     with pytest.raises(ModelError, match="more than"):
         export_reader.tokenizer_of(folder, export_facts.read(folder))
+
+
+def test_what_lies_in_folders_beside_a_model_is_not_looked_at(tmp_path):
+    (tmp_path / "corpora").mkdir()
+    os.mkfifo(tmp_path / "corpora/pipe")
+    (tmp_path / "corpora/all.txt").touch()
+    os.truncate(tmp_path / "corpora/all.txt", 1 << 40)
+    os.mknod(tmp_path / "socket", stat.S_IFSOCK | 0o600)
+    check_folder(tmp_path)
+    (tmp_path / "corpora").rename(tmp_path / "additional_chat_templates")
+    with pytest.raises(DataError, match="it is a pipe"):
+        check_folder(tmp_path)
 
 
 @pytest.mark.parametrize("grows", [False, True])

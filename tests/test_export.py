@@ -53,19 +53,24 @@ LOAD = """
 import runpy, sys, numpy, torch
 loader = runpy.run_path(sys.argv[1] + "/loader.py", run_name="__main__")
 with torch.no_grad():
-    logits = loader["load"]()({"image": torch.from_numpy(numpy.load(sys.argv[2]))})
+    logits = loader["load"](trust_code="--trust-code" in sys.argv)({"image": torch.from_numpy(numpy.load(sys.argv[2]))})
 numpy.save(sys.argv[3], logits.numpy())
 """
 
 
-def run(*argv, cwd):
-    done = subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, timeout=100, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(*argv, cwd, code=0):
+    """What a process of another user says."""
+    environment = {**os.environ, "XDG_STATE_HOME": str(cwd / "state")}
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)], cwd=cwd, timeout=100, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
 
 
 def test_a_stranger_loads_the_export(tmp_path):
-    """In a process of its own, elsewhere, with nothing but the folder and Lockstep: the user's own file is in it."""
+    """In a process of its own, elsewhere, with nothing but the folder and Lockstep: the user's own file is in it, which
+    is executed once that is asked for."""
     (tmp_path / "code").mkdir()
     (tmp_path / "elsewhere").mkdir()
     case = exporting.user_case(tmp_path / "code")
@@ -73,7 +78,10 @@ def test_a_stranger_loads_the_export(tmp_path):
     (tmp_path / "code" / "my_model.py").unlink()
     batch = case.batch(6, seed=3)
     np.save(tmp_path / "elsewhere" / "images.npy", batch["image"].numpy())
-    printed = run("-c", LOAD, tmp_path / "an export", "images.npy", "logits.npy", cwd=tmp_path / "elsewhere")
+    words = ["-c", LOAD, tmp_path / "an export", "images.npy", "logits.npy"]
+    refused = run(*words, cwd=tmp_path / "elsewhere", code=1)
+    assert "my_model.py (" in refused and "add --trust-code (in Python: load(trust_code=True))" in refused
+    printed = run(*words, "--trust-code", cwd=tmp_path / "elsewhere")
     assert printed.startswith("UserModel(") and "in_features=64, out_features=16" in printed
     logits = case.logits(batch).numpy()
     assert np.allclose(np.load(tmp_path / "elsewhere" / "logits.npy"), logits, atol=1e-5)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 
 from lockstep.base.errors import ConfigError
 from lockstep.cli import _app
-from lockstep.tools.sweep import optuna_search, suggestions, sweep_state, sweeping
+from lockstep.run import recipe_trust
+from lockstep.tools.sweep import optuna_search, suggestions, sweep_plan, sweep_state, sweeping
 from lockstep.tools.sweep.search_space import parse
 from lockstep.tools.sweep.sweep_state import Measured, Sweep, SweepTrial
 from lockstep.tools.sweep.sweep_table import svg
@@ -351,3 +353,21 @@ def test_a_sweep_of_somebody_else_executes_nothing(folder, monkeypatch):
     result = CliRunner().invoke(_app.app, ["sweep", "strange"])
     assert result.exit_code == 2 and "sweep.json cannot be used (keys: List should have" in result.output
     assert not (folder / "canary").exists()
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_config_that_lay_in_the_sweeps_folder_is_not_the_users(folder, monkeypatch, has_state):
+    """It is replaced by a copy of his before anything reads it."""
+    place = folder / "runs/c-sweep"
+    place.mkdir(parents=True)
+    planted = CONFIG.replace("processes: 1", "processes: 1, environment: {PLANTED: '1'}")
+    (place / "sweep.yaml").write_text(planted if has_state else planted.replace("holding.py", "planted.py"))
+    monkeypatch.chdir(folder)
+    if has_state:
+        stored = sweep_of("optim.lr=0.1,0.2").model_copy(update={"search": "grid", "prune": "none"})
+        (place / "sweep.json").write_text(stored.model_dump_json())
+    read = []
+    monkeypatch.setattr(recipe_trust, "authorize", lambda recipe, *_, **__: read.append(recipe) or ())
+    plan = sweep_plan.planned(Path("c.yaml"), ["optim.lr=0.1,0.2"], sweep_plan.SweepOptions())
+    assert read and not any("PLANTED" in str(recipe) or "planted.py" in str(recipe) for recipe in read)
+    assert (place / "sweep.yaml").read_text() == CONFIG and plan.base.launch.environment == {}

@@ -439,6 +439,13 @@ NAMING = {
     "kernels": ("config.json", {"kernel_config": {"RMSNorm": "somebody/kernel:RMSNorm"}}),
     "another file": ("config.4.0.0.json", {"_attn_implementation": "somebody/kernel"}),
     "adapter": ("adapter_config.json", {"megatron_config": {"a": 1}, "megatron_core": "own"}),
+    "adapter's module": ("adapter_config.json", {"megatron_core": "own"}),
+    "checkpoint": ("config.json", {"model_args": {"checkpoint_path": "own.pt"}}),
+    "weights of timm": ("config.json", {"pretrained_cfg": {}, "model_args": {"pretrained_cfg": {"file": "own.pt"}}}),
+    "part of its settings": ("config.json", {"model_args": {"pretrained_cfg_overlay": {"file": "own.pt"}}}),
+    "trust": ("tokenizer_config.json", {"trust_remote_code": True}),
+    "hub of timm": ("config.json", {"architecture": "local-dir:own"}),
+    "weights": ("config.json", {"transformers_weights": "..\\own.bin"}),
 }
 
 
@@ -459,7 +466,43 @@ def test_settings_that_name_code_are_refused(commands, tmp_path, minilm):
             answer = commands.answer(["data", "c.yaml"], folder=tmp_path, seconds=60)
             assert answer.kind == "message" and f"{file} names code" in answer.output, answer
         (folder / file).unlink() if whole is None else (folder / file).write_text(whole)
+    described = {"architecture": "resnet50", "pretrained_cfg": {"tag": "a1"}, "transformers_weights": "own.safetensors"}
+    (folder / "more_config.json").write_text(json.dumps(described | {"megatron_core": "megatron.core"}))
     pretrained_files.check_folder(folder)
+
+
+def test_settings_too_large_to_be_looked_through_are_refused(tmp_path):
+    (tmp_path / "config.json").touch()
+    os.truncate(tmp_path / "config.json", pretrained_files.MAX_CONFIG_BYTES + 1)
+    with pytest.raises(ModelError, match="config.json cannot be read: it has .* bytes, more than"):
+        pretrained_files.check_folder(tmp_path)
+
+
+def test_the_model_that_an_adapter_names_is_looked_through(tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    for folder, names in ((base, adapter), (adapter, base)):  # one the other
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(names)}))
+    pretrained_files.check_folder(adapter)
+    (base / "config.json").write_text(json.dumps(NAMING["auto_map"][1]))
+    with pytest.raises(ModelError, match="base/config.json names code"):
+        pretrained_files.check_folder(adapter)
+
+
+def test_what_is_loaded_names_no_code_when_it_is_saved(monkeypatch, minilm, tmp_path):
+    """As of the hub, where transformers knows the kind and the settings name code nevertheless."""
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+    folder = shutil.copytree(minilm, tmp_path / "folder")
+    for name in ("config.json", "tokenizer_config.json"):
+        settings = json.loads((folder / name).read_text()) | {"auto_map": {"AutoConfig": "own.C"}}
+        (folder / name).write_text(json.dumps(settings))
+    monkeypatch.setattr(pretrained_files, "check_folder", lambda _: None)
+    for kind in (AutoConfig, AutoModel, AutoTokenizer):
+        pretrained_files.load(kind, folder).save_pretrained(tmp_path / "saved")
+    model, _ = pretrained_files.load(AutoModel, folder, output_loading_info=True)
+    assert not hasattr(model.config, "auto_map")
+    assert not any("auto_map" in file.read_text() for file in (tmp_path / "saved").glob("*.json"))
 
 
 def test_no_kernel_is_fetched(minilm):
@@ -507,6 +550,14 @@ def test_a_plan_passes_on_no_more_than_is_known(commands, made):
     answer = commands.answer(["train", f"{RUN}/recipe.yaml", "--dry-run", "launch.kind=slurm"], folder=made)
     assert answer.kind == "done" and "--known-code " in answer.output and "--trust-code" not in answer.output, answer
     assert (made / RUN / "recipe.yaml").read_text() == recipe
+
+
+def test_a_plan_holds_no_sum_of_code_that_nobody_was_shown(commands, stranger):
+    words = ["train", f"{RUN}/recipe.yaml", "--dry-run", "launch.kind=slurm", "launch.environment={}"]
+    answer = commands.answer(words, folder=stranger)
+    digests = [hashlib.sha256((stranger / name).read_bytes()).hexdigest() for name in ("model.py", "helper.py")]
+    assert answer.kind == "done" and "--known-code none" in answer.output, answer
+    assert not any(digest in answer.output for digest in digests), answer
 
 
 def test_a_training_imports_nothing_from_the_folder_one_stands_in(commands, tmp_path):

@@ -112,14 +112,15 @@ def require_own_files(folder: Path) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise OSError where a folder, or one in it, has a pipe or a device, or a text that is too large: libraries would
-    read it without an end."""
-    for path in (*folder.glob("*"), *folder.glob("*/*")):
+    """Raise OSError where a folder of a model has a pipe or a device, or a text that is too large: libraries would read
+    it without an end. Other folders in it, but that of templates, are none of the model's."""
+    for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
         with suppress(FileNotFoundError):  # a link to nothing
             found = path.stat()
-            if kind := KINDS.get(stat.S_IFMT(found.st_mode)):
+            kind = KINDS.get(stat.S_IFMT(found.st_mode))
+            if kind and not stat.S_ISSOCK(found.st_mode):  # which nothing can open
                 raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
-            if path.suffix in TEXTS and (size := found.st_size) > MOST_TEXT_BYTES:
+            if path.suffix in TEXTS and (size := found.st_size) > MOST_TEXT_BYTES and path.parent == folder:
                 raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {MOST_TEXT_BYTES:,}", str(path))
 
 

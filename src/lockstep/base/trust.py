@@ -121,7 +121,7 @@ def authorize(codes: Sequence[Code], *, trusts: bool, folder: Path, asks: bool =
         if not (sys.stdin.isatty() and sys.stderr.isatty()) or not _ask(unknown):
             raise UntrustedCode(_refusal(unknown))
         remember(unknown)
-    _state.arguments = (KNOWN, ",".join(dict.fromkeys(code.digest for code in codes)) or "none")
+    _state.arguments = (KNOWN, ",".join(dict.fromkeys(code.digest for code in codes if is_known(code))) or "none")
     return _state.arguments
 
 

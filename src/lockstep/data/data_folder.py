@@ -31,6 +31,7 @@ OUTSIDE = re.compile(r"^[/\\~]|(^|[/\\])\.\.([/\\]|$)|:/|::")
 """In a name: absolute, a step up, a URL, or a chain of them."""
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b'\x04"M\x18': "lz4"}
 """How a file begins -> fsspec's name of its form."""
+UNREAD = (b"Rar!", b"7z\xbc\xaf\x27\x1c")
 
 
 def builder_of(folder: Path, subset: str | None, cache: Path) -> Any:
@@ -123,14 +124,17 @@ def _parts(path: Path, form: str) -> Iterator[Any]:
     """Of what it unpacks to."""
     with storage.regular(path) as file:
         start = file.read(8)
+    if start.startswith(UNREAD):
+        raise DataError(f"{path} is a RAR or 7z archive, which is not read: unpack it")
     if form == PARQUET:
         yield from parquet_batches(path, lambda *_: None)
-    elif zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as entries:
-            yield from metered(path, entries.infolist(), lambda entry: entry.file_size)
-    elif tarfile.is_tarfile(path):
-        with tarfile.open(path) as archive:
-            yield from metered(path, archive, lambda entry: entry.size)
-    elif kind := next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None):
+        return
+    if kind := next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None):
         with fsspec.open(str(path), compression=kind) as unpacked:
             yield from metered(path, iter(partial(unpacked.read, 1 << 20), b""), len)
+    if (kind is None or path.suffix == ".zip") and zipfile.is_zipfile(path):  # which looks at the end
+        with zipfile.ZipFile(path) as entries:
+            yield from metered(path, entries.infolist(), lambda entry: entry.file_size)
+    if tarfile.is_tarfile(path):
+        with tarfile.open(path) as archive:
+            yield from metered(path, archive, lambda entry: entry.size)

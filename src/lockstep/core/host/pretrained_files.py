@@ -1,6 +1,8 @@
 """Load what transformers has saved, or what it fetches from the hub, without any code that comes with it."""
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,8 +12,16 @@ from lockstep.base.errors import ModelError
 
 MAX_CONFIG_BYTES = 64 << 20
 MAX_LAYERS = 10_000
-CODE = ("auto_map", "use_kernels", "kernel_config", "megatron_config")
-"""Settings that name code beside them, of the hub or of a module; so do implementations with a slash in their name."""
+CODE = ("auto_map", "use_kernels", "kernel_config", "megatron_config", "trust_remote_code",
+        "checkpoint_path", "pretrained_cfg_overlay")  # fmt: skip
+"""Settings that name code beside them, of the hub or of a module, or files that timm would unpickle."""
+FOREIGN = {
+    "architecture": ":",
+    "backbone": ":",
+    "transformers_weights": r"[/\\]",
+    "megatron_core": r"^(?!megatron\.core$)",
+}
+"""Settings that do so where this matches, as do implementations with a slash in their name."""
 
 
 def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
@@ -20,7 +30,12 @@ def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
     check_folder(Path(name))
     _refuse_kernels(auto_class)
     # without the option, transformers asks on the terminal whether to import the code that config.json names
-    return auto_class.from_pretrained(name, **options, trust_remote_code=False)
+    found = auto_class.from_pretrained(name, **options, trust_remote_code=False)
+    made = found[0] if isinstance(found, tuple) else found
+    parts: list[dict[str, Any]] = [made.__dict__, getattr(made, "config", made).__dict__]
+    for settings in (*parts, getattr(made, "init_kwargs", {})):
+        settings.pop("auto_map", None)  # else what is saved of it would name code
+    return found
 
 
 def untrained(auto_class: Any, settings: Any, **options: Any) -> Any:
@@ -47,22 +62,43 @@ def _refuse_kernel(name: str, *_: Any, **__: Any) -> NoReturn:
 
 def check_folder(folder: Path) -> None:
     """Raise ModelError for settings that name code, which transformers or peft would import, or more layers than can be
-    built; DataError for what leads out of the folder. A config.json may name others of its kind that are read in its
-    place."""
-    storage.require_own_files(folder)
-    for path in sorted(folder.glob("*config*.json")):
-        try:
-            settings = json.loads(storage.read_regular(path, MAX_CONFIG_BYTES))
-        except (OSError, ValueError, RecursionError):
-            continue  # loading the model reports it
-        for key, value in _settings(settings):
-            if (key in CODE and value) or ("_implementation" in key and "/" in str(value)):
-                raise ModelError(
-                    f"{path} names code ({key}), which is not executed: save the model without it where transformers "
-                    "knows its kind, or bring it as your own file with model.kind=user"
-                )
-            if isinstance(value, int) and key.endswith(("layers", "layer")) and value > MAX_LAYERS:
-                raise ModelError(f"{path} asks for {value:,} layers ({key}), more than {MAX_LAYERS:,}")
+    built; DataError for what leads out of the folder. So for the folder of the model that an adapter names."""
+    done: set[Path] = set()
+    while folder not in done:
+        done.add(folder)
+        storage.require_own_files(folder)
+        # a config.json may name others of its kind that are read in its place
+        found = {path.name: _checked(path) for path in sorted(folder.glob("*config*.json"))}
+        if isinstance(adapter := found.get("adapter_config.json"), dict) and "config.json" not in found:
+            base = str(adapter.get("base_model_name_or_path"))
+            folder = Path(base) if os.path.isdir(base) else folder
+
+
+def _checked(path: Path) -> Any:
+    """The settings in a file; None where it is no JSON. Raises ModelError."""
+    try:
+        whole = json.loads(storage.read_regular(path, MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError):
+        return None  # loading the model reports it
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    for key, value in _settings(whole):
+        if _names_code(key, value):
+            raise ModelError(
+                f"{path} names code ({key}), which is not executed: save the model without it where transformers "
+                "knows its kind, or bring it as your own file with model.kind=user"
+            )
+        if isinstance(value, int) and key.endswith(("layers", "layer")) and value > MAX_LAYERS:
+            raise ModelError(f"{path} asks for {value:,} layers ({key}), more than {MAX_LAYERS:,}")
+    return whole
+
+
+def _names_code(key: str, value: Any) -> bool:
+    if key in ("model_args", "backbone_kwargs"):  # of timm; elsewhere this only describes a model
+        return isinstance(value, dict) and "pretrained_cfg" in value
+    if key in FOREIGN:
+        return isinstance(value, str) and re.search(FOREIGN[key], value) is not None
+    return bool(key in CODE and value) or ("_implementation" in key and "/" in str(value))
 
 
 def _settings(settings: Any) -> Iterator[tuple[str, Any]]:

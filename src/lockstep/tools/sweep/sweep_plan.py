@@ -41,6 +41,8 @@ class PlannedSweep:
     """Absolute; the trials' runs are folders in it."""
     source: Path
     """What the user named: a config of his own, or the copy in the sweep's folder."""
+    config: Path
+    """What is read: the copy, once this sweep has written it."""
     trusts_code: bool
     jobs: int = DEFAULT_JOBS
     """Of a scheduler at a time."""
@@ -55,9 +57,8 @@ class PlannedSweep:
         return recipe, recipe_trust.authorize(recipe, self.source, trusts=self.trusts_code)
 
     def _loaded(self, settings: dict[str, Any]) -> Recipe:
-        file = self.folder / CONFIG
         with chdir(self.sweep.working_folder):
-            return recipes.load(file if file.is_file() else self.source, [*self.sweep.shared, *overrides(settings)])
+            return recipes.load(self.config, [*self.sweep.shared, *overrides(settings)])
 
     @property
     def base(self) -> Recipe:
@@ -92,7 +93,7 @@ def planned(path: Path, words: list[str], options: SweepOptions) -> PlannedSweep
     except OSError as error:
         raise ConfigError(f"cannot write to {plan.folder}: {error.strerror}; set another run.dir") from None
     plan.sweep.save(plan.folder)
-    return plan
+    return replace(plan, config=plan.folder / CONFIG)
 
 
 def _of_folder(folder: Path, words: list[str], options: SweepOptions) -> PlannedSweep:
@@ -106,8 +107,8 @@ def _of_folder(folder: Path, words: list[str], options: SweepOptions) -> Planned
         what = f"there is no folder {sweep.working_folder}, from which relative paths in {folder / CONFIG} count"
         raise ConfigError(f"{what}; give the sweep's config and settings again")
     sweep.count = _count(sweep.search, options.trials, sweep.count)
-    own = folder.absolute()
-    return PlannedSweep(sweep=sweep, folder=own, source=own / CONFIG, trusts_code=options.trusts_code)
+    own, config = folder.absolute(), folder.absolute() / CONFIG
+    return PlannedSweep(sweep=sweep, folder=own, source=config, config=config, trusts_code=options.trusts_code)
 
 
 def _of_config(path: Path, words: list[str], options: SweepOptions) -> PlannedSweep:
@@ -131,7 +132,7 @@ def _of_config(path: Path, words: list[str], options: SweepOptions) -> PlannedSw
         prune=prune,
         working_folder=str(Path.cwd()),
     )
-    plan = PlannedSweep(sweep=sweep, folder=named.folder, source=path, trusts_code=options.trusts_code)
+    plan = PlannedSweep(sweep=sweep, folder=named.folder, source=path, config=path, trusts_code=options.trusts_code)
     if (plan.folder / SWEEP).is_file():
         return _continued(plan, recipe)
     if any((plan.folder / name).exists() for name in ("recipe.yaml", "launch.yaml")):

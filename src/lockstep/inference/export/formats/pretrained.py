@@ -16,17 +16,26 @@ PROGRAM = None
 LOADER = '''"""Loads the exported model: `python loader.py` prints it; `load()` returns it, ready to predict."""
 
 import pathlib
+import sys
 
+from lockstep.base.errors import UntrustedCode
 from lockstep.inference.export.export_reader import forward_of
+from lockstep.inference.trained_model import authorize
 
 
-def load(folder=pathlib.Path(__file__).parent):
-    """The model in evaluation mode; call it with {"image": uint8 tensor [m, C, H, W]} or what it was trained on."""
+def load(folder=pathlib.Path(__file__).parent, trust_code=False):
+    """The model in evaluation mode; call it with {"image": uint8 tensor [m, C, H, W]} or what it was trained on.
+
+    `trust_code` executes the Python files in the folder, which are those of whoever has exported it."""
+    try:
+        authorize(pathlib.Path(folder), None, trusts=trust_code)
+    except UntrustedCode as error:
+        raise UntrustedCode(f"{error} (in Python: load(trust_code=True))") from None
     return forward_of(folder)
 
 
 if __name__ == "__main__":
-    print(load())
+    print(load(trust_code="--trust-code" in sys.argv))
 '''
 
 
