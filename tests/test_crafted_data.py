@@ -468,3 +468,10 @@ def test_aliases_do_not_multiply(folder):
     (folder / "recipe.yaml").write_text(f"train: 1\n{LAUGHS}")
     with pytest.raises(ConfigError, match="holds more than 20,000 values once its aliases"):
         run_files.read(folder)
+
+
+def test_lines_that_are_no_objects_are_refused(folder):
+    """pyarrow's reader ended the process with a segmentation fault."""
+    rows = [json.dumps({"text": f"text {number}", "label": "a"}) for number in range(20)]
+    (folder / "train.jsonl").write_text("\n".join([f"null{rows[0]}", *rows[1:]]))
+    assert "train.jsonl, line 1: each line of such a file is an object" in told(folder)

@@ -48,7 +48,7 @@ def builder_of(folder: Path, subset: str | None, cache: Path) -> Any:
     paths = {Path(file): None for files in builder.config.data_files.values() for file in files}
     storage.require_inside(paths, folder)
     for path in paths:
-        if form != IMAGES or path.suffix in (".zip", ".parquet"):
+        if form != IMAGES or path.suffix in (".zip", ".parquet", ".jsonl"):
             _check_once(path, PARQUET if path.suffix == ".parquet" else form, cache)
     return builder
 
@@ -132,9 +132,19 @@ def _parts(path: Path, form: str) -> Iterator[Any]:
     if kind := next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None):
         with fsspec.open(str(path), compression=kind) as unpacked:
             yield from metered(path, iter(partial(unpacked.read, 1 << 20), b""), len)
+    elif path.suffix in (".jsonl", ".ndjson"):
+        _check_lines(path)
     if (kind is None or path.suffix == ".zip") and zipfile.is_zipfile(path):  # which looks at the end
         with zipfile.ZipFile(path) as entries:
             yield from metered(path, entries.infolist(), lambda entry: entry.file_size)
     if tarfile.is_tarfile(path):
         with tarfile.open(path) as archive:
             yield from metered(path, archive, lambda entry: entry.size)
+
+
+def _check_lines(path: Path) -> None:
+    """Raise DataError for a line that begins with no object: pyarrow's reader may end the process there."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if (content := line.lstrip(b"\xef\xbb\xbf \t\r\n")) and not content.startswith(b"{"):
+                raise DataError(f"{path}, line {number}: each line of such a file is an object, {{...}}")
