@@ -105,7 +105,8 @@ def _not_connected(reasons: list[str]) -> LaunchError:
     through = f"the network interface {interface}" if interface else "the network"
     return LaunchError(
         f"the processes cannot connect to each other through {through} "
-        f"({MOST_ATTEMPTS} attempts; {few(reasons, 1)}): set launch.interface to one by which the machines reach each other, let them connect to "
-        "any port of each other, and look for another program that connects to these ports (LS-NET-05)",
+        f"({MOST_ATTEMPTS} attempts; {few(reasons, 1)}): set launch.interface to one by which the machines reach each "
+        "other, let them connect to any port of each other, and look for another program that connects to these ports "
+        "(LS-NET-05)",
         code="LS-NET-05",
     )
