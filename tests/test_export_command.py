@@ -21,6 +21,7 @@ from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_reader import is_export
 from lockstep.launch import launch_run
 from lockstep.run import recipe as recipes
+from lockstep.run import recipe_trust
 
 KINDS = {
     "export": [],
@@ -40,7 +41,9 @@ def run(tmp_path_factory):
     root.mkdir()
     settings = [f"run.dir={root}", "run.name=a", "train.steps=8", "data.limit=200", "launch.environment.TOKEN=hunter2"]
     (root / "c.yaml").write_text("data: {kind: digits}\nparallel: {kind: single}\n")
-    assert launch_run.launch(recipes.load(root / "c.yaml", settings), ("--resume", "never")) == 0
+    recipe = recipes.load(root / "c.yaml", settings)
+    trusted = recipe_trust.authorize(recipe, root / "c.yaml", trusts=False)
+    assert launch_run.launch(recipe, ("--resume", "never", *trusted)) == 0
     return root / "a"
 
 

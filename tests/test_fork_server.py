@@ -58,7 +58,7 @@ def server_of(process):
     return found[0] if found else None
 
 
-OF_A_RUN = ("LOCKSTEP_TEST_KIND", "TORCHELASTIC_ERROR_FILE", "LOCKSTEP_LIVE_SECRET", "LOCKSTEP_LIVE_TERMINAL")
+OF_A_RUN = ("LOCKSTEP_TEST_KIND", "TORCHELASTIC_ERROR_FILE", "LOCKSTEP_SECRET", "LOCKSTEP_LIVE_TERMINAL")
 """Variables whose values name files of a run."""
 
 

@@ -134,7 +134,7 @@ def _open_regular(path: Path, flags: int) -> int:
     try:
         handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
     except OSError as error:
-        if error.errno == errno.ELOOP:
+        if error.errno == errno.ELOOP and flags & getattr(os, "O_NOFOLLOW", 0):
             raise OSError(errno.ELOOP, "it is a link, which is not followed", str(path)) from None
         raise
     if not stat.S_ISREG(mode := os.fstat(handle).st_mode):
