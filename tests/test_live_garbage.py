@@ -19,7 +19,7 @@ from running import family, started, wait_for_steps, workers
 from torch.distributed import DistError
 
 from lockstep.base.errors import PeerLost
-from lockstep.core.distributed.peer_proof import authenticate
+from lockstep.core.distributed.group_attempts import authenticate
 from lockstep.launch.elastic.live_notes import PATIENCE
 from lockstep.launch.elastic.store_client import connected
 

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.core.distributed.process_group import world_group
-from lockstep.core.distributed.topology import this_machine, topology
 from lockstep.core.reduction import transport as shared_memory
 from lockstep.core.reduction.all_reduce import AllReduce
-from lockstep.core.reduction.transport import SharedMemoryTransport
+from lockstep.core.reduction.transport import SharedMemoryTransport, this_machine, topology
 from lockstep.core.reduction.tree import TreeSum, tree_sum
-from lockstep.parallel.comm_thread import CommThread
+from lockstep.parallel.strategies._ddp import CommThread
 
 
 def rows_of(shards, numbers, dtype):

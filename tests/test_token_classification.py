@@ -197,7 +197,7 @@ def test_entities_are_those_of_a_count_by_hand():
     """Random tags, also I- without a B-, which begins an entity; several texts in a batch, and ignored tokens."""
     import torch
 
-    from lockstep.training.metrics.entity_metric import entity_f1
+    from lockstep.models.objectives._token_classification import entity_f1
 
     generator, labels = torch.Generator().manual_seed(0), ("O", "B-A", "I-A", "B-B", "I-B")
     metric = entity_f1(labels, ignored=-100)

@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -17,9 +17,10 @@ from lockstep.base.events import RunEnded, RunStarted
 from lockstep.base.model_contracts import LossSum, MicroBatch, Strategy
 from lockstep.base.steering_requests import Request, Save, Stop
 from lockstep.core.distributed import process_group
+from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.digest import digest
-from lockstep.core.numerics.exact_sum import exact_sum
+from lockstep.core.numerics.exact_sum import ExactSum, exact_sum
 from lockstep.core.numerics.precision import Precision, fix_numerics
 from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
 from lockstep.data.bad_samples import Faults
@@ -34,7 +35,6 @@ from lockstep.training import optim
 from lockstep.training.learning_rate import checked_factor
 from lockstep.training.loop import stepping
 from lockstep.training.loop_state import Deadline, Training
-from lockstep.training.own_evaluation import measured, world_sums
 from lockstep.training.own_step import OwnStep, ScriptGuard
 from lockstep.training.script_model import AutocastForward, made_equal, wrapped
 from lockstep.training.script_optimizer import ScriptOptimizer
@@ -42,6 +42,26 @@ from lockstep.training.state import TrainState
 from lockstep.training.steering import FILE, Steering
 from lockstep.training.step import Outcome, update
 from lockstep.training.training_config import EvaluateSection
+
+
+def measured(batches: Iterable[Any], measure: Callable[[Any], Mapping[str, Any]]) -> dict[str, float | int]:
+    """The sums over all batches of all processes of what `measure` returns. A collective. Raises ModelError."""
+    sums: dict[str, ExactSum] = {}
+    for batch in batches:
+        found = measure(batch)
+        if not isinstance(found, Mapping):
+            raise ModelError(f"measure(batch) returns a dict of numbers, not a {type(found).__name__}")
+        for name, values in found.items():
+            sums[name] = sums.get(name, ExactSum()) + exact_sum(values)
+    return world_sums(sums)
+
+
+def world_sums(own: Mapping[str, ExactSum]) -> dict[str, float | int]:
+    """The sums over all processes, each of which may have others. A collective."""
+    everyone = all_gather_object(dict(own))
+    names = sorted({name for each in everyone for name in each})
+    return {name: sum((each.get(name, ExactSum()) for each in everyone), start=ExactSum()).value for name in names}
+
 
 SETTLE_SECONDS = 10.0
 """After an error, or a `break`, how long a save that is being written may take to end."""

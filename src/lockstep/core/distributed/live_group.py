@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.base.world import World
-from lockstep.core.distributed.group_attempts import CONNECT_SECONDS
+from lockstep.core.distributed.group_attempts import CONNECT_SECONDS, authenticate
 from lockstep.core.distributed.group_connections import shut_down_connections
-from lockstep.core.distributed.peer_proof import authenticate
 from lockstep.core.distributed.process_group import is_lost_peer, meetings, world_group
 from lockstep.core.host import activity
 from lockstep.launch.elastic.live_notes import (

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.world import World
-from lockstep.core.distributed.group_attempts import INTERFACES, Attempts
-from lockstep.core.distributed.peer_proof import authenticate
+from lockstep.core.distributed.group_attempts import INTERFACES, Attempts, authenticate
 from lockstep.core.distributed.proven_meeting import check_secrets, meet
 from lockstep.launch.elastic import run_secret
 from lockstep.launch.elastic.live_notes import is_live_worker, secret_of_run

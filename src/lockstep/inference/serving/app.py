@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep.base.errors import LockstepError
+from lockstep.base.templates import render
 from lockstep.inference.generation.generator import Generator
 from lockstep.inference.predictor import Predictor
 from lockstep.inference.serving import generation_routes, openapi
@@ -26,7 +26,6 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
 """Headers of proxies, and of pages in a browser, which may come from anywhere."""
 ROUTES = ("/predict", "/predict/batch", "/generate")
 """Of models of one kind or another."""
-PAGE, GENERATION_PAGE = (Path(__file__).with_name(name) for name in ("page.html", "generation_page.html"))
 
 
 def build(service: Service) -> Middleware:
@@ -87,7 +86,7 @@ def _add_status(app: Any, service: Service) -> None:
     from fastapi import Response
     from fastapi.responses import HTMLResponse, JSONResponse
 
-    page_file = GENERATION_PAGE if isinstance(service, GenerationService) else PAGE
+    page_file = "generation_page.html" if isinstance(service, GenerationService) else "page.html"
 
     @app.get("/health", **openapi.HEALTH)  # type: ignore[untyped-decorator]
     async def health() -> dict[str, str]:
@@ -115,7 +114,7 @@ def _add_status(app: Any, service: Service) -> None:
 
     @app.get("/", include_in_schema=False)  # type: ignore[untyped-decorator]
     async def page() -> HTMLResponse:
-        return HTMLResponse(page_file.read_text(encoding="utf-8"))
+        return HTMLResponse(render(f"inference/serving/{page_file}"))
 
 
 def _add_reload(app: Any, service: Service) -> None:

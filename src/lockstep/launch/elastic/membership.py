@@ -134,7 +134,7 @@ class Membership:
 
     @property
     def is_replacement(self) -> bool:
-        """Whether this node was started in the place of a lost one, by a job of its own: see replacement.py."""
+        """Whether this node was started in the place of a lost one, by a job of its own: see node.Replacements."""
         rank = self._entry["node_rank"]
         return self.section.recovers_live and rank is not None and rank >= self.section.max_nodes
 
