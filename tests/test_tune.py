@@ -16,9 +16,10 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+from lockstep.base import trust
 from lockstep.base.world import World
 from lockstep.cli import _app
-from lockstep.run import build
+from lockstep.run import build, recipe_trust
 from lockstep.run import recipe as recipes
 from lockstep.tools.tune import trial_process
 from lockstep.tools.tune.learning_rate_finder import no_rate, svg
@@ -362,6 +363,7 @@ def test_a_trial_that_prints_and_crashes_is_quoted(tmp_path):
     (tmp_path / "model.py").write_text("import os\nprint('my last words', flush=True)\nos.kill(os.getpid(), 11)\n")
     (tmp_path / "c.yaml").write_text(CONFIG)
     recipe = recipes.load(tmp_path / "c.yaml", [f"model.file={tmp_path}/model.py"])
+    trust.own(recipe_trust.code_of_files(recipe))
     done = trial_process.run(TrialRequest(recipe=trial_process.alone(recipe, data={}, train={"steps": 1})))
     assert done.has_failed and done.killed_by is None
     assert str(done.failure("the trial")) == "my last words\nthe trial ended with exit code -11"
