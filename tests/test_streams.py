@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from running import lockstep, started, summary, wait_for_steps, workers
 from test_training import config_in, run_on_rank
 from torch.utils.data import IterableDataset
 
+from lockstep.base import trust
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import DataError, SampleError
 from lockstep.data.dataset import measurable, open_source, spread_evenly, stream_of
@@ -389,5 +391,6 @@ def test_the_first_samples_stand_for_a_stream():
 def test_a_stream_is_no_part_of_a_mix(code):
     parts = [{"kind": "user", "file": code}] * 2
     recipe = of_sections({"data": {"kind": "mix", "sources": parts}, "model": {"kind": "user", "file": code}})
+    trust.own(trust.code_with_imports(Path(code)))
     with pytest.raises(DataError, match="source 0 of the mix is a stream"):
         open_source(recipe.data, "train")
