@@ -229,6 +229,7 @@ def test_the_longest_samples_are_what_a_trial_begins_with(lone, tune, tmp_path):
     """And its steps are the run's own afterwards."""
     data = ["data={kind: user, file: model.py}", "model.options={width: 1}"]
     recipe = recipes.load(tmp_path / "c.yaml", [*data, "parallel.kind=single", "launch.processes=1"])
+    trust.own(recipe_trust.code_of_files(recipe))
     parts = build.assemble(recipe, World(), torch.device("cpu"))
     first, own = next(longest(replace(parts, total_steps=3)).steps(0)), next(parts.steps(0))
     assert min(m.batch["x"].shape[1] for m in first) > 1000 - len(first) == 940
