@@ -110,11 +110,12 @@ def test_only_distances_between_positions_count():
 
     def scores(first):
         positions = torch.arange(first, first + 5)
-        return gpt.rotated(query, positions) @ gpt.rotated(key, positions).transpose(2, 3)
+        turned_query, turned_key = gpt.rotated((query, key), positions)
+        return turned_query @ turned_key.transpose(2, 3)
 
     torch.testing.assert_close(scores(0), scores(1000), rtol=1e-3, atol=1e-3)
     assert not torch.allclose(scores(0), query @ key.transpose(2, 3), atol=0.1)
-    assert torch.equal(gpt.rotated(query, torch.zeros(5)), query)
+    assert torch.equal(next(gpt.rotated([query], torch.zeros(5))), query)
 
 
 @pytest.mark.parametrize("hidden", [None, 40])

@@ -1,5 +1,6 @@
 """Errors raised by the user's code: recognising them, and reporting them with the user's own frames."""
 
+import os
 import re
 import sysconfig
 import traceback
@@ -15,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 LIBRARIES = tuple(
     f"{path}/" for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
+COMPILED = "torchinductor_"
+"""Begins the name of the folder in which torch.compile writes Python."""
 INSTALLED = {"site-packages", "dist-packages"}
 """Folders of packages, also of an environment that this one builds on (--system-site-packages)."""
 CALL_SITES = {
@@ -65,7 +68,14 @@ class Frame:
     def is_users(self) -> bool:
         """Whether it is in neither Lockstep, a library, nor generated code."""
         is_library = self.file.startswith(("<", *LIBRARIES)) or not INSTALLED.isdisjoint(Path(self.file).parts)
-        return self.own_file is None and not is_library
+        return self.own_file is None and not is_library and not self.is_compiled
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile has written its file, into its cache."""
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # noqa: TID251 (a variable of torch's)
+        path = Path(self.file)
+        return bool(cache and path.is_relative_to(cache)) or any(part.startswith(COMPILED) for part in path.parts)
 
 
 def frames_of(error: BaseException) -> list[Frame]:

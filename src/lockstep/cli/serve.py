@@ -12,7 +12,7 @@ def command(
     target: Trained,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free port.", min=0, max=65535)] = 8000,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")] = "auto",
     dtype: DType = None,
     max_batch: Annotated[int, typer.Option(help="Most inputs predicted together.", min=1)] = 32,
     max_wait_ms: Annotated[float, typer.Option(help="How long the first of a batch waits for others.", min=0)] = 0,

@@ -177,8 +177,8 @@ def load(
 ) -> LoadedModel:
     """Open an export, the best or newest checkpoint of a run, or a checkpoint, to predict with.
 
-    `device` is cpu, cuda or cuda:N; `dtype` converts the weights; `trust_code` executes the code that lies in a folder
-    which somebody else may have made. Raises UserError for what cannot be opened.
+    `device` is auto (a GPU if there is one), cpu, cuda or cuda:N; `dtype` converts the weights; `trust_code` executes
+    the code that lies in a folder which somebody else may have made. Raises UserError for what cannot be opened.
     """
     trained_model.authorize(Path(path), None, trusts=trust_code)
     return LoadedModel(trained_model.loader(Path(path), device=device, dtype=dtype)())

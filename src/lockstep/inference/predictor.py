@@ -102,7 +102,7 @@ def predictor(
     device: torch.device | None = None,
     dtype: DTypeName | None = None,
 ) -> Predictor:
-    """A predictor on a device and in a dtype, by default on the CPU as exported.
+    """A predictor on a device and in a dtype, by default on a GPU, if there is one, as exported.
 
     Raises ModelError for a model that does not support them, or that takes neither texts nor files.
     """
@@ -130,9 +130,9 @@ def predictor(
 def placed(
     facts: ExportFacts, forward: Forward, *, device: torch.device | None, dtype: DTypeName | None
 ) -> tuple[Forward, torch.device]:
-    """A model on a device and in a dtype, by default on the CPU as exported. Raises ModelError for a graph that does
-    not support them."""
-    device = device or torch.device("cpu")
+    """A model on a device and in a dtype, by default on a GPU, if there is one, as exported. Raises ModelError for a
+    graph that does not support them."""
+    device = device or torch.device("cuda" if isinstance(forward, nn.Module) and torch.cuda.is_available() else "cpu")
     if isinstance(forward, nn.Module):
         return forward.to(device, DTYPES[dtype] if dtype else None).eval(), device
     if device.type != "cpu" or dtype not in (None, facts.dtype):

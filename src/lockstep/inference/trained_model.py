@@ -189,13 +189,14 @@ def modality_of(path: Path) -> str:
 
 
 def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -> Callable[[], Predictor | Generator]:
-    """A function that opens a predictor, for reloading. Raises LaunchError for an unavailable device."""
+    """A function that opens a predictor, for reloading; on a GPU, if there is one, where the device is `auto`. Raises
+    LaunchError for an unavailable device."""
     try:
-        opened = torch.device(device)
+        opened = None if device == "auto" else torch.device(device)
         torch.empty(0, device=opened)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        raise LaunchError(f"device {device} cannot be used ({reason}); there is cpu, and cuda on a GPU") from None
+        raise LaunchError(f"device {device} cannot be used ({reason}); there is auto, cpu, and cuda on a GPU") from None
     return partial(open_predictor, path, device=opened, dtype=dtype)
 
 

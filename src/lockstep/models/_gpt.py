@@ -1,5 +1,6 @@
 """The decoder of model.kind=gpt. m = samples, T = tokens of a sample, V = vocabulary, W = width, H = heads."""
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,14 +20,15 @@ INITIAL = 0.02
 """Standard deviation of the first weights, as in GPT-2."""
 
 
-def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Turn pairs of numbers of queries or keys [m, H, T, D] by angles that grow with the positions [T] or [m, 1, T]."""
-    half = x.shape[-1] // 2
-    steps = torch.arange(half, device=x.device, dtype=torch.float32) / half
+def rotated(tensors: Sequence[Tensor], positions: Tensor) -> Iterator[Tensor]:
+    """Turn pairs of numbers of queries and keys [m, H, T, D] by angles that grow with positions [T] or [m, 1, T]."""
+    dtype, half = tensors[0].dtype, tensors[0].shape[-1] // 2
+    steps = torch.arange(half, device=positions.device, dtype=torch.float32) / half
     angles = positions.to(torch.float32)[..., None] * BASE**-steps
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    one, other = x[..., :half], x[..., half:]
-    return torch.cat([one * cos - other * sin, one * sin + other * cos], dim=-1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    for x in tensors:
+        one, other = x[..., :half], x[..., half:]
+        yield torch.cat([one * cos - other * sin, one * sin + other * cos], dim=-1)
 
 
 Entry = tuple[Tensor, Tensor]
@@ -68,15 +70,14 @@ class Attention(nn.Module):
             return self.decode(x, reads, None)[0]
         query, key, value = self._heads(x)
         positions = torch.arange(x.shape[1], device=x.device)
-        attended = F.scaled_dot_product_attention(
-            rotated(query, positions), rotated(key, positions), value, is_causal=True
-        )
+        query, key = rotated((query, key), positions)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.output(attended.transpose(1, 2).flatten(2))
 
     def decode(self, x: Tensor, reads: Reads, cache: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Entry]:
         """The same for further tokens [m, t, W], which attend to those in the cache, too."""
         query, key, value = self._heads(x)
-        query, key = rotated(query, reads.positions), rotated(key, reads.positions)
+        query, key = rotated((query, key), reads.positions)
         if cache is not None:
             key, value = (torch.cat(pair, dim=2) for pair in zip(cache, (key, value), strict=True))
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=reads.visible)

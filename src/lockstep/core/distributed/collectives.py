@@ -146,7 +146,13 @@ def all_reduce_each(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -
 
 
 def all_reduce_async(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Sum over ranks in place, asynchronously, in the backend's order of summation."""
+    """Sum over ranks in place, asynchronously, in the backend's order of summation. Of one rank, nothing is moved."""
+    if dist.get_world_size() == 1:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        done.set_result(buffer)
+        return done
     work = dist.all_reduce(buffer, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 

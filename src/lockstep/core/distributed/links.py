@@ -30,10 +30,11 @@ def collective_seconds(device: torch.device) -> dict[str, float]:
     tensor = torch.zeros(BYTES, dtype=torch.uint8, device=device)
     gathered = torch.empty(size * BYTES, dtype=torch.uint8, device=device)
     floats = torch.zeros(BYTES // 4, device=device)
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
     return {
         "barrier": _median(dist.barrier, device),
         "broadcast": _median(lambda: dist.broadcast(tensor, 0), device),
-        "all-gather": _median(lambda: dist.all_gather_single(gathered, tensor), device),
+        "all-gather": _median(lambda: gather(gathered, tensor), device),
         "all-reduce": _median(lambda: dist.all_reduce(floats), device),
     }
 

@@ -78,7 +78,7 @@ def device_model(device: torch.device) -> str:
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error means that another process is lost, or was waited for too long; Gloo raises a plain
     RuntimeError."""
-    if isinstance(error, dist.DistNetworkError):
+    if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in (*LOST_PEER, *TIMED_OUT))
 

@@ -41,6 +41,8 @@ def average_(
     factor = 1 / count
     if max_norm is not None:
         factor = factor * (max_norm / (mean_norm + EPSILON)).clamp(max=1.0)
+    if grads:  # which may lie in the CPU's memory
+        factor = factor.to(grads[0].device)
     for grad, rows in touched_rows.items():
         grad[rows] = _clamp(grad[rows].mul_(factor).add_(0.0), max_value)
     whole = [grad for grad in grads if grad not in touched_rows]
@@ -50,11 +52,19 @@ def average_(
             for part in parts:
                 _clamp(part.mul_(factor).add_(0.0), max_value)  # while it is in the cache
     else:
-        torch._foreach_mul_(whole, factor)
-        torch._foreach_add_(whole, 0.0)
-        for grad in whole if max_value is not None else ():
-            _clamp(grad, max_value)
+        _scale_together(whole, factor, max_value)
     return mean_norm
+
+
+def _scale_together(grads: Sequence[Tensor], factor: Tensor, max_value: float | None) -> None:
+    """In a few kernels, which need the factor in the dtype of all gradients."""
+    for dtype in {grad.dtype for grad in grads}:
+        alike = [grad for grad in grads if grad.dtype == dtype]
+        torch._foreach_mul_(alike, factor.to(dtype))
+        torch._foreach_add_(alike, 0.0)
+        if max_value is not None:
+            torch._foreach_clamp_min_(alike, -max_value)
+            torch._foreach_clamp_max_(alike, max_value)
 
 
 def _clamp(values: Tensor, largest: float | None) -> Tensor:
