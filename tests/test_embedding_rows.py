@@ -149,7 +149,8 @@ def test_what_is_not_plain_is_left_to_autograd():
     small.weight = nn.Parameter(torch.zeros(3, 4))
     hooked, bounded = nn.Embedding(many, 4), nn.Embedding(many, 4, max_norm=1.0)
     hooked.weight.register_hook(lambda gradient: gradient)
-    model = nn.ModuleList([plain, sparse, frozen, small, hooked, bounded])
+    elsewhere = nn.Embedding(many, 4, device="meta")
+    model = nn.ModuleList([plain, sparse, frozen, small, hooked, bounded, elsewhere])
     assert large_embeddings(model) == [plain]
     assert large_embeddings(nn.ModuleList([plain])) == []
     other = nn.Embedding(many, 4)

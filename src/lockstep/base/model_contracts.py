@@ -46,7 +46,7 @@ class LossSum:
     by_shard: Tensor | None = None
     """On a step's result only: totals per shard [V], to find the shard that a NaN came from."""
     is_counted: bool = False
-    """On a step's result only: whether the count is known not to be 0 without waiting for the device."""
+    """On a step's result only: whether a count of this rank is not 0; else another rank's may be."""
 
 
 @dataclass(frozen=True, kw_only=True)

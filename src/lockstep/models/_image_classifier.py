@@ -25,7 +25,7 @@ class ImageModel(ProcessedModel):
         """batch["image"] uint8 [m, C, H, W] -> outputs [m, K], such as logits of classes."""
         images, dtype = batch["image"], next(self.network.parameters()).dtype
         factors, shifts = (
-            torch.tensor(values, dtype=dtype, device=images.device)[:, None, None]
+            torch.stack([torch.full((1, 1), value, dtype=dtype, device=images.device) for value in values])
             for values in self.processor.normalization
         )
         return self.network(pixel_values=images.to(dtype) * factors - shifts).logits

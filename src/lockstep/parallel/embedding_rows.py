@@ -153,7 +153,8 @@ class EmbeddingRows:
 
 
 def large_embeddings(model: nn.Module) -> list[nn.Embedding]:
-    """Plain, trained embeddings that share their weights with no other module. None where nothing else is trained."""
+    """Plain, trained embeddings that share their weights with no other module, on a CPU: of a GPU, the host would have
+    to wait for the number of rows. None where nothing else is trained."""
     uses: Counter[Tensor] = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     found = [
         module
@@ -162,6 +163,7 @@ def large_embeddings(model: nn.Module) -> list[nn.Embedding]:
         and type(module).forward is nn.Embedding.forward
         and not (module.sparse or module.scale_grad_by_freq or module.max_norm is not None)
         and module.weight.requires_grad
+        and module.weight.device.type == "cpu"
         and module.weight.numel() >= LARGE
         and uses[module.weight] == 1
         and not module.weight._backward_hooks  # they expect a gradient of all rows

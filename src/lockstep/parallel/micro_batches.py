@@ -110,6 +110,24 @@ def refuse_weights_in_loss(model: Model, outputs: Outputs, batch: Batch) -> None
             )
 
 
+class DeviceNumber:
+    """A number that a device computes, to be read without waiting for what is enqueued behind it."""
+
+    def __init__(self, value: Tensor | float) -> None:
+        self.value, self.is_copied = value, None
+        if isinstance(value, Tensor):
+            self.value = torch.empty_like(value, dtype=torch.float64, device="cpu", pin_memory=value.is_cuda)
+            self.value.copy_(value.detach(), non_blocking=True)
+        if isinstance(value, Tensor) and value.is_cuda:
+            self.is_copied = torch.cuda.Event()
+            self.is_copied.record()
+
+    def read(self) -> float:
+        if self.is_copied is not None:
+            self.is_copied.synchronize()
+        return float(self.value.numpy() if isinstance(self.value, Tensor) else self.value)
+
+
 class WorldLoss:
     """The loss over all shards, each of which ran on one rank: totals and counts as float64, in the tree's order.
 
@@ -127,7 +145,7 @@ class WorldLoss:
     ) -> None:
         own = list(losses)
         self.names, self.step = names, step
-        self.is_counted = any(not each.ghost and isinstance(loss.count, int) and loss.count > 0 for each, loss in own)
+        self.counts = [DeviceNumber(loss.count) for each, loss in own if not each.ghost]
         # total, count and further sums of each shard; zeros for those of other ranks
         table = torch.zeros(step.shards, 2 + len(names), dtype=torch.float64, device=device)
         for micro_batch, loss in own:
@@ -140,9 +158,10 @@ class WorldLoss:
         self.table = DisjointSum(table)
 
     def result(self) -> LossSum:
+        is_counted = any(count.read() > 0 for count in self.counts)
         total, count, *rest = tree_sum(table := self.table.result(), self.step.present).unbind()
         sums = dict(zip(self.names, rest, strict=True))
-        return LossSum(total, count, sums, by_shard=table[:, 0], is_counted=self.is_counted)
+        return LossSum(total, count, sums, by_shard=table[:, 0], is_counted=is_counted)
 
 
 def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -> WorldLoss:

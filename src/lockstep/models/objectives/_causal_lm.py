@@ -49,7 +49,7 @@ class CausalLM(Objective):
                 f"the data {wanted}"
             )
         total = self.cross_entropy(logits.flatten(0, 1), target.flatten())
-        sums = {SAMPLES: torch.tensor(float(len(target)), device=total.device)}
+        sums = {SAMPLES: total.new_full((), float(len(target)))}
         if BYTES in batch:
             sums[BYTES_PER_TOKEN] = batch[BYTES].sum()
         return LossSum(total, (target != IGNORED).sum(), sums)
