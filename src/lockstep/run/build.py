@@ -79,8 +79,8 @@ def assemble(
             # The strategy materializes only its own shards. None where the model's constructor reads values.
             model = deferred(partial(build_model, recipe, data.train.spec))
         model = model or build_model(recipe, data.train.spec).to(device)
-        if recipe.train.batchnorm == "sync" and world.size > 1:
-            synchronise(model, device)
+    if recipe.train.batchnorm == "sync" and world.size > 1:
+        synchronise(model, device)
     started = warm_start(model, recipe.model.init) if recipe.model.init else None
     flops = token_flops(model, recipe.data.context) if recipe.data.PACKS and world.is_main else None
     order = data.order()

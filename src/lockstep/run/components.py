@@ -141,7 +141,7 @@ class Components:
 
     def check_training(self) -> None:
         """Raise, on all ranks, what rules out training: ConfigError where the run would be too long, or too short for
-        its warm-up; LaunchError where SyncBatchNorm cannot run on this device or with this number of processes."""
+        its warm-up; LaunchError where BatchNorm cannot be synchronised over this number of processes."""
         total, train, schedule = self.total_steps, self.recipe.train, self.recipe.schedule
         with raise_on_all_ranks():
             if total > MANY:
@@ -157,7 +157,7 @@ class Components:
         shards = {name: self.owned(step) for name, step in (("a step", 0), ("an epoch's last step", last))}
         with raise_on_all_ranks():
             counts = {name: (len(own), len(present)) for name, (own, present) in shards.items()}
-            check_synchronised(self.device, self.world.size, counts)
+            check_synchronised(self.world.size, counts)
 
     def check_user_code(self, micro_batch: MicroBatch) -> list[Finding] | None:
         """Check the user's code on a step's first micro-batch. Collective. Raises SampleError."""

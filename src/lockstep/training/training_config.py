@@ -33,7 +33,7 @@ class TrainSection(Section):
     """torch.compile for the model's blocks in training, each shape of inputs by itself, when it is met first. Meant for
     GPUs, where it has not been run yet; on a CPU training was slower."""
     batchnorm: Literal["shard", "sync"] = "shard"
-    """shard: each micro-batch is normalised by itself; sync: SyncBatchNorm over all processes, on GPUs only; the
+    """shard: each micro-batch is normalised by itself; sync: by what all processes hold (SyncBatchNorm); the
     weights then depend on the number of processes."""
     loss_is: Literal["sample_wise", "batch_wise"] = "sample_wise"
     """sample_wise: a sample's loss is its own; batch_wise: it depends on the others of its micro-batch by design, as a

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.base.errors import ModelError
 from lockstep.core.distributed.collectives import all_gather_object, all_reduce_max
 from lockstep.core.modules.module_trace import origin
+from lockstep.core.numerics.batchnorm import is_synchronised
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
 
@@ -137,11 +138,11 @@ def _rule(module: nn.Module, key: str, tensor: Tensor) -> Literal["mean", "sum",
 class BufferUpdates:
     """The buffers of some modules, by name, through steps and their shards.
 
-    Those of SyncBatchNorm are left alone: PyTorch updates them alike on every rank.
+    Those of a synchronised BatchNorm are left alone: they are updated alike on every rank.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self.modules = {name: m for name, m in modules.items() if not isinstance(m, nn.SyncBatchNorm)}
+        self.modules = {name: m for name, m in modules.items() if not is_synchronised(m)}
         self.buffers: dict[str, TrackedBuffer] = {}
         self.sums: dict[str, TreeSum | None] = {}
         """The buffers that steps change -> the sum of the contributions of this rank's shards in the current step."""
