@@ -5,8 +5,11 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
+from lockstep.base.errors import ModelError
 from lockstep.core.numerics.precision import Precision
+from lockstep.training.step import explained_nondeterminism
 
 PROGRAM = """
 import torch
@@ -68,3 +71,21 @@ def test_overflow_of_scaled_gradients_leaves_the_step_out_and_lowers_the_scale()
 def test_the_first_scale_is_smaller_for_a_sum_over_more(targets, scale):
     """A power of two, so that it changes no digit."""
     assert Precision("fp16", torch.device("cpu"), targets=targets).state_dict()["scale"] == scale
+
+
+class Put(nn.Module):
+    def forward(self, x):
+        return x.clone().put_(torch.tensor([0]), x[:1])
+
+
+def test_an_operation_without_a_deterministic_form_is_named():
+    module = nn.Sequential(Put())
+    torch.use_deterministic_algorithms(True)
+    try:
+        with (
+            pytest.raises(ModelError, match=r"put_ of 0 \(Put\) gives other bits .* set run.reproducibility=fast"),
+            explained_nondeterminism(module),
+        ):
+            module(torch.ones(3))
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -126,7 +126,8 @@ class _ProfiledPass:
         self.outputs: list[list[tuple[int, int]]] = []
         """Unit -> for each of its leaves the numbers of the unit, and of the output that it replaces."""
         self.entered: dict[nn.Module, int] = {}
-        self.times = [time.perf_counter()]
+        self.device = next(partitioned.model.parameters()).device
+        self.times = [self._now()]
         handle = register_module_forward_pre_hook(self._enter)
         self.uses = OutputUses(lambda: len(self.ends))
         try:
@@ -136,11 +137,17 @@ class _ProfiledPass:
             loss = unweighted(self.model.loss(widened(outputs), batch)).total
         finally:
             handle.remove()
-        self.times.append(time.perf_counter())
+        self.times.append(self._now())
         self.ends.append(([loss], []))
         self.outputs.append([])
         self.reached = [self._reached(tensors) for tensors, _ in self.ends]
         self.backward = [self._backward(unit) for unit in reversed(range(self.count + 1))][::-1]
+
+    def _now(self) -> float:
+        """When the device has done what was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self.entered.setdefault(module, len(self.ends))
@@ -163,7 +170,7 @@ class _ProfiledPass:
         self.outputs.append([(len(self.ends), numbers[leaf]) for leaf in detached])
         self.uses.add(len(self.ends), [leaf for leaf in cloned if isinstance(leaf, Tensor)])
         self.ends.append((with_gradient, list(detached.values())))
-        self.times.append(time.perf_counter())
+        self.times.append(self._now())
         return pytree.tree_unflatten(cloned, spec)
 
     def _note_order(self, output: tuple[int, int], gradient: Tensor) -> None:
@@ -193,10 +200,10 @@ class _ProfiledPass:
         ]
         if unit == self.count:
             gradients = [torch.ones_like(t) for t in outputs]
-        start = time.perf_counter()
+        start = self._now()
         if outputs:
             torch.autograd.backward(outputs, gradients, retain_graph=True)  # several units may share nodes of the graph
-        seconds = time.perf_counter() - start
+        seconds = self._now() - start
         for parameter in self.model.parameters():
             parameter.grad = None
         return seconds

@@ -1,18 +1,23 @@
 """One optimizer step: a function of the state, the step's samples and the step number only."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.base.errors import ModelError, few
 from lockstep.base.model_contracts import LossSum, MicroBatch
 from lockstep.core.host.phases import phase
 from lockstep.core.numerics.loss import with_term_weights
 from lockstep.core.reduction.gradient_norm import average_, gradients
 from lockstep.training.learning_rate import set_learning_rate
 from lockstep.training.state import TrainState
+
+NOT_DETERMINISTIC = "does not have a deterministic implementation"
+"""Of torch's message."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,30 @@ def step(
     not at all if the loss has count 0."""
     if state.term_counts is not None:
         micro_batches = with_term_weights(micro_batches, state.term_counts)
-    loss = state.strategy.forward_backward(micro_batches)
+    with explained_nondeterminism(state.module):
+        loss = state.strategy.forward_backward(micro_batches)
     with phase("optimizer"):
         return update(state, loss, clip=clip, skip_non_finite=skip_non_finite)
+
+
+@contextmanager
+def explained_nondeterminism(module: nn.Module) -> Iterator[None]:
+    """Raise ModelError instead of torch's RuntimeError where an operation has no deterministic implementation, with the
+    names of the modules that seem to run it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if NOT_DETERMINISTIC not in str(error):
+            raise
+        operation = str(error).partition(" ")[0]
+        kind = operation.replace("_", "").lower()
+        kinds = {name: type(each).__name__ for name, each in module.named_modules()}
+        users = [f"{name} ({each})" for name, each in kinds.items() if each.lower() in kind]
+        raise ModelError(
+            f"{operation}{f' of {few(users)}' if users else ''} gives other bits each time on this device, and torch "
+            "has no other implementation: use another operation, or set run.reproducibility=fast, with which weights "
+            "are not the same bits again"
+        ) from error
 
 
 def update(state: TrainState, loss: LossSum, *, clip: float | None, skip_non_finite: bool) -> Outcome:

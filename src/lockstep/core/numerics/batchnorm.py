@@ -85,7 +85,7 @@ def synchronise(model: nn.Module, device: torch.device) -> None:
         for module in model.modules():
             if isinstance(module, _BatchNorm):
                 module.__class__ = SynchronisedBatchNorm  # with its parameters, buffers and hooks
-                module.group = group
+                vars(module)["group"] = group
 
 
 def check_synchronised(world_size: int, shares: Mapping[str, tuple[int, int]]) -> None:
