@@ -9,6 +9,7 @@ import torch._dynamo  # the first optimizer imports it, which sets a variable: b
 from pydantic import ValidationError
 from torch import nn
 
+from lockstep.core.reduction import gradient_norm
 from lockstep.core.reduction.gradient_norm import average_, row_squares
 from lockstep.training import optim
 from lockstep.training.learning_rate import learning_rate, set_learning_rate
@@ -275,3 +276,14 @@ def test_a_rows_square_does_not_depend_on_the_other_rows(columns):
     for start in range(7):
         for end in range(start + 1, 8):
             assert torch.equal(row_squares([rows[start:end].clone()]), whole[start:end])
+
+
+@pytest.mark.parametrize("max_value", [None, 0.05])
+def test_gradients_scaled_together_have_the_bits_of_each_alone(max_value):
+    """As a GPU scales them, of one dtype or several."""
+    grads = [torch.randn(7, 5), torch.randn(3), torch.randn(4, 4).to(torch.bfloat16)]
+    together, factor = [grad.clone() for grad in grads], torch.tensor(1 / 37, dtype=torch.float64)
+    gradient_norm._scale_together(together, factor, max_value)
+    for grad, found in zip(grads, together, strict=True):
+        alone = grad.mul(factor.to(grad.dtype)) + 0.0
+        assert torch.equal(found, alone if max_value is None else alone.clamp(-max_value, max_value))

@@ -212,3 +212,8 @@ def test_the_places_that_call_a_users_code_are_there():
 def test_packages_of_an_environment_below_this_one_are_libraries():
     assert not user_code.Frame("/elsewhere/lib/python3.11/site-packages/torch/nn/modules/module.py", "forward").is_users
     assert user_code.Frame("/elsewhere/mine.py", "forward").is_users
+
+
+def test_what_torch_has_compiled_is_not_the_users_code():
+    assert not user_code.Frame("/tmp/torchinductor_me/ab/cab.py", "call").is_users
+    assert user_code.Frame("/home/me/model.py", "forward").is_users
