@@ -101,6 +101,7 @@ def fix_numerics(*, threads: int, exact: bool) -> dict[str, Any]:
         if exact:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else deterministic products are refused
         torch.use_deterministic_algorithms(exact)
+        # Filling each new tensor with NaN takes a kernel for each.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return {"threads": threads, "denormals_flushed": flushed, "torch_version": str(torch.__version__)}
 

@@ -129,8 +129,7 @@ class FullyShardedDataParallel(Sharded):
                 module.set_all_reduce_hook(scatters[-1].finish)
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
-                    module.set_reduce_scatter_unused_params(True)
+                module.set_reduce_scatter_unused_params(True)
                 use_multi_grad_hook(module)
         return scatters
 
