@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SHARES_GPUS = "LOCKSTEP_SHARE_GPUS"
+"""Variable of launch.share_gpus; see core/host/devices.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +18,8 @@ class World:
     local_size: int = 1
     has_agent: bool = False
     """Whether PyTorch's elastic agent started this process."""
+    shares_gpus: bool = False
+    """Whether there may be more processes than GPUs on this node."""
 
     @property
     def is_main(self) -> bool:
@@ -28,8 +32,14 @@ class World:
         rank, size, local_rank, local_size = (
             int(os.environ.get(name, default)) for name, default in zip(LAUNCH_VARIABLES, (0, 1, 0, 1), strict=True)
         )
-        has_agent = "TORCHELASTIC_RUN_ID" in os.environ
-        return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size, has_agent=has_agent)
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            has_agent="TORCHELASTIC_RUN_ID" in os.environ,
+            shares_gpus=os.environ.get(SHARES_GPUS) == "1",
+        )
 
 
 def cores() -> int:

@@ -68,11 +68,13 @@ def shipped_folder(name: str) -> Path:
 
 def load_trusted(path: Path, overrides: list[str] | None, *, trusts: bool) -> "Recipe":
     """Load a config file and get the user's permission to execute its code. Raises UserError."""
+    from lockstep.core.host import devices
     from lockstep.run import recipe as recipes
     from lockstep.run import recipe_trust
 
     recipe = recipes.load(path, overrides or [])
     recipe_trust.authorize(recipe, path, trusts=trusts)
+    devices.choose(recipe.run.device, shares_gpus=recipe.launch.share_gpus)  # for what the command measures itself
     return recipe
 
 

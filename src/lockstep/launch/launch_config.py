@@ -7,7 +7,8 @@ from pydantic import Field, field_validator, model_validator
 
 from lockstep.base.config import MANY, PluginSection
 from lockstep.base.errors import LaunchError, nearest
-from lockstep.base.world import LAUNCH_VARIABLES, cores
+from lockstep.base.world import LAUNCH_VARIABLES, SHARES_GPUS, cores
+from lockstep.core.host import devices
 
 MOST_PROCESSES = 4096
 """Per machine."""
@@ -16,7 +17,7 @@ MAX_PER_CORE = 8
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MISSED_HEARTBEATS = 3
 """After so many a machine counts as lost."""
-OWN_VARIABLES = {*LAUNCH_VARIABLES, "MASTER_ADDR", "MASTER_PORT"}
+OWN_VARIABLES = {*LAUNCH_VARIABLES, "MASTER_ADDR", "MASTER_PORT", SHARES_GPUS}
 """Variables that the launcher sets for each process."""
 
 
@@ -31,6 +32,9 @@ class LaunchSection(PluginSection):
     """Number of machines, or MIN:MAX: the run goes on while MIN are left, and lets more join up to MAX."""
     processes: Annotated[int, Field(ge=1, le=MOST_PROCESSES)] | Literal["auto"] = "auto"
     """Processes per machine; auto: one per GPU, else as the cores allow at run.threads each, without idle ones."""
+    share_gpus: bool = False
+    """Whether processes may outnumber the GPUs: for trying and proving on one of them. Slow, since gradients travel
+    through the CPU, over Gloo."""
     interface: str | None = None
     """Network interface of Gloo and NCCL, such as eth0; by default the one that routes to the rendezvous."""
     environment: dict[str, str] = {}
@@ -128,19 +132,19 @@ class LaunchSection(PluginSection):
     def processes_here(self, threads: int, shards: int) -> int:
         """The number of processes on this machine, with `threads` threads each, for `shards` shards per step.
 
-        Raises LaunchError for more processes than GPUs, and for GPUs with live recovery.
+        Raises LaunchError for more processes than GPUs, and for GPUs with live recovery, unless they are shared.
         """
-        import torch  # noqa: PLC0415 (a config is checked without it)
-
-        gpus = torch.cuda.device_count()
-        if gpus and self.recovers_live:
+        gpus = devices.count_gpus()
+        if gpus and self.recovers_live and not self.share_gpus:
             raise LaunchError(
                 "launch.recovery=live is for processors so far: a process that waits in NCCL for a lost one could not "
-                "leave it; set launch.recovery=restart, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+                "leave it; set launch.recovery=restart, or run.device=cpu"
             )
-        if gpus and self.processes != "auto" and self.processes > gpus:
+        if gpus and not self.share_gpus and self.processes != "auto" and self.processes > gpus:
             raise LaunchError(
-                f"launch.processes={self.processes} but there are {gpus} GPUs: set launch.processes={gpus}"
+                f"launch.processes={self.processes} but there {'are' if gpus > 1 else 'is'} {gpus} "
+                f"GPU{'s' if gpus > 1 else ''}: set launch.processes={gpus}, or to try several on one GPU, slowly, "
+                "launch.share_gpus=true"
             )
         if self.processes != "auto":
             return self.processes

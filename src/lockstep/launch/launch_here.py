@@ -23,14 +23,15 @@ def launch_here(recipe: Recipe, arguments: tuple[str, ...], *, name: str = "laun
     """
     is_training = name == "launch"
     recipe = launch_run.on_this_machine(recipe, "spawn")
-    request = launch_run.build_request(recipe, arguments, name)
-    launcher = Spawn(recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards)
-    plan = launch_run.write_plan(recipe, request, launcher, is_training=is_training)
-    outlets = _outlets()
-    try:
-        failure = launcher.failure(plan, recipe.folder / "logs" / ("" if is_training else name), outlets)
-    except Interrupted as error:
-        raise Interrupted(f"{error}; {_how_to_resume(recipe)}" if is_training else str(error)) from None
+    with launch_run.using_devices(recipe):
+        request = launch_run.build_request(recipe, arguments, name)
+        launcher = Spawn(recipe.launch, threads=recipe.run.threads, shards=recipe.train.shards)
+        plan = launch_run.write_plan(recipe, request, launcher, is_training=is_training)
+        outlets = _outlets()
+        try:
+            failure = launcher.failure(plan, recipe.folder / "logs" / ("" if is_training else name), outlets)
+        except Interrupted as error:
+            raise Interrupted(f"{error}; {_how_to_resume(recipe)}" if is_training else str(error)) from None
     if failure is not None:
         raise _error(failure, outlets, recipe, is_training=is_training)
 

@@ -3,7 +3,8 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 from lockstep.base import config, plugins, storage
 from lockstep.base.contracts import Launcher, Plan, Request
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError, PeerLost
+from lockstep.core.host import devices
 from lockstep.launch import run_folder
 from lockstep.launch.elastic import fork_server, succession
 from lockstep.launch.elastic.admission import Rejection
@@ -66,6 +68,16 @@ def build_request(recipe: Recipe, arguments: tuple[str, ...], name: str = "launc
     return Request(recipe=file, text=config.dump(recipe), arguments=arguments)
 
 
+@contextmanager
+def using_devices(recipe: Recipe) -> Iterator[None]:
+    """Inside, processes are planned and started with the recipe's devices. Raises LaunchError where there is no GPU
+    though run.device=cuda."""
+    with devices.chosen(recipe.run.device, shares_gpus=recipe.launch.share_gpus):
+        if not recipe.launch.SUBMITS:
+            devices.check(recipe.run.device)
+        yield
+
+
 def on_this_machine(recipe: Recipe, kind: str = "local") -> Recipe:
     """The recipe with a launcher for this machine without restarts, whatever its own launcher is."""
     settings = {name: getattr(recipe.launch, name) for name in LaunchSection.model_fields}
@@ -76,7 +88,8 @@ def on_this_machine(recipe: Recipe, kind: str = "local") -> Recipe:
 def show_plan(recipe: Recipe, arguments: tuple[str, ...], console: Console, *, node: NodeAddress | None) -> int:
     """Print what would be run (--dry-run). Raises LaunchError if it cannot be run."""
     request = build_request(recipe, arguments)
-    plan = _plan(recipe, request, node)
+    with using_devices(recipe):
+        plan = _plan(recipe, request, node)
     for variable, value in plan.environment.items():
         console.print(f"{variable}={value}", soft_wrap=True)
     times = f"{plan.processes} x " if not plan.files else ""
@@ -90,15 +103,16 @@ def launch(recipe: Recipe, arguments: tuple[str, ...], *, name: str = "launch") 
     """Start the processes of a run, or submit it to a scheduler -> exit code. Raises UserError."""
     is_training = name == "launch"
     request = build_request(recipe, arguments, name)  # in which recovery=auto stays, for other machines
-    recipe = with_recovery(recipe) if is_training else recipe
-    launcher = build_launcher(recipe)
-    plan = write_plan(recipe, request, launcher, is_training=is_training)
-    logs = request.folder / "logs" / ("" if is_training else name)
-    if not is_training:
-        return launcher.run(plan, logs)
-    code = _with_resume_hint(recipe, lambda: launcher.run(plan, logs))
-    _write_note(recipe, launcher)
-    return code
+    with using_devices(recipe):
+        recipe = with_recovery(recipe) if is_training else recipe
+        launcher = build_launcher(recipe)
+        plan = write_plan(recipe, request, launcher, is_training=is_training)
+        logs = request.folder / "logs" / ("" if is_training else name)
+        if not is_training:
+            return launcher.run(plan, logs)
+        code = _with_resume_hint(recipe, lambda: launcher.run(plan, logs))
+        _write_note(recipe, launcher)
+        return code
 
 
 def write_plan(recipe: Recipe, request: Request, launcher: Launcher, *, is_training: bool = True) -> Plan:
@@ -131,7 +145,10 @@ def launch_node(
 
     Raises UserError, PeerLost.
     """
-    with fork_server.serving(worker_modules(recipe, arguments), recipe.launch, threads=recipe.run.threads) as server:
+    with (
+        using_devices(recipe),
+        fork_server.serving(worker_modules(recipe, arguments), recipe.launch, threads=recipe.run.threads) as server,
+    ):
         named = recipes.with_run_name(recipe, path)
         folder = named.folder
         """Of the run, unless node 0 gives it another name."""

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from lockstep.core.host import devices
 from lockstep.launch.elastic import environment
 from lockstep.launch.launch_config import LaunchSection, LiveLaunchSection
 from lockstep.run.recipe import Recipe
@@ -46,6 +47,4 @@ def may_recover_live(recipe: Recipe) -> bool:
 
 
 def _has_processes_without_gpus(recipe: Recipe) -> bool:
-    import torch  # noqa: PLC0415 (a config is checked without it)
-
-    return not torch.cuda.device_count() and recipe.launch.processes_here(recipe.run.threads, recipe.train.shards) > 1
+    return not devices.count_gpus() and recipe.launch.processes_here(recipe.run.threads, recipe.train.shards) > 1

@@ -14,6 +14,7 @@ from lockstep.base.model_contracts import MicroBatch, Model, Strategy
 from lockstep.base.world import World
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
+from lockstep.core.host import devices
 from lockstep.core.modules.dtensors import is_dtensor
 from lockstep.core.numerics.batchnorm import check_synchronised, has_batchnorm
 from lockstep.core.numerics.digest import digest, digest_of, world_lines
@@ -200,6 +201,11 @@ def start_notes(parts: Components, world: World) -> list[str]:
         notes.append(
             f"a step has {parts.order.shards_per_step} micro-batches, too few for {world.size} processes: "
             f"{idle} of them idle; launch.processes={world.size - idle} is as fast"
+        )
+    if devices.are_shared(world):
+        notes.append(
+            f"launch.share_gpus: {world.local_size} processes on {devices.count_gpus()} GPU(s), for trying and "
+            "proving; one on each is faster"
         )
     if parts.state.step > parts.total_steps:
         what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"

@@ -46,6 +46,8 @@ class RunSection(Section):
     """Decides the order of the data, initial weights, dropout and augmentation."""
     reproducibility: Literal["exact", "fast"] = "exact"
     """exact: gradients are added in an order that belongs to the data; fast: by the backend's own all-reduce."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs where there are any. cuda: refuse to run without them. cpu: leave them alone."""
     threads: int = Field(1, ge=1, le=1024)
     """CPU threads per process; changes the last bits of the weights on a CPU, and is kept in the checkpoint."""
 

@@ -31,7 +31,7 @@ from lockstep.base.world import World
 from lockstep.checkpoint.writer import THREAD
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import broadcast_object, reported_once
-from lockstep.core.host import deferred_dynamo
+from lockstep.core.host import deferred_dynamo, devices
 from lockstep.core.host.signals import SignalWatch
 from lockstep.launch.elastic import live_notes
 from lockstep.run import leftover_processes, recipe_trust
@@ -72,6 +72,9 @@ def main(argv: list[str]) -> int:
         try:
             recipe = recipes.with_run_name(recipes.load(options.config, options.overrides), options.config)
             authorize(recipe, options)
+            devices.choose(recipe.run.device, shares_gpus=recipe.launch.share_gpus)
+            devices.check(recipe.run.device)
+            world = World.from_environment()
             kind = plugins.find(TASKS, options.task)
             has_imported()
             with ExitStack() as stack:

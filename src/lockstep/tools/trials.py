@@ -119,22 +119,24 @@ def run(
     task: str,
     request: BaseModel,
     processes: int,
-    on_cpu: bool = False,
     poll: Callable[[], None] = lambda: None,
 ) -> TrialEnd:
     """Run a task (see run/tasks) in fresh processes to its end.
 
-    The recipe, the request and the output are written to `folder`. With `on_cpu` the processes see no GPU. `poll` is
-    called every POLL_SECONDS.
+    The recipe, the request and the output are written to `folder`. `poll` is called every POLL_SECONDS.
     """
     local = plugins.find("launch.launchers", "local").Config(
-        kind="local", processes=processes, grace_seconds=GRACE_SECONDS, max_restarts=0
+        kind="local",
+        processes=processes,
+        share_gpus=recipe.launch.share_gpus,
+        grace_seconds=GRACE_SECONDS,
+        max_restarts=0,
     )
     recipe_file, request_file = folder / "launch.yaml", folder / "request.json"
     storage.write(recipe_file, config.dump(recipe.model_copy(update={"launch": local})))
     storage.write(request_file, request.model_dump_json())
     command = [sys.executable, "-P", "-m", "lockstep.tools.trial_launcher", str(recipe_file), str(processes)]
-    command += ["cpu" if on_cpu else "any", task, str(request_file), *trust.arguments()]
+    command += [task, str(request_file), *trust.arguments()]
     with (folder / OUTPUT).open("w", encoding="utf-8") as file:
         launcher = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         code, peak = followed(launcher, poll, grace_seconds=GRACE_SECONDS + 2)

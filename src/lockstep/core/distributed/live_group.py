@@ -16,7 +16,7 @@ from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.base.world import World
 from lockstep.core.distributed.group_attempts import CONNECT_SECONDS, authenticate
 from lockstep.core.distributed.group_connections import shut_down_connections
-from lockstep.core.distributed.process_group import is_lost_peer, meetings, world_group
+from lockstep.core.distributed.process_group import backend_of, is_lost_peer, meetings, world_group
 from lockstep.core.host import activity
 from lockstep.launch.elastic.live_notes import (
     JOINS,
@@ -46,6 +46,7 @@ class LiveGroup:
         """The process group is open: that of the first formation, or of this process alone, which `joins` a run in
         progress. `timeout_seconds`: of collectives."""
         self.name, self.joins, self.timeout_seconds = name, joins, timeout_seconds
+        self.backend = backend_of(World.from_environment())
         self.notes, self._watched = LiveNotes.from_environment(), LiveNotes.from_environment()
         newest = self.notes.formation()
         self.formation = replace(newest, generation=0, members=(name,)) if joins else newest
@@ -194,7 +195,7 @@ class LiveGroup:
             if self._lost.is_set():  # before there was a client of the store to shut down
                 raise PeerLost("a member was lost before the group was opened")
         dist.distributed_c10d._world.group_count = 0  # an attempt that has failed counts, and names the next group
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=connect)
+        dist.init_process_group(self.backend, store=store, rank=world.rank, world_size=world.size, timeout=connect)
         authenticate(world_group(), secret_of_run())  # which all have opened then
         dist.distributed_c10d._set_pg_timeout(regular)
         if self._lost.is_set():
@@ -203,7 +204,7 @@ class LiveGroup:
     def open_alone(self) -> None:
         """A group of this process."""
         timeout = timedelta(seconds=self.timeout_seconds)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(self.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
     def _watch(self) -> None:
         """Look at each formation that is published, until the launcher ends."""

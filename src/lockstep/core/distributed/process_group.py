@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.world import World
+from lockstep.core.distributed import staged_group
 from lockstep.core.distributed.group_attempts import INTERFACES, Attempts, authenticate
 from lockstep.core.distributed.proven_meeting import check_secrets, meet
 from lockstep.launch.elastic import run_secret
@@ -52,18 +53,27 @@ their Python objects, and the thread that watches for hangs may still use those 
 
 
 def device_of(world: World) -> torch.device:
-    """The device of this process: GPU local_rank if there are GPUs, else the CPU.
+    """The device of this process: GPU local_rank if there are GPUs, in turn where they are shared; else the CPU.
 
-    Raises LaunchError when there are more processes than GPUs.
+    Raises LaunchError when there are more processes than GPUs, which are not shared.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if world.local_size > torch.cuda.device_count():
+    gpus = torch.cuda.device_count()
+    if world.local_size > gpus and not world.shares_gpus:
         raise LaunchError(
-            f"{world.local_size} processes but {torch.cuda.device_count()} GPUs on this machine: "
-            f"set launch.processes={torch.cuda.device_count()}"
+            f"{world.local_size} processes but {gpus} GPU{'s' if gpus > 1 else ''} on this machine: "
+            f"set launch.processes={gpus}, or launch.share_gpus=true"
         )
-    return torch.device("cuda", world.local_rank)
+    return torch.device("cuda", world.local_rank % gpus)
+
+
+def backend_of(world: World) -> str:
+    """The backend of groups whose tensors may be on this process's device. Its name has "gloo" in it."""
+    if not torch.cuda.is_available():
+        return "gloo"
+    has_nccl = dist.is_nccl_available() and not world.shares_gpus
+    return "cpu:gloo,cuda:nccl" if has_nccl else staged_group.register()
 
 
 def device_model(device: torch.device) -> str:
@@ -146,7 +156,7 @@ def open_mesh(device: str, sizes: tuple[int, int], names: tuple[str, str]) -> De
 
 @contextmanager
 def opened(world: World, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[None]:
-    """Initialize the default process group (NCCL on GPUs, with Gloo for CPU tensors; Gloo elsewhere)."""
+    """Initialize the default process group (NCCL on GPUs of their own, with Gloo for CPU tensors; Gloo elsewhere)."""
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")  # deprecated name in 2.13, same call
     if os.name != "nt":  # Gloo ends a process that cannot accept a connection, whoever makes it
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -201,11 +211,9 @@ def on_loopback(*, is_single_node: bool) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _open(world: World, device: torch.device, timeout: timedelta) -> None:
+def _open(world: World, timeout: timedelta) -> None:
     """Open the default group of several processes. Raises LaunchError."""
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    backend = backend_of(world)
     secret = run_secret.of_process(world)
     store = meet(world, secret, timeout)
     meetings.append(store)
@@ -227,10 +235,12 @@ def _open(world: World, device: torch.device, timeout: timedelta) -> None:
 
 @contextmanager
 def _initialized(world: World, device: torch.device, timeout: timedelta) -> Iterator[None]:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if world.size > 1:
-        _open(world, device, timeout)
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), timeout=timeout, rank=0, world_size=1)
+        _open(world, timeout)
+    else:  # NCCL connects at its first collective, which ddp has none of
+        dist.init_process_group(backend_of(world), store=dist.HashStore(), timeout=timeout, rank=0, world_size=1)
     try:
         yield
     finally:

@@ -19,6 +19,8 @@ from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.mirror import Mirror
 from lockstep.checkpoint.writer import Writer
 from lockstep.core.distributed.collectives import raise_on_all_ranks
+from lockstep.core.host import devices
+from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.signals import SignalWatch
 from lockstep.data import bad_samples
 from lockstep.launch import run_folder
@@ -351,6 +353,8 @@ class TrainTask(WatchedTask):
             "bad_samples": self.skipped_samples(),
             "torch_version": str(torch.__version__),
             "device": self.facts["device_model"],
+            "shares_gpus": devices.are_shared(self.world),
+            "peak_memory_bytes": device_peak_bytes(),
             "numeric_recipe": self.numeric,
             **self.facts_of_end(),
         }

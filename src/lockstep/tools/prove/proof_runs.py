@@ -13,6 +13,7 @@ import torch
 from lockstep.base.errors import UserError
 from lockstep.base.world import cores
 from lockstep.checkpoint.layout import listed, step_of
+from lockstep.core.host import devices
 from lockstep.core.host.memory_meter import available_bytes
 from lockstep.parallel.strategy_config import StrategySection
 from lockstep.run.recipe import Recipe
@@ -20,6 +21,8 @@ from lockstep.tools import trials
 from lockstep.tools.prove.proof_request import REFUSED, ProofRequest
 from lockstep.tools.trials import TrialFailed, processes_text, strategy
 
+CONTEXT_BYTES = 600 << 20
+"""Of a GPU's memory that a process takes beside its tensors, roughly: the CUDA context and the libraries' kernels."""
 SPEEDS = ("samples_per_second", "tokens_per_second", "mfu")
 """Values of a step that differ from run to run."""
 
@@ -107,7 +110,6 @@ class ProofRuns:
     folder: Path
     steps: int
     request: ProofRequest
-    on_cpu: bool
     report: Callable[[str], None]
     undisturbed: dict[int, ProofRun] = field(default_factory=dict)
     """Number of processes -> the run with the recipe's own strategy; each is made once."""
@@ -167,11 +169,11 @@ class ProofRuns:
     def shortage(self, processes: int) -> str | None:
         """Why this many processes cannot be run, if so: too few shards, GPUs, cores, or too little memory."""
         shards, threads = self.recipe.train.shards, self.recipe.run.threads
-        gpus, needed = torch.cuda.device_count(), processes * self.on(1).peak_bytes
+        needed, gpus = processes * self.on(1).peak_bytes, devices.count_gpus()
         if processes > 2 and shards < processes:
             return f"a step has {shards} micro-batches only"
-        if not self.on_cpu:
-            return f"there are {gpus} GPUs" if gpus < processes else None
+        if gpus:
+            return _shortage_of_gpus(processes, gpus, int(self.on(1).summary["peak_memory_bytes"]))
         if processes > 2 and processes * threads > 2 * cores():
             return f"{cores()} cores would be shared by {processes} processes of {threads} threads"
         return f"it needs about {needed / 2**30:.1f} GiB of memory" if needed > available_bytes() else None
@@ -182,15 +184,29 @@ class ProofRuns:
         folder.mkdir(parents=True, exist_ok=True)
         self.report(f"{variant} ...")
         trial = trials.run(
-            variant.recipe(self.recipe, folder, steps=self.steps),
+            sharing_gpus(variant.recipe(self.recipe, folder, steps=self.steps), variant.processes),
             folder,
             task="proof",
             request=variant.request,
             processes=variant.processes,
-            on_cpu=self.on_cpu,
             poll=poll,
         )
         return trial.code, ProofRun(folder=folder, output=trial.output, peak_bytes=trial.peak_bytes)
 
     def _failure(self, variant: RunVariant, run: ProofRun, code: int) -> TrialFailed:
         return TrialFailed(run.output, code, f"the proof's {variant}")
+
+
+def sharing_gpus(recipe: Recipe, processes: int) -> Recipe:
+    """The recipe with GPUs that the processes share, where there are fewer."""
+    shares = 0 < devices.count_gpus() < processes
+    return recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"share_gpus": shares})})
+
+
+def _shortage_of_gpus(processes: int, gpus: int, peak_bytes: int) -> str | None:
+    """Why so many processes cannot share the GPUs, with `peak_bytes` of tensors each."""
+    on_each = -(-processes // gpus)
+    needed = on_each * (peak_bytes + CONTEXT_BYTES)
+    if on_each == 1 or needed < torch.cuda.get_device_properties(0).total_memory:
+        return None
+    return f"{on_each} processes on one GPU would need about {needed / 2**30:.1f} GiB of its memory"

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.base.world import World
+from lockstep.core.host import devices
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.run.components import evaluation_requests, requested_metrics
 from lockstep.run.recipe import Recipe
@@ -37,6 +37,7 @@ from lockstep.tools.trials import prepared, timed_lines
 PARTS = ("repeat", "worlds", "strategies", "kill", "evaluate")
 """What --only can choose; `repeat` checks single micro-batches, alone and beside each other."""
 SHORT_DIGEST = 16
+MOST_PROCESSES = 4
 
 
 @dataclass(kw_only=True)
@@ -66,7 +67,6 @@ class Proof:
             folder=self.folder,
             steps=self.steps,
             request=request,
-            on_cpu=torch.cuda.device_count() < 2,
             report=self.report,
         )
 
@@ -76,7 +76,7 @@ class Proof:
         if "repeat" in parts:
             rows += self.single_batches()
         if "worlds" in parts:
-            rows += [self.processes(number) for number in (2, 4)]
+            rows += [self.processes(number) for number in (2, MOST_PROCESSES)]
         if "strategies" in parts:
             rows += [self.strategy(kind) for kind in strategy_choice.compared(self.recipe)]
         if "kill" in parts:
@@ -148,7 +148,7 @@ class Proof:
         if self.differing is not None:
             cause = f"the weights of W = {self.differing} differ, and so what is measured of them"
             return ProofRow(what=what, result="not shown", cause=cause)
-        numbers = [1, *(number for number in (2, 4) if self.obstacle(number) is None)]
+        numbers = [1, *(number for number in (2, MOST_PROCESSES) if self.obstacle(number) is None)]
         for number in numbers[1:]:
             self.difference(f"W = {number}", self.runs.on(number))
         how = f"W = {', '.join(map(str, numbers))}: the plan over all {len(self.data.test):,}; measured on {samples:,}"
@@ -214,7 +214,7 @@ class Proof:
 
     @property
     def device_note(self) -> str:
-        return ", on the CPU: two processes need two GPUs" if torch.cuda.is_available() and self.runs.on_cpu else ""
+        return ", in which processes share GPUs" if 0 < devices.count_gpus() < MOST_PROCESSES else ""
 
     @property
     def how(self) -> str:

@@ -4,8 +4,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.tools.doctor.case import Case
 from lockstep.tools.doctor.checks.folder_of_runs import existing
@@ -42,13 +40,11 @@ def _steps(case: Case, folder: Path) -> Iterator[Diagnosis]:
         train_samples=train_samples(case.recipe, len(case.splits.train)),
         test_samples=min(len(case.splits.test), case.recipe.train.micro_batch),
     )
-    gpus = torch.cuda.device_count()
     runs = ProofRuns(
         recipe=case.recipe,
         folder=folder,
         steps=STEPS,
         request=request,
-        on_cpu=gpus < case.processes,
         report=lambda _: None,
     )
     digests = {}
