@@ -1,5 +1,6 @@
 """Random numbers belong to the shard, the block and the sample: whoever draws them, and after whatever else."""
 
+import json
 import pathlib
 import random
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.base import trust
 from lockstep.base.contracts import DataSpec
-from lockstep.base.errors import DataError, SampleError
+from lockstep.base.errors import DataError, ModelError, SampleError
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.tree import contiguous
 from lockstep.data.augment import Augmented, augmented
@@ -202,6 +203,99 @@ def test_recomputation_draws_the_same():
     assert len(block.drawn) == 2
     assert block.drawn[0] == block.drawn[1]
     assert x.grad.item() == pytest.approx(2 * block.drawn[0][2])
+
+
+def test_each_use_of_a_block_draws_numbers_of_its_own():
+    block, after = Drawing(), []
+    randomness = Randomness(5)
+    randomness.watch([block])
+    for _ in range(2):
+        randomness.at(3, 1)
+        for _ in range(3):
+            block(torch.ones(1))
+            after.append(torch.rand(1).item())
+    assert block.drawn[:3] == block.drawn[3:]
+    assert after[:3] == after[3:]
+    assert len({number for row in block.drawn for number in row} | set(after)) == 12
+
+
+class Repeated(nn.Module):
+    """One layer, four times, as in ALBERT; recomputed by PyTorch in regions of the user's choice."""
+
+    def __init__(self, **recompute):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.recompute = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), recompute
+
+    def forward(self, x):
+        def twice(x):
+            return self.layer(x + self.layer(x))
+
+        for _ in range(2):
+            x = checkpoint(twice, x, **self.recompute) if self.recompute else twice(x)
+        return x
+
+
+def gradient_of(model, shards=(1,), **watched):
+    """Of several shards whose backward passes come after all their forward passes, as in a pipeline."""
+    randomness = Randomness(5)
+    randomness.watch([model.layer], **watched)
+    outputs = []
+    for shard in shards:
+        randomness.at(3, shard)
+        outputs.append(model(torch.ones(4, 8, requires_grad=True)))
+    for shard, output in zip(shards, outputs, strict=True):
+        randomness.at(3, shard, returns=True)
+        output.sum().backward()
+    return model.layer[0].weight.grad
+
+
+@pytest.mark.parametrize("shards", [(1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_finds_the_use_it_repeats(shards, reentrant):
+    """To the bit, except that reentrant checkpoints add gradients in another order."""
+    plain = gradient_of(Repeated(), shards)
+    assert gradient_of(Repeated(), shards, recompute=True).equal(plain)
+    for watched in ({}, {"recompute": True}):
+        found = gradient_of(Repeated(use_reentrant=reentrant), shards, **watched)
+        torch.testing.assert_close(found, plain, rtol=1e-5 if reentrant else 0, atol=1e-5 if reentrant else 0)
+
+
+def test_recomputation_that_cannot_know_the_use_is_refused():
+    with pytest.raises(ModelError, match=r"leave out preserve_rng_state=False"):
+        gradient_of(Repeated(use_reentrant=False, preserve_rng_state=False))
+
+
+STRATEGIES = {
+    "single": (1, {"parallel": {"kind": "single"}}),
+    "two": (2, {}),
+    "three": (3, {}),
+    "recompute": (2, {"train": {"recompute": True}}),
+    "fsdp": (2, {"parallel": {"kind": "fsdp"}}),
+    "pipeline": (2, {"parallel": {"kind": "pipeline", "stages": 2}}),
+}
+
+
+def test_parts_that_run_several_times_draw_each_time_and_on_any_strategy(ranks, tmp_path):
+    """The masks of dropout at 0.5 agree in half of their numbers, of an encoder's views after a ReLU in more, and noise
+    that is drawn between the uses never."""
+    digests = set()
+    for name, (world, sections) in STRATEGIES.items():
+        model = {"kind": "user", "file": str(pathlib.Path(NOISY).with_name("reused.py"))}
+        changed = {"run": {"dir": str(tmp_path), "name": name}, "model": model, "observe": {"log_every": 1}, **sections}
+        found = ranks(world, run_on_rank, config_in(tmp_path, name, **changed))[0]
+        if name == "pipeline":
+            assert "it enters network.encoder, network.layer more than once" in found
+            continue
+        digests.add(found["digest"])
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if line["kind"] == "step"]
+        agree = {key: np.mean([line[key] for line in steps]) for key in ("mask", "layer", "view", "noise")}
+        assert agree["noise"] == 0
+        assert agree["mask"] == pytest.approx(0.5, abs=0.05)
+        assert agree["layer"] == pytest.approx(0.5, abs=0.05)
+        assert 0.5 < agree["view"] < 0.9
+    assert len(digests) == 1
 
 
 # ---- dropout's numbers

@@ -43,10 +43,11 @@ class MicroBatches:
         self.is_last = False
         """Whether it is the last one of this rank in the step."""
 
-    def at(self, micro_batch: MicroBatch) -> None:
-        """Set the current micro-batch, before each forward pass and each backward pass that does not follow at once."""
+    def at(self, micro_batch: MicroBatch, *, returns: bool = False) -> None:
+        """Set the current micro-batch, before each forward pass, and each backward pass that `returns` to one after
+        others."""
         self.current = micro_batch
-        self.randomness.at(micro_batch.step, micro_batch.shard)
+        self.randomness.at(micro_batch.step, micro_batch.shard, returns=returns)
 
     def outputs(self, micro_batch: MicroBatch, call: Callable[[Batch], Outputs]) -> Outputs:
         """The forward pass. A ghost leaves nothing behind."""

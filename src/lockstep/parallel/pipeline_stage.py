@@ -113,7 +113,7 @@ class SeededStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """As PipelineStage, with the seeds and shapes of the micro-batch."""
-        self.passes.at(self.micro_batches[bwd_chunk_id])
+        self.passes.at(self.micro_batches[bwd_chunk_id], returns=True)
         self.passes.start_backward()
         layouts = [] if self.is_first else self._layouts(bwd_chunk_id, self.module.first)
         metas: tuple[Any, ...] = tuple(_meta(layout) for layout in layouts)

@@ -1,9 +1,10 @@
-"""Random seeds that depend on step, shard and block, not on the process."""
+"""Random seeds that depend on step, shard, block and use, not on the process."""
 
 import hashlib
 import random
 import struct
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
+
+from lockstep.base.errors import ModelError
 
 BITS = 16
 LEVELS = 1 << BITS
@@ -116,8 +119,36 @@ def generators_restored() -> Iterator[None]:
         set_generators(states)
 
 
+class _Uses:
+    """The uses of blocks in the forward pass of a shard: one that is called again draws other numbers."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+        """By block."""
+        self.entered: dict[tuple[int, int], int | None] = {}
+        """(block, seed of the generator on entry) -> the use: recomputation starts from the same generator. None if
+        there were several."""
+
+    def begin(self, number: int) -> int:
+        """Count a use of a block in the forward pass, or find the one that the backward pass recomputes. Raises
+        ModelError."""
+        entry = number, torch.default_generator.initial_seed()
+        if torch._C._current_graph_task_id() == -1:  # outside of a backward pass
+            use = self.counts[number]
+            self.counts[number] += 1
+            self.entered[entry] = None if entry in self.entered else use
+            return use
+        found = self.entered.get(entry) if self.counts[number] > 1 else 0
+        if found is None:
+            raise ModelError(
+                "a block that runs more than once in a forward pass is recomputed in the backward pass, and it is not "
+                "known which of its uses: leave out preserve_rng_state=False, and do not seed inside forward()"
+            )
+        return found
+
+
 class Randomness:
-    """Reseeds from (seed, step, shard, block) whenever a block is entered in training, in the forward pass or in
+    """Reseeds from (seed, step, shard, block, use) whenever a block is entered in training, in the forward pass or in
     recomputation, and again when it is left: the code that follows may run on another rank than the block."""
 
     def __init__(self, seed: int) -> None:
@@ -126,6 +157,10 @@ class Randomness:
         """Whether blocks are recomputed in the backward pass."""
         self.compiles = False
         """Whether blocks are compiled."""
+        self._uses: dict[int, _Uses] = {}
+        """By shard of the present step, of which a pipeline runs several at a time."""
+        self._current: dict[int, int] = {}
+        """Block -> its use that began last; none of a block that another stage of a pipeline runs."""
         self._watched: list[tuple[nn.Module, Any, RemovableHandle]] = []
         """Each block with the `forward` that it had of its own, None where it had its class's, and the hook."""
 
@@ -140,6 +175,7 @@ class Randomness:
             training = partial(self._seeded, number, training)
             if recompute:  # which reseeds as well
                 training = partial(checkpoint, training, use_reentrant=False, preserve_rng_state=False)
+            training = partial(self._used, number, training)
             block.forward = partial(_in_training, block, block.forward, training)
             self._watched.append((block, own, block.register_forward_hook(partial(self._left, number))))
 
@@ -150,18 +186,31 @@ class Randomness:
             handle.remove()
             restore_forward(block, own)
 
-    def at(self, step: int, shard: int) -> None:
-        """Set the current step and shard, before every forward and every backward pass."""
+    def at(self, step: int, shard: int, *, returns: bool = False) -> None:
+        """Set the current step and shard, before every forward pass, and before a backward pass that `returns` to a
+        shard after others."""
+        if step != self.step:
+            self._uses.clear()
+        if not returns:
+            self._uses[shard] = _Uses()
         self.step, self.shard = step, shard
+        self._current.clear()
         seed_all(seed_of(self.seed, step, shard, -1))
 
-    def _seeded(self, number: int, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        seed_all(seed_of(self.seed, self.step, self.shard, number))
+    def _used(self, number: int, training: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        use = self._current[number] = self._uses.setdefault(self.shard, _Uses()).begin(number)
+        return training(use, *args, **kwargs)
+
+    def _seeded(self, number: int, forward: Forward, use: int, /, *args: Any, **kwargs: Any) -> Any:
+        self._seed(use, number)
         return forward(*args, **kwargs)
 
     def _left(self, number: int, block: nn.Module, *_: Any) -> None:
         if block.training:
-            seed_all(seed_of(self.seed, self.step, self.shard, number, 0))
+            self._seed(self._current.get(number, 0), number, 0)
+
+    def _seed(self, use: int, *place: int) -> None:
+        seed_all(seed_of(self.seed, self.step, self.shard, *place, *(("use", use) if use else ())))
 
 
 def restore_forward(module: nn.Module, own: Any) -> None:
