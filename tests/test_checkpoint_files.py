@@ -221,7 +221,7 @@ def test_when_none_is_good_none_is_deleted(root):
 
 def test_an_unreadable_manifest_stops_nobody(root):
     (root / "step-000000010" / "manifest.json").write_text("{")
-    assert retention.best(retention.manifests(root), "accuracy") == root / "step-000000020"
+    assert retention.best(retention.manifests(root), section(1, "accuracy")) == root / "step-000000020"
     retention.tidy(root, section(1, "accuracy"))
     assert names(root) == step_names(20, 40)
 
@@ -230,24 +230,6 @@ def test_an_unreadable_manifest_stops_nobody(root):
 def test_a_finished_run_stands_for(root, best, step):
     assert retention.chosen(root, section(best=best)) == root / f"step-{step:09}"
     assert retention.chosen(root / "nowhere", section(best=best)) is None
-
-
-NAN = float("nan")
-
-
-@pytest.mark.parametrize(
-    ("metric", "new", "old", "expected"),
-    [
-        *[("accuracy", 0.5, None, True), ("loss", 9.0, None, True), ("accuracy", NAN, None, False)],
-        *[("accuracy", 0.6, 0.5, True), ("accuracy", 0.5, 0.5, False), ("accuracy", 0.4, 0.5, False)],
-        *[("loss", 0.4, 0.5, True), ("loss", 0.5, 0.5, False), ("loss", 0.6, 0.5, False)],
-        *[("val_loss", 0.4, 0.5, True), ("mean_absolute_error", 0.4, 0.5, True), ("perplexity", 8.0, 9.0, True)],
-        *[("loss_free_accuracy", 0.6, 0.5, True), ("loss", NAN, 0.5, False), ("accuracy", NAN, 0.1, False)],
-        *[("loss", float("inf"), 0.5, False), ("loss", float("-inf"), 0.5, True)],
-    ],
-)
-def test_is_better(metric, new, old, expected):
-    assert retention.is_better(metric, new, old) is expected
 
 
 # ---- loading

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pydantic_core
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from lockstep.base import storage
 from lockstep.base.config import MANY, Section
 from lockstep.base.remote_path import RemoteFolder
+from lockstep.checkpoint.metric_modes import Mode, without_sign
 
 MANIFEST = "manifest.json"
 MOST_BYTES = 8 << 20
@@ -36,10 +37,18 @@ class CheckpointSection(Section):
     """Also keep one checkpoint for every so many hours of the run, from its first on, to go back to."""
     best: str | None = None
     """Also keep the best checkpoint by this metric of the evaluation, such as accuracy, f1 or loss; it is the one
-    that is evaluated and exported. Smaller is better for names that end in loss, error, mae, mse, wer and the like."""
+    that is evaluated and exported."""
+    mode: Mode = "auto"
+    """Whether smaller (min) or larger (max) values of `best` are better; best=-nll and best=+score say so, too. auto:
+    as the metric or its name says; where that leaves doubt, the run does not start."""
     mirror: RemoteFolder | None = None
     """Also copy the checkpoints to an object store, beside the training: s3://bucket/runs, where the run gets a folder
     of its name. A run that has none on disk, or older ones, resumes from there (extra `remote` for s3://)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_the_sign(cls, section: Any) -> Any:
+        return without_sign(section, "best", "mode")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,19 +8,8 @@ from itertools import dropwhile
 from pathlib import Path
 
 from lockstep.checkpoint.layout import CheckpointSection, Manifest, listed, read_manifest
+from lockstep.checkpoint.metric_modes import is_better
 from lockstep.checkpoint.verify import problem
-
-LOWER_IS_BETTER = ("loss", "error", "perplexity", "bits_per_byte", "mae", "mse", "rmse", "wer", "cer", "brier", "ece")
-"""Metrics whose name ends in one of these are better when smaller."""
-
-
-def is_better(metric: str, new: float, old: float | None) -> bool:
-    """Whether a metric's new value is better than the old one; the first value is, NaN never."""
-    if new != new:
-        return False
-    if old is None:
-        return True
-    return new < old if metric.endswith(LOWER_IS_BETTER) else new > old
 
 
 def manifests(root: Path) -> dict[Path, Manifest]:
@@ -32,12 +21,14 @@ def manifests(root: Path) -> dict[Path, Manifest]:
     return readable
 
 
-def best(manifests: Mapping[Path, Manifest], metric: str) -> Path | None:
-    """The checkpoint with the best value of a metric (the oldest of equals), or None when none has it."""
+def best(manifests: Mapping[Path, Manifest], section: CheckpointSection) -> Path | None:
+    """The checkpoint with the best value of checkpoint.best (the oldest of equals), or None when none has it."""
+    if section.best is None:
+        return None
     champion: tuple[float, Path] | None = None
     for folder, manifest in reversed(list(manifests.items())):
-        value = manifest.metrics.get(metric)
-        if value is not None and is_better(metric, value, champion[0] if champion else None):
+        value = manifest.metrics.get(section.best)
+        if value is not None and is_better(section.best, value, champion[0] if champion else None, mode=section.mode):
             champion = value, folder
     return champion[1] if champion else None
 
@@ -58,7 +49,7 @@ def reasons(
     found = defaultdict[Path, list[str]](list)
     for folder in intact[: section.keep]:
         found[folder].append("newest")
-    if section.best and (champion := best(readable, section.best)):
+    if champion := best(readable, section):
         found[champion].append("best")
     if section.keep_every_hours:
         for folder in spaced(readable, section.keep_every_hours):
@@ -68,7 +59,7 @@ def reasons(
 
 def chosen(root: Path, section: CheckpointSection) -> Path | None:
     """The checkpoint to evaluate and export: the best, with checkpoint.best and if intact, or the newest intact one."""
-    champion = best(manifests(root), section.best) if section.best else None
+    champion = best(manifests(root), section)
     candidates = [champion, *listed(root)] if champion else listed(root)
     return next((folder for folder in candidates if problem(folder) is None), None)
 

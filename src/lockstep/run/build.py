@@ -19,7 +19,7 @@ from lockstep.core.numerics.precision import Precision, prepare_compiler
 from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
 from lockstep.models._adapter import attach
 from lockstep.models.objectives._choice import smooth_labels, with_objective
-from lockstep.run.components import Components, requested_metrics
+from lockstep.run.components import Components, requested_metrics, with_modes
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import open_splits
 from lockstep.run.warm_start import warm_start
@@ -73,7 +73,7 @@ def assemble(
         data = open_splits(recipe)
     data.check_streams()
     with raise_on_all_ranks():
-        requested_metrics(recipe, data.test.spec)
+        recipe = with_modes(recipe, requested_metrics(recipe, data.test.spec))
         model = None
         if recipe.parallel.FILLS and not (recipe.model.PRETRAINED or recipe.model.init or recipe.model.adapter):
             # The strategy materializes only its own shards. None where the model's constructor reads values.

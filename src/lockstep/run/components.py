@@ -1,7 +1,8 @@
 """What one process of a run consists of: data, model, optimizer state, and the questions about all of them together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from lockstep.base.contracts import DataSpec, Source
 from lockstep.base.errors import ConfigError
 from lockstep.base.model_contracts import MicroBatch, Model, Strategy
 from lockstep.base.world import World
+from lockstep.checkpoint.metric_modes import mode_by_name
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
 from lockstep.core.host import devices
@@ -31,7 +33,7 @@ from lockstep.run.splits import Splits
 from lockstep.run.warm_start import WarmStart
 from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions, evaluate, trial_evaluation
 from lockstep.training.findings import LOSS_IS, Finding
-from lockstep.training.metrics.declared_metrics import DeclaredMetric, check, declared_metrics, is_requested
+from lockstep.training.metrics.declared_metrics import DeclaredMetric, check, declared_metrics, is_requested, mode_of
 from lockstep.training.model_checks import ModelCheck
 from lockstep.training.state import TrainState
 
@@ -265,3 +267,23 @@ def requested_metrics(recipe: Recipe, spec: DataSpec) -> dict[str, DeclaredMetri
     spec, own = with_objective(spec, recipe.model.objective), plugins.hook("models", recipe.model.kind, "metrics")
     known = declared_metrics(objective_of(spec).metrics(spec), own(recipe.model, spec) if own else {})
     return {name: metric for name, metric in known.items() if is_requested(name, recipe.evaluate.metrics)}
+
+
+def with_modes(recipe: Recipe, metrics: Mapping[str, DeclaredMetric]) -> Recipe:
+    """The recipe with checkpoint.mode and train.stop_mode decided: by the metric itself, else by its name.
+
+    Raises ConfigError where neither says whether smaller or larger values are better.
+    """
+    changed: dict[str, Any] = {}
+    for section, key, mode in (("checkpoint", "best", "mode"), ("train", "stop_metric", "stop_mode")):
+        settings = getattr(recipe, section)
+        name = getattr(settings, key)
+        if name is None or getattr(settings, mode) != "auto":
+            continue
+        if (found := mode_of(name, metrics) or mode_by_name(name)) is None:
+            raise ConfigError(
+                f"{section}.{key}={name}: nothing says whether smaller or larger values of it are better; set "
+                f"{section}.{key}=-{name} or +{name}"
+            )
+        changed[section] = settings.model_copy(update={mode: found})
+    return recipe.model_copy(update=changed)

@@ -10,7 +10,7 @@ from lockstep.base import user_code
 from lockstep.base.errors import CheckpointError, ConfigError, Interrupted, LockstepError
 from lockstep.base.events import EpochDone, Evaluated, RankTimes, Steered, TextsGenerated
 from lockstep.base.model_contracts import MicroBatch
-from lockstep.checkpoint.retention import is_better
+from lockstep.checkpoint.metric_modes import Mode, is_better
 from lockstep.core.distributed.collectives import Agreement, broadcast_object
 from lockstep.core.host import phases
 from lockstep.core.host.activity import waiting_in
@@ -263,17 +263,17 @@ def _save_after_failure(run: Training) -> str:
 def _compare_metrics(run: Training, metrics: dict[str, float]) -> tuple[bool, bool]:
     """Update the best values so far: whether to save a new best checkpoint, and whether to stop early."""
     best, stop_metric, stopping = run.checkpoint.best, run.train.stop_metric, run.state.stopping
-    improved = bool(best and metrics and _update_best(run.state.saving, best, metrics))
+    improved = bool(best and metrics and _update_best(run.state.saving, best, metrics, mode=run.checkpoint.mode))
     if stop_metric is None or not metrics or run.state.step >= run.total_steps:
         return improved, False
-    _update_best(stopping, stop_metric, metrics)
+    _update_best(stopping, stop_metric, metrics, mode=run.train.stop_mode)
     return improved, stopping.evaluations_since >= run.train.stop_patience
 
 
-def _update_best(record: BestSoFar, metric: str, values: dict[str, float]) -> bool:
+def _update_best(record: BestSoFar, metric: str, values: dict[str, float], *, mode: Mode) -> bool:
     """Compare rank 0's value with the best so far and keep the better; returns whether it improved."""
     value = broadcast_object(values[metric])
-    improved = is_better(metric, value, record.best)
+    improved = is_better(metric, value, record.best, mode=mode)
     if improved:
         record.best = value
     record.evaluations_since = 0 if improved else record.evaluations_since + 1

@@ -1,18 +1,19 @@
 """Settings of the training loop and of evaluation."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lockstep.base.config import MANY, Section
 from lockstep.base.contracts import Format
+from lockstep.checkpoint.metric_modes import Mode, without_sign
 
 
 class TrainSection(Section):
     """How long to train, batch sizes and number format."""
 
     incidental: ClassVar[frozenset[str]] = frozenset(
-        {"non_finite", "stop_metric", "stop_patience", "max_minutes", "recompute", "loss_is"}
+        {"non_finite", "stop_metric", "stop_mode", "stop_patience", "max_minutes", "recompute", "loss_is"}
     )
 
     epochs: float | None = Field(None, gt=0, le=1e6)
@@ -48,11 +49,18 @@ class TrainSection(Section):
     """Decay of an exponential moving average (EMA) of the weights, which is then evaluated and exported; e.g. 0.999."""
     stop_metric: str | None = None
     """Early stopping: stop when this metric of the evaluation (such as loss, accuracy or rmse) has not improved ..."""
+    stop_mode: Mode = "auto"
+    """... (min: become smaller, max: larger; auto: as the metric or its name says) ..."""
     stop_patience: int = Field(3, ge=1, le=MANY)
     """... for this number of evaluations in a row."""
 
     max_minutes: float | None = Field(None, gt=0, le=MANY)
     """Time limit since the start: save a checkpoint before it and end with exit code 75; a new start resumes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_the_sign(cls, section: Any) -> Any:
+        return without_sign(section, "stop_metric", "stop_mode")
 
     @property
     def shards(self) -> int:

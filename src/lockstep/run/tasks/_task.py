@@ -54,7 +54,9 @@ class WatchedTask:
         local_main_first(
             lambda: prepare_splits(self.recipe, self.bus.publish), is_local_main=self.world.local_rank == 0
         )
-        return build.assemble(self.recipe, self.world, self.device, placing=self.placing)
+        parts = build.assemble(self.recipe, self.world, self.device, placing=self.placing)
+        self.recipe = parts.recipe
+        return parts
 
     def placing(self) -> AbstractContextManager[None]:
         """Around the placing of the model."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.base import plugins, storage
 from lockstep.base.errors import ConfigError, absence, nearest
+from lockstep.checkpoint.metric_modes import Mode, mode_by_name, split_sign
 from lockstep.run import recipe as recipes
 from lockstep.run import recipe_trust
 from lockstep.run.recipe import Recipe
@@ -119,8 +120,7 @@ def _of_config(path: Path, words: list[str], options: SweepOptions) -> PlannedSw
     name = options.name or f"{recipe.run.name or path.stem}-sweep"
     named = recipes.load(path, [*shared, *overrides({"run.name": name})])
     search = options.search or "grid"
-    metric = options.metric or recipe.checkpoint.best or recipe.train.stop_metric or "loss"
-    _check_metric(recipe, metric)
+    metric, mode = _metric(recipe, options.metric)
     prune = options.prune or ("median" if search == "optuna" else "none")
     every = len(suggestions.grid(swept)) if search == "grid" else DEFAULT_TRIALS
     sweep = Sweep(
@@ -129,6 +129,7 @@ def _of_config(path: Path, words: list[str], options: SweepOptions) -> PlannedSw
         search=search,
         count=_count(search, options.trials, every),
         metric=metric,
+        mode=mode,
         prune=prune,
         working_folder=str(Path.cwd()),
     )
@@ -177,6 +178,21 @@ def _learned(recipe: Recipe) -> dict[str, Any]:
     """The settings that trials share, without those of the machine and the names of runs."""
     sections = recipe.model_dump(mode="json", exclude={"launch"})
     return {**sections, "run": {**sections["run"], "name": None, "dir": None}}
+
+
+def _metric(recipe: Recipe, asked: str | None) -> tuple[str, Mode]:
+    """What the sweep compares, and whether smaller or larger values are better. Raises ConfigError."""
+    checkpoint, train = recipe.checkpoint, recipe.train
+    metric, mode = split_sign(asked or checkpoint.best or train.stop_metric or "loss")
+    _check_metric(recipe, metric)
+    set_for = {train.stop_metric: train.stop_mode, checkpoint.best: checkpoint.mode}
+    known = [each for each in (mode, set_for.get(metric, "auto"), mode_by_name(metric)) if each not in ("auto", None)]
+    if not known:
+        raise ConfigError(
+            f"nothing says whether smaller or larger values of {metric!r} are better: give --metric -{metric} or "
+            f"+{metric}"
+        )
+    return metric, known[0] or "auto"
 
 
 def _check_metric(recipe: Recipe, metric: str) -> None:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
-from lockstep.checkpoint.retention import is_better
+from lockstep.checkpoint.metric_modes import Mode, is_better
 from lockstep.run.recipe_trust import SWEEP
 from lockstep.tools.sweep.search_space import SweptKey
 
@@ -65,6 +65,7 @@ class Sweep(SweepPart):
     count: int = Field(ge=1, le=MOST_TRIALS)
     """Of trials."""
     metric: str
+    mode: Mode = "auto"
     prune: Prune
     working_folder: str
     """Relative paths of the config count from it."""
@@ -91,7 +92,7 @@ class Sweep(SweepPart):
 
     @property
     def lower_is_better(self) -> bool:
-        return is_better(self.metric, 0.0, 1.0)
+        return is_better(self.metric, 0.0, 1.0, mode=self.mode)
 
     def ranked(self) -> list[SweepTrial]:
         """Finished trials, the best first, then pruned ones, then the others.

@@ -19,7 +19,7 @@ from rich.text import Text
 from lockstep.base import plugins, storage
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError
 from lockstep.base.lifetime import Started
-from lockstep.checkpoint.retention import is_better
+from lockstep.checkpoint.metric_modes import is_better
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.launch import launch_run, run_control
 from lockstep.launch.elastic import fork_server
@@ -254,7 +254,7 @@ def clearly_worse(sweep: Sweep, evaluations: Sequence[Measured]) -> int | None:
     for index, own in enumerate(evaluations):
         reached = [t.evaluations[index].value for t in sweep.ended if len(t.evaluations) > index]
         values = [value for value in reached if value is not None]
-        if len(values) >= LEAST_TRIALS and is_better(sweep.metric, median(values), own.value):
+        if len(values) >= LEAST_TRIALS and is_better(sweep.metric, median(values), own.value, mode=sweep.mode):
             return index
     return None
 

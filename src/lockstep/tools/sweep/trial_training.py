@@ -14,6 +14,7 @@ from lockstep.base.errors import ConfigError, Interrupted, LaunchError
 from lockstep.base.lifetime import Started
 from lockstep.base.user_code import MARK
 from lockstep.checkpoint import retention
+from lockstep.launch import run_folder
 from lockstep.observe import run_history
 from lockstep.observe.report import run_files
 from lockstep.observe.report.goodput import starts
@@ -142,8 +143,9 @@ class TrialTraining:
 
     def _values_of_checkpoint(self) -> dict[str, Any]:
         """The evaluation of the checkpoint that `lockstep evaluate` and `export` take."""
-        manifests, best = retention.manifests(self.folder / "checkpoints"), self.recipe.checkpoint.best
-        chosen = (retention.best(manifests, best) if best else None) or next(iter(manifests), None)
+        recipe, checkpoints, _ = run_folder.locate(self.folder)  # whose checkpoint.mode is decided
+        manifests = retention.manifests(checkpoints)
+        chosen = retention.best(manifests, recipe.checkpoint) or next(iter(manifests), None)
         return dict(manifests[chosen].metrics) if chosen else {}
 
     def _pruned(self, index: int) -> SweepTrial:

@@ -97,6 +97,16 @@ def _adapted(name: str, adapter: Arguments) -> Arguments:
     return checked
 
 
+def mode_of(name: str, metrics: Mapping[str, DeclaredMetric]) -> Literal["min", "max"] | None:
+    """Whether smaller or larger values of a metric, or of NAME.PART of a collection, are better, as it says itself."""
+    parent, _, part = name.partition(".")
+    metric: Any = metrics[parent].metric if parent in metrics else None
+    if part and hasattr(metric, "items"):  # of a collection
+        metric = dict(metric.items()).get(part)
+    higher = getattr(metric, "higher_is_better", None)
+    return None if higher is None else "max" if higher else "min"
+
+
 def is_requested(name: str, requested: Requested) -> bool:
     """Whether a metric, or one of LossSum.sums, is reported; accuracy and f1 imply the confusion matrix."""
     if requested == "auto":
