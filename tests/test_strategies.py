@@ -34,6 +34,7 @@ LAYOUTS = {
         (1, {}),
         (2, {}),
         (2, {"schedule": "gpipe"}),
+        (1, {"schedule": "interleaved"}),
         (2, {"schedule": "interleaved"}),
         (2, {"stages": 1}),
         (3, {"cut": [1, 2]}),

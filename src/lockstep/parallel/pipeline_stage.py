@@ -1,6 +1,5 @@
 """A stage for PyTorch's pipeline schedules, for micro-batches of any shape, each with its shard's seeds."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,17 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining.stage import _RecvInfo
 
 from lockstep.base.model_contracts import MicroBatch
-from lockstep.core.distributed.collectives import receive_object, send_object
 from lockstep.core.host.activity import progress, waiting_in
 from lockstep.core.host.phases import phase
-from lockstep.core.modules.outputs import tensors
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.parallel.accumulation import Accumulation
 from lockstep.parallel.micro_batches import MicroBatches
-from lockstep.parallel.partition import PartitionedModel, TensorLayout
+from lockstep.parallel.partition import PartitionedModel
 
 _wait = schedules._wait_batch_p2p
 
@@ -46,20 +42,12 @@ class StageModule(nn.Module):
             return self.partitioned.run(self.first, self.last, batch=self.passes.current.batch, received=received)
 
 
-class ReceiveBuffers(dict[int, tuple[_RecvInfo, ...]]):
-    """Receive buffers by micro-batch, allocated at their first use."""
-
-    def __init__(self, allocate: Callable[[int], tuple[_RecvInfo, ...]]) -> None:
-        super().__init__()
-        self.allocate = allocate
-
-    def __missing__(self, number: int) -> tuple[_RecvInfo, ...]:
-        self[number] = self.allocate(number)
-        return self[number]
+ByMicroBatch = dict[int, Sequence[Tensor]]
 
 
 class SeededStage(PipelineStage):
-    """A PipelineStage with seeds and shapes by micro-batch; the library's has one shape for a whole run.
+    """What PyTorch's schedules ask of a stage, with the seeds and shapes of each micro-batch; the library's own has one
+    shape for a whole run.
 
     Number `number` of `count`; stages are on the ranks of `group` in turn. `trained`: the parameters of its blocks.
     """
@@ -75,94 +63,95 @@ class SeededStage(PipelineStage):
         group: dist.ProcessGroup,
     ) -> None:
         super().__init__(module, number, count, device, group=group)
-        self.module, self.passes, self.micro_batches = module, module.passes, list[MicroBatch]()
+        self.module, self.passes = module, module.passes
         self.accumulation = Accumulation(trained, module.passes, leaves_last=False)
-        self.args_recv_info = ReceiveBuffers(self._forward_buffers)
-        self.grad_recv_info = ReceiveBuffers(self._backward_buffers)
-        self.has_backward = True
 
     def start_step(self, micro_batches: Sequence[MicroBatch], all_reduce: AllReduce) -> None:
         """Set the step's micro-batches; `all_reduce` is over the replicas of this stage."""
         self.accumulation.start_step(all_reduce)
         self.passes.buffers.start_step(all_reduce)
         self.micro_batches = list(micro_batches)
-        self.chunks = len(self.micro_batches)
-        self.args_recv_info.clear()
-        self.grad_recv_info.clear()
-        self.clear_runtime_states()
-        self.act_send_info = defaultdict(list)  # the last stage's outputs are sent nowhere
-        if not self.is_last:
-            indices = range(len(self._layouts(0, self.module.last)))
-            self.act_send_info.update((index, [self.stage_index + 1]) for index in indices)
-        inputs = 0 if self.is_first else len(self._layouts(0, self.module.first))
-        self.grad_send_info = [self.stage_index - 1] * inputs
+        self.received, self.sent = ByMicroBatch(), ByMicroBatch()
+        """What the stages before and after send each other, by micro-batch."""
+        self.received_gradients, self.sent_gradients = ByMicroBatch(), ByMicroBatch()
+        """Of those of them that are not integers."""
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """As PipelineStage, with the seeds and buffers of the micro-batch."""
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Allocate the inputs of a micro-batch, and receive them."""
+        if self.is_first:
+            return []
+        self.received[fwd_chunk_id] = self._buffers(fwd_chunk_id, self.module.first)
+        return self._transfers(dist.irecv, self.received[fwd_chunk_id], self.stage_index - 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return [] if self.is_last else self._transfers(dist.isend, self.sent[fwd_chunk_id], self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Allocate the gradients of a micro-batch's outputs, and receive them."""
+        if self.is_last:
+            return []
+        self.received_gradients[bwd_chunk_id] = _floating(self._buffers(bwd_chunk_id, self.module.last))
+        return self._transfers(dist.irecv, self.received_gradients[bwd_chunk_id], self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first:
+            return []
+        return self._transfers(dist.isend, self.sent_gradients.pop(bwd_chunk_id), self.stage_index - 1)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Sequence[Tensor], mb_index: int) -> None:
+        """Of the stage before, where this rank has that, too."""
+        self.received[mb_index] = [output.detach() for output in prev_stage_outputs]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Sequence[Tensor], mb_index: int) -> None:  # type: ignore[override]
+        self.received_gradients[mb_index] = next_stage_bwd_outputs
+
+    def get_local_bwd_output(self, mb_index: int) -> Sequence[Tensor]:
+        return self.sent_gradients.pop(mb_index)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Any:
+        """The outputs of the stage's blocks for a micro-batch."""
         micro_batch = self.micro_batches[fwd_chunk_id]
         self.passes.at(micro_batch)
         self.passes.buffers.reset()
+        inputs = self.received.get(fwd_chunk_id, ())
+        for tensor in _floating(inputs):
+            tensor.requires_grad_()
         with phase("forward"):
-            outputs = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if self.is_last:  # the library later detaches the cached outputs, which it expects to be tensors
-            self.fwd_cache[fwd_chunk_id] = (tuple(tensors(outputs)), self.fwd_cache[fwd_chunk_id][1])
+            outputs = self.module(*inputs)
+        if not self.is_last:
+            self.sent[fwd_chunk_id] = outputs
         if not micro_batch.ghost:
             self.passes.buffers.end_shard(micro_batch.shard)
         progress()
         return outputs
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """As PipelineStage, with the seeds and shapes of the micro-batch."""
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *_: Any, **__: Any) -> None:
+        """Add up the gradients of a micro-batch, from its loss on the last stage."""
         self.passes.at(self.micro_batches[bwd_chunk_id], returns=True)
         self.passes.start_backward()
-        layouts = [] if self.is_first else self._layouts(bwd_chunk_id, self.module.first)
-        metas: tuple[Any, ...] = tuple(_meta(layout) for layout in layouts)
-        self._stage_meta.inputs = self._stage_meta.input_grads = metas
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        gradients = self.bwd_cache[bwd_chunk_id]
-        self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in gradients)
-        self.args_recv_info.pop(bwd_chunk_id, None)
-        self.grad_recv_info.pop(bwd_chunk_id, None)
+        if self.is_last:
+            torch.autograd.backward(loss)
+        else:
+            outputs, gradients = _floating(self.sent.pop(bwd_chunk_id)), self.received_gradients.pop(bwd_chunk_id)
+            pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        inputs = _floating(self.received.pop(bwd_chunk_id, ()))
+        self.sent_gradients[bwd_chunk_id] = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous() for tensor in inputs
+        ]
         progress()
 
-    def _send_meta(self, meta: Any, dst_stage: int) -> None:
-        """As PipelineStage, without pickle."""
-        send_object(meta, self.stage_index_to_group_rank[dst_stage], self.group)
-
-    def _recv_meta(self, src_stage: int) -> Any:
-        """As PipelineStage, without pickle."""
-        return receive_object(self.stage_index_to_group_rank[src_stage], self.group)
-
-    def _layouts(self, number: int, block: int) -> list[TensorLayout]:
-        """The layouts of what is sent before a block, for a micro-batch."""
+    def _buffers(self, number: int, block: int) -> list[Tensor]:
+        """For what is sent before a block, for a micro-batch."""
         with self.passes.precision.autocast():
-            return self.module.partitioned.output_layouts(self.micro_batches[number].batch)[block - 1].tensors
+            layouts = self.module.partitioned.output_layouts(self.micro_batches[number].batch)[block - 1].tensors
+        return [layout.empty(self.device) for layout in layouts]
 
-    def _forward_buffers(self, number: int) -> tuple[_RecvInfo, ...]:
-        if self.is_first:
-            return ()
-        return self._buffers(number, self.module.first, self.stage_index - 1)
-
-    def _backward_buffers(self, number: int) -> tuple[_RecvInfo, ...]:
-        if self.is_last:
-            return ()
-        infos = self._buffers(number, self.module.last, self.stage_index + 1)
-        return tuple(info if info.tensor_meta and info.tensor_meta.requires_grad else _no_recv(info) for info in infos)
-
-    def _buffers(self, number: int, block: int, source: int) -> tuple[_RecvInfo, ...]:
-        return tuple(
-            _RecvInfo(f"{source}:{index}", source, layout.empty(self.device), _meta(layout))
-            for index, layout in enumerate(self._layouts(number, block))
-        )
+    def _transfers(self, kind: Callable[..., Any], tensors: Sequence[Tensor], stage: int) -> list[dist.P2POp]:
+        peer = self.stage_index_to_group_rank[stage]
+        return [dist.P2POp(kind, tensor, group=self.group, group_peer=peer) for tensor in tensors]
 
 
-def _meta(layout: TensorLayout) -> Any:
-    from torch.distributed.pipelining._utils import _TensorMeta  # noqa: PLC0415 (since torch 2.13: see LEAST_TORCH)
-
-    meta = layout.empty(torch.device("meta"))
-    return _TensorMeta(meta.shape, meta.stride(), meta.dtype, layout.dtype.is_floating_point)
-
-
-def _no_recv(info: _RecvInfo) -> _RecvInfo:
-    """Integers have no gradient."""
-    return _RecvInfo(info.input_name, info.source, None, None)
+def _floating(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those that have gradients: integers have none."""
+    return [tensor for tensor in tensors if tensor.is_floating_point()]

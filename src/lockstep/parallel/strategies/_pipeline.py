@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from lockstep.base.errors import LaunchError, LockstepError, ModelError
+from lockstep.base.errors import LaunchError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
 from lockstep.core.distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
 from lockstep.core.distributed.process_group import open_mesh
@@ -182,14 +182,7 @@ class Pipeline(Sharded):
                 setattr(schedule, f"_{name}_forward_initialized", True)
                 setattr(schedule, f"_{name}_backward_initialized", True)
             self.schedules[count] = schedule
-        try:
-            self.schedules[count]._step_microbatches(
-                [()] * count, [{}] * count, list(range(count)), return_outputs=False
-            )
-        except RuntimeError as error:
-            if isinstance(error.__cause__, LockstepError):
-                raise error.__cause__ from None
-            raise
+        self.schedules[count]._step_microbatches([()] * count, [{}] * count, list(range(count)), return_outputs=False)
 
     def _loss(self, outputs: Tensor, number: int) -> Tensor:
         """The loss of a micro-batch on the last stage, scaled where the precision needs it."""

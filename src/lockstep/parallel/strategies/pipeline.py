@@ -18,7 +18,6 @@ class Config(StrategySection):
     FILLS: ClassVar[bool] = True
     SHARES_SHARDS: ClassVar[bool] = True
     HAS_EQUAL_WORK: ClassVar[bool] = False
-    LEAST_TORCH: ClassVar[tuple[int, int] | None] = (2, 13)
 
     stages: Annotated[int, Field(ge=1, le=2**16)] | Literal["auto"] = "auto"
     """Processes that share a model; the others form replicas of it. auto: as many of the processes as the model has
