@@ -1,6 +1,6 @@
 """FSDP units: checks of their order, and hooks that keep the gradient sums of a plain backward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils import _pytree as pytree
 
 from lockstep.base.errors import ModelError
@@ -81,6 +82,23 @@ def use_multi_grad_hook(module: Any) -> None:
         group._register_post_backward_hook = partial(_register_hook, group)
 
 
+def reduce_unused(module: Any) -> None:
+    """Reduce zeros for parameters without a gradient: other ranks may have one for them."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
+        module.set_reduce_scatter_unused_params(True)
+        return
+    for group in _parameter_groups(module):
+        group.post_backward = partial(_post_backward_with_zeros, group, group.post_backward)
+
+
+def _post_backward_with_zeros(group: Any, post_backward: Callable[[], None]) -> None:
+    for parameter in group.fsdp_params:
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is not None and whole.requires_grad and whole.grad is None:
+            whole.grad = torch.zeros_like(whole)
+    post_backward()
+
+
 def set_process_group(module: Any, process_group: dist.ProcessGroup) -> None:
     """Gather and reduce over another process group of the same size, in which this rank has the same place."""
     for group in _parameter_groups(module):
@@ -92,12 +110,35 @@ def forget_pass(model: Any) -> None:
     the gradients so far, which FSDP itself would add to those of the next pass."""
     if not model._get_fsdp_state()._is_root:
         return
-    model.reset_iter_state()
+    if hasattr(model, "reset_iter_state"):  # since torch 2.13
+        model.reset_iter_state()
+    else:
+        _reset_pass(model)
     for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
         for parameter in (each for group in _parameter_groups(module) for each in group.fsdp_params):
             parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):  # gathered at least once
                 parameter._unsharded_param.grad = None
+
+
+def _reset_pass(model: Any) -> None:
+    """As FSDPModule.reset_iter_state, for torch 2.11 and 2.12."""
+    root = model._get_fsdp_state()
+    root._device_handle.synchronize()  # nothing is in flight any more that would have to be waited for
+    shared = root._comm_ctx
+    shared.all_gather_state, shared.reduce_scatter_state, shared.reduce_scatter_states = None, None, []
+    shared.post_forward_order.clear()
+    root._state_ctx.iter_forward_root, root._state_ctx.post_backward_final_callback_queued = None, False
+    for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        state = module._get_fsdp_state()
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        for group in _parameter_groups(module):
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
 
 
 def _parameter_groups(module: Any) -> list[Any]:

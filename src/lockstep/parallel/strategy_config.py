@@ -1,10 +1,7 @@
 """The base class of strategies' settings, with the properties of a strategy that a recipe uses."""
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from typing import Any, ClassVar, Self
-
-from pydantic import model_validator
 
 from lockstep.base.config import PluginSection
 
@@ -26,17 +23,6 @@ class StrategySection(PluginSection):
     """Whether it gives the weights that other strategies give."""
     FOR_ANY_MODEL: ClassVar[Mapping[str, Any]] = {}
     """Settings with which it accepts models that it does not accept by default."""
-    LEAST_TORCH: ClassVar[tuple[int, int] | None] = None
-    """Major and minor of the oldest torch that it runs with, where that is newer than for the others."""
-
-    @model_validator(mode="after")
-    def _torch_is_new_enough(self) -> Self:
-        if (least := self.LEAST_TORCH) is not None and tuple(map(int, version("torch").split(".")[:2])) < least:
-            raise ValueError(
-                f"{self.kind} needs torch {least[0]}.{least[1]} or newer, and this is torch {version('torch')}: "
-                "install a newer one, or set parallel.kind to ddp or single"
-            )
-        return self
 
     def numeric(self, processes: int) -> dict[str, Any]:
         """The settings that change bits, for a number of processes."""

@@ -29,6 +29,7 @@ from lockstep.parallel.fsdp_units import (
     OrderedUnits,
     clone_views,
     forget_pass,
+    reduce_unused,
     set_process_group,
     use_multi_grad_hook,
 )
@@ -129,7 +130,7 @@ class FullyShardedDataParallel(Sharded):
                 module.set_all_reduce_hook(scatters[-1].finish)
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                module.set_reduce_scatter_unused_params(True)
+                reduce_unused(module)
                 use_multi_grad_hook(module)
         return scatters
 

@@ -19,7 +19,6 @@ class Config(StrategySection):
 
     SPLITS_TENSORS: ClassVar[bool] = True
     FILLS: ClassVar[bool] = True
-    LEAST_TORCH: ClassVar[tuple[int, int] | None] = (2, 13)
 
     reshard: bool = True
     """Give a block's weights back after its forward pass and gather them again for the backward pass; false keeps them
