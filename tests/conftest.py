@@ -50,6 +50,7 @@ SKIPS = (
     "a Slurm cluster needs",
     "no chromium",
     "kubectl is not installed",
+    "constraints.txt is that of torch",
 )
 """The only reasons for which CI accepts a skip: what they need cannot be had on that machine."""
 SHARED = pathlib.Path(__file__).parents[2] / "shared"

@@ -97,9 +97,9 @@ def test_a_program_of_somebody_else_is_not_executed(opened, exported, commands, 
         with zipfile.ZipFile(folder / "model.pt2") as archive:
             parts = {name: archive.read(name) for name in archive.namelist()}
         config = next(name for name in parts if name.endswith("_constants_config.json"))
-        constant = {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
+        constant = {"path_name": "tensor_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
         parts[config] = json.dumps({"config": {"x": constant}}).encode()
-        parts[config.rpartition("/")[0] + "/opaque_obj_0"] = pickled()
+        parts[config.rpartition("/")[0] + "/tensor_0"] = pickled()
         with zipfile.ZipFile(folder / "model.pt2", "w") as archive:
             for name, content in parts.items():
                 archive.writestr(name, content)

@@ -179,6 +179,15 @@ def test_norms_and_biases_are_not_decayed(kind):
     assert all(group["fused"] for group in optimizer.param_groups)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_adagrad_is_fused_where_torch_has_that(device):
+    """The arguments alone: they need no GPU."""
+    section = OptimSection(kind="adagrad")
+    rule = optim.ParameterRule(kind="adagrad", section=section, lr_scale=1.0, weight_decay=0.0)
+    has_it = device == "cpu" or torch.__version__ >= "2.12"
+    assert optim._arguments(rule, section, torch.device(device)) == ({"fused": True} if has_it else {})
+
+
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_decay_shrinks_matrices_only(kind):
     net = nn.Linear(3, 3)

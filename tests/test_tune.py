@@ -206,7 +206,7 @@ def test_a_single_sample_that_batchnorm_refuses_is_passed_over(tune):
 
 @pytest.mark.parametrize(
     ("memory", "width", "words"),
-    [(0.05, 1, "not even the model fits in memory"), (0.5, 1_000_000, "not even train.micro_batch=1 fits")],
+    [(0.05, 1, "not even the model fits in memory"), (0.8, 2_000_000, "not even train.micro_batch=1 fits")],
 )
 def test_too_little_memory_for_anything_is_reported(tune, memory, width, words):
     settings = [f"model.options.width={width}", "train.global_batch=1", "launch.processes=1"]

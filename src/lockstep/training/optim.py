@@ -149,15 +149,16 @@ def _of_one_kind(config: OptimSection, members: list[tuple[ParameterRule, nn.Par
             {"params": own, "lr": config.lr * scale, SCALE: scale, **({"weight_decay": decay} if takes_decay else {})}
             for (scale, decay), own in groups.items()
         ],
-        **_arguments(members[0][0], config),
+        **_arguments(members[0][0], config, members[0][1].device),
     )
 
 
-def _arguments(rule: ParameterRule, config: OptimSection) -> dict[str, Any]:
+def _arguments(rule: ParameterRule, config: OptimSection, device: torch.device) -> dict[str, Any]:
     """Further arguments of the optimizer's class. Raises ConfigError for those that it does not take."""
     known = inspect.signature(CLASSES[rule.kind]).parameters
     own = rule.section is not config and rule.section.kind is not None
-    made: dict[str, Any] = {"fused": True} if "fused" in known else {}
+    is_unfused = rule.kind == "adagrad" and device.type == "cuda" and torch.__version__ < "2.12"  # compared as versions
+    made: dict[str, Any] = {"fused": True} if "fused" in known and not is_unfused else {}
     if rule.kind == MATRICES:
         made["adjust_lr_fn"] = "match_rms_adamw"  # so that one learning rate suits all parameters
     if rule.kind == "sgd" and not own:
