@@ -1,7 +1,9 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` runs every test.
-.PHONY: setup packages demo test test-all test-matrix test-browser test-slurm soak chaos bench-check check docs pictures format
+.PHONY: setup packages demo test test-all test-versions test-matrix test-browser test-slurm soak chaos bench-check check docs pictures format
 
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
+export VENV
 # Hundreds of processes import Lockstep: without its bytecode cache each of them would compile it.
 export PYTHONDONTWRITEBYTECODE :=
 # Files of tests are shared out to several processes: how many, and in what order, is said in tests/conftest.py.
@@ -29,6 +31,10 @@ test: setup
 # make test, test-browser and test-slurm in one go, and longer fuzzing: what CI runs after `make check`.
 test-all: setup packages
 	LOCKSTEP_FUZZ_SECONDS=60 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak"
+
+# The test suite under the other versions of Python and torch that Lockstep supports, each in a venv of its own.
+test-versions:
+	@.ci/versions
 
 test-matrix: setup packages
 	$(BIN)/python -m pytest $(SHARED_OUT) -m matrix

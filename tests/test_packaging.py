@@ -14,6 +14,7 @@ from importlib import metadata
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name as canonical
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -94,10 +95,27 @@ def test_what_is_imported_is_declared():
 
 
 def test_torch_is_exact_in_the_constraints_alone():
-    assert "torch>=2.11" in PROJECT["dependencies"]
+    assert "torch>=2.11,<2.14" in PROJECT["dependencies"]
     assert not [text for text in PROJECT["dependencies"] if "==" in text]
     assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().splitlines()
     assert "2.13.0" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("torch", ["2.10.0", "2.14.0", "3.0", "2.1", "2.131"])
+def test_setup_refuses_another_torch_in_one_line(tmp_path, torch):
+    """Before it makes anything."""
+    environment = os.environ | {"PYTHON": sys.executable, "TORCH": torch, "VENV": str(tmp_path / "venv")}
+    done = subprocess.run([ROOT / "setup.sh"], env=environment, capture_output=True, text=True, timeout=30)
+    said = f"Lockstep needs torch 2.11, 2.12 or 2.13, and TORCH is {torch}\n"
+    assert (done.returncode, done.stdout, done.stderr, list(tmp_path.iterdir())) == (1, "", said, [])
+
+
+def test_every_supported_version_is_tested():
+    tested = (ROOT / ".ci" / "versions").read_text()
+    named = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text]
+    assert SpecifierSet(PROJECT["requires-python"]) == SpecifierSet(">=3.11,<3.14")
+    assert named == ["3.11", "3.12", "3.13"] and all(f'"{version} 2.' in tested for version in named)
+    assert all(f"2.{minor}.0" in tested for minor in (11, 12, 13))
 
 
 def test_the_constraints_name_every_package():
