@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 import warm
+from running import need_forks
 
 from lockstep.checkpoint import layout, reader
 
@@ -55,6 +56,7 @@ class Chaos:
         return self.folder / "orders"
 
     def start(self):
+        need_forks()
         self.orders.mkdir(exist_ok=True)
         (self.folder / "c.yaml").write_text(self.config)
         command = [
@@ -154,6 +156,7 @@ class Chaos:
 
     def end(self):
         """Also where it hangs."""
+        left = []
         with suppress(psutil.Error, subprocess.TimeoutExpired):
             left = [process for process in self.workers() if self.process.poll() is None]
             self.process.send_signal(signal.SIGTERM)

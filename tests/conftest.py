@@ -51,6 +51,7 @@ SKIPS = (
     "no chromium",
     "kubectl is not installed",
     "constraints.txt is that of torch",
+    "a torch that is built for GPUs",
 )
 """The only reasons for which CI accepts a skip: what they need cannot be had on that machine."""
 SHARED = pathlib.Path(__file__).parents[2] / "shared"

@@ -8,10 +8,17 @@ from contextlib import suppress
 
 import psutil
 import pytest
+import torch
 import warm
 
 SHORT = ["train.epochs=4", "data.limit=400", "train.global_batch=32", "train.micro_batch=8", "observe.log_every=1"]
 LONG = ["train.epochs=1000", *SHORT[1:]]
+
+
+def need_forks():
+    """For what a test changes in the process from which workers are forked."""
+    if torch.backends.cuda.is_built():
+        pytest.skip("a torch that is built for GPUs starts workers as new processes")
 
 
 def lockstep(folder, *arguments, **options):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from running import need_forks
 
 COUNTING = pathlib.Path(__file__).with_name("counting_lockstep.py")
 TRAIN = """
@@ -35,6 +36,7 @@ MANNERS = {
 
 def waits(folder, minilm, model, *settings):
     """What two steps would wait for, by line."""
+    need_forks()
     (folder / "c.yaml").write_text((DATA[model] + TRAIN).replace("MINILM", str(minilm)))
     (folder / "poem.txt").write_text("".join(f"The rain of day {day} stays in the plain.\n\n" for day in range(400)))
     (folder / "texts.csv").write_text("text,label\n" + "good news,a\nall is lost,b\n" * 20)
