@@ -45,7 +45,10 @@ def loss(outputs, batch):
             "max",
             "accuracy loss_free_accuracy f1 f1_micro exact_match entity_f1 r2 auroc bleu recall@5 psnr mAP top5_acc",
         ),
-        (None, "surprise score gap accuracy_gap inception_score loss_ratio neg_mean_squared_error negative_loss ratio x"),
+        (
+            None,
+            "surprise score gap accuracy_gap inception_score loss_ratio neg_mean_squared_error negative_loss ratio x",
+        ),
     ],
 )
 def test_names_that_leave_no_doubt(mode, names):

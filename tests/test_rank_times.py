@@ -3,9 +3,13 @@
 import json
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from lockstep.base.events import RankTimes, Warned
 from lockstep.base.world import World
@@ -14,6 +18,7 @@ from lockstep.core.host.activity import SAVE, waiting_in
 from lockstep.core.host.phases import PHASES, phase
 from lockstep.core.host.signals import SignalWatch
 from lockstep.observe.diagnose.stragglers import Stragglers
+from lockstep.parallel.fsdp_units import mark_waits
 from lockstep.run.recipe import Recipe
 from lockstep.run.tasks.train import Hooks, TrainTask
 
@@ -85,6 +90,31 @@ def test_other_threads_do_not_count(clock):
     assert measured.phases["exchange"] == 0.0
     assert measured.phases["forward"] >= 0.04
     assert measured.background >= 0.04
+
+
+def waits_of_fsdp():
+    """The phases in a forward and backward pass of a layer whose waits are marked."""
+    entered = []
+
+    @contextmanager
+    def note(name):
+        entered.append(name)
+        yield
+
+    layer = fully_shard(nn.Linear(4, 4))
+    mark_waits(layer)
+    phases.start()
+    with phases.annotated(note):
+        layer(torch.ones(2, 4)).sum().backward()
+    phases.stop()
+    return entered
+
+
+def test_computation_that_waits_for_fsdps_streams_counts_as_exchange(ranks):
+    """Marked on GPUs only, where the streams differ: in the forward pass, after a block's backward, at the end."""
+    entered = ranks(2, waits_of_fsdp)[0]
+    assert len(entered) >= 3
+    assert set(entered) == {"exchange"}
 
 
 class Events:

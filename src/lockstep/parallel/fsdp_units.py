@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Model
 from lockstep.core.host.activity import waiting_in
+from lockstep.core.host.phases import phase
 
 
 class OrderedUnits:
@@ -97,6 +98,19 @@ def _post_backward_with_zeros(group: Any, post_backward: Callable[[], None]) -> 
         if whole is not None and whole.requires_grad and whole.grad is None:
             whole.grad = torch.zeros_like(whole)
     post_backward()
+
+
+def mark_waits(module: Any) -> None:
+    """Count as exchange where the computation on a GPU waits for FSDP's streams: the collectives are enqueued there
+    long before."""
+    for group in _parameter_groups(module):
+        for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
+            setattr(group, name, partial(_exchanging, getattr(group, name)))
+
+
+def _exchanging(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with phase("exchange"):
+        return method(*args, **kwargs)
 
 
 def set_process_group(module: Any, process_group: dist.ProcessGroup) -> None:

@@ -16,6 +16,7 @@ from lockstep.core.host import phases
 from lockstep.core.host.activity import waiting_in
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.phases import phase
+from lockstep.core.host.stream_clock import clock_of
 from lockstep.training.loop_state import Training
 from lockstep.training.state import BestSoFar
 from lockstep.training.steering import FLAGS, Agreed
@@ -29,8 +30,8 @@ JOINS = 3
 class RankClock:
     """Where each rank's time goes, gathered on every logged step beside the steps that follow: no rank waits for it."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.clock = group, phases.start()
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.clock = group, phases.start(clock_of(device))
         self.before = self.clock.so_far()
         self.steps = self.micro_batches = 0
         """Since the last post."""
@@ -98,7 +99,7 @@ def stepping(run: Training) -> Iterator[list[MicroBatch]]:
     """
     state, progress, agreement = run.state, run.progress, Agreement(flags=4 + FLAGS)
     progress.is_over = progress.is_over or _repeat_evaluation(run)
-    ranks = RankClock(agreement.group)
+    ranks = RankClock(agreement.group, state.precision.device)
     progress.flags = progress.flags or [False, False, False, False, *run.steering.flags(state.step)]
     progress.flags[JOINS] = run.is_joined()  # an earlier one has joined
     agreement.post(progress.flags)

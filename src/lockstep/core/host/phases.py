@@ -1,6 +1,6 @@
 """Where the training thread's time goes: seconds by phase. Each moment counts once, for the innermost phase.
 
-On a GPU this is the time of the host, which only enqueues work: waiting for the device counts where it happens.
+On a GPU, where the host only enqueues work, it is that of the device: see stream_clock.
 """
 
 import threading
@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Phase = Literal["data", "forward", "backward", "exchange", "optimizer", "other", "evaluation", "saving"]
 """exchange: waiting for other ranks; other: the loop itself, logs, observers."""
@@ -51,13 +51,38 @@ class PhaseClock:
         self.background = 0.0
         """Seconds for which another thread, that of the gradient exchange, was in the phase `exchange`."""
         self.phase: Phase = "other"
-        self.since = time.perf_counter()
+        self.since = self.moment()
         """When this phase began, and the one before it ended."""
+
+    def moment(self, *, beside: bool = False) -> Any:
+        """Now; with `beside`, for what happens beside the measured thread."""
+        return time.perf_counter()
+
+    def count(self, start: Any, end: Any, target: Phase | None, *, source: Phase | None = None) -> None:
+        """Count the time between two moments for a phase, instead of for another; without one, for the background."""
+        self.add(end - start, target, source)
+
+    def add(self, seconds: float, target: Phase | None, source: Phase | None) -> None:
+        """Count seconds as `count` does."""
+        if target is None:
+            self.background += seconds
+        else:
+            self.seconds[target] += seconds
+        if source is not None:
+            self.seconds[source] -= seconds
+
+    def measures(self, phase: Phase) -> bool:
+        """Whether a phase that begins in this thread takes the measured time."""
+        return self.thread == threading.get_ident()
+
+    def is_beside(self) -> bool:
+        """Whether what begins in this thread runs beside what is measured."""
+        return not self.measures("other")
 
     def switch(self, phase: Phase) -> Phase:
         """Count the time from here on for another phase -> the phase before."""
-        now, before = time.perf_counter(), self.phase
-        self.seconds[before] += now - self.since
+        now, before = self.moment(), self.phase
+        self.count(self.since, now, before)
         self.phase, self.since = phase, now
         return before
 
@@ -81,9 +106,9 @@ def annotated(annotation: Callable[[str], AbstractContextManager[None]]) -> Iter
         _annotations.clear()
 
 
-def start() -> PhaseClock:
-    """Measure this thread from here on, and no other."""
-    _clocks[:] = [PhaseClock()]
+def start(clock: PhaseClock | None = None) -> PhaseClock:
+    """Measure this thread from here on, and no other; by a clock of its own if there is none."""
+    _clocks[:] = [clock or PhaseClock()]
     return _clocks[0]
 
 
@@ -106,7 +131,7 @@ class phase:  # noqa: N801 (a context manager, several of them in a step: contex
         self.name = name
         self.clock: PhaseClock | None = None
         self.annotation: AbstractContextManager[None] | None = None
-        self.start = 0.0
+        self.start: Any = None
 
     def __enter__(self) -> None:
         clock = _clocks[0] if _clocks else None
@@ -115,9 +140,9 @@ class phase:  # noqa: N801 (a context manager, several of them in a step: contex
         if _annotations:
             self.annotation = _annotations[0](self.name)
             self.annotation.__enter__()
-        if clock.thread != threading.get_ident():
-            self.start = time.perf_counter()
-        elif clock.phase not in ABSORBING:
+        if self.name == "exchange" and clock.is_beside():
+            self.start = clock.moment(beside=True)
+        if clock.measures(self.name) and clock.phase not in ABSORBING:
             self.clock, self.before = clock, clock.switch(self.name)
 
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
@@ -125,15 +150,19 @@ class phase:  # noqa: N801 (a context manager, several of them in a step: contex
             self.annotation.__exit__(None, None, None)
         if self.clock is not None:
             self.clock.switch(self.before)
-        elif self.start and self.name == "exchange" and _clocks:
-            _clocks[0].background += time.perf_counter() - self.start
+        if self.start is not None and _clocks:
+            _clocks[0].count(self.start, _clocks[0].moment(beside=True), None)
 
 
-def move_end(moment: float, source: Phase, target: Phase) -> None:
+def moment() -> Any:
+    """Now, for `move_end`; None where nothing is measured."""
+    return _clocks[0].moment() if _clocks else None
+
+
+def move_end(moment: Any, source: Phase, target: Phase) -> None:
     """Count the phase that just ended for another one from a moment on, which was found out later."""
-    if _clocks and (seconds := _clocks[0].since - moment) > 0:
-        _clocks[0].seconds[source] -= seconds
-        _clocks[0].seconds[target] += seconds
+    if _clocks and moment is not None:
+        _clocks[0].count(moment, _clocks[0].since, target, source=source)
 
 
 def scheduling_delay() -> float:

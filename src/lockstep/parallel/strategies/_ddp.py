@@ -2,7 +2,6 @@
 
 import inspect
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -113,7 +112,7 @@ class DataParallel(Replicated):
         """(parameter, sum of its gradients) of this step's buckets."""
         self.num_reduced = 0
         """How many parameters this step's buckets hold."""
-        self.last_bucket = 0.0
+        self.last_bucket: Any = None
         """When the last bucket's gradients were there: the backward pass waits from then on."""
         self.worker: CommThread | CommStream | None = None
 
@@ -143,7 +142,7 @@ class DataParallel(Replicated):
         shards, present = micro_batches[0].shards, micro_batches[0].present
         self.is_ghost = micro_batches[0].ghost
         self.all_reduce = self.all_reduce_of(shards, present, self.transport.group)
-        self.summed, self.num_reduced = [], 0
+        self.summed, self.num_reduced, self.last_bucket = [], 0, None
         self.accumulation.start_step(self.all_reduce)
         self.embedding_rows.start_step(self.all_reduce)
         self.passes.buffers.start_step(self.all_reduce)
@@ -187,9 +186,10 @@ class DataParallel(Replicated):
         assert self.worker is not None
         number, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
         self.num_reduced += len(parameters)
-        self.last_bucket = time.perf_counter()
         self.summed += zip(parameters, parameter_views(buffer, parameters), strict=True)
-        return self.worker.run(lambda: self._finish(number, buffer, parameters))
+        future = self.worker.run(lambda: self._finish(number, buffer, parameters))
+        self.last_bucket = phases.moment()
+        return future
 
     def _finish(self, bucket: int, buffer: Tensor, parameters: list[Tensor]) -> Tensor:
         slots = self.transport.slots(bucket, buffer, self.all_reduce.max_nodes)
@@ -200,7 +200,7 @@ class DataParallel(Replicated):
     def sum_by_backend(self, bucket: dist.GradBucket) -> Future:
         """Start the backend's own all-reduce, whose order depends on the world size."""
         self.num_reduced += len(bucket.parameters())
-        self.last_bucket, buffer = time.perf_counter(), bucket.buffer()
+        self.last_bucket, buffer = phases.moment(), bucket.buffer()
         if self.is_ghost:
             buffer.zero_()
         return all_reduce_async(buffer)

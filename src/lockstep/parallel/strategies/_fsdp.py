@@ -29,6 +29,7 @@ from lockstep.parallel.fsdp_units import (
     OrderedUnits,
     clone_views,
     forget_pass,
+    mark_waits,
     reduce_unused,
     set_process_group,
     use_multi_grad_hook,
@@ -132,6 +133,8 @@ class FullyShardedDataParallel(Sharded):
                 module.set_force_sum_reduction_for_comms(True)
                 reduce_unused(module)
                 use_multi_grad_hook(module)
+                if self.device.type == "cuda":
+                    mark_waits(module)
         return scatters
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:

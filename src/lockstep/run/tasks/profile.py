@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
@@ -73,8 +74,10 @@ class StepMeasurement:
     def _measured(self) -> Iterator[None]:
         """Seconds of a step by phase, and by the clock."""
         clock = phases.running()
+        self._synchronize()
         start, before = time.perf_counter(), clock.so_far()
         yield
+        self._synchronize()
         measured, steps = clock.so_far() - before, self.request.steps
         self.found |= {
             "step_seconds": (time.perf_counter() - start) / steps,
@@ -84,6 +87,10 @@ class StepMeasurement:
             "micro_batches": self.micro_batches,
             "peak_bytes": device_peak_bytes(),
         }
+
+    def _synchronize(self) -> None:
+        if self.parts.state.precision.device.type == "cuda":
+            torch.cuda.synchronize()
 
     @contextmanager
     def _flops(self) -> Iterator[None]:
