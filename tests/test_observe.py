@@ -167,12 +167,14 @@ def test_tensorboard_has_the_ranks_the_config_and_the_end(tmp_path):
     run(sink, tmp_path, range(1, 11))
     seconds = {**dict.fromkeys(PHASES, (0.0, 0.0)), "forward": (0.1, 0.3), "exchange": (0.2, 0.0)}
     facts = {"delayed_seconds": (0.0, 0.0), "micro_batches": (1, 1), "memory_bytes": (10**9, 2 * 10**9)}
-    sink.notice(RankTimes(step=10, steps=10, seconds=seconds, **facts))
+    sink.notice(RankTimes(step=10, steps=10, seconds=seconds, gpus={"celsius": (50.0, 70.0)}, **facts))
     sink.notice(ended(tmp_path))
     sink.close()
     assert points(tmp_path, "time/forward") == [(10, 20.0)]
     assert points(tmp_path, "time/waits_most") == [(10, 20.0)]
     assert points(tmp_path, "memory/most_gigabytes") == [(10, 2.0)]
+    assert points(tmp_path, "gpu/celsius") == [(10, 60.0)]
+    assert points(tmp_path, "gpu/most_celsius") == [(10, 70.0)]
     assert points(tmp_path, "train/epoch")[-1] == (10, 2.0)
     accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()

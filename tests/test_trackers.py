@@ -203,6 +203,7 @@ def test_a_run_from_the_beginning_is_another_run(tmp_path):
 def test_times_that_a_kill_has_kept_are_sent_from_the_history(tmp_path):
     """Those up to the resumed step; of lines that nobody has written so, none."""
     lines = [{"time": 1000.0, "kind": "ranks", "step": step, "steps": 2, "phases": PHASED} for step in (2, 4, 6)]
+    lines[1]["gpus"] = {"celsius": [50.0, 70.0]}
     odd = [{**lines[0], "step": 5, "phases": {}}, {**lines[0], "step": 3, "steps": 0}, {"kind": "ranks", "step": 1}]
     folder = tmp_path / "r"
     folder.mkdir()
@@ -211,6 +212,7 @@ def test_times_that_a_kill_has_kept_are_sent_from_the_history(tmp_path):
     sink.notice(run_started(folder, resumed_step=5))
     rows = mlflow_rows_of(sink)
     assert losses(rows, "time/exchange") == [(2, 200.0), (4, 200.0)]
+    assert losses(rows, "gpu/most_celsius") == [(4, 70.0)]
 
 
 def test_errors_are_reported_once(tmp_path):

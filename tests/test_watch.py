@@ -148,6 +148,18 @@ def test_a_growing_history_is_read_on(crafted):
     assert reader.state().step == 0
 
 
+def test_figures_of_gpus_are_beside_the_memory(crafted):
+    """As far as the line has them: one from elsewhere may have fewer than ranks."""
+    gpus = {"celsius": [61.0, 88.4], "watts": [300.0], "new": [1.0, 2.0]}
+    text = line("started", 0, world_size=2, total_steps=10)
+    text += line("ranks", 10, steps=10, ranks=[0, 1], phases={"forward": [0.2, 0.1]}, gpus=gpus)
+    (crafted / "history.jsonl").write_text(text)
+    lines = shown(RunReader(crafted).state(), 80)
+    assert any(each.endswith("GPU") for each in lines)
+    assert [each for each in lines if "°C" in each][0].endswith("300 W, 61 °C")
+    assert [each for each in lines if "°C" in each][1].endswith(" 88 °C")
+
+
 def test_many_ranks(crafted):
     ranks = list(range(20))
     phases = {"forward": [0.1 * (rank + 1) for rank in ranks], "exchange": [0.0] * 20}

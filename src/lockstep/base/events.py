@@ -65,6 +65,8 @@ class RankTimes:
     micro_batches: tuple[int, ...]
     memory_bytes: tuple[int, ...]
     """The peak of the process, or of its GPU."""
+    gpus: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """What the driver says of the ranks' GPUs, as far as it is known of all: utilization_percent, watts, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,6 +91,7 @@ class RunHistory:
             delayed_seconds=[round(event.delayed_seconds[rank], 5) for rank in kept],
             micro_batches=[event.micro_batches[rank] for rank in kept],
             memory_by_rank=[event.memory_bytes[rank] for rank in kept],
+            gpus={name: [round(values[rank], 3) for rank in kept] for name, values in event.gpus.items()},
         )
 
     @notice.register

@@ -31,6 +31,7 @@ Step = Annotated[int, Field(ge=0, le=10**12)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e11)]
 """Also a time since 1970: until the year 5138, so that every time zone has a date for it."""
+Figure = Annotated[float, Field(ge=0, le=1e9)]
 Message = Annotated[str, AfterValidator(lambda text: text[:MOST_CHARACTERS])]
 Name = Annotated[str, Field(max_length=200)]
 L = TypeVar("L")
@@ -56,6 +57,8 @@ class HistoryLine:
     phases: dict[str, tuple[Seconds, ...]] = Field(default_factory=dict)
     """Phase -> seconds of each of the ranks."""
     memory_by_rank: tuple[Count, ...] = ()
+    gpus: dict[str, tuple[Figure, ...]] = Field(default_factory=dict)
+    """What the driver said of the GPU of each of the ranks, by name."""
     message: Message = ""
     status: Name = ""
     texts: tuple[tuple[str, str], ...] = ()

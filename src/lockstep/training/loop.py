@@ -12,8 +12,9 @@ from lockstep.base.events import EpochDone, Evaluated, RankTimes, Steered, Texts
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.checkpoint.metric_modes import Mode, is_better
 from lockstep.core.distributed.collectives import Agreement, broadcast_object
-from lockstep.core.host import phases
+from lockstep.core.host import gpu_meter, phases
 from lockstep.core.host.activity import waiting_in
+from lockstep.core.host.gpu_meter import GpuMeter
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.phases import phase
 from lockstep.core.host.stream_clock import clock_of
@@ -32,7 +33,7 @@ class RankClock:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.clock = group, phases.start(clock_of(device))
-        self.before = self.clock.so_far()
+        self.before, self.gpu = self.clock.so_far(), GpuMeter(device)
         self.steps = self.micro_batches = 0
         """Since the last post."""
         self.posted: tuple[int, int, dist.Work | None, list[torch.Tensor]] | None = None
@@ -47,6 +48,7 @@ class RankClock:
         now = self.clock.so_far()
         measured, self.before = now - self.before, now
         figures = [*measured.phases.values(), measured.delayed, float(self.micro_batches), float(device_peak_bytes())]
+        figures += self.gpu.look()
         own = torch.tensor(figures, dtype=torch.float64)
         size, work, gathered = self.group.size(), None, [own]
         if size > 1:
@@ -64,7 +66,8 @@ class RankClock:
         if work is not None:
             with waiting_in("the times of all ranks"):
                 work.wait()
-        *seconds, delayed, micro_batches, memory = torch.stack(gathered).T.tolist()
+        found = torch.stack(gathered).T.tolist()
+        seconds, (delayed, micro_batches, memory, *gpus) = found[: len(phases.PHASES)], found[len(phases.PHASES) :]
         return RankTimes(
             step=step,
             steps=steps,
@@ -72,6 +75,7 @@ class RankClock:
             delayed_seconds=tuple(delayed),
             micro_batches=tuple(map(int, micro_batches)),
             memory_bytes=tuple(map(int, memory)),
+            gpus=gpu_meter.known(dict(zip(self.gpu.figures, gpus, strict=True))),
         )
 
 

@@ -16,6 +16,7 @@ import pydantic_core
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError
 from lockstep.base.events import Evaluated, RankTimes, RunEnded, RunStarted, StepDone
+from lockstep.core.host import gpu_meter
 from lockstep.core.host.phases import OF_STEPS
 from lockstep.observe import run_history
 from lockstep.observe.run_lines import HISTORY, METRIC, Lines
@@ -48,7 +49,7 @@ class Tracker(ABC):
         elif isinstance(event, Evaluated):
             self._send(event.step, 1, {f"test/{name}": value for name, value in event.values.items()})
         elif isinstance(event, RankTimes):
-            self._send(event.step, 2, milliseconds(event.seconds, event.steps))
+            self._send(event.step, 2, of_ranks(event.seconds, event.steps, event.gpus))
         elif isinstance(event, RunEnded):
             self.is_open = False
             files = [self.folder / name for name in ARTIFACTS if (self.folder / name).is_file()]
@@ -73,7 +74,7 @@ class Tracker(ABC):
             found[line.step, part] = {f"{group}/{name}": v for name, v in line.values.items() if v is not None}
         for each in Lines(self.folder / run_history.FILE, HISTORY, []):
             if each.kind == "ranks" and each.steps and all(each.phases.get(name) for name in OF_STEPS):
-                found[each.step, 2] = milliseconds(each.phases, each.steps)
+                found[each.step, 2] = of_ranks(each.phases, each.steps, each.gpus)
         for (step, part), values in sorted(found.items()):
             if step <= resumed_step:
                 self._send(step, part, values)
@@ -118,9 +119,12 @@ class Tracker(ABC):
         """Send how the run ended, and its files; then close."""
 
 
-def milliseconds(seconds: Mapping[str, Sequence[float]], steps: int) -> dict[str, float]:
-    """Of a step by phase, of the rank with the most."""
-    return {f"time/{name}": 1000 * max(seconds[name]) / steps for name in OF_STEPS}
+def of_ranks(
+    seconds: Mapping[str, Sequence[float]], steps: int, gpus: Mapping[str, Sequence[float]]
+) -> dict[str, float]:
+    """Milliseconds of a step by phase, of the rank with the most; figures of the GPUs."""
+    times = {f"time/{name}": 1000 * max(seconds[name]) / steps for name in OF_STEPS}
+    return times | {f"gpu/{name}": value for name, value in gpu_meter.scalars(gpus).items()}
 
 
 def missing(package: str) -> ConfigError:

@@ -20,6 +20,7 @@ from lockstep.base.events import (
     TextsGenerated,
 )
 from lockstep.base.templates import as_markdown
+from lockstep.core.host import gpu_meter
 from lockstep.core.host.phases import OF_STEPS
 from lockstep.observe import event_files
 from lockstep.observe.run_settings import flattened, known_settings
@@ -32,7 +33,7 @@ FIRST = ("model.kind", "optim.kind", "optim.lr", "train.epochs", "train.global_b
 
 
 class TensorBoard:
-    """train/* for logged steps, test/* for evaluations, checkpoint/* for saves, time/* and memory/* for the ranks.
+    """train/* for logged steps, test/* for evaluations, checkpoint/* for saves, time/*, memory/* and gpu/* for ranks.
 
     Repeated steps replace the old ones. The config and the end of the run are texts; at the end its settings get a row
     of the page HPARAMS.
@@ -71,7 +72,8 @@ class TensorBoard:
     def _write_costs(self, event: object) -> None:
         if isinstance(event, RankTimes):
             memory = tagged("memory", {"most_gigabytes": max(event.memory_bytes) / 1e9})
-            self._write(event.step, tagged("time", mean_milliseconds(event)) | memory)
+            gpus = tagged("gpu", gpu_meter.scalars(event.gpus))
+            self._write(event.step, tagged("time", mean_milliseconds(event)) | memory | gpus)
         elif isinstance(event, CheckpointSaved):
             seconds = {"seconds": event.seconds, "stall_seconds": event.stall_seconds}
             self._write(event.step, tagged("checkpoint", seconds))

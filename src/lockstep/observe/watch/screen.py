@@ -22,6 +22,7 @@ HAPPENINGS = 6
 WIDE = 100
 """Columns from which the table of ranks says where the time of each goes."""
 GB = 1e9
+GPU_UNITS = {"utilization_percent": "%", "used_gigabytes": "GB", "watts": "W", "celsius": "°C"}
 MOST_SECONDS = 1e10
 """Of a duration, which a timedelta can hold."""
 
@@ -110,12 +111,14 @@ def _ranks(line: HistoryLine, *, is_wide: bool) -> Table:
     rows.sort(key=lambda row: (-row[0], row[1]))
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     names = [*BUSY[:-1], "other"] if is_wide else []
-    for name in ("rank", "own ms/step", *names, "waits", "memory"):
+    gpus = [(line.gpus[name], unit) for name, unit in GPU_UNITS.items() if name in line.gpus]
+    for name in ("rank", "own ms/step", *names, "waits", "memory", *(["GPU"] if gpus else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for busy, rank, each, place in rows[:MOST_RANKS]:
         memory = f"{line.memory_by_rank[place] / GB:.2f} GB" if place < len(line.memory_by_rank) else ""
         figures = [f"{each.get(name, 0.0):.1f}" for name in (*names, "exchange")]
-        table.add_row(str(rank), f"{busy:.1f}", *figures, memory)
+        gpu = [f"{values[place]:.0f} {unit}" for values, unit in gpus if place < len(values)]
+        table.add_row(str(rank), f"{busy:.1f}", *figures, memory, *([", ".join(gpu)] if gpus else []))
     if len(rows) > MOST_RANKS:
         table.add_row("…", f"{len(rows) - MOST_RANKS} more")
     return table
