@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.world import World
-from lockstep.core.distributed import staged_group
+from lockstep.core.distributed import flight_recorder, staged_group
 from lockstep.core.distributed.group_attempts import INTERFACES, Attempts, authenticate
 from lockstep.core.distributed.proven_meeting import check_secrets, meet
 from lockstep.launch.elastic import run_secret
@@ -213,7 +213,7 @@ def on_loopback(*, is_single_node: bool) -> Iterator[None]:
 
 def _open(world: World, timeout: timedelta) -> None:
     """Open the default group of several processes. Raises LaunchError."""
-    backend = backend_of(world)
+    flight_recorder.enable(backend := backend_of(world))
     secret = run_secret.of_process(world)
     store = meet(world, secret, timeout)
     meetings.append(store)

@@ -19,6 +19,7 @@ from lockstep.base import storage
 from lockstep.base.errors import HangDetected, PeerLost
 from lockstep.base.events import RunEnded, RunStarted, StepDone
 from lockstep.base.world import World
+from lockstep.core.distributed import flight_recorder
 from lockstep.core.host import activity
 from lockstep.core.host.loader_stacks import dump_all
 from lockstep.launch.elastic.failure import VERDICT
@@ -47,9 +48,12 @@ class TrainingThread:
             self.location, self.since = location, time.monotonic()
 
     def report(self, rank: int, step: int) -> Report:
-        """Its location with all stacks; that of a data loader's worker process where it waits for one."""
+        """Its location with all stacks; that of a data loader's worker process where it waits for one, and the
+        collective that its GPU waits in."""
         stack, waits, since = stack_of(self.ident), self.waits_in(), self.since
         location, stacks = str(telling(stack)) if stack else "nowhere", all_stacks()
+        if on_gpu := flight_recorder.unfinished():
+            waits, stacks = on_gpu[0], f"not finished: {'; '.join(on_gpu)}\n{stacks}"
         if waits is None and any("torch/utils/data/dataloader" in each.file for each in stack):
             for process, dump in dump_all().items():
                 stacks += f"\nloader worker, process {process}:\n{dump}"
