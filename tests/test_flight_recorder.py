@@ -27,7 +27,9 @@ for _ in range(3):
 if rank == 0:
     works = [dist.all_gather([torch.empty(4)] * 2, torch.ones(4), group=group, async_op=True) for _ in range(2)]
     works.append(dist.all_reduce(torch.ones(4), async_op=True))
-    print(flight_recorder.unfinished(_distributed_c10d._dump_fr_trace_json), flush=True)
+    while "number 3" in (found := flight_recorder.unfinished(_distributed_c10d._dump_fr_trace_json))[0]:
+        time.sleep(0.05)  # it is done, but Gloo's thread has not said so yet
+    print(found, flush=True)
     open(f"{folder}/done", "w").close()
 while not os.path.exists(f"{folder}/done"):
     time.sleep(0.05)

@@ -9,12 +9,14 @@ import threading
 import time
 
 import pytest
+import torch
 from chaos import DIGITS, MNIST, TEXTS, Chaos, differences, final_state, undisturbed
 from filelock import FileLock
 from running import lockstep, started, summary, wait_for_steps, workers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.base.events import Evaluated, StepDone
+from lockstep.base.world import OVER_NCCL
 from lockstep.launch.elastic.live_notes import Formation, Position
 from lockstep.run.tasks.train_live import Backlog
 
@@ -117,6 +119,28 @@ def test_a_process_that_hangs(tmp_path, plain, settings):
     assert chaos.process.wait(200) == 0, chaos.text()
     assert "Starting again" not in chaos.text() and "Traceback" not in chaos.text()
     assert differences(final_state(tmp_path / "runs" / "live"), plain) == []
+
+
+ON_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each of two processes"),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPUS)])
+def test_what_a_lost_collective_leaves_is_not_used(tmp_path, monkeypatch, device):
+    """Over NCCL it ends without an error: so the processes agree before each update, and after each evaluation."""
+    monkeypatch.setenv(OVER_NCCL, "1")
+    on_device = (f"run.device={device}",)
+    reference = undisturbed(tmp_path, SHORT, on_device)
+    chaos = Chaos(tmp_path, SHORT, settings=on_device, processes=2)
+    chaos.start()
+    wait_for_steps(tmp_path / "runs" / "live", 4)
+    for phase in ("forward", "optimizer", "ready", "applying", "evaluation", "after-step"):
+        chaos.meet(f"kill-{phase}")
+    assert chaos.process.wait(200) == 0, chaos.text()
+    assert "Starting again" not in chaos.text() and "Traceback" not in chaos.text()
+    assert differences(final_state(tmp_path / "runs" / "live"), reference) == []
 
 
 def spare_waits(chaos):

@@ -2,6 +2,12 @@
 
 import time
 
+import pytest
+import torch
+
+from lockstep.base.world import World
+from lockstep.core.distributed.process_group import device_of
+from lockstep.launch.elastic.live_notes import NAME, worker_name
 from lockstep.launch.elastic.live_slots import FREE_STARTS, MOST_STARTS, Slot, in_whole_replicas, resize
 
 
@@ -54,3 +60,13 @@ def test_numbers_of_processes_make_whole_replicas():
     assert [in_whole_replicas(wanted, 2, 1) for wanted in (1, 2, 3)] == [2, 2, 4]
     assert [in_whole_replicas(wanted, 4, 2) for wanted in (1, 2, 3)] == [2, 2, 4]
     assert in_whole_replicas(3, 1, 1) == 3 and in_whole_replicas(3, 2, 4) == 3
+
+
+@pytest.mark.parametrize(("name", "gpu"), [(worker_name(0, 1, 7), 1), (worker_name(2, 3, 1), 1), (None, 0)])
+def test_one_that_joins_has_the_gpu_of_its_slot(monkeypatch, name, gpu):
+    """Until it joins it is alone, with local rank 0, as a process without live recovery may be."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    if name:
+        monkeypatch.setenv(NAME, name)
+    assert device_of(World()) == torch.device("cuda", gpu)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SHARES_GPUS = "LOCKSTEP_SHARE_GPUS"
 """Variable of launch.share_gpus; see core/host/devices.py."""
+OVER_NCCL = "LOCKSTEP_LIVE_NCCL"
+"""Variable of the user's; see `recovers_over_nccl`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,11 @@ class World:
             has_agent="TORCHELASTIC_RUN_ID" in os.environ,
             shares_gpus=os.environ.get(SHARES_GPUS) == "1",
         )
+
+
+def recovers_over_nccl() -> bool:
+    """Whether the user allows launch.recovery=live with a GPU for each process."""
+    return os.environ.get(OVER_NCCL) == "1"
 
 
 def cores() -> int:

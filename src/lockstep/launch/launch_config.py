@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lockstep.base.config import MANY, PluginSection
 from lockstep.base.errors import LaunchError, nearest
-from lockstep.base.world import LAUNCH_VARIABLES, SHARES_GPUS, cores
+from lockstep.base.world import LAUNCH_VARIABLES, SHARES_GPUS, cores, recovers_over_nccl
 from lockstep.core.host import devices
 
 MOST_PROCESSES = 4096
@@ -135,7 +135,7 @@ class LaunchSection(PluginSection):
         Raises LaunchError for more processes than GPUs, and for GPUs with live recovery, unless they are shared.
         """
         gpus = devices.count_gpus()
-        if gpus and self.recovers_live and not self.share_gpus:
+        if gpus and self.recovers_live and not self.share_gpus and not recovers_over_nccl():
             raise LaunchError(
                 "launch.recovery=live is for processors so far: a process that waits in NCCL for a lost one could not "
                 "leave it; set launch.recovery=restart, or run.device=cpu"

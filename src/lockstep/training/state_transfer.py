@@ -52,7 +52,7 @@ def _send(state: TrainState, receiver: int) -> None:
     tensors = state.tensors()
     _send_bytes(json.dumps(_shapes(tensors)).encode(), receiver)
     for tensor in tensors.values():
-        dist.send(_on_wire(local_tensor(tensor).contiguous()), receiver)
+        dist.send(_on_wire(local_tensor(tensor).contiguous().cpu()), receiver)  # over Gloo, which tells a loss
 
 
 def _receive(state: TrainState, source: int) -> None:
@@ -60,7 +60,10 @@ def _receive(state: TrainState, source: int) -> None:
     if json.loads(_receive_bytes(source)) != _shapes(tensors):
         raise CheckpointError(f"rank {source} trains another model or optimizer: its tensors are not those of here")
     plain = torch.contiguous_format
-    received = {name: torch.empty_like(local_tensor(tensor), memory_format=plain) for name, tensor in tensors.items()}
+    received = {
+        name: torch.empty_like(local_tensor(tensor), memory_format=plain, device="cpu")
+        for name, tensor in tensors.items()
+    }
     for tensor in received.values():
         dist.recv(_on_wire(tensor), source)
     with torch.no_grad():

@@ -10,6 +10,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 
+import torch
+import torch.distributed as dist
+
 DESCRIPTORS = "/proc/self/fd"
 
 
@@ -20,6 +23,16 @@ def shut_down_connections() -> None:
         if not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # Gloo ends the process when it cannot accept
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+
+def abort_nccl() -> None:
+    """End what GPUs wait for in the NCCL groups of this process, in any thread. The GPUs go on, without an error, with
+    results that are of no use."""
+    for group in reversed(list(dist.distributed_c10d._world.pg_map)) if dist.is_nccl_available() else ():
+        with suppress(RuntimeError):  # it has none for GPUs, or was aborted by another thread
+            backend = group._get_backend(torch.device("cuda"))
+            if isinstance(backend, dist.ProcessGroupNCCL):
+                backend.abort()
 
 
 def listening_ports() -> list[int]:

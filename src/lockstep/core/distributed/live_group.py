@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.base.world import World
+from lockstep.core.distributed import flight_recorder
 from lockstep.core.distributed.group_attempts import CONNECT_SECONDS, authenticate
-from lockstep.core.distributed.group_connections import shut_down_connections
+from lockstep.core.distributed.group_connections import abort_nccl, shut_down_connections
 from lockstep.core.distributed.process_group import backend_of, is_lost_peer, meetings, world_group
 from lockstep.core.host import activity
 from lockstep.launch.elastic.live_notes import (
@@ -47,6 +48,7 @@ class LiveGroup:
         progress. `timeout_seconds`: of collectives."""
         self.name, self.joins, self.timeout_seconds = name, joins, timeout_seconds
         self.backend = backend_of(World.from_environment())
+        flight_recorder.enable(self.backend)
         self.notes, self._watched = LiveNotes.from_environment(), LiveNotes.from_environment()
         newest = self.notes.formation()
         self.formation = replace(newest, generation=0, members=(name,)) if joins else newest
@@ -240,6 +242,7 @@ class LiveGroup:
 def _shut_down() -> None:
     """Wake whoever waits in the present group, or for the address of a process that will not come."""
     shut_down_connections()
+    abort_nccl()  # after it: what follows on Gloo fails wherever the results of NCCL may be of no use
     for meeting in meetings[-1:]:
         if isinstance(meeting, StoreClient):
             meeting.shut_down()

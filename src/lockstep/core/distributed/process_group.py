@@ -20,7 +20,7 @@ from lockstep.core.distributed import flight_recorder, staged_group
 from lockstep.core.distributed.group_attempts import INTERFACES, Attempts, authenticate
 from lockstep.core.distributed.proven_meeting import check_secrets, meet
 from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.live_notes import is_live_worker, secret_of_run
+from lockstep.launch.elastic.live_notes import is_live_worker, secret_of_run, slot_here
 from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, interface_to
 
 if os.name != "nt":
@@ -65,7 +65,8 @@ def device_of(world: World) -> torch.device:
             f"{world.local_size} processes but {gpus} GPU{'s' if gpus > 1 else ''} on this machine: "
             f"set launch.processes={gpus}, or launch.share_gpus=true"
         )
-    return torch.device("cuda", world.local_rank % gpus)
+    slot = slot_here()  # one that joins later has local rank 0 until then
+    return torch.device("cuda", (world.local_rank if slot is None else slot) % gpus)
 
 
 def backend_of(world: World) -> str:

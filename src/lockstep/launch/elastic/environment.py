@@ -31,7 +31,8 @@ def environment(section: LaunchSection, *, threads: int, logs: Path, interface: 
     the section names none. Sources: torch's tables of its environment variables, NCCL's user guide."""
     variables = {
         "OMP_NUM_THREADS": str(threads),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # a failed collective ends the process, and its launcher restarts it
+        # a failed collective ends the process, and its launcher restarts it; with live recovery the process leaves it
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0" if section.recovers_live else "1",
     }
     if network := section.interface or interface:
         variables |= {"GLOO_SOCKET_IFNAME": network, "NCCL_SOCKET_IFNAME": network}

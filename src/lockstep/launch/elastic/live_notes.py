@@ -128,6 +128,12 @@ def machine_of(name: str) -> int:
     return int(name.partition(".")[0])
 
 
+def slot_here() -> int | None:
+    """The slot of this process on its machine, which one that joins takes over; None without live recovery."""
+    name = os.environ.get(NAME)
+    return int(name.split(".")[1]) if name else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerReport:
     """A worker waits for a formation that is newer than `generation`."""

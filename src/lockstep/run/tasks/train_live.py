@@ -7,12 +7,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import Timeout
 
 from lockstep.base.errors import Interrupted, LockstepError
 from lockstep.base.events import EpochDone, Evaluated, Regrouped, Steered, StepDone, TextSample, TextsGenerated
 from lockstep.base.lifetime import name_process, rank_name
-from lockstep.base.world import World
+from lockstep.base.world import World, recovers_over_nccl
 from lockstep.core.distributed.collectives import confirm_on_all_ranks
 from lockstep.core.distributed.live_group import LiveGroup
 from lockstep.core.host import activity
@@ -97,6 +98,8 @@ class LiveTrainTask(TrainTask):
     def __init__(self, recipe: Recipe, world: World, signals: SignalWatch, *, live: LiveGroup, began: float) -> None:
         super().__init__(recipe, world, signals, began=began)
         self.live, self.backlog = live, Backlog()
+        self.over_nccl = recovers_over_nccl()
+        """Whether a collective may end with any values where a process is lost, and no error."""
         self.regrouped: list[dict[str, Any]] = []
         """Each change of the processes."""
         self.is_writer = False
@@ -109,11 +112,26 @@ class LiveTrainTask(TrainTask):
         """Of the weights at the end, where no process holds all of them."""
 
     def assemble(self) -> Components:
-        """As always; the ranks of a replica agree before each update."""
+        """As always; the ranks of a replica agree before each update, and so do those that exchange over NCCL."""
         parts = super().assemble()
-        if self.is_sharded:
-            parts.state.confirm = confirm_on_all_ranks
+        if self.is_sharded or self.over_nccl:
+            parts.state.confirm = self._confirm
         return parts
+
+    def _confirm(self) -> None:
+        """Return once every rank has called it, and its GPU has done everything until then. Raises where a process is
+        lost, also if NCCL's collectives have ended: the connections of Gloo are closed before they are aborted."""
+        if self.over_nccl and self.device.type == "cuda":
+            with activity.waiting_in("what its GPU computes"):
+                torch.cuda.synchronize(self.device)
+        confirm_on_all_ranks()
+
+    def evaluate(self) -> tuple[int, dict[str, float], tuple[TextSample, ...]]:
+        """As always, unless a process is lost meanwhile."""
+        found = super().evaluate()
+        if self.over_nccl:
+            self._confirm()
+        return found
 
     def placing(self) -> AbstractContextManager[None]:
         """A process that joins waits for its part of the training state."""
@@ -169,7 +187,10 @@ class LiveTrainTask(TrainTask):
     def _make_digests(self) -> None:
         """While the others are there."""
         if self.is_sharded:
-            self.digests = self.parts.digests(is_collective=True)
+            digests = self.parts.digests(is_collective=True)
+            if self.over_nccl:
+                self._confirm()
+            self.digests = digests
 
     def final_digests(self, status: str) -> dict[str, str | None]:
         """Without collectives: the others may be lost, or have exited."""
