@@ -21,11 +21,13 @@ from torch import Tensor
 
 from lockstep.base import storage
 from lockstep.base.errors import LockstepError
+from lockstep.base.world import World
 from lockstep.checkpoint.layout import MANIFEST, Manifest, folder_of, read_manifest
 from lockstep.checkpoint.verify import problem
 from lockstep.checkpoint.weights import MODEL
 from lockstep.core.distributed.collectives import broadcast_object, gather_object
 from lockstep.core.distributed.process_group import further_group
+from lockstep.core.host.memory_meter import available_bytes
 from lockstep.core.modules.dtensors import global_offset, is_dtensor, local_tensor, sharded_like
 from lockstep.core.numerics.digest import digest_of, world_lines
 
@@ -121,14 +123,12 @@ class Writer:
         self.group = further_group(TIMEOUT)
         self.copies: dict[str, Tensor] = {}
         """This rank's share of the last save; the next save reuses the memory."""
+        self.bytes = 0
+        """Of this share."""
         self.warming: Future[Any] | None = None
         self.pending: Future[Saved] | None = None
         self._publishing = threading.Lock()
         self._is_cancelled = False
-
-    @property
-    def bytes(self) -> int:
-        return sum(local_tensor(copy).nbytes for copy in self.copies.values())
 
     def cancel(self) -> None:
         """Discard the save that is being written, and all later ones."""
@@ -138,9 +138,15 @@ class Writer:
     def warm_up(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the memory for copies beside the training, before the first save: page faults take 50 times as long
         as the copy itself."""
-        self.copies = {name: _empty_copy(tensors[name]) for name in self._assigned(tensors)}
-        buffers = [local_tensor(copy) for copy in self.copies.values()]
-        self.warming = _in_thread(lambda: [buffer.zero_() for buffer in buffers])
+        share = {name: tensors[name] for name in self._assigned(tensors)}
+        self.bytes = sum(local_tensor(tensor).nbytes for tensor in share.values())
+
+        def allocate() -> None:
+            self.copies = _copies(share, {})
+            for copy in self.copies.values():
+                local_tensor(copy).zero_()
+
+        self.warming = _in_thread(allocate)
 
     def start(
         self, tensors: Mapping[str, Tensor], manifest: Manifest, *, used: Mapping[str, str] | None = None
@@ -148,19 +154,20 @@ class Writer:
         """Copy this rank's share and start to write it; the tensors may change as soon as this returns. `used`: the
         weights of the digest, name -> name in `tensors`; all of model.* if not given."""
         assert self.pending is None, "call finished() first"
-        begin, copies = time.monotonic(), {}
+        begin = time.monotonic()
         if self.warming is not None:
             self.warming.result()
             self.warming = None
-        for name in self._assigned(tensors):
-            tensor, copy = tensors[name].detach(), self.copies.get(name)
-            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                copy = _empty_copy(tensor)
-            local_tensor(copy).copy_(local_tensor(tensor))
-            copies[name] = copy
-        self.copies = copies
+        self.copies = copies = _copies({name: tensors[name] for name in self._assigned(tensors)}, self.copies)
+        for name, copy in copies.items():
+            local_tensor(copy).copy_(local_tensor(tensors[name]), non_blocking=True)
+        copied = torch.cuda.Event(blocking=True) if torch.cuda.is_initialized() else None
+        if copied is not None:
+            copied.record()  # a GPU changes no tensor before it has copied it
 
         def write() -> Saved:
+            if copied is not None:
+                copied.synchronize()
             named = used or {name.removeprefix(MODEL): name for name in copies if name.startswith(MODEL)}
             weights = {name: copies[source] for name, source in named.items() if source in copies}
             folder, failure = self._write(copies, weights, manifest)
@@ -282,11 +289,21 @@ def _with_metadata(folder: Path, shares: Sequence[Share]) -> Path:
     return folder
 
 
-def _empty_copy(tensor: Tensor) -> Tensor:
-    """Uninitialised memory on the CPU for a copy of a tensor, or of the local shard of a DTensor."""
-    local = local_tensor(tensor)
-    copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda, memory_format=torch.contiguous_format)
-    return sharded_like(tensor, copy)
+def _copies(tensors: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Memory on the CPU for a copy of each tensor, or of the local shard of a DTensor: that of the old copies where it
+    fits, else uninitialised. It is pinned for tensors of a GPU, up to half of what the processes here can get: so much
+    the GPU copies while the host goes on."""
+    left, copies = available_bytes() // (2 * World.from_environment().local_size), {}
+    for name, tensor in tensors.items():
+        local, copy = local_tensor(tensor), old.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            size = 1 << max(0, local.nbytes - 1).bit_length()  # as torch rounds it
+            is_pinned = local.is_cuda and size <= left
+            left -= size * is_pinned
+            empty = torch.empty_like(local, device="cpu", pin_memory=is_pinned, memory_format=torch.contiguous_format)
+            copy = sharded_like(tensor, empty)
+        copies[name] = copy
+    return copies
 
 
 def _in_thread(task: Callable[[], Any]) -> Future[Any]:

@@ -48,6 +48,7 @@ class Loader:
         device: torch.device,
     ) -> None:
         self.device, self.faults = device, faults or Faults()
+        self.copying = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.dtypes: dict[str, torch.dtype] = {}
         options: dict[str, Any] = {"prefetch_factor": PREFETCH, "worker_init_fn": _start_worker} if workers else {}
         if workers:
@@ -99,13 +100,20 @@ class Loader:
                 )
 
     def _moved(self, micro_batch: MicroBatch) -> MicroBatch:
-        if self.device.type == "cpu":
+        """On the device: copied to a GPU while it still computes the step before."""
+        if self.copying is None:
             return micro_batch
+        computing = torch.cuda.current_stream(self.device)
 
         def copied(tensor: Tensor) -> Tensor:
-            return tensor.pin_memory().to(self.device, non_blocking=True)
+            there = tensor.pin_memory().to(self.device, non_blocking=True)
+            there.record_stream(computing)
+            return there
 
-        return replace(micro_batch, batch=tree_map_only(Tensor, copied, micro_batch.batch))
+        with torch.cuda.stream(self.copying):
+            moved = replace(micro_batch, batch=tree_map_only(Tensor, copied, micro_batch.batch))
+        computing.wait_stream(self.copying)
+        return moved
 
 
 def _identity(micro_batch: MicroBatch | LockstepError) -> MicroBatch | LockstepError:
