@@ -109,13 +109,12 @@ def test_only_distances_between_positions_count():
     query, key = (torch.randn(1, 1, 5, 8, generator=torch.Generator().manual_seed(n)) for n in range(2))
 
     def scores(first):
-        positions = torch.arange(first, first + 5)
-        turned_query, turned_key = gpt.rotated((query, key), positions)
-        return turned_query @ turned_key.transpose(2, 3)
+        turns = gpt.turns_at(torch.arange(first, first + 5), 8)
+        return gpt.rotated(query, turns) @ gpt.rotated(key, turns).transpose(2, 3)
 
     torch.testing.assert_close(scores(0), scores(1000), rtol=1e-3, atol=1e-3)
     assert not torch.allclose(scores(0), query @ key.transpose(2, 3), atol=0.1)
-    assert torch.equal(next(gpt.rotated([query], torch.zeros(5))), query)
+    assert torch.equal(gpt.rotated(query, gpt.turns_at(torch.zeros(5), 8)), query)
 
 
 @pytest.mark.parametrize("hidden", [None, 40])

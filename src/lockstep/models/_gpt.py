@@ -1,8 +1,5 @@
 """The decoder of model.kind=gpt. m = samples, T = tokens of a sample, V = vocabulary, W = width, H = heads."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,37 +17,35 @@ INITIAL = 0.02
 """Standard deviation of the first weights, as in GPT-2."""
 
 
-def rotated(tensors: Sequence[Tensor], positions: Tensor) -> Iterator[Tensor]:
-    """Turn pairs of numbers of queries and keys [m, H, T, D] by angles that grow with positions [T] or [m, 1, T]."""
-    dtype, half = tensors[0].dtype, tensors[0].shape[-1] // 2
-    steps = torch.arange(half, device=positions.device, dtype=torch.float32) / half
+def turns_at(positions: Tensor, size: int) -> Tensor:
+    """Cosines and sines of angles that grow with positions [T] or [m, 1, T], for heads of D = `size` numbers: float32
+    [2, T, D/2] or [2, m, 1, T, D/2]."""
+    steps = torch.arange(size // 2, device=positions.device, dtype=torch.float32) / (size // 2)
     angles = positions.to(torch.float32)[..., None] * BASE**-steps
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    for x in tensors:
-        one, other = x[..., :half], x[..., half:]
-        yield torch.cat([one * cos - other * sin, one * sin + other * cos], dim=-1)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotated(x: Tensor, turns: Tensor) -> Tensor:
+    """Turn pairs of numbers of queries or keys [m, H, T, D]."""
+    cos, sin = turns.to(x.dtype)
+    one, other = x.chunk(2, dim=-1)
+    return torch.cat([one * cos - other * sin, one * sin + other * cos], dim=-1)
 
 
 Entry = tuple[Tensor, Tensor]
 """Keys and values of a layer, [m, H, T, D]."""
+Reads = tuple[Tensor, Tensor | None]
+"""The turns of tokens, and what each may attend to, bool [m, 1, t, T]; None for itself and all before it."""
 
 
-class Reads(NamedTuple):
-    """Where the last t of T tokens are, and what each may attend to."""
-
-    positions: Tensor
-    """int64 [m, 1, t], without padding; of documents that are kept apart, in each its own."""
-    visible: Tensor
-    """bool [m, 1, t, T]."""
-
-    @classmethod
-    def behind_padding(cls, mask: Tensor, count: int) -> "Reads":
-        """Of the last `count` tokens; see Model.decode."""
-        order = torch.arange(mask.shape[1], device=mask.device)
-        is_before = order <= order[-count:, None]
-        is_itself = order == order[-count:, None]  # so that padding attends to something
-        positions = (mask.cumsum(1) - 1).clamp_min(0)[:, None, -count:]
-        return cls(positions, (mask[:, None, None, :] & is_before) | is_itself)
+def behind_padding(mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Where the last `count` of T tokens are, int64 [m, 1, count], and what each may attend to, bool [m, 1, count, T];
+    see Model.decode."""
+    order = torch.arange(mask.shape[1], device=mask.device)
+    is_before = order <= order[-count:, None]
+    is_itself = order == order[-count:, None]  # so that padding attends to something
+    positions = (mask.cumsum(1) - 1).clamp_min(0)[:, None, -count:]
+    return positions, (mask[:, None, None, :] & is_before) | is_itself
 
 
 class Attention(nn.Module):
@@ -63,24 +58,17 @@ class Attention(nn.Module):
             nn.Linear(config.width, config.width, bias=False) for _ in range(4)
         )
 
-    def forward(self, x: Tensor, reads: Reads | None = None) -> Tensor:
-        """[m, T, W] -> [m, T, W]; a process that holds some of the heads computes these. `reads` is that of documents
-        that are kept apart."""
-        if reads is not None:
-            return self.decode(x, reads, None)[0]
-        query, key, value = self._heads(x)
-        positions = torch.arange(x.shape[1], device=x.device)
-        query, key = rotated((query, key), positions)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.output(attended.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, reads: Reads) -> Tensor:
+        """[m, T, W] -> [m, T, W]; a process that holds some of the heads computes these."""
+        return self.decode(x, reads, None)[0]
 
-    def decode(self, x: Tensor, reads: Reads, cache: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Entry]:
+    def decode(self, x: Tensor, reads: Reads, cache: Entry | None) -> tuple[Tensor, Entry]:
         """The same for further tokens [m, t, W], which attend to those in the cache, too."""
-        query, key, value = self._heads(x)
-        query, key = rotated((query, key), reads.positions)
+        (query, key, value), (turns, visible) = self._heads(x), reads
+        query, key = rotated(query, turns), rotated(key, turns)
         if cache is not None:
             key, value = (torch.cat(pair, dim=2) for pair in zip(cache, (key, value), strict=True))
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=reads.visible)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, is_causal=visible is None)
         return self.output(attended.transpose(1, 2).flatten(2)), (key, value)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,7 +101,7 @@ class DecoderBlock(nn.Module):
         self.norm_1, self.norm_2 = nn.RMSNorm(config.width, eps=1e-6), nn.RMSNorm(config.width, eps=1e-6)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, reads: Reads | None = None) -> Tensor:
+    def forward(self, x: Tensor, reads: Reads) -> Tensor:
         x = x + self.dropout(self.attention(self.norm_1(x), reads))
         return x + self.dropout(self.feed_forward(self.norm_2(x)))
 
@@ -142,6 +130,7 @@ class GPT(ObjectiveModel):
     def __init__(self, config: Config, spec: DataSpec, vocabulary: int) -> None:
         super().__init__(spec)
         self.heads, self.tied, self.attention_width = config.heads, config.tied, config.layers * config.width
+        self.head_size = config.width // config.heads
         self.embedding = nn.Embedding(vocabulary, config.width)
         layers = [DecoderBlock(config) for _ in range(config.layers)]
         self.layers = nn.ModuleList(layers)
@@ -156,17 +145,25 @@ class GPT(ObjectiveModel):
             self.head.linear.weight = self.embedding.weight
 
     def forward(self, batch: Batch) -> Tensor:
-        x, document = self.embedding(batch["input_ids"]), batch.get("document")
-        reads = None if document is None else Reads(positions_of(document)[:, None], visible_of(document))
+        ids, document = batch["input_ids"], batch.get("document")
+        if document is None:
+            reads = self._reads(torch.arange(ids.shape[1], device=ids.device), None)
+        else:
+            reads = self._reads(positions_of(document)[:, None], visible_of(document))
+        x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x, reads)
         return self.head(x)
+
+    def _reads(self, positions: Tensor, visible: Tensor | None) -> Reads:
+        """Computed once for all layers."""
+        return turns_at(positions, self.head_size), visible
 
     CACHES = SLIDES = True
 
     def decode(self, tokens: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
         """See Model.decode."""
-        x, reads, entries = self.embedding(tokens), Reads.behind_padding(mask, tokens.shape[1]), []
+        x, reads, entries = self.embedding(tokens), self._reads(*behind_padding(mask, tokens.shape[1])), []
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderBlock)
             x, entry = layer.decode(x, reads, cache[number] if cache else None)
