@@ -84,47 +84,46 @@ class TrackedBuffer:
         self.module._buffers[self.key] = self.current = tensor
         self.version = tensor._version
 
-    def reset(self) -> None:
-        """Restore the value of the step's start: in a new tensor, because autograd may have saved the current one for
-        the backward pass. BatchNorm's backward pass in training does not read it."""
-        if isinstance(self.module, _BatchNorm) and self.current is self.tensor:
-            self.tensor.data.copy_(self.before)
-            self.install(self.tensor)
-        else:
-            self.install(self.before.clone())
+    @property
+    def is_reset_in_place(self) -> bool:
+        """Whether the value of the step's start may be restored where the current one is. Autograd may have saved that
+        for the backward pass; that of BatchNorm in training does not read it."""
+        return isinstance(self.module, _BatchNorm) and self.current is self.tensor
 
-    def contribution(self) -> Tensor:
-        """What the shard that has just run adds to the sum over all shards."""
-        value = self.value
+    def contribution(self, *, is_changed: bool) -> Tensor:
+        """What the shard that has just run adds to the sum over all shards, flat; on memory of the buffer."""
+        value = self.value if is_changed else self.before
         assert value is not None
-        if self.rule == "mean":
-            return value.detach().clone()
         if self.rule == "any":
-            return (value != self.before).to(torch.int64)
-        return value.detach().to(torch.int64) - self.before.to(torch.int64)
+            value = value ^ self.before
+        elif self.rule == "sum":
+            value = value.detach().to(torch.int64) - self.before.to(torch.int64)
+        return value.detach().to(self.sum_dtype).flatten()
 
-    def no_contribution(self) -> Tensor:
-        """What a shard adds that has not changed it."""
-        return self.before.clone() if self.rule == "mean" else torch.zeros_like(self.before, dtype=torch.int64)
-
-    def commit(self, total: Tensor | None, shards: int) -> None:
-        """Set the value after the step from the sum over its shards; None restores the value of the step's start."""
-        value = self.before if total is None else self._updated(total.view(self.before.shape), shards)
-        if total is not None:
-            self.previous, self.before = self.before, value
-        with torch.no_grad():
-            self.tensor.data.copy_(value)
-        self.install(self.tensor)
-
-    def _updated(self, total: Tensor, shards: int) -> Tensor:
+    def update(self, total: Tensor, is_finite: Tensor) -> None:
+        """Take the value after the step from the sum over its shards (the mean, by the rule "mean"), both flat."""
+        total, before = total.view(self.before.shape), self.before
         if self.rule == "steps":
-            return self.before + 1  # however often recomputation has repeated a forward pass
-        if self.rule == "sum":
-            return (self.before.to(torch.int64) + total).to(self.before.dtype)
-        if self.rule == "any":
-            return self.before ^ (total > 0)
-        mean = total / shards
-        return torch.where(torch.isfinite(mean).all(), mean, self.before)
+            after = before + 1  # however often recomputation has repeated a forward pass
+        elif self.rule == "sum":
+            after = (before.to(torch.int64) + total).to(before.dtype)
+        elif self.rule == "any":
+            after = before ^ (total > 0)
+        else:
+            after = torch.where(is_finite.all(), total, before)
+        self.previous, self.before = before, after
+
+
+def _restore(buffers: Sequence[TrackedBuffer]) -> None:
+    """Set the model's own tensors to the values of the step's start; those of a dtype together: on a GPU the number of
+    operations counts."""
+    by_dtype: dict[torch.dtype, list[TrackedBuffer]] = {}
+    for buffer in buffers:
+        by_dtype.setdefault(buffer.before.dtype, []).append(buffer)
+    for same in by_dtype.values():
+        torch._foreach_copy_([buffer.tensor.data for buffer in same], [buffer.before for buffer in same])
+    for buffer in buffers:
+        buffer.install(buffer.tensor)
 
 
 def _rule(module: nn.Module, key: str, tensor: Tensor) -> Literal["mean", "sum", "any", "steps"]:
@@ -144,8 +143,11 @@ class BufferUpdates:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.modules = {name: m for name, m in modules.items() if not is_synchronised(m)}
         self.buffers: dict[str, TrackedBuffer] = {}
-        self.sums: dict[str, TreeSum | None] = {}
-        """The buffers that steps change -> the sum of the contributions of this rank's shards in the current step."""
+        self.changing: dict[str, TrackedBuffer] = {}
+        """Those that steps change."""
+        self.sums: list[tuple[Sequence[TrackedBuffer], TreeSum]] = []
+        """Of the contributions of this rank's shards in the current step: for several buffers of a dtype together, one
+        after the other, and for each one that has changed for the first time."""
         self.new: set[str] = set()
         """Those that have changed for the first time in the current step, on this rank."""
         self.unreducible: dict[str, str] = {}
@@ -180,7 +182,14 @@ class BufferUpdates:
         self.refresh()
         self.all_reduce, self.finished_shards, self.new = all_reduce, [], set()
         self.updated.clear()
-        self.sums = {name: self._tree() for name in self.sums}
+        self.sums = [(buffers, self._tree()) for buffers in self._by_dtype()]
+
+    def _by_dtype(self) -> list[list[TrackedBuffer]]:
+        """The changing ones, in the same order on every rank."""
+        by_dtype: dict[torch.dtype, list[TrackedBuffer]] = {}
+        for name in sorted(self.changing):
+            by_dtype.setdefault(self.changing[name].sum_dtype, []).append(self.changing[name])
+        return [*by_dtype.values()]
 
     def _tree(self) -> TreeSum:
         assert self.all_reduce is not None
@@ -194,37 +203,42 @@ class BufferUpdates:
 
     def reset(self) -> None:
         """Restore the values of the step's start."""
-        for buffer in self._reducible:
-            if buffer.is_written:
-                buffer.reset()
+        written = [buffer for buffer in self._reducible if buffer.is_written]
+        _restore([buffer for buffer in written if buffer.is_reset_in_place])
+        for buffer in written:
+            if not buffer.is_reset_in_place:
+                buffer.install(buffer.before.clone())
 
     def end_shard(self, shard: int) -> None:
         """Add the values that the shard has left. Raises ModelError."""
-        for buffer in self._reducible:
-            name, is_changed = buffer.name, self._is_changed(buffer)
-            if is_changed and not buffer.has_kept_shape:
+        changed = {buffer.name: buffer for buffer in self._reducible if self._is_changed(buffer)}
+        for name, buffer in changed.items():
+            if not buffer.has_kept_shape:
                 self._give_up(buffer)
-                continue
-            if is_changed and name not in self.sums:
+            elif name not in self.changing:
                 self.new.add(name)
                 self._start_sum(buffer)
-            if name in self.sums:
-                tree = self.sums[name]
-                assert tree is not None
-                tree.add((shard, 1), buffer.contribution() if is_changed else buffer.no_contribution())
+        for buffers, tree in self.sums:
+            values = [buffer.contribution(is_changed=buffer.name in changed) for buffer in buffers]
+            tree.add((shard, 1), torch.cat(values))
         self.finished_shards.append(shard)
 
     def _give_up(self, buffer: TrackedBuffer) -> None:
         """Stop tracking a buffer that changed its shape or dtype. Raises ModelError where other ranks still expect its
         sum."""
         name, where = buffer.name, origin(buffer.module)
-        if name in self.sums and name not in self.new:
+        if name in self.changing and name not in self.new:
             raise ModelError(
                 f"the buffer {name} has changed its shape or type in {where}, after steps in which it had kept it: "
                 "give it one shape from the start, such as that of its largest size"
             )
-        self.sums.pop(name, None)
+        self._leave_out(name)
         self.unreducible[name] = f"changes its shape or type in {where}"
+
+    def _leave_out(self, name: str) -> None:
+        """Add up a buffer no longer that has changed for the first time in this step."""
+        if buffer := self.changing.pop(name, None):
+            self.sums = [pair for pair in self.sums if buffer not in pair[0]]
 
     def _is_changed(self, buffer: TrackedBuffer) -> bool:
         """Whether a forward pass has changed it; in the first steps also without autograd's knowledge."""
@@ -234,9 +248,10 @@ class BufferUpdates:
 
     def _start_sum(self, buffer: TrackedBuffer) -> None:
         """A buffer changes for the first time: this rank's earlier shards have left it as it was."""
-        tree = self.sums[buffer.name] = self._tree()
+        self.changing[buffer.name], tree = buffer, self._tree()
+        self.sums.append(([buffer], tree))
         for shard in self.finished_shards:
-            tree.add((shard, 1), buffer.no_contribution())
+            tree.add((shard, 1), buffer.contribution(is_changed=False).clone())
 
     def end_step(self) -> None:
         """Set the buffers from the shards of all ranks. A collective."""
@@ -244,21 +259,21 @@ class BufferUpdates:
         assert self.all_reduce is not None
         if self.may_find_new and dist.get_world_size() > 1:
             self._agree_on_new(self.all_reduce)
-        by_dtype: dict[torch.dtype, list[TrackedBuffer]] = {}
-        for name in sorted(self.sums):
-            by_dtype.setdefault(self.buffers[name].sum_dtype, []).append(self.buffers[name])
-        totals = [(buffers, self._total(self.all_reduce, buffers)) for buffers in by_dtype.values()]
-        for buffers, values in totals:  # once every exchange has succeeded
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.commit(value, len(self.all_reduce.present))
+        totals = [(buffers, self._total(self.all_reduce, buffers)) for buffers in self._by_dtype()]
+        for buffers, total in totals:  # once every exchange has succeeded
+            value = total / len(self.all_reduce.present) if buffers[0].rule == "mean" else total
+            sizes = [buffer.before.numel() for buffer in buffers]
+            parts = zip(buffers, value.split(sizes), torch.isfinite(value).split(sizes), strict=True)
+            for buffer, *part in parts:
+                buffer.update(*part)
                 self.updated.append(buffer)
-        self.sums = dict.fromkeys(self.sums)
-        self.all_reduce = None  # the model's hooks would keep its process group for good
+        _restore(self.updated)
+        self.sums, self.all_reduce = [], None  # the model's hooks would keep its process group for good
         self._discard()
 
     def _agree_on_new(self, all_reduce: AllReduce) -> None:
         """Reduce a buffer that changes on one rank on all ranks. One small collective in every step."""
-        flags = torch.tensor([int(bool(self.new)), int(len(self.sums) < len(self.buffers))])
+        flags = torch.tensor([int(bool(self.new)), int(len(self.changing) < len(self.buffers))])
         all_reduce_max(flags)
         has_new, self.may_find_new = (bool(flag) for flag in flags.tolist())
         self.may_find_new |= self.steps < WATCHED_STEPS
@@ -269,19 +284,24 @@ class BufferUpdates:
         everywhere = set.intersection(*(reducible for _, reducible in reported))
         for name in sorted(set[str]().union(*(new for new, _ in reported))):
             if name not in everywhere:
-                self.sums.pop(name, None)
+                self._leave_out(name)
                 self.unreducible.setdefault(name, "is made, or keeps its shape, on some processes only")
-            elif name not in self.sums:
+            elif name not in self.changing:
                 self._start_sum(self.buffers[name])
 
-    def _total(self, all_reduce: AllReduce, buffers: list[TrackedBuffer]) -> Sequence[Tensor]:
-        """The all-reduced sum of each of these buffers, which are of one dtype."""
-        trees = [tree for buffer in buffers if (tree := self.sums[buffer.name]) is not None]
-        sizes = [buffer.before.numel() for buffer in buffers]
-        partials = [torch.cat([tree.partials[node].flatten() for tree in trees]) for node in all_reduce.local_nodes]
+    def _total(self, all_reduce: AllReduce, buffers: list[TrackedBuffer]) -> Tensor:
+        """The all-reduced sums of these buffers, which are of one dtype, one after the other."""
+        partials = []
+        for node in all_reduce.local_nodes:
+            part = dict[TrackedBuffer, Tensor]()
+            for summed, tree in self.sums:
+                sizes = [buffer.before.numel() for buffer in summed]
+                part |= dict(zip(summed, tree.partials[node].split(sizes), strict=True))
+            partials.append(torch.cat([part[buffer] for buffer in buffers]))
         if not partials:
-            partials = [torch.empty(sum(sizes), dtype=buffers[0].sum_dtype, device=buffers[0].before.device)]
-        return all_reduce.sum(partials).split(sizes)
+            size = sum(buffer.before.numel() for buffer in buffers)
+            partials = [torch.empty(size, dtype=buffers[0].sum_dtype, device=buffers[0].before.device)]
+        return all_reduce.sum(partials)
 
     def keep_step(self) -> None:
         """The step is complete: `undo_step` leaves it alone."""
@@ -291,9 +311,9 @@ class BufferUpdates:
         """Restore the values of the start of a step that has failed."""
         for buffer in self.updated:
             buffer.before = buffer.previous
-            buffer.commit(None, 1)
+        _restore(self.updated)
         self.updated.clear()
-        self.sums, self.all_reduce = dict.fromkeys(self.sums), None
+        self.sums, self.all_reduce = [], None
         self._discard()
 
     @contextmanager
@@ -307,9 +327,7 @@ class BufferUpdates:
 
     def _discard(self) -> None:
         """Undo writes that are not part of a step's result."""
-        for buffer in self._reducible:
-            if self._is_changed(buffer):
-                buffer.commit(None, 1)
+        _restore([buffer for buffer in self._reducible if self._is_changed(buffer)])
 
     @property
     def notes(self) -> list[str]:
@@ -318,11 +336,10 @@ class BufferUpdates:
             f"the buffer {name} {why}, which cannot be joined over the processes"
             for name, why in self.unreducible.items()
         ]
-        changing = [self.buffers[name] for name in self.sums]
         unsaved = [
             f"the buffer {buffer.name} changes in training, but is no part of a checkpoint (persistent=False, in "
             f"{origin(buffer.module)}): a resumed run starts from its first value"
-            for buffer in changing
+            for buffer in self.changing.values()
             if buffer.key in buffer.module._non_persistent_buffers_set
         ]
         return unreducible + unsaved
