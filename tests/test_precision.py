@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.base.errors import ModelError
-from lockstep.core.numerics.precision import Precision
+from lockstep.core.numerics.precision import Precision, check_format
 from lockstep.training.step import explained_nondeterminism
 
 PROGRAM = """
@@ -42,12 +42,24 @@ def test_denormals_are_flushed_in_every_thread():
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("kind", "dtype"),
+    [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
 def test_autocast_to_the_format_that_was_asked_for(kind, dtype):
     layer = torch.nn.Linear(4, 4)
     with Precision(kind, torch.device("cpu")).autocast():
         assert layer(torch.ones(2, 4)).dtype == dtype
+
+
+def test_a_cpu_is_no_device_for_tf32(tmp_path):
+    """Also where a script has a loop of its own; what is trained elsewhere can be used here."""
+    (tmp_path / "c.yaml").write_text("data: {kind: digits, limit: 40}\nmodel: {kind: cnn}\nrun: {device: cpu}\n")
+    command = [sys.executable, "-m", "lockstep", "train", "c.yaml", "train.precision=tf32", "launch.processes=1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr.count("train.precision=tf32: only GPUs round")) == (2, 1), done.stderr
+    for kind in ("fp32", "bf16", "fp16"):
+        check_format(kind, torch.device("cpu"))
+    check_format("tf32", torch.device("cuda"))
 
 
 def test_overflow_of_scaled_gradients_leaves_the_step_out_and_lowers_the_scale():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import numpy as np
 
-Format = Literal["fp32", "bf16", "fp16"]
+Format = Literal["fp32", "tf32", "bf16", "fp16"]
 """The precision that a run computes in; weights are always fp32."""
 
 Columns = dict[str, Any]

@@ -20,6 +20,7 @@ from lockstep.core.host import devices
 from lockstep.core.modules.dtensors import is_dtensor
 from lockstep.core.numerics.batchnorm import check_synchronised, has_batchnorm
 from lockstep.core.numerics.digest import digest, digest_of, world_lines
+from lockstep.core.numerics.precision import check_format
 from lockstep.data.bad_samples import Faults
 from lockstep.data.dataset import spread_evenly
 from lockstep.data.loader import Loader
@@ -143,10 +144,12 @@ class Components:
         return None
 
     def check_training(self) -> None:
-        """Raise, on all ranks, what rules out training: ConfigError where the run would be too long, or too short for
-        its warm-up; LaunchError where BatchNorm cannot be synchronised over this number of processes."""
+        """Raise, on all ranks, what rules out training: ConfigError where the run would be too long, too short for its
+        warm-up, or in a format that this device does not have; LaunchError where BatchNorm cannot be synchronised over
+        this number of processes."""
         total, train, schedule = self.total_steps, self.recipe.train, self.recipe.schedule
         with raise_on_all_ranks():
+            check_format(train.precision, self.device)
             if total > MANY:
                 raise ConfigError(f"train.epochs={train.epochs:g} are {total:,} steps, more than {MANY:,}: lower it")
             if schedule.warmup_steps(total) > total:

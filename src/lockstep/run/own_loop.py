@@ -21,7 +21,7 @@ from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.digest import digest
 from lockstep.core.numerics.exact_sum import ExactSum, exact_sum
-from lockstep.core.numerics.precision import Precision, fix_numerics
+from lockstep.core.numerics.precision import Precision, check_format, fix_numerics
 from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
 from lockstep.data.bad_samples import Faults
 from lockstep.data.loader import SampleLoader, Samples, Together
@@ -129,11 +129,13 @@ class Loop:
         self._samples, self._collate = Samples(dataset, collate, "the data set of lockstep.Loop"), collate
         self._world = process_group.joined()
         self.device = process_group.device_of(self._world)
-        facts = fix_numerics(threads=threads, exact=True) | {"device_model": process_group.device_model(self.device)}
+        check_format(precision, self.device)
+        facts = fix_numerics(threads=threads, exact=True, precision=precision)
         own, self._scheduler = wrapped(model.to(self.device)), scheduler
         self._model, self._memory = model, ScriptOptimizer(own, optimizer, scheduler)
         differed = made_equal(own)
-        numeric = {**settings.numeric(), "data.samples": len(self._samples), **self._memory.numeric(), **facts}
+        facts |= {"device_model": process_group.device_model(self.device), "data.samples": len(self._samples)}
+        numeric = settings.numeric() | self._memory.numeric() | facts
         self._folder = LoopFolder(settings, self._world, numeric)
         if differed:
             self._folder.warn(

@@ -26,7 +26,8 @@ class TrainSection(Section):
     """m: samples per forward and backward pass. On a GPU usually the largest that fits, on a CPU often fewer:
     `lockstep tune` finds it. Another one gives other weights."""
     precision: Format = "fp32"
-    """fp32, or autocast to bf16 or fp16 (fp16 with a gradient scaler)."""
+    """fp32; on GPUs tf32, fp32 whose products and convolutions take rounded numbers (TF32), some times as fast; or
+    autocast to bf16 or fp16 (fp16 with a gradient scaler)."""
     recompute: bool = False
     """Activation checkpointing: recompute the activations inside the model's blocks in the backward pass. The same
     weights with less memory, for about a third more time."""

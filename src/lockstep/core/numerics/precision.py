@@ -15,9 +15,11 @@ from lockstep.base.contracts import Format
 from lockstep.base.errors import ConfigError
 from lockstep.core.distributed.collectives import all_reduce_max
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_SCALE = 2.0**16
 """Of the gradients in fp16, as in torch.amp.GradScaler."""
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""Variable of cuBLAS's: its memory, on which the order of additions depends."""
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 """Variable of torch's: where compiled code lies."""
 MANY_SHAPES = 1 << 20
@@ -55,7 +57,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context of every forward pass and its loss."""
-        return torch.autocast(self.device.type, DTYPES[self.kind], enabled=self.kind != "fp32")
+        return torch.autocast(self.device.type, AUTOCAST.get(self.kind), enabled=self.kind in AUTOCAST)
 
     def scaled(self, total: Tensor) -> Tensor:
         """The loss to call backward() on: scaled where the format needs it."""
@@ -88,22 +90,38 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-def fix_numerics(*, threads: int, exact: bool) -> dict[str, Any]:
+def check_format(kind: Format, device: torch.device) -> None:
+    """Raise ConfigError where a device cannot train in a format."""
+    if kind == "tf32" and device.type == "cpu":
+        raise ConfigError(
+            "train.precision=tf32: only GPUs round numbers to TF32 in products, so a CPU would give other weights; set "
+            "train.precision=fp32"
+        )
+
+
+def fix_numerics(*, threads: int, exact: bool, precision: Format = "fp32") -> dict[str, Any]:
     """Set the global switches that change bits or speed, before any thread starts; returns what runs record of them.
 
     Denormals are flushed first, because threads inherit the setting from the thread that starts them.
     """
     flushed = torch.set_flush_denormal(True)
     torch.set_num_threads(threads)
+    facts = {"threads": threads, "denormals_flushed": flushed, "torch_version": str(torch.__version__)}
     if torch.cuda.is_available():
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         torch.backends.cudnn.benchmark = not exact
         if exact:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else deterministic products are refused
+            os.environ.setdefault(WORKSPACE, ":4096:8")  # else deterministic products are refused
         torch.use_deterministic_algorithms(exact)
         # Filling each new tensor with NaN takes a kernel for each.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return {"threads": threads, "denormals_flushed": flushed, "torch_version": str(torch.__version__)}
+        facts |= {
+            "cudnn_version": torch.backends.cudnn.version(),
+            "tf32_in_products": torch.backends.cuda.matmul.allow_tf32,
+            "tf32_in_cudnn": torch.backends.cudnn.allow_tf32,
+            "cublas_workspace": os.environ.get(WORKSPACE),
+        }
+    return facts
 
 
 def prepare_compiler(device: torch.device, *, exact: bool) -> None:

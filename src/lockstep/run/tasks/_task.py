@@ -44,7 +44,8 @@ class WatchedTask:
         self.recipe, self.world, self.signals = recipe, world, signals
         self.began = began or psutil.Process().create_time()
         self.bus, self.device = Bus(), process_group.device_of(world)
-        self.facts = fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
+        exact, precision = recipe.run.reproducibility == "exact", recipe.train.precision
+        self.facts = fix_numerics(threads=recipe.run.threads, exact=exact, precision=precision)
         self.facts["device_model"] = process_group.device_model(self.device)
         self.logs = recipe.folder / "logs"
         self.watch_thread = Watch(world, limits(recipe), self.logs)

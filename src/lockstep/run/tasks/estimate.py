@@ -35,7 +35,8 @@ class EstimateTask:
     def run(self, resume: str, *, allow_drift: bool) -> None:
         """Measure; nothing is resumed."""
         recipe, to, rank = self.recipe, self.request.to, self.world.rank
-        fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
+        exact, precision = recipe.run.reproducibility == "exact", recipe.train.precision
+        fix_numerics(threads=recipe.run.threads, exact=exact, precision=precision)
         if self.request.strategies:
             names, seconds = list(self.request.strategies), self.request.seconds
             with process_group.opened(self.world, self.device), reported_once(sys.stderr):

@@ -26,9 +26,9 @@ class ExaminationTask:
 
     def run(self, resume: str, *, allow_drift: bool) -> None:
         """Measure; nothing is resumed."""
-        fix_numerics(threads=self.recipe.run.threads, exact=False)
         device, is_first_here = device_of(self.world), self.world.local_rank == 0
         precision = self.recipe.train.precision
+        fix_numerics(threads=self.recipe.run.threads, exact=False, precision=precision)
         facts = RankFacts(
             rank=self.world.rank,
             host=platform.node(),

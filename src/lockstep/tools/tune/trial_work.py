@@ -100,7 +100,8 @@ def work(request: TrialRequest, results: Connection, log: str) -> NoReturn:
 def run_trial(request: TrialRequest, send: Callable[[dict[str, Any]], None]) -> None:
     """Build everything for a single process, then measure or sweep; fields of TrialResult are sent."""
     recipe, world = request.recipe, World()
-    fix_numerics(threads=recipe.run.threads, exact=recipe.run.reproducibility == "exact")
+    exact, precision = recipe.run.reproducibility == "exact", recipe.train.precision
+    fix_numerics(threads=recipe.run.threads, exact=exact, precision=precision)
     device = process_group.device_of(world)
     if device.type == "cuda" and request.device_bytes is not None:
         whole = torch.cuda.get_device_properties(device).total_memory
