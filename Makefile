@@ -1,5 +1,5 @@
 # Two commands do all set-up: `make demo` trains a model from start to export, `make test` runs every test.
-.PHONY: setup packages demo test test-all test-versions test-matrix test-browser test-slurm soak chaos bench-check check docs pictures format
+.PHONY: setup packages demo test test-all test-versions test-matrix test-browser test-slurm test-gpu soak chaos bench-check check docs pictures format
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -30,7 +30,7 @@ test: setup
 
 # make test, test-browser and test-slurm in one go, and longer fuzzing: what CI runs after `make check`.
 test-all: setup packages
-	LOCKSTEP_FUZZ_SECONDS=60 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak"
+	LOCKSTEP_FUZZ_SECONDS=60 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu"
 
 # The test suite under the other versions of Python and torch that Lockstep supports, each in a venv of its own.
 test-versions:
@@ -46,6 +46,10 @@ test-browser: setup
 test-slurm: setup
 	@tests/cluster/packages.sh
 	$(BIN)/python -m pytest -m slurm
+
+# Fails where there is no GPU; LOCKSTEP_TEST_DEVICE=cpu tries the tests themselves on the CPU.
+test-gpu: setup
+	$(BIN)/python -m pytest -n auto --dist worksteal -m gpu
 
 soak: setup
 	$(BIN)/python -m pytest -m soak -s

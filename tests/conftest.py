@@ -54,7 +54,10 @@ SKIPS = (
     "a torch that is built for GPUs",
 )
 """The only reasons for which CI accepts a skip: what they need cannot be had on that machine."""
-SHARED = pathlib.Path(__file__).parents[2] / "shared"
+DATA = pathlib.Path(os.environ.get("LOCKSTEP_TEST_DATA", pathlib.Path(__file__).parents[2] / "shared" / "data"))
+"""Where real MNIST and AG News are, if they are at hand."""
+GPU_TESTS_ON = os.environ.get("LOCKSTEP_TEST_DEVICE", "cuda")
+"""cpu: a trial of the tests marked `gpu`, which says nothing of a GPU."""
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(list(warm.PRELOADED))
 """Of ranks: each begins with what it would import."""
@@ -196,6 +199,20 @@ def pytest_xdist_make_scheduler(config, log):
     return Sharing(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+def pytest_sessionstart(session):
+    """Tests of a GPU never count as passed without one."""
+    is_worker, chosen = "PYTEST_XDIST_WORKER" in os.environ, session.config.option.markexpr
+    if chosen == "gpu" and GPU_TESTS_ON == "cuda" and not is_worker and not torch.cuda.is_available():
+        pytest.exit("no GPU was found, so nothing was tested; LOCKSTEP_TEST_DEVICE=cpu tries these tests on the CPU", 1)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.markexpr == "gpu" and GPU_TESTS_ON == "cpu":
+        terminalreporter.write_line(
+            "NO GPU WAS TESTED: these tests ran on the CPU (LOCKSTEP_TEST_DEVICE=cpu)", red=True
+        )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Ends a process of tests that hangs outside of Python, where the signal of pytest-timeout has no effect."""
@@ -310,10 +327,9 @@ def save(root, tensors, manifest):
 @pytest.fixture(scope="session")
 def shared_data():
     """Real MNIST and AG News, where they are at hand."""
-    folder = SHARED / "data"
-    if not folder.is_dir():
+    if not DATA.is_dir():
         pytest.skip("real MNIST and AG News are not at hand")
-    return folder
+    return DATA
 
 
 @pytest.fixture(scope="session")

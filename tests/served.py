@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from io import BytesIO
@@ -155,10 +156,13 @@ class Served:
 
 
 @contextmanager
-def serving(target, *options, variables=None):
-    """`lockstep serve TARGET ...` on a port of its own; nobody's leak, as it may stand for many tests."""
-    process = warm.Popen(
-        ["lockstep", "serve", str(target), "--port", "0", *options],
+def serving(target, *options, variables=None, is_fresh=False):
+    """`lockstep serve TARGET ...` on a port of its own; nobody's leak, as it may stand for many tests.
+
+    `is_fresh`: in a new interpreter, not one forked from a warm one."""
+    words = ["lockstep", "serve", str(target), "--port", "0", *options]
+    process = (subprocess.Popen if is_fresh else warm.Popen)(
+        [sys.executable, "-m", *words] if is_fresh else words,
         env=os.environ | (variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -6,7 +6,7 @@ import time
 
 import psutil
 import pytest
-from conftest import SHARED
+from conftest import DATA
 from running import lockstep, started, summary, workers
 
 LIMIT, GLOBAL_BATCH = 950, 16
@@ -26,8 +26,7 @@ DIGITS = "data: {kind: digits}\n"
 
 def mnist():
     """Real MNIST where it is at hand, else the digits, which always are."""
-    root = SHARED / "data"
-    return f"data: {{kind: mnist, root: {root}}}\n" if (root / "mnist").is_dir() else DIGITS
+    return f"data: {{kind: mnist, root: {DATA}}}\n" if (DATA / "mnist").is_dir() else DIGITS
 
 
 def draw(seed, kills):

@@ -74,11 +74,15 @@ def covering_sample():
 
 @pytest.fixture(scope="session")
 def small_transformer(tmp_path_factory):
+    return make_small_transformer(tmp_path_factory.mktemp("small"))
+
+
+def make_small_transformer(folder):
     """A DistilBERT of two layers with dropout and random weights, its tokenizer, and texts to classify or continue."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
 
-    folder, generator = tmp_path_factory.mktemp("small"), np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     words = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(60))]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -4,7 +4,6 @@ import csv
 import gzip
 import hashlib
 import json
-import pathlib
 import socket
 import threading
 from functools import partial
@@ -14,6 +13,7 @@ import datasets
 import numpy as np
 import pydantic
 import pytest
+from conftest import DATA
 from PIL import Image
 
 from lockstep.base.contracts import Source
@@ -23,8 +23,7 @@ from lockstep.data.sources import _ag_news as ag_news
 from lockstep.data.sources import _hub as hub
 from lockstep.data.sources import _mnist as mnist
 
-SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data"
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="real MNIST and AG News are not at hand")
+needs_shared = pytest.mark.skipif(not DATA.is_dir(), reason="real MNIST and AG News are not at hand")
 
 
 @pytest.fixture
@@ -175,7 +174,7 @@ def test_mnist_offline_says_which_files_go_where(tmp_path):
 
 @needs_shared
 def test_real_mnist():
-    train, test = (mnist.build(mnist_config(SHARED), split) for split in ("train", "test"))
+    train, test = (mnist.build(mnist_config(DATA), split) for split in ("train", "test"))
     assert (len(train), len(test)) == (60_000, 10_000)
     assert hashlib.md5(idx(train.images[:, 0], 2051)).hexdigest() == "6bbc9ace898e44ae57da46a324031adb"
 
@@ -238,7 +237,7 @@ def test_ag_news_offline_says_which_files_go_where(tmp_path):
 
 @needs_shared
 def test_real_ag_news():
-    train, test = (ag_news.build(ag_config(SHARED), split) for split in ("train", "test"))
+    train, test = (ag_news.build(ag_config(DATA), split) for split in ("train", "test"))
     assert (len(train), len(test)) == (4_990, 7_600)
     assert min(map(len, test.texts)) > 10
 
