@@ -103,13 +103,14 @@ def lockstep(name: str, setting: Setting) -> list[str]:
         "evaluate.every_epochs=null",
     ]
     if work.is_text:
-        name = setting.model if work.model == "minilm" else folder / "distilbert"
+        name = setting.model if work.model == "minilm" else folder / work.model
         settings += ["data.kind=ag_news", f"data.root={folder}", "model.kind=transformer", f"model.name={name}"]
     elif work.model == "cnn":
         settings += ["data.kind=mnist", f"data.root={folder}", f"data.limit={work.samples}", "model.kind=cnn"]
     else:
         settings += [f"{section}.{key}" for section in ("data", "model") for key in ("kind=user", f"file={files}")]
         settings += [f"data.options.samples={work.samples}"]
+        settings += [f"{section}.options.size={work.model}" for section in ("data", "model")]
     empty = folder / "empty.yaml"
     empty.write_text("run: {name: null}\n", encoding="utf-8")
     return [sys.executable, "-m", "lockstep", "train", str(empty), *settings]
@@ -190,10 +191,10 @@ def prepare(setting: Setting, data: Path) -> None:
         with (data / "ag_news" / f"{split}.csv").open(encoding="utf-8") as file:
             text = "".join(itertools.islice(file, rows))
         (folder / "ag_news" / f"{split}.csv").write_text(text, encoding="utf-8")
-    if work.model == "distilbert":
+    if work.is_text and work.model != "minilm":
         torch.manual_seed(0)
-        text_model("distilbert", model).save_pretrained(folder / "distilbert")  # type: ignore[operator]
-        tokenizer(model).save_pretrained(folder / "distilbert")
+        text_model(work.model, model).save_pretrained(folder / work.model)  # type: ignore[operator]
+        tokenizer(model).save_pretrained(folder / work.model)
 
 
 def middle(values: Sequence[float], digits: int) -> str:

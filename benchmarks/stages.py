@@ -58,7 +58,10 @@ def plain(folder: Path, work: Work, *, is_parallel: bool) -> None:
     model: nn.Module = CNN().to(device)
     if is_parallel:
         model = nn.DataParallel(model)
-    optimizer, meter = torch.optim.AdamW(model.parameters(), lr=work.learning_rate), Meter(folder / "meter", rank=0)
+    optimizer, meter = (
+        torch.optim.AdamW(model.parameters(), lr=work.learning_rate),
+        Meter(folder / "meter", rank=0, steps=work.steps),
+    )
     for some in torch.randperm(work.samples).split(work.global_batch):
         inputs = normalized(torch.from_numpy(images[some.numpy()])).to(device)
         with torch.autocast(device.type, torch.bfloat16):

@@ -16,9 +16,10 @@ from works import MAX_LENGTH, padded, read_texts, tokenizer
 
 def loader(given: Arguments) -> DataLoader[Any]:
     """Batches of one process; `prepare` shares them out."""
+    options: dict[str, Any] = {"batch_size": given.batch, "num_workers": given.workers, "pin_memory": given.workers > 0}
     if not given.work.is_text:
         data = (Images if given.work.model == "cnn" else Sequences)(given)
-        return DataLoader(data, batch_size=given.batch, shuffle=True)
+        return DataLoader(data, shuffle=True, **options)
     texts, labels = read_texts(given.data, given.work.samples)
     rows = tokenizer(given.model)(texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]
 
@@ -26,19 +27,19 @@ def loader(given: Arguments) -> DataLoader[Any]:
         batch = padded([row for row, _ in samples], [label for _, label in samples])
         return batch, batch.pop("labels")
 
-    return DataLoader(list(zip(rows, labels, strict=True)), batch_size=given.batch, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    return DataLoader(list(zip(rows, labels, strict=True)), shuffle=True, collate_fn=collate, **options)  # type: ignore[arg-type]
 
 
 def main() -> None:
     given = arguments()
     torch.set_num_threads(1)
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, static_graph=True)
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True, kwargs_handlers=[ddp])
+    accelerator = Accelerator(mixed_precision="bf16", cpu=given.device.type == "cpu", kwargs_handlers=[ddp])
     torch.manual_seed(0)
     net = network(given)
     optimizer = torch.optim.AdamW(net.parameters(), lr=given.work.learning_rate, fused=True)
     model, optimizer, batches = accelerator.prepare(net, optimizer, loader(given))
-    meter = Meter(given.out, given.rank)
+    meter = Meter(given.out, given.rank, given.work.steps)
     for inputs, labels in batches:
         outputs = model(**inputs).logits if isinstance(inputs, dict) else model(inputs)
         with accelerator.autocast():

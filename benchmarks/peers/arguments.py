@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from works import WORKS, Work
 
 
@@ -19,6 +20,14 @@ class Arguments:
     """Folder for the meters' files."""
     rank: int
     world: int
+    device: torch.device
+    is_compiled: bool
+    """By torch.compile; the tuned loop only."""
+
+    @property
+    def workers(self) -> int:
+        """Processes that load data: a GPU would wait for one that does so by itself."""
+        return 4 if self.device.type == "cuda" else 0
 
     @property
     def batch(self) -> int:
@@ -31,6 +40,9 @@ def arguments() -> Arguments:
     parser.add_argument("--work", required=True, choices=WORKS)
     for name in ("--data", "--model", "--out"):
         parser.add_argument(name, required=True, type=Path)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return Arguments(WORKS[given.work], given.data, given.model, given.out, rank, world)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    folders, device = (given.data, given.model, given.out), torch.device(given.device)
+    return Arguments(WORKS[given.work], *folders, rank, world, device, given.compile)

@@ -19,7 +19,7 @@ from torch import Tensor
 class Module(lightning.LightningModule):
     def __init__(self, given: Arguments) -> None:
         super().__init__()
-        self.given, self.net, self.meter = given, network(given), Meter(given.out, given.rank)
+        self.given, self.net, self.meter = given, network(given), Meter(given.out, given.rank, given.work.steps)
 
     def training_step(self, batch: Any, _: int) -> Tensor:
         inputs, labels = batch
@@ -39,10 +39,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module = Module(given)
+    ddp = DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True, static_graph=True)
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator=given.device.type,
         devices=given.world,
-        strategy=DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True, static_graph=True),
+        strategy=ddp if given.world > 1 else "auto",
         precision="bf16-mixed",
         max_epochs=1,
         gradient_clip_val=None,  # not offered together with a fused optimizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
-from gpt import BYTES, GPT, sequences
+from gpt import BYTES, GPT, SIZES, sequences
 from meter import Meter
 from torch import Tensor, nn
 
@@ -20,7 +20,8 @@ class Clock:
     """Observer: rank 0's meter."""
 
     def __init__(self, steps: int) -> None:
-        self.steps, self.meter = steps, Meter(Path(os.environ["METER"]), rank=0)
+        self.steps, self.meter = steps, Meter(Path(os.environ["METER"]), rank=0, steps=steps)
+        self.meter.profiles = False  # observe.profile_steps does
 
     def notice(self, event: Any) -> None:
         if isinstance(event, StepDone):
@@ -57,8 +58,8 @@ class Sequences:
     spec = DataSpec(modality="tokens", labels=("none",))
     lengths = None
 
-    def __init__(self, samples: int) -> None:
-        self.rows = sequences(samples)
+    def __init__(self, size: str, samples: int) -> None:
+        self.rows = sequences(SIZES[size], samples)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,11 +69,11 @@ class Sequences:
 
 
 def source(options: dict[str, Any], split: str) -> Sequences:
-    return Sequences(options["samples"] if split == "train" else 16)
+    return Sequences(options["size"], options["samples"] if split == "train" else 16)
 
 
-def build(_: dict[str, Any], __: DataSpec) -> nn.Module:
-    return GPT()
+def build(options: dict[str, Any], _: DataSpec) -> nn.Module:
+    return GPT(SIZES[options["size"]])
 
 
 def loss(outputs: Tensor, batch: dict[str, Tensor]) -> LossSum:

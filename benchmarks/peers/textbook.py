@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from arguments import Arguments, arguments
-from gpt import BYTES, GPT, sequences
+from gpt import BYTES, GPT, SIZES, sequences
 from meter import Meter
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +45,7 @@ class Texts(Dataset[Sample]):
 
 class Sequences(Dataset[Sample]):
     def __init__(self, given: Arguments) -> None:
-        self.rows = torch.tensor(sequences(given.work.samples)).long()
+        self.rows = torch.tensor(sequences(SIZES[given.work.model], given.work.samples)).long()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,7 +57,7 @@ class Sequences(Dataset[Sample]):
 def network(given: Arguments) -> nn.Module:
     if given.work.is_text:
         return text_model(given.work.model, given.model)
-    return CNN() if given.work.model == "cnn" else GPT()
+    return CNN() if given.work.model == "cnn" else GPT(SIZES[given.work.model])
 
 
 def main() -> None:
@@ -65,12 +65,12 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    data = {"cnn": Images, "gpt": Sequences}.get(given.work.model, Texts)(given)
+    data = (Texts if given.work.is_text else Images if given.work.model == "cnn" else Sequences)(given)
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=given.batch, sampler=sampler)
     model = DistributedDataParallel(network(given))
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.work.learning_rate)
-    meter, total = Meter(given.out, given.rank), 0.0
+    meter, total = Meter(given.out, given.rank, given.work.steps), 0.0
     sampler.set_epoch(0)
     for inputs, labels in loader:
         optimizer.zero_grad()

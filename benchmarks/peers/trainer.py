@@ -36,18 +36,18 @@ def main() -> None:
     texts, labels = read_texts(given.data, given.work.samples)
     rows = words(texts, truncation=True, max_length=MAX_LENGTH, return_attention_mask=False)["input_ids"]
     torch.manual_seed(0)
-    meter = Meter(given.out, given.rank)
+    meter = Meter(given.out, given.rank, given.work.steps)
     settings = TrainingArguments(
         str(given.out / "trainer"),
         per_device_train_batch_size=given.batch,
         num_train_epochs=1,
         learning_rate=given.work.learning_rate,
         bf16=True,
-        use_cpu=True,
+        use_cpu=given.device.type == "cpu",
         train_sampling_strategy="group_by_length",
         optim="adamw_torch_fused",
         max_grad_norm=1.0,
-        ddp_backend="gloo",
+        ddp_backend="gloo" if given.world > 1 else None,
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
         save_strategy="no",

@@ -16,6 +16,11 @@ from torch import Tensor, nn
 
 MAX_LENGTH = 128
 """Tokens of a document."""
+DISTILBERT: dict[str, dict[str, int]] = {
+    "distilbert": {},
+    "distilbert-tiny": {"n_layers": 1, "dim": 32, "n_heads": 2, "hidden_dim": 64},
+}
+"""An encoder of its size with random weights, and one for trials."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Work:
 
     name: str
     model: str
-    """cnn, minilm, distilbert or gpt."""
+    """cnn, minilm, one of DISTILBERT, or one of gpt.SIZES."""
     global_batch: int
     steps: int
     """Steps of a run; its samples are all different."""
@@ -38,7 +43,7 @@ class Work:
 
     @property
     def is_text(self) -> bool:
-        return self.model in ("minilm", "distilbert")
+        return self.model in ("minilm", *DISTILBERT)
 
 
 WORKS = {
@@ -50,6 +55,12 @@ WORKS = {
         Work("minilm-128", "minilm", 128, 12, 1e-4, small_micro_batch=16),
         Work("distilbert-32", "distilbert", 32, 12, 1e-4),
         Work("gpt-16", "gpt", 16, 12, 3e-4),
+        Work("gpu-encoder", "distilbert", 128, 60, 1e-4),  # of gpu.py
+        Work("gpu-gpt", "gpt-100m", 16, 50, 3e-4),
+        Work("gpu-cnn", "cnn", 512, 110, 2e-3),
+        Work("tiny-encoder", "distilbert-tiny", 4, 16, 1e-4),
+        Work("tiny-gpt", "gpt-tiny", 4, 16, 3e-4),
+        Work("tiny-cnn", "cnn", 8, 16, 2e-3),
     )
 }
 
@@ -111,7 +122,14 @@ def text_model(kind: str, folder: Path) -> nn.Module:
 
     if kind == "minilm":
         return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=4)
-    return DistilBertForSequenceClassification(DistilBertConfig(num_labels=4))
+    return DistilBertForSequenceClassification(DistilBertConfig(num_labels=4, **DISTILBERT[kind]))
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A tensor, or each of a dict, on the device: without a wait if it is a GPU."""
+    if isinstance(value, dict):
+        return {name: moved(each, device) for name, each in value.items()}
+    return value if device.type == "cpu" else value.pin_memory().to(device, non_blocking=True)
 
 
 def padded(rows: list[list[int]], labels: list[int], length: int | None = None) -> dict[str, Tensor]:
