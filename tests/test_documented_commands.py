@@ -18,9 +18,9 @@ import pytest
 import typer
 import warm
 import yaml
+from mnist_files import write_mnist
 from PIL import Image
 from test_docs import PAGES, ROOT, blocks
-from test_sources import write_mnist
 
 from lockstep.cli import _app
 from lockstep.run.recipe import Recipe, load, settings

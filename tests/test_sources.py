@@ -1,7 +1,6 @@
 """The sources of named data sets on real small files: both splits, and every complaint they can have."""
 
 import csv
-import gzip
 import hashlib
 import json
 import socket
@@ -14,6 +13,7 @@ import numpy as np
 import pydantic
 import pytest
 from conftest import DATA
+from mnist_files import idx, write_mnist
 from PIL import Image
 
 from lockstep.base.contracts import Source
@@ -69,21 +69,6 @@ def complaint(build, config, split="train"):
 
 
 # ---- MNIST
-
-
-def idx(array, magic):
-    return np.array([magic, *array.shape], dtype=">i4").tobytes() + array.tobytes()
-
-
-def write_mnist(folder, *, packed=True, counts=(("train", 5), ("t10k", 3))):
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
-    for stem, count in counts:
-        pictures = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        digits = np.arange(count, dtype=np.uint8)
-        for name, data in (("images-idx3", idx(pictures, 2051)), ("labels-idx1", idx(digits, 2049))):
-            path = folder / f"{stem}-{name}-ubyte{'.gz' if packed else ''}"
-            path.write_bytes(gzip.compress(data) if packed else data)
 
 
 def mnist_config(root):

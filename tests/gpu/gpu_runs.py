@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 from conftest import DATA, GPU_TESTS_ON
+from mnist_files import write_mnist
 from test_matrix import Row, config_of, make_small_transformer
-from test_sources import write_mnist
 
 ON_GPU = GPU_TESTS_ON == "cuda"
 EXAMPLES = Path(__file__).parents[2] / "examples"
