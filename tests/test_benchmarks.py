@@ -1,5 +1,7 @@
 """The benchmarks run; what they measure here says nothing."""
 
+import gzip
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +73,37 @@ def test_what_observing_costs_is_measured(shared_data, tmp_path):
     *_, last = done.stdout.strip().splitlines()
     figures = [float(cell.split()[0].rstrip("%")) for cell in last.strip("| ").split("|")[1:3]]
     assert last.startswith("| cnn-512 |") and last.endswith("% |") and min(figures) > 0
+
+
+def test_a_profile_tells_how_busy_the_gpu_is(tmp_path):
+    """Work that overlaps counts once; five steps are in a trace."""
+    work = [("kernel", 0, 10), ("gpu_memcpy", 5, 10), ("kernel", 30, 10), ("cpu_op", 0, 99)]
+    events = [{"ph": "X", "cat": cat, "name": cat, "ts": ts, "dur": dur} for cat, ts, dur in work]
+    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0, "dur": 1}
+    (tmp_path / "t.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": events + 10 * [launch]}).encode()))
+    program = f"import gpu, pathlib; print(gpu.of_profile(pathlib.Path({str(tmp_path / 't.gz')!r})))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=BENCHMARKS, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "{'busy': 0.625, 'launches': 2.0}", done.stderr
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_contenders_on_a_gpu_are_tried_on_the_cpu(tmp_path):
+    """What is not installed, and what has no time left, is named."""
+    small = [
+        "--tiny",
+        "--device",
+        "cpu",
+        "--seconds",
+        "120",
+        "--contenders",
+        "tuned loop",
+        "Lockstep exact",
+        "Lightning",
+    ]
+    command = [sys.executable, BENCHMARKS / "gpu.py", *small, "--out", tmp_path / "table.md"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stderr
+    table = (tmp_path / "table.md").read_text()
+    assert table.count("| tuned loop |") == table.count("| Lockstep exact |") == table.count("| Lightning |") == 3
+    assert "failed" not in table
