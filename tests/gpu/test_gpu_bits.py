@@ -1,10 +1,7 @@
 """On a GPU, the weights are a function of the config and the data: not of processes, strategy, kills or observers."""
 
-import os
 import signal
 import time
-from importlib import metadata
-from pathlib import Path
 
 import psutil
 import pytest
@@ -25,12 +22,8 @@ from gpu_runs import (
 )
 
 from lockstep.core.reduction.all_reduce import AllReduce
-from lockstep.parallel.strategies.fsdp import Config as Fsdp
-from lockstep.parallel.strategies.pipeline import Config as Pipeline
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(6 * LIMIT_SECONDS)]
-TORCH = tuple(map(int, metadata.version("torch").split(".")[:2]))
-OLD = {"PYTHONPATH": f"{Path(__file__).parent / 'as_newer_torch'}:{os.environ.get('PYTHONPATH', '')}"}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -40,28 +33,15 @@ def test_weights_do_not_depend_on_the_number_of_processes(name, precision, tmp_p
     assert_equal(digests(tmp_path, runs, [*recipe(name, tmp_path), f"train.precision={precision}"]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "counts"),
-    [
-        ("single", (1,)),
-        pytest.param(
-            "pipeline", (1, 2), marks=pytest.mark.skipif(TORCH < Pipeline.LEAST_TORCH, reason="needs a newer torch")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "counts"), [("single", (1,)), ("pipeline", (1, 2))])
 def test_a_strategy_gives_the_weights_of_ddp(kind, counts, tmp_path):
     runs = {"ddp": processes(1)}
     runs |= {f"{kind}-{count}": [*processes(count), f"parallel.kind={kind}"] for count in counts}
     assert_equal(digests(tmp_path, runs, recipe("gpt", tmp_path)))
 
 
-@pytest.mark.xfail(
-    TORCH < Fsdp.LEAST_TORCH, reason=f"fsdp asks for a newer torch than {TORCH}; does it need to?", strict=False
-)
 @pytest.mark.parametrize("name", ["gpt", "digits"])
-def test_fsdp_gives_the_weights_of_ddp(name, tmp_path, monkeypatch):
-    if TORCH < Fsdp.LEAST_TORCH:
-        monkeypatch.setenv("PYTHONPATH", OLD["PYTHONPATH"])
+def test_fsdp_gives_the_weights_of_ddp(name, tmp_path):
     fsdp = "parallel.kind=fsdp"
     runs = {"ddp": processes(1), "one": [*processes(1), fsdp], "two": [*processes(2), fsdp]}
     runs["offload"] = [*processes(2), fsdp, "parallel.offload=true"]
