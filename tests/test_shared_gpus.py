@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import lockstep
+from lockstep.base import devices
 from lockstep.base.errors import LaunchError
 from lockstep.base.world import World
 from lockstep.core.distributed.staged_group import StagedGroup
-from lockstep.core.host import devices
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import tree_sum
 from lockstep.launch.launch_config import LaunchSection

@@ -10,6 +10,7 @@ import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep import load
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.models import _transformer as transformer
@@ -65,6 +66,13 @@ def test_the_whole_path_in_the_models_own_format(news, minilm, tmp_path):
     with torch.no_grad():
         found = model(**tokenizer(TEXTS[:2], return_tensors="pt", padding=True)).logits.argmax(1).tolist()
     assert [model.config.id2label[i] for i in found] == ["Business", "Sports"]
+    long = " ".join([*["goal match striker"] * 20, *["stocks profit bank"] * 400])
+    assert len(tokenizer(long, truncation=True).input_ids) == 32  # as in training: the end is not read
+    with torch.no_grad():
+        whole = model(**tokenizer(long, truncation=True, return_tensors="pt")).logits.softmax(1)[0]
+    mine = load(export).predict(long)
+    assert mine.label == model.config.id2label[int(whole.argmax())] == "Sports"
+    assert mine.confidence == pytest.approx(float(whole.max()), abs=1e-4)
 
 
 def built(name, labels=LABELS):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SHARES_GPUS = "LOCKSTEP_SHARE_GPUS"
-"""Variable of launch.share_gpus; see core/host/devices.py."""
+"""Variable of launch.share_gpus; see base/devices.py."""
 OVER_NCCL = "LOCKSTEP_LIVE_NCCL"
 """Variable of the user's; see `recovers_over_nccl`."""
 

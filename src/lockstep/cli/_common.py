@@ -68,7 +68,7 @@ def shipped_folder(name: str) -> Path:
 
 def load_trusted(path: Path, overrides: list[str] | None, *, trusts: bool) -> "Recipe":
     """Load a config file and get the user's permission to execute its code. Raises UserError."""
-    from lockstep.core.host import devices
+    from lockstep.base import devices
     from lockstep.run import recipe as recipes
     from lockstep.run import recipe_trust
 

@@ -5,10 +5,10 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from lockstep.base import devices
 from lockstep.base.config import MANY, PluginSection
 from lockstep.base.errors import LaunchError, nearest
 from lockstep.base.world import LAUNCH_VARIABLES, SHARES_GPUS, cores, recovers_over_nccl
-from lockstep.core.host import devices
 
 MOST_PROCESSES = 4096
 """Per machine."""

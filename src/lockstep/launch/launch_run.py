@@ -12,10 +12,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from lockstep.base import config, plugins, storage
+from lockstep.base import config, devices, plugins, storage
 from lockstep.base.contracts import Launcher, Plan, Request
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError, PeerLost
-from lockstep.core.host import devices
 from lockstep.launch import run_folder
 from lockstep.launch.elastic import fork_server, succession
 from lockstep.launch.elastic.admission import Rejection

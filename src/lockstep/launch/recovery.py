@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from lockstep.core.host import devices
+from lockstep.base import devices
 from lockstep.launch.elastic import environment
 from lockstep.launch.launch_config import LaunchSection, LiveLaunchSection
 from lockstep.run.recipe import Recipe

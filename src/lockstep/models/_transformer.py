@@ -152,7 +152,9 @@ class PretrainedTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files beside the model's."""
+        longest, self.tokenizer.model_max_length = self.tokenizer.model_max_length, self.max_length
         self.tokenizer.save_pretrained(folder)
+        self.tokenizer.model_max_length = longest
 
 
 tokenizer, save, save_config = PretrainedTokenizer, TextModel.save, TextModel.save_config

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.base import plugins
+from lockstep.base import devices, plugins
 from lockstep.base.config import MANY
 from lockstep.base.contracts import DataSpec, Source
 from lockstep.base.errors import ConfigError
@@ -16,7 +16,6 @@ from lockstep.base.world import World
 from lockstep.checkpoint.metric_modes import mode_by_name
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
-from lockstep.core.host import devices
 from lockstep.core.modules.dtensors import is_dtensor
 from lockstep.core.numerics.batchnorm import check_synchronised, has_batchnorm
 from lockstep.core.numerics.digest import digest, digest_of, world_lines

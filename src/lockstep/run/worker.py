@@ -25,13 +25,13 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lockstep.base import closed_output, config, plugins, trust, user_code
+from lockstep.base import closed_output, config, devices, plugins, trust, user_code
 from lockstep.base.errors import LockstepError, PeerLost, few, printable
 from lockstep.base.world import World
 from lockstep.checkpoint.writer import THREAD
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import broadcast_object, reported_once
-from lockstep.core.host import deferred_dynamo, devices
+from lockstep.core.host import deferred_dynamo
 from lockstep.core.host.signals import SignalWatch
 from lockstep.launch.elastic import live_notes
 from lockstep.run import leftover_processes, recipe_trust

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from lockstep.base import config, lifetime, plugins, storage
+from lockstep.base import config, devices, lifetime, plugins, storage
 from lockstep.base.errors import Desync, Interrupted, LaunchError
 from lockstep.base.events import Evaluating, Observer, RunEnded, RunStarted, StepDone, TextSample, TextsGenerated
 from lockstep.base.model_contracts import MicroBatch
@@ -19,7 +19,6 @@ from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.mirror import Mirror
 from lockstep.checkpoint.writer import Writer
 from lockstep.core.distributed.collectives import raise_on_all_ranks
-from lockstep.core.host import devices
 from lockstep.core.host.memory_meter import device_peak_bytes
 from lockstep.core.host.signals import SignalWatch
 from lockstep.data import bad_samples

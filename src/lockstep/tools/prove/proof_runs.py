@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import torch
 
+from lockstep.base import devices
 from lockstep.base.errors import UserError
 from lockstep.base.world import cores
 from lockstep.checkpoint.layout import listed, step_of
-from lockstep.core.host import devices
 from lockstep.core.host.memory_meter import available_bytes
 from lockstep.parallel.strategy_config import StrategySection
 from lockstep.run.recipe import Recipe

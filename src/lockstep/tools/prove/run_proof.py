@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from lockstep.base import devices
 from lockstep.base.errors import ConfigError, nearest
 from lockstep.base.world import World
-from lockstep.core.host import devices
 from lockstep.core.host.signals import ended_by_sigterm
 from lockstep.run.components import evaluation_requests, requested_metrics
 from lockstep.run.recipe import Recipe
