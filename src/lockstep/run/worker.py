@@ -32,6 +32,7 @@ from lockstep.checkpoint.writer import THREAD
 from lockstep.core.distributed import process_group
 from lockstep.core.distributed.collectives import broadcast_object, reported_once
 from lockstep.core.host import deferred_dynamo
+from lockstep.core.host.numa import bind_near
 from lockstep.core.host.signals import SignalWatch
 from lockstep.launch.elastic import live_notes
 from lockstep.run import leftover_processes, recipe_trust
@@ -80,7 +81,8 @@ def main(argv: list[str]) -> int:
             with ExitStack() as stack:
                 if kind.NEEDS_GROUP:
                     timeout = recipe.launch.collective_timeout_seconds
-                    stack.enter_context(process_group.opened(world, process_group.device_of(world), timeout))
+                    bind_near(device := process_group.device_of(world))
+                    stack.enter_context(process_group.opened(world, device, timeout))
                     stack.enter_context(reported_once(sys.stderr))  # an error that all ranks share
                     recipe = of_main_rank(recipe, options)
                 task = kind.build(recipe, world, signals, request=options.request, began=options.began)
