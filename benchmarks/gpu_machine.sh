@@ -4,7 +4,8 @@
 #   benchmarks/gpu_machine.sh pack DIR            # what is committed, and the wheels that such a machine lacks: 15 MB
 # DIR/data/mnist/ may hold the real MNIST; without it images are made. On the machine with the GPU:
 #   bash DIR/benchmarks/gpu_machine.sh run [SECONDS_FOR_EACH=240]
-# It installs nothing over that Python. Results are printed, and in $OUT (by default DIR/out).
+# It installs nothing over that Python. Results are printed, and in $OUT (by default DIR/out). TEST_OPTIONS and
+# BENCHMARK_OPTIONS are further words for the two, such as "-k encoder" and "--tiny --device cpu".
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
@@ -30,7 +31,9 @@ run() {
   "$python" -m pip install --quiet --no-index --no-deps --target "$site" "$root"/wheels/*.whl || exit 2
   export PYTHONPATH=$site PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 LOCKSTEP_TEST_DATA=${LOCKSTEP_TEST_DATA:-$root/data}
   cd "$root" || exit 2
-  timeout --signal INT "$1" "$python" -m pytest -n auto --dist worksteal -m gpu tests/gpu 2>&1 | tee "$out/tests.txt"
+  # shellcheck disable=SC2086
+  timeout --signal INT "$1" "$python" -m pytest -n auto --dist worksteal -m gpu tests/gpu ${TEST_OPTIONS:-} 2>&1 |
+    tee "$out/tests.txt"
   tests=$?
   # shellcheck disable=SC2086
   "$python" benchmarks/gpu.py --seconds "$1" --out "$out/gpu.md" ${BENCHMARK_OPTIONS:-} 2>&1 | tee "$out/benchmarks.txt"
@@ -42,5 +45,5 @@ run() {
 case "${1:-}" in
   pack) pack "${2:?pack DIR}" ;;
   run) run "${2:-240}" ;;
-  *) sed -n '2,8s/^# //p' "$0"; exit 2 ;;
+  *) sed -n '2,9s/^# //p' "$0"; exit 2 ;;
 esac

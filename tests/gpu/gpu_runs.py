@@ -41,7 +41,14 @@ def recipe(name, folder):
     settings = {
         "digits": ["train.steps=24", "data.limit=600"],
         "mnist": ["train.steps=31", "data.limit=4000", "evaluate.limit=200", "train.micro_batch=32"],
-        "gpt": ["train.steps=12", "data.context=64", "model.dropout=0.1", "train.micro_batch=4", "evaluate.limit=32"],
+        "gpt": [
+            "train.steps=12",
+            "data.context=64",
+            "model.dropout=0.1",
+            "train.micro_batch=4",
+            "evaluate.limit=32",
+            "evaluate.sample_tokens=4",
+        ],
     }[name]
     if name == "mnist":
         if not (DATA / "mnist").is_dir():
