@@ -9,7 +9,7 @@
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
-lacking=(annotated-types fastapi fastapi-offline httptools importlib-metadata opentelemetry-api platformdirs pooch pydantic
+lacking=(annotated-types fastapi fastapi-offline httptools importlib-metadata nvidia-ml-py opentelemetry-api platformdirs pooch pydantic
   pydantic-core python-multipart starlette typing-extensions typing-inspection uvicorn)
 
 pack() {
