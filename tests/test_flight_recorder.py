@@ -27,8 +27,8 @@ for _ in range(3):
 if rank == 0:
     works = [dist.all_gather([torch.empty(4)] * 2, torch.ones(4), group=group, async_op=True) for _ in range(2)]
     works.append(dist.all_reduce(torch.ones(4), async_op=True))
-    while "number 3" in (found := flight_recorder.unfinished(_distributed_c10d._dump_fr_trace_json))[0]:
-        time.sleep(0.05)  # it is done, but Gloo's thread has not said so yet
+    while "all_reduce" in (found := flight_recorder.unfinished(_distributed_c10d._dump_fr_trace_json))[0]:
+        time.sleep(0.05)  # the first three are done, but Gloo's thread has not said so yet
     print(found, flush=True)
     open(f"{folder}/done", "w").close()
 while not os.path.exists(f"{folder}/done"):
@@ -40,8 +40,13 @@ os._exit(0)
 def test_the_first_unfinished_collective_of_each_group_is_named(tmp_path):
     """Rank 1 is in none of those that rank 0 has begun after three."""
     command = [sys.executable, "-c", RANK]
-    with subprocess.Popen([*command, "1", str(tmp_path)]):
-        done = subprocess.run([*command, "0", str(tmp_path)], capture_output=True, text=True, timeout=60, check=True)
+    with subprocess.Popen([*command, "1", str(tmp_path)]) as other:
+        try:
+            done = subprocess.run(
+                [*command, "0", str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+            )
+        finally:
+            other.kill()
     assert (
         done.stdout.strip() == '["gloo\'s all_gather, number 4 of group 1", "gloo\'s all_reduce, number 1 of group 0"]'
     )
