@@ -172,7 +172,15 @@ class PartitionedModel:
         return results
 
     def order_blocks(self, batch: Batch) -> None:
-        """Sort the blocks by the order of their calls. Raises ModelError where they are not called once each."""
+        """Sort the blocks by the order of their calls. Raises ModelError where they are not called once each, and for
+        hooks that need the gradient of a block's inputs, which another stage has."""
+        named = self.model.named_modules()
+        if hooked := [name for name, module in named if module in self.unit_of and module._backward_hooks]:
+            raise ModelError(
+                f"a pipeline may cut behind {few(hooked)}, whose hook for backward passes "
+                "(register_full_backward_hook) would not have the gradient of its inputs there: use parallel.kind=ddp "
+                "or fsdp"
+            )
         order = self._map_blocks(batch, lambda number, _: number)
         if sorted(order) != list(range(len(self.blocks))):
             raise ModelError(

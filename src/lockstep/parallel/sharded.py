@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model, Outputs
-from lockstep.core.distributed.collectives import broadcast_object
+from lockstep.core.distributed.collectives import broadcast_object, raise_on_all_ranks
 from lockstep.core.modules.dtensors import first_names, persistent_buffers, sharded_like
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.precision import Precision
@@ -37,6 +38,8 @@ class Sharded:
         if self.placed is model:
             raise RuntimeError("a model that is spread already cannot be placed again: build it anew")
         self.model = self.placed = model
+        with raise_on_all_ranks():
+            _refuse_hooks(model)
         self.names, self.buffers = first_names(model), persistent_buffers(model)
 
     def forward(self, batch: Batch) -> Outputs:
@@ -54,6 +57,17 @@ class Sharded:
 
     def sharded(self, name: str, part: Tensor) -> Tensor:
         return sharded_like(self.parameters[name], part)
+
+
+def _refuse_hooks(model: Model) -> None:
+    """Raise ModelError for hooks of parameters: sharded parameters are others, which would not have them."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ModelError(
+                f"the parameter {name} has a hook for its gradient (register_hook or "
+                "register_post_accumulate_grad_hook), which it would lose where the model is sharded: use "
+                "parallel.kind=ddp"
+            )
 
 
 def round_robin_forward(

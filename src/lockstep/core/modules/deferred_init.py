@@ -7,9 +7,12 @@ as in a plain build. A tensor's value is computed by replaying the operations th
 deferred_init; torch itself has no such thing.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
 import torch
@@ -174,10 +177,29 @@ def deferred(build: Callable[[], Model]) -> Model | None:
 
 
 def _hides_fakes(model: nn.Module) -> bool:
-    """Whether a module holds a fake tensor that is neither a parameter nor a buffer."""
+    """Whether a module holds a fake tensor that is neither a parameter nor a buffer, also in an object or a function of
+    its own, such as a hook."""
     own = {"_parameters", "_buffers", "_modules"}
-    held = [value for m in model.modules() for name, value in vars(m).items() if name not in own]
-    return any(map(is_fake, pytree.tree_leaves(held)))
+    left = [value for m in model.modules() for name, value in vars(m).items() if name not in own]
+    seen = dict[int, Any]()
+    while left:
+        leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(left.pop()) if id(leaf) not in seen}
+        if any(map(is_fake, leaves.values())):
+            return True
+        seen |= leaves
+        left += [inner for leaf in leaves.values() for inner in _held(leaf)]
+    return False
+
+
+def _held(value: Any) -> list[Any]:
+    """What a function captures, and what an object holds that is no module."""
+    if isinstance(value, FunctionType):
+        return [*inspect.getclosurevars(value).nonlocals.values(), value.__defaults__]
+    if isinstance(value, MethodType):
+        value = value.__self__
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    return [] if isinstance(value, nn.Module | type | ModuleType) else [getattr(value, "__dict__", None)]
 
 
 def replace_fake(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
