@@ -11,7 +11,7 @@ from torchmetrics import MeanAbsolutePercentageError, MeanMetric, MetricCollecti
 from lockstep.base.errors import ConfigError
 from lockstep.checkpoint.metric_modes import is_better, mode_by_name
 from lockstep.run import recipe as recipes
-from lockstep.run.components import with_modes
+from lockstep.run.components import check_modes, with_modes
 from lockstep.training.metrics.declared_metrics import DeclaredMetric
 
 INF, NAN = math.inf, math.nan
@@ -43,7 +43,7 @@ def loss(outputs, batch):
         ("min", "brier_score fid kl_divergence smape eval-loss"),
         (
             "max",
-            "accuracy loss_free_accuracy f1 f1_micro exact_match entity_f1 r2 auroc bleu recall@5 psnr mAP top5_acc",
+            "accuracy loss_free_accuracy f1 f1_micro exact_match entity_f1 r2 auroc bleu recall@5 psnr mAP top5_acc pearson",
         ),
         (
             None,
@@ -80,7 +80,8 @@ def decided(best, metrics=None, **sections):
         {"checkpoint": {"best": best}, "model": {"kind": "user", "file": "own.py"}, **sections}
     )
     declared = {name: DeclaredMetric(metric=metric, arguments=None) for name, metric in (metrics or {}).items()}
-    return with_modes(recipe, declared).checkpoint.mode
+    check_modes(decided := with_modes(recipe, declared))
+    return decided.checkpoint.mode
 
 
 def test_a_metric_says_itself():

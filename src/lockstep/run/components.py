@@ -116,6 +116,7 @@ class Components:
         known = [name for name in measured if name == "loss" or is_requested(name.partition(".")[0], asked)]
         check("checkpoint.best", recipe.checkpoint.best, known, are_all=are_all)
         check("train.stop_metric", recipe.train.stop_metric, known, are_all=are_all)
+        check_modes(recipe)
         for name in asked if asked != "auto" else ():
             check("evaluate.metrics", name, measured, are_all=are_all)
 
@@ -272,20 +273,27 @@ def requested_metrics(recipe: Recipe, spec: DataSpec) -> dict[str, DeclaredMetri
 
 
 def with_modes(recipe: Recipe, metrics: Mapping[str, DeclaredMetric]) -> Recipe:
-    """The recipe with checkpoint.mode and train.stop_mode decided: by the metric itself, else by its name.
-
-    Raises ConfigError where neither says whether smaller or larger values are better.
-    """
+    """The recipe with checkpoint.mode and train.stop_mode decided: by the metric itself, else by its name; left open
+    where neither says whether smaller or larger values are better."""
     changed: dict[str, Any] = {}
+    for section, _, name, mode in open_modes(recipe):
+        found = mode_of(name, metrics) or mode_by_name(name) or "auto"
+        changed[section] = getattr(recipe, section).model_copy(update={mode: found})
+    return recipe.model_copy(update=changed)
+
+
+def open_modes(recipe: Recipe) -> Iterator[tuple[str, str, str, str]]:
+    """Each section, setting and metric that decides something while the section's setting `mode` is left open."""
     for section, key, mode in (("checkpoint", "best", "mode"), ("train", "stop_metric", "stop_mode")):
         settings = getattr(recipe, section)
-        name = getattr(settings, key)
-        if name is None or getattr(settings, mode) != "auto":
-            continue
-        if (found := mode_of(name, metrics) or mode_by_name(name)) is None:
-            raise ConfigError(
-                f"{section}.{key}={name}: nothing says whether smaller or larger values of it are better; set "
-                f"{section}.{key}=-{name} or +{name}"
-            )
-        changed[section] = settings.model_copy(update={mode: found})
-    return recipe.model_copy(update=changed)
+        if getattr(settings, key) is not None and getattr(settings, mode) == "auto":
+            yield section, key, getattr(settings, key), mode
+
+
+def check_modes(recipe: Recipe) -> None:
+    """Raise ConfigError where nothing has decided a mode."""
+    for section, key, name, _ in open_modes(recipe):
+        raise ConfigError(
+            f"{section}.{key}={name}: nothing says whether smaller or larger values of it are better; set "
+            f"{section}.{key}=-{name} or +{name}"
+        )
