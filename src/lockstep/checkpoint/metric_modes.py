@@ -17,8 +17,9 @@ MIN = _words(
     "mad mae mape medae mse msle nll nmse nrmse perplexity ppl regret rmse rmsle rse smape sse ter wer wmape "
 )
 MAX = _words(
-    "acc accuracy ap auc aupr auprc auroc bleu chrf correlation dice f1 hits iou jaccard kappa map match mcc meteor miou "
-    "mrr ndcg pearson precision psnr r2 recall reward rouge sensitivity similarity spearman specificity ssim "
+    "acc accuracy ap auc aupr auprc auroc bleu chrf correlation dice f1 hits iou jaccard kappa map match mcc "
+    "meteor miou mrr ndcg pearson precision psnr r2 recall reward rouge sensitivity similarity spearman "
+    "specificity ssim "
 )
 """Words of names that leave no doubt."""
 NEUTRAL = _words("avg at binary k macro mean micro samples score test top total val valid weighted")
