@@ -1,7 +1,8 @@
-"""`lockstep`, which counts what a training step would wait for a GPU for: `python counting_lockstep.py waits.json train
-c.yaml ...`. Workers are forked from this process, and so have its change."""
+"""`lockstep`, which counts what a training step, and a micro-batch of an evaluation, would wait for a GPU for: `python
+counting_lockstep.py waits.json train c.yaml ...`. Workers are forked from this process, and so have its change."""
 
 import json
+import os
 import sys
 import threading
 import traceback
@@ -13,13 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.base import plugins
 from lockstep.cli import _app
 from lockstep.parallel import replicated
-from lockstep.training import loop
+from lockstep.training import evaluation, loop
 
 aten = torch.ops.aten
 WAITING = {
     aten._local_scalar_dense.default,
     aten.is_nonzero.default,
     aten.equal.default,
+    aten.bincount.default,
     aten.nonzero.default,
     aten.masked_select.default,
     aten._unique2.default,
@@ -50,16 +52,17 @@ class Waits(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def counting(step, file):
-    waits = Waits()
+waits = Waits()
 
-    def counted(state, *arguments, **named):
-        if state.step < FIRST_STEP:
-            return step(state, *arguments, **named)
+
+def counting(function, file, is_counted=lambda *_: True):
+    def counted(*arguments, **named):
+        if not is_counted(*arguments):
+            return function(*arguments, **named)
         with waits:
-            outcome = step(state, *arguments, **named)
-        with open(file, "w", encoding="utf-8") as written:
-            json.dump(waits.lines, written)
+            outcome = function(*arguments, **named)
+        with open(file, "w", encoding="utf-8") as target:
+            json.dump(waits.lines, target)
         return outcome
 
     return counted
@@ -67,6 +70,9 @@ def counting(step, file):
 
 if __name__ == "__main__":
     replicated.large_embeddings = lambda _: []  # as on a GPU
-    loop.step = counting(loop.step, sys.argv[1])
+    written = sys.argv[1]
+    loop.step = counting(loop.step, written, lambda state, *_: state.step >= FIRST_STEP)
+    for owner, name in ((evaluation, "_forward"), (evaluation.SplitTotals, "measure")):  # after such a step
+        setattr(owner, name, counting(getattr(owner, name), written, lambda *_: os.path.exists(written)))
     assert threading.active_count() == 1
     _app.app(sys.argv[2:])

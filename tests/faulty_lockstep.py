@@ -38,7 +38,7 @@ PHASES = {
     "applying": (step, "_apply"),
     "agreement": (collectives.Agreement, "read"),
     "after-step": (loop, "_settle"),
-    "evaluation": (evaluation, "_evaluate_round"),
+    "evaluation": (evaluation, "_evaluate_rounds"),
     "save": (writer.Writer, "start"),
     "writing": (writer.Writer, "_write"),
     "renaming": (writer, "_publish"),

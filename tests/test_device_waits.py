@@ -1,4 +1,4 @@
-"""What a training step would wait for a GPU for: nothing."""
+"""What a training step, and a micro-batch of an evaluation, would wait for a GPU for: nothing."""
 
 import json
 import os
@@ -35,7 +35,7 @@ MANNERS = {
 
 
 def waits(folder, minilm, model, *settings):
-    """What two steps would wait for, by line."""
+    """What two steps and the evaluation would wait for, by line."""
     need_forks()
     (folder / "c.yaml").write_text((DATA[model] + TRAIN).replace("MINILM", str(minilm)))
     (folder / "poem.txt").write_text("".join(f"The rain of day {day} stays in the plain.\n\n" for day in range(400)))
@@ -62,3 +62,10 @@ CASES = [
 @pytest.mark.parametrize(("model", "strategy", "manner"), CASES)
 def test_no_step_waits(tmp_path, minilm, model, strategy, manner):
     assert waits(tmp_path, minilm, model, f"parallel.kind={strategy}", *MANNERS[manner]) == {}
+
+
+def test_a_step_that_may_be_left_out_waits_once(tmp_path, minilm):
+    """The host decides whether the optimizer runs."""
+    ((line, number),) = waits(tmp_path, minilm, "cnn", "train.non_finite=skip").items()
+    assert line.startswith("/training/step.py")
+    assert number == 2

@@ -350,7 +350,8 @@ def test_a_classifiers_figures_are_those_of_torchmetrics(classes, sizes, seed, s
         label = torch.randint(0, max(1, classes - seed % 3), (size, *shape), generator=generator)
         for name, each in expected.items():
             each.update(logits, label)
-            found[name].merge(number, found[name].contribution(logits, {"label": label}))
+            contribution = found[name].contribution(logits, {"label": label})
+            found[name].merge(number, found[name].read(contribution))
     assert {name: each.value().tolist() for name, each in found.items()} == {
         name: each.compute().tolist() for name, each in expected.items()
     }

@@ -26,6 +26,8 @@ Rows = Callable[[Outputs, Batch], tuple[Any, Any] | None]
 """Objective.rows."""
 MAX_CONFUSION_CLASSES = 100
 """With more classes the confusion matrix is left out of the result."""
+TOGETHER = 8
+"""Micro-batches that each rank runs before it reads their results from the device and the main process gathers them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +107,14 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchResult:
+    """On the device until it is read."""
+
     number: int
     indices: tuple[int, ...]
-    total: float
-    count: float
-    sums: dict[str, float]
-    terms: dict[str, tuple[float, float]]
+    total: Tensor | float
+    count: Tensor | float
+    sums: dict[str, Tensor | float]
+    terms: dict[str, tuple[Tensor | float, Tensor | float]]
     """(total, count) of each term of the loss."""
     contributions: dict[str, Contribution]
     """To each metric."""
@@ -124,12 +128,12 @@ class SplitTotals:
     def __init__(self, target: EvaluationTarget, predictions: Predictions | None = None) -> None:
         self.target, self.predictions = target, predictions
         self.tallies = {name: tally(metric, target.device) for name, metric in target.metrics.items()}
-        self.losses: list[tuple[float, float, float]] = []
-        self.sums: list[dict[str, float]] = []
-        self.terms: list[dict[str, tuple[float, float]]] = []
+        self.losses: list[Any] = []
+        self.sums: list[Any] = []
+        self.terms: list[Any] = []
 
     def measure(self, micro_batch: MicroBatch, outputs: Outputs) -> MicroBatchResult:
-        """Compute loss and metrics of one micro-batch; the result is on the CPU."""
+        """Compute loss and metrics of one micro-batch, without waiting for the device."""
         batch = micro_batch.batch
         with torch.no_grad():
             loss = self.target.loss(outputs, batch)
@@ -137,12 +141,29 @@ class SplitTotals:
         return MicroBatchResult(
             number=micro_batch.shard,
             indices=micro_batch.indices,
-            total=float(loss.total),
-            count=float(loss.count),
-            sums={name: float(value) for name, value in loss.sums.items()},
-            terms={name: (float(term.total), float(term.count)) for name, term in loss.terms.items()},
+            total=loss.total,
+            count=loss.count,
+            sums=dict(loss.sums),
+            terms={name: (term.total, term.count) for name, term in loss.terms.items()},
             contributions=contributions,
             rows=self.predictions.rows(outputs, batch) if self.predictions else None,
+        )
+
+    def measure_into(self, results: list[MicroBatchResult], micro_batch: MicroBatch, outputs: Outputs) -> None:
+        """Add the result of one micro-batch, unless it is a ghost."""
+        progress()
+        if not micro_batch.ghost:
+            results.append(self.measure(micro_batch, outputs))
+
+    def read(self, result: MicroBatchResult) -> MicroBatchResult:
+        """The same on the CPU."""
+        return replace(
+            result,
+            total=float(result.total),
+            count=float(result.count),
+            sums={name: float(value) for name, value in result.sums.items()},
+            terms={name: (float(total), float(count)) for name, (total, count) in result.terms.items()},
+            contributions={name: self.tallies[name].read(each) for name, each in result.contributions.items()},
         )
 
     def add(self, result: MicroBatchResult) -> None:
@@ -205,10 +226,10 @@ def evaluate(
     """
     totals = SplitTotals(target, predictions)
     arriving = iter(batches)
-    ranks = dist.get_world_size()
-    for done in range(0, total, ranks):
-        _evaluate_round(arriving, totals)
-        target.notice(min(done + ranks, total), total)
+    together = TOGETHER * dist.get_world_size()
+    for done in range(0, total, together):
+        _evaluate_rounds(arriving, totals, -(-min(together, total - done) // dist.get_world_size()))
+        target.notice(min(done + together, total), total)
     result, error = _attempt(totals.result) if dist.get_rank() == 0 else (None, None)
     _raise_on_all_ranks(error)
     shared = broadcast_object(replace(result, predictions=None) if result else None)
@@ -216,31 +237,39 @@ def evaluate(
     return result or shared
 
 
-def _evaluate_round(arriving: Iterator[MicroBatch], totals: SplitTotals) -> None:
-    """Measure the next micro-batch of every rank; the main process adds the results to its totals."""
-    target = totals.target
-
-    def measure(micro_batch: MicroBatch, outputs: Outputs) -> MicroBatchResult | None:
-        progress()
-        return None if micro_batch.ghost else totals.measure(micro_batch, outputs)
-
-    def forward_and_measure() -> MicroBatchResult | None:
-        micro_batch = next(arriving)
-        return measure(micro_batch, _forward(target, micro_batch))
-
-    if target.is_local:
-        own, error = _attempt(forward_and_measure)
-    else:  # a rank must not miss a forward pass that the others have entered
-        with raise_on_all_ranks(), _as_evaluation_failed():
-            micro_batch = next(arriving)
-        outputs = _forward(target, micro_batch)
-        own, error = _attempt(lambda: measure(micro_batch, outputs))
-    gathered, error = _attempt(lambda: gather_object((own, error)))
+def _evaluate_rounds(arriving: Iterator[MicroBatch], totals: SplitTotals, count: int) -> None:
+    """Measure the next `count` micro-batches of every rank; the main process adds the results to its totals."""
+    own = list[MicroBatchResult]()
+    measure = _measure if totals.target.is_local else _measure_together
+    errors = [error for _ in range(count) if (error := measure(arriving, totals, own)) is not None]
+    read, error = _attempt(lambda: [*map(totals.read, own)])
+    gathered, error = _attempt(lambda: gather_object((read or [], next(iter(errors), error))))
     if gathered is not None:
         error = next((error for _, error in gathered if error is not None), None)
         if error is None:
-            _, error = _attempt(partial(totals.add_all, (result for result, _ in gathered if result is not None)))
+            results = sorted((result for each, _ in gathered for result in each), key=lambda result: result.number)
+            _, error = _attempt(partial(totals.add_all, results))
     _raise_on_all_ranks(error)
+
+
+def _measure(arriving: Iterator[MicroBatch], totals: SplitTotals, own: list[MicroBatchResult]) -> LockstepError | None:
+    """Measure this rank's next micro-batch, whose result is added to `own`; returns what went wrong."""
+
+    def run() -> None:
+        micro_batch = next(arriving)
+        totals.measure_into(own, micro_batch, _forward(totals.target, micro_batch))
+
+    return _attempt(run)[1]
+
+
+def _measure_together(
+    arriving: Iterator[MicroBatch], totals: SplitTotals, own: list[MicroBatchResult]
+) -> LockstepError | None:
+    """The same where a rank must not miss a forward pass that the others have entered."""
+    with raise_on_all_ranks(), _as_evaluation_failed():
+        micro_batch = next(arriving)
+    outputs = _forward(totals.target, micro_batch)
+    return _attempt(lambda: totals.measure_into(own, micro_batch, outputs))[1]
 
 
 def _forward(target: EvaluationTarget, micro_batch: MicroBatch) -> Outputs:
@@ -264,7 +293,7 @@ def trial_evaluation(target: EvaluationTarget, micro_batch: MicroBatch) -> tuple
     ):
         if target.is_local:
             outputs = _forward(target, micro_batch)
-        totals.add(totals.measure(micro_batch, outputs))
+        totals.add(totals.read(totals.measure(micro_batch, outputs)))
         names, is_complete = set(totals.means()[1]), True
         for name, each in totals.tallies.items():
             value, error = _attempt(each.value)

@@ -81,7 +81,7 @@ def _pair(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def _sums(predicted: Tensor, target: Tensor) -> Tensor:
     """float64 [5, K]: samples, absolute and squared errors, targets and their squares."""
-    predicted, target = predicted.detach().cpu().double(), target.cpu().double()
+    predicted, target = predicted.double(), target.double()
     error = predicted - target
     rows = [torch.ones_like(target), error.abs(), error.square(), target, target.square()]
     return torch.stack([each.sum(0) for each in rows])

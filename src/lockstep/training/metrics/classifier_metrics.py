@@ -19,7 +19,7 @@ def confusion(logits: Tensor, label: Tensor, *, ignored: int | None = None) -> T
     cells = label * classes + predicted
     if ignored is not None:
         cells = cells[label != ignored]
-    return torch.bincount(cells.cpu(), minlength=classes**2).reshape(classes, classes)
+    return torch.bincount(cells, minlength=classes**2).reshape(classes, classes)
 
 
 def accuracy(confusion: Tensor) -> Tensor:

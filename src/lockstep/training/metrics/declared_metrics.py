@@ -27,7 +27,7 @@ class SummedMetric:
     """
 
     statistics: Callable[..., Tensor]
-    """(the metric's arguments) -> what a micro-batch adds, int64 or float64 of a constant shape, on the CPU."""
+    """(the metric's arguments, on the CPU) -> what a micro-batch adds, int64 or float64 of a constant shape."""
     compute: Callable[[Tensor], Any]
     """The sum -> the metric: a number, or a dict of numbers."""
 

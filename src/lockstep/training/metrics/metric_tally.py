@@ -34,6 +34,10 @@ class Tally:
         arguments = self.declared.arguments(outputs, batch)
         return None if arguments is None else self._contribution(arguments)
 
+    def read(self, contribution: Contribution) -> Contribution:
+        """The same on the CPU; waits for the device."""
+        return contribution
+
     def merge(self, number: int, contribution: Contribution) -> None:
         """Add the contribution of micro-batch `number`."""
         if contribution is not None:
@@ -60,7 +64,10 @@ class SumTally(Tally):
     sum: Tensor | float = 0.0
 
     def _contribution(self, arguments: Any) -> Contribution:
-        return self.metric.statistics(*arguments)
+        return arguments
+
+    def read(self, contribution: Contribution) -> Contribution:
+        return None if contribution is None else self.metric.statistics(*moved(contribution, "cpu"))
 
     def _merge(self, number: int, contribution: Contribution) -> None:
         self.sum = self.sum + contribution if self.updates else contribution
