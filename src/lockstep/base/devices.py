@@ -1,8 +1,6 @@
 """The devices of a run: run.device and launch.share_gpus, which a process leaves to those that it starts."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from lockstep.base.errors import LaunchError
 from lockstep.base.world import SHARES_GPUS, World
@@ -10,37 +8,26 @@ from lockstep.base.world import SHARES_GPUS, World
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
+def variables(device: str, *, shares_gpus: bool) -> dict[str, str]:
+    """Return what a process and those that it starts read, if set before CUDA is initialized."""
+    hidden = {VISIBLE: ""} if device == "cpu" else {}
+    return hidden | ({SHARES_GPUS: "1"} if shares_gpus else {})
+
+
 def choose(device: str, *, shares_gpus: bool) -> None:
-    """Set the variables for this process and those that it starts; before CUDA is initialized."""
-    if device == "cpu":
-        os.environ[VISIBLE] = ""
-    if shares_gpus:
-        os.environ[SHARES_GPUS] = "1"
-
-
-@contextmanager
-def chosen(device: str, *, shares_gpus: bool) -> Iterator[None]:
-    """The same for what is started inside."""
-    before = {name: os.environ.get(name) for name in (VISIBLE, SHARES_GPUS)}
-    choose(device, shares_gpus=shares_gpus)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    """Set these variables for the rest of this process."""
+    os.environ.update(variables(device, shares_gpus=shares_gpus))
 
 
 def count_gpus() -> int:
-    """GPUs of this machine that the run may use."""
+    """Return the number of GPUs of this machine that the run may use."""
     import torch  # noqa: PLC0415 (a config is checked without it)
 
     return 0 if os.environ.get(VISIBLE) == "" else torch.cuda.device_count()  # which stays once CUDA is initialized
 
 
 def are_shared(world: World) -> bool:
-    """Whether processes of this node share GPUs."""
+    """Return whether processes of this node share GPUs."""
     return 0 < count_gpus() < world.local_size
 
 

@@ -66,7 +66,7 @@ class RankTimes:
     memory_bytes: tuple[int, ...]
     """The peak of the process, or of its GPU."""
     gpus: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """What the driver says of the ranks' GPUs, as far as it is known of all: utilization_percent, watts, ..."""
+    """Figures of the ranks' GPUs from the driver, as far as it tells them of all: utilization_percent, watts, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)

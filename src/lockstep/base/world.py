@@ -1,6 +1,8 @@
 """Rank and world size of this process, read from torchrun's environment variables; nothing else reads them."""
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -47,6 +49,20 @@ class World:
 def recovers_over_nccl() -> bool:
     """Whether the user allows launch.recovery=live with a GPU for each process."""
     return os.environ.get(OVER_NCCL) == "1"
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for processes that are started meanwhile, and restore this process's environment afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def cores() -> int:

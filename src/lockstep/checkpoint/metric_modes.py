@@ -29,7 +29,7 @@ SPELLED = {"bits_per_byte": "bits", "bits_per_character": "bits", "bits_per_toke
 
 
 def mode_by_name(name: str) -> Literal["min", "max"] | None:
-    """What the last word of a name says; None where it leaves doubt."""
+    """Return what the last word of a name says; None where it leaves doubt."""
     text = name.lower()
     for spelled, word in SPELLED.items():
         text = text.replace(spelled, word)
@@ -40,7 +40,7 @@ def mode_by_name(name: str) -> Literal["min", "max"] | None:
 
 
 def is_better(metric: str, new: float, old: float | None, *, mode: Mode) -> bool:
-    """Whether a metric's new value is better than the old one. The first finite value is; NaN and infinity never are.
+    """Return whether a metric's new value is better than the old one. The first finite one is; NaN, infinity never.
 
     Where the mode is left open, the name decides; a run decides it before its first step.
     """
@@ -53,12 +53,13 @@ def is_better(metric: str, new: float, old: float | None, *, mode: Mode) -> bool
 
 
 def split_sign(name: str) -> tuple[str, Mode]:
-    """`-nll` is a metric whose smaller values are better, `+score` one whose larger values are."""
+    """Split `-nll`, whose smaller values are better, or `+score`, whose larger values are -> name, mode."""
     return (name[1:], "min" if name[0] == "-" else "max") if name[:1] in ("-", "+") else (name, "auto")
 
 
 def without_sign(section: Any, metric: str, mode: str) -> Any:
-    """The settings of a section, given as a mapping, with the sign of `metric` as its `mode`. Raises ValueError."""
+    """Return the settings of a section, given as a mapping, with the sign of `metric` as its `mode`. Raises
+    ValueError."""
     if not isinstance(section, Mapping) or not isinstance(section.get(metric), str):
         return section
     name, signed = split_sign(section[metric])

@@ -15,6 +15,7 @@ from rich.console import Console
 from lockstep.base import config, devices, plugins, storage
 from lockstep.base.contracts import Launcher, Plan, Request
 from lockstep.base.errors import ConfigError, Interrupted, LaunchError, PeerLost
+from lockstep.base.world import environment
 from lockstep.launch import run_folder
 from lockstep.launch.elastic import fork_server, succession
 from lockstep.launch.elastic.admission import Rejection
@@ -71,7 +72,7 @@ def build_request(recipe: Recipe, arguments: tuple[str, ...], name: str = "launc
 def using_devices(recipe: Recipe) -> Iterator[None]:
     """Inside, processes are planned and started with the recipe's devices. Raises LaunchError where there is no GPU
     though run.device=cuda."""
-    with devices.chosen(recipe.run.device, shares_gpus=recipe.launch.share_gpus):
+    with environment(devices.variables(recipe.run.device, shares_gpus=recipe.launch.share_gpus)):
         if not recipe.launch.SUBMITS:
             devices.check(recipe.run.device)
         yield

@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
             authorize(recipe, options)
             devices.choose(recipe.run.device, shares_gpus=recipe.launch.share_gpus)
             devices.check(recipe.run.device)
-            world = World.from_environment()
+            world = World.from_environment()  # again, with what the recipe says of sharing GPUs
             kind = plugins.find(TASKS, options.task)
             has_imported()
             with ExitStack() as stack:

@@ -54,7 +54,7 @@ class StagedWork(dist._Work):
         return self.work.is_completed()
 
     def get_future(self) -> "torch.futures.Future[Any]":
-        """That of a finished collective: this waits for it."""
+        """Wait for the collective, and return its future, which is done."""
         outputs = [tensor for tensor, _ in self.results]
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[t.device for t in outputs[:1] if t.is_cuda])

@@ -1,4 +1,4 @@
-"""What a GPU's driver says of it, as nvidia-smi does: for the whole GPU, whoever uses it."""
+"""Figures of a GPU from its driver, as nvidia-smi shows them: for the whole GPU, whoever uses it."""
 
 import math
 import statistics
@@ -28,7 +28,7 @@ class GpuMeter:
         self._found, self._seen = [math.nan] * len(self.figures), -math.inf
 
     def look(self) -> list[float]:
-        """Each of `figures` now, or up to LEAST_SECONDS ago; NaN for one that this machine does not tell."""
+        """Return each of `figures` now, or up to LEAST_SECONDS ago; NaN for one that this machine does not tell."""
         if self.figures and time.monotonic() - self._seen >= LEAST_SECONDS:
             self._found, self._seen = [self._read(read) for read in self.figures.values()], time.monotonic()
         return self._found
@@ -46,6 +46,6 @@ def known(figures: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]
 
 
 def scalars(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Of figures by rank: NAME, the mean, and most_NAME, the highest."""
+    """Return the mean of figures by rank as NAME, and the highest as most_NAME."""
     found = {name: statistics.fmean(values) for name, values in figures.items() if values}
     return found | {f"most_{name}": max(values) for name, values in figures.items() if values}

@@ -192,7 +192,7 @@ def _hides_fakes(model: nn.Module) -> bool:
 
 
 def _held(value: Any) -> list[Any]:
-    """What a function captures, and what an object holds that is no module."""
+    """List what a function captures, and what an object holds that is no module."""
     if isinstance(value, FunctionType):
         return [*inspect.getclosurevars(value).nonlocals.values(), value.__defaults__]
     if isinstance(value, MethodType):

@@ -19,6 +19,7 @@ from torch.multiprocessing.spawn import start_processes
 from lockstep.base import ctrl_c
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LaunchError
+from lockstep.base.world import environment
 from lockstep.launch.elastic import run_secret
 from lockstep.launch.elastic.environment import RUN_ID
 from lockstep.launch.elastic.failure import Failure, failure_of, oom_kills
@@ -213,20 +214,6 @@ def _variables(processes: int, logs: Path, port: int) -> dict[str, str]:
         run_secret.VARIABLE: str(logs.absolute()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store of this process, which outlives rank 0
     }
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for processes that are started meanwhile, and restore this process's environment afterwards."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 @contextmanager

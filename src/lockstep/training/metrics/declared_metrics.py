@@ -98,7 +98,8 @@ def _adapted(name: str, adapter: Arguments) -> Arguments:
 
 
 def mode_of(name: str, metrics: Mapping[str, DeclaredMetric]) -> Literal["min", "max"] | None:
-    """Whether smaller or larger values of a metric, or of NAME.PART of a collection, are better, as it says itself."""
+    """Return whether smaller or larger values of a metric, or of NAME.PART of a collection, are better, as it says
+    itself; None where it does not."""
     parent, _, part = name.partition(".")
     metric: Any = metrics[parent].metric if parent in metrics else None
     if part and hasattr(metric, "items"):  # of a collection
