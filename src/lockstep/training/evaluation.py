@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -107,7 +106,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchResult:
-    """On the device until it is read."""
+    """Its numbers are on the device until they are read."""
 
     number: int
     indices: tuple[int, ...]
@@ -149,14 +148,8 @@ class SplitTotals:
             rows=self.predictions.rows(outputs, batch) if self.predictions else None,
         )
 
-    def measure_into(self, results: list[MicroBatchResult], micro_batch: MicroBatch, outputs: Outputs) -> None:
-        """Add the result of one micro-batch, unless it is a ghost."""
-        progress()
-        if not micro_batch.ghost:
-            results.append(self.measure(micro_batch, outputs))
-
     def read(self, result: MicroBatchResult) -> MicroBatchResult:
-        """The same on the CPU."""
+        """The same on the CPU; waits for the device."""
         return replace(
             result,
             total=float(result.total),
@@ -178,7 +171,7 @@ class SplitTotals:
             self.predictions.add(result.indices, result.rows)
 
     def add_all(self, results: Iterable[MicroBatchResult]) -> None:
-        for result in results:
+        for result in sorted(results, key=lambda result: result.number):
             self.add(result)
 
     def means(self) -> tuple[int, dict[str, float]]:
@@ -240,36 +233,31 @@ def evaluate(
 def _evaluate_rounds(arriving: Iterator[MicroBatch], totals: SplitTotals, count: int) -> None:
     """Measure the next `count` micro-batches of every rank; the main process adds the results to its totals."""
     own = list[MicroBatchResult]()
-    measure = _measure if totals.target.is_local else _measure_together
-    errors = [error for _ in range(count) if (error := measure(arriving, totals, own)) is not None]
+    errors = [_measure(arriving, totals, own) for _ in range(count)]
     read, error = _attempt(lambda: [*map(totals.read, own)])
-    gathered, error = _attempt(lambda: gather_object((read or [], next(iter(errors), error))))
+    error = next(filter(None, [*errors, error]), None)
+    gathered, error = _attempt(lambda: gather_object((read or [], error)))
     if gathered is not None:
         error = next((error for _, error in gathered if error is not None), None)
         if error is None:
-            results = sorted((result for each, _ in gathered for result in each), key=lambda result: result.number)
-            _, error = _attempt(partial(totals.add_all, results))
+            _, error = _attempt(lambda: totals.add_all(result for results, _ in gathered for result in results))
     _raise_on_all_ranks(error)
 
 
 def _measure(arriving: Iterator[MicroBatch], totals: SplitTotals, own: list[MicroBatchResult]) -> LockstepError | None:
-    """Measure this rank's next micro-batch, whose result is added to `own`; returns what went wrong."""
+    """Measure this rank's next micro-batch, unless it is a ghost, and append the result; returns what went wrong."""
 
-    def run() -> None:
-        micro_batch = next(arriving)
-        totals.measure_into(own, micro_batch, _forward(totals.target, micro_batch))
+    def measure(micro_batch: MicroBatch, outputs: Outputs) -> None:
+        progress()
+        if not micro_batch.ghost:
+            own.append(totals.measure(micro_batch, outputs))
 
-    return _attempt(run)[1]
-
-
-def _measure_together(
-    arriving: Iterator[MicroBatch], totals: SplitTotals, own: list[MicroBatchResult]
-) -> LockstepError | None:
-    """The same where a rank must not miss a forward pass that the others have entered."""
-    with raise_on_all_ranks(), _as_evaluation_failed():
+    if totals.target.is_local:
+        return _attempt(lambda: measure(micro_batch := next(arriving), _forward(totals.target, micro_batch)))[1]
+    with raise_on_all_ranks(), _as_evaluation_failed():  # a rank must not miss a forward pass that others have entered
         micro_batch = next(arriving)
     outputs = _forward(totals.target, micro_batch)
-    return _attempt(lambda: totals.measure_into(own, micro_batch, outputs))[1]
+    return _attempt(lambda: measure(micro_batch, outputs))[1]
 
 
 def _forward(target: EvaluationTarget, micro_batch: MicroBatch) -> Outputs:

@@ -38,7 +38,8 @@ class Classification(PredictingObjective):
         classes = len(spec.labels)
 
         def arguments(outputs: Outputs, batch: Batch) -> Any:
-            return classified(outputs, batch, classes)
+            pair = classified(outputs, batch, classes)
+            return pair and (pair[0].argmax(1), pair[1])
 
         return {
             name: DeclaredMetric(metric=metric, arguments=arguments)

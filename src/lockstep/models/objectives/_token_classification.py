@@ -28,7 +28,7 @@ OUTSIDE, BEGIN, INSIDE = "O", "B-", "I-"
 
 
 def entity_f1(labels: Sequence[str], *, ignored: int) -> SummedMetric | None:
-    """The micro F1 of entities for logits [m, C, T] and tags [m, T]; None for labels that are no tags of IOB2."""
+    """The micro F1 of entities for predicted and true tags [m, T]; None for labels that are no tags of IOB2."""
     entities = [label for label in labels if label != OUTSIDE]
     if not entities or not all(label.startswith((BEGIN, INSIDE)) for label in entities):
         return None
@@ -38,9 +38,8 @@ def entity_f1(labels: Sequence[str], *, ignored: int) -> SummedMetric | None:
     return SummedMetric(partial(_counts, kind=kind, begins=begins, ignored=ignored), _f1)
 
 
-def _counts(logits: Tensor, tags: Tensor, *, kind: Tensor, begins: Tensor, ignored: int) -> Tensor:
+def _counts(predicted: Tensor, tags: Tensor, *, kind: Tensor, begins: Tensor, ignored: int) -> Tensor:
     """int64 [3]: entities that are found exactly, that are predicted, and that are there."""
-    predicted = logits.argmax(1)
     is_word = tags != ignored
     text = is_word.nonzero()[:, 0]
     spans = [_spans(kind[words], begins[words], text) for words in (predicted[is_word], tags[is_word])]
@@ -91,7 +90,7 @@ class TokenClassification(PredictingObjective):
         found = classifier_metrics(len(spec.labels), ignored=IGNORED)
         if (entities := entity_f1(spec.labels, ignored=IGNORED)) is not None:
             found["entity_f1"] = entities
-        return {name: DeclaredMetric(metric=metric, arguments=_by_class) for name, metric in found.items()}
+        return {name: DeclaredMetric(metric=metric, arguments=_tags) for name, metric in found.items()}
 
     def raw(self, outputs: Outputs, spec: DataSpec) -> Tensor:
         """A model's outputs, float32 [m, T, C], on the CPU. Raises ModelError for outputs of another shape."""
@@ -177,10 +176,10 @@ def _pair(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
     return logits, label
 
 
-def _by_class(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits [m, C, T] and labels [m, T]."""
+def _tags(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Predicted classes and labels [m, T]."""
     logits, label = _pair(outputs, batch)
-    return logits.transpose(1, 2), label
+    return logits.argmax(-1), label
 
 
 def build() -> PredictingObjective:

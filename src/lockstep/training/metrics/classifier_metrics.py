@@ -12,13 +12,11 @@ from torch import Tensor
 from lockstep.training.metrics.declared_metrics import CONFUSION, SummedMetric
 
 
-def confusion(logits: Tensor, label: Tensor, *, ignored: int | None = None) -> Tensor:
-    """Count logits [m, classes, ...] against labels [m, ...] -> int64 [classes, classes], rows: labels, columns:
-    predictions; without labels that are `ignored`."""
-    classes, predicted, label = logits.shape[1], logits.argmax(dim=1).flatten(), label.flatten()
+def confusion(predicted: Tensor, label: Tensor, *, classes: int, ignored: int | None = None) -> Tensor:
+    """Count predicted classes against labels, both int64 of one shape -> int64 [classes, classes], rows: labels,
+    columns: predictions; without labels that are `ignored`."""
     cells = label * classes + predicted
-    if ignored is not None:
-        cells = cells[label != ignored]
+    cells = cells.flatten() if ignored is None else cells[label != ignored]
     return torch.bincount(cells, minlength=classes**2).reshape(classes, classes)
 
 
@@ -37,12 +35,12 @@ def macro_f1(confusion: Tensor) -> Tensor:
 
 
 def classifier_metrics(classes: int, *, ignored: int | None = None) -> dict[str, SummedMetric]:
-    """Return the metrics by name; none for fewer than two classes."""
+    """Return the metrics of predicted classes and labels by name; none for fewer than two classes."""
     if classes < 2:
         return {}
     functions: dict[str, Callable[[Tensor], Tensor]]
     functions = {"accuracy": accuracy, "f1": macro_f1, CONFUSION: lambda confusion: confusion}
-    statistics = partial(confusion, ignored=ignored)
+    statistics = partial(confusion, classes=classes, ignored=ignored)
     return {name: SummedMetric(statistics, compute) for name, compute in functions.items()}
 
 
