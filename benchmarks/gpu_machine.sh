@@ -32,7 +32,7 @@ run() {
   export PYTHONPATH=$site PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 LOCKSTEP_TEST_DATA=${LOCKSTEP_TEST_DATA:-$root/data}
   cd "$root" || exit 2
   # shellcheck disable=SC2086
-  timeout --signal INT "$1" "$python" -m pytest -n auto --dist worksteal -m gpu tests/gpu ${TEST_OPTIONS:-} 2>&1 |
+  timeout --signal INT "$1" "$python" -m pytest -v -n auto --dist worksteal -m gpu tests/gpu ${TEST_OPTIONS:-} 2>&1 |
     tee "$out/tests.txt"
   tests=$?
   # shellcheck disable=SC2086
