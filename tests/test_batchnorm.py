@@ -111,6 +111,7 @@ def converted(device):
     assert model[1][0].weight is weight
     assert digest(model.state_dict()) == before
     assert not BufferUpdates(dict(model.named_modules())).buffers  # they are equal on all ranks anyway
+    dist.barrier()  # a rank that left would close the connections of the group that others still open
 
 
 def test_gpus_have_pytorchs_own():
