@@ -7,9 +7,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from test_training import config_in
 
 from lockstep.base.errors import ConfigError
+from lockstep.base.model_contracts import MicroBatch
+from lockstep.base.world import World
 from lockstep.core.numerics import precision
+from lockstep.run import build
+from lockstep.run.recipe import Recipe
 
 
 @pytest.mark.parametrize(
@@ -54,3 +60,20 @@ def test_code_that_somebody_else_may_have_put_there_is_not_executed(tmp_path, mo
         os.chown(folder, 12345, 12345)
         with pytest.raises(ConfigError, match="or name another folder with TORCH"):
             precision._claim_cache()
+
+
+def test_the_check_of_the_users_code_compiles_nothing(ranks, tmp_path):
+    """It looks into each module, in which a step does not: all of it would be compiled a second time."""
+    config = config_in(tmp_path, "a", model={"kind": "cnn"}, train={"steps": 2, "compile": True})
+    assert ranks(1, compiled_by_check, config) == [([], 0)]
+
+
+def compiled_by_check(config):
+    """What the check finds, and how much of the model is compiled for it."""
+    from torch._dynamo.utils import counters
+
+    parts = build.assemble(Recipe.model_validate(config), World(rank=0, size=1), torch.device("cpu"))
+    batch = parts.data.first_training_batch(parts.order, parts.device, step=0, workers=0)
+    micro_batch = MicroBatch(step=0, shard=0, indices=(), present=(0,), batch=batch)
+    counters.clear()
+    return parts.check_user_code(micro_batch), counters["frames"]["total"]

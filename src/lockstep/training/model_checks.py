@@ -5,7 +5,7 @@ restored, so the check does not affect training. It takes less time than one for
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -122,7 +122,9 @@ class ModelCheck:
     def _forward(self, micro_batch: MicroBatch) -> tuple[list[Call], Any, set[str]]:
         """Run forward pass and loss on copies of the batch -> calls, outputs, parameters that were written to."""
         self.randomness.at(micro_batch.step, micro_batch.shard)
-        with CallChecksums(self.model) as calls:
+        # compiled, each module's checksums would be, too, and nothing of it is used in a step
+        eager = torch.compiler.set_stance("force_eager") if self.randomness.compiles else nullcontext()
+        with eager, CallChecksums(self.model) as calls:
             outputs = self.strategy.forward({name: column.clone() for name, column in micro_batch.batch.items()})
         with torch.no_grad():
             total = self._loss(outputs, {name: column.clone() for name, column in micro_batch.batch.items()}).total
