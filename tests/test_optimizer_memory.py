@@ -1,7 +1,6 @@
 """What an optimizer of the user's remembers outside of its state is found at the start; well-written ones pass."""
 
 import math
-import time
 
 import pytest
 import torch
@@ -138,9 +137,7 @@ WELL = [Momentum, Lion, ScheduleFree, Noisy, torch.optim.AdamW, torch.optim.SGD,
 def test_what_is_in_the_state_is_enough(make, use):
     net = network()
     before, drawn = {name: p.clone() for name, p in net.state_dict().items()}, torch.get_rng_state()
-    began = time.perf_counter()
     use(make, net)
-    assert time.perf_counter() - began < 1
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items()) or make is Noisy
     assert torch.equal(torch.get_rng_state(), drawn) or make is Noisy
 
@@ -148,7 +145,11 @@ def test_what_is_in_the_state_is_enough(make, use):
 @pytest.mark.parametrize(
     ("make", "use", "says"),
     [
-        (Counting, of_config, r"Counting remembers something that no checkpoint holds .*self\.t.* self\.state\[parameter\]"),
+        (
+            Counting,
+            of_config,
+            r"Counting remembers something that no checkpoint holds .*self\.t.* self\.state\[parameter\]",
+        ),
         (Counting, of_script, "Counting remembers"),
         (Lookahead, of_config, r"Lookahead remembers .*self\.slow"),
         (Lookahead, of_script, "Lookahead remembers"),

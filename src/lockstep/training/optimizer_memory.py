@@ -28,8 +28,9 @@ def refuse_unsaved_memory(optimizer: Optimizer, prepare: Callable[[Optimizer], N
     """Raise ConfigError where a resumed optimizer would go on otherwise than one that was not interrupted. Call it
     before the optimizer's first step.
 
-    `prepare`: what is done with a new optimizer, after zero gradients, before a checkpoint is loaded; `saves_groups`: whether checkpoints hold
-    the options of its parameter groups. An optimizer whose copy cannot be made or run is not checked.
+    `prepare`: what is done with a new optimizer, after zero gradients, before a checkpoint is loaded; `saves_groups`:
+    whether checkpoints hold the options of its parameter groups. An optimizer whose copy cannot be made or run is not
+    checked.
     """
     if type(optimizer).__module__.startswith("torch.optim."):
         return
@@ -113,7 +114,9 @@ def _load(saved: Optimizer, into: Optimizer, *, saves_groups: bool) -> None:
 
 def _suspects(one: Optimizer, other: Optimizer) -> str:
     """The attributes that differ, for a message."""
-    names = [name for name in vars(one) if name not in ("state", "param_groups") and _text(one, name) != _text(other, name)]
+    names = sorted(
+        each for each in vars(one).keys() - {"state", "param_groups"} if _text(one, each) != _text(other, each)
+    )
     return f" (self.{', self.'.join(names)})" if names else ""
 
 
