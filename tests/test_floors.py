@@ -24,7 +24,7 @@ FLOORS = [
     ["launch.launch_config"],
     ["launch.elastic"],
     ["core", "launch.launchers", "training.optim_config"],
-    ["training.metrics", "training.learning_rate"],
+    ["training.metrics", "training.learning_rate", "training.optimizer_memory"],
     ["models.objectives"],
     ["data", "models", "checkpoint", "observe", "training.optim"],
     ["parallel"],

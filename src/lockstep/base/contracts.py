@@ -48,6 +48,8 @@ class DataSpec:
     """What is learned, as in model.objective; "auto" follows from labels, numbers and vocabulary."""
     image_shape: tuple[int, int, int] | None = None
     """(C, H, W) of every image."""
+    prepared: bool = False
+    """Whether a file's pixels, uint8 [C, H, W], have to pass `prepare` of the user's source first."""
     vocabulary: int | None = None
     """Number of different tokens; None where samples are not tokens to be predicted."""
     context: int | None = None

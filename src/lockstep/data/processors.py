@@ -7,13 +7,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from lockstep.base.contracts import Columns, DataSpec
+from lockstep.base.errors import DataError
 from lockstep.core.host.pretrained_processors import ImageProcessor
 from lockstep.data.data_config import AudioSection, DataSection
 from lockstep.data.images import ImageReader, Scaling, image_processor_of
+from lockstep.data.preparation import Preparation, PreparedReader, needed, preparation_of
 from lockstep.data.sounds import SoundReader, sound_reader_of
 from lockstep.data.targets import Targets
 
-Processor = ImageProcessor | SoundReader
+Processor = ImageProcessor | SoundReader | Preparation
 
 
 class FileReader(Protocol):
@@ -66,13 +68,22 @@ class FileSamples:
 
 
 def processor_of(section: DataSection) -> Processor | None:
-    """What data.image_processor or data.feature_extractor names; None of other sources. Raises DataError."""
+    """What data.image_processor or data.feature_extractor names, or the `prepare` of a user's source; None of other
+    sources. Raises DataError."""
+    if section.code is not None:
+        return preparation_of(section.code)
     return sound_reader_of(section) if isinstance(section, AudioSection) else image_processor_of(section)
 
 
-def reader_of(shape: tuple[int, int, int] | None, processor: Processor | None) -> FileReader | None:
-    """What reads files with a processor, else scales images to a shape, if there is one."""
+def reader_of(spec: DataSpec, processor: Processor | None) -> FileReader | None:
+    """What reads files with a processor, else scales images to their shape, if there is one. Raises DataError where
+    they have to be prepared, and nothing says how."""
+    shape = spec.image_shape
     if isinstance(processor, SoundReader):
         return processor
+    if isinstance(processor, Preparation):
+        return PreparedReader(shape, processor) if shape else None
+    if message := needed(spec):
+        raise DataError(message)
     fit = processor or (Scaling(shape) if shape else None)
     return ImageReader(fit) if fit else None

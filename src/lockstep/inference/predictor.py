@@ -16,6 +16,7 @@ from lockstep.base.errors import DataError, LockstepError, ModelError
 from lockstep.base.model_contracts import Batch, Forward
 from lockstep.core.numerics.word_tokens import ids_of
 from lockstep.data.collate import collate
+from lockstep.data.preparation import Preparation
 from lockstep.data.processors import FileReader, Processor, reader_of
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.models.objectives._objective import PredictingObjective
@@ -40,6 +41,8 @@ class Predictor:
     device: torch.device
 
     objective: PredictingObjective
+    preparation: Preparation | None = None
+    """Of texts."""
 
     @property
     def is_parallel(self) -> bool:
@@ -51,6 +54,7 @@ class Predictor:
         """The model's inputs; raises DataError for an invalid text, image or sound."""
         if self.tokenizer is not None:
             texts = [_checked_text(each) for each in inputs]
+            texts = self.preparation.texts(texts) if self.preparation else texts
             return self.tokenizer(texts) if texts else []
         assert self.reader is not None
         if any(isinstance(each, str) for each in inputs):
@@ -107,7 +111,7 @@ def predictor(
     Raises ModelError for a model that does not support them, or that takes neither texts nor files.
     """
     forward, device = placed(facts, forward, device=device, dtype=dtype)
-    reader = reader_of(facts.image_shape, processor)
+    reader = reader_of(facts.spec, processor)
     if tokenizer is None and reader is None:
         raise ModelError(
             f"{facts.name} takes {samples_of(facts.modality)}: what can be predicted is images, sounds of "
@@ -121,7 +125,13 @@ def predictor(
     if facts.model["kind"] == "user":
         forward = _with_lock(forward)
     made = Predictor(
-        facts=facts, forward=forward, tokenizer=tokenizer, reader=reader, device=device, objective=facts.learned
+        facts=facts,
+        forward=forward,
+        tokenizer=tokenizer,
+        reader=reader,
+        device=device,
+        objective=facts.learned,
+        preparation=processor if isinstance(processor, Preparation) else None,
     )
     _check(made)
     return made

@@ -18,6 +18,7 @@ from lockstep.core.host.remote_storage import here
 from lockstep.core.numerics.digest import digest as digest_of
 from lockstep.data.data_config import Origin
 from lockstep.data.dataset import open_source
+from lockstep.data.preparation import Preparation
 from lockstep.data.processors import Processor, processor_of
 from lockstep.data.text_tokenizers import TextTokenizer
 from lockstep.inference.export import export_facts, export_reader, export_writer, space
@@ -56,7 +57,8 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
     recipe, checkpoint = run_of(path, overrides)
     export_writer.check(recipe.export)
     data = open_splits(joined(recipe))  # in use, a model reads one document
-    model, facts = _model(recipe, checkpoint, data.train.spec)
+    preparation = {"prepare": data.processor.file.name} if isinstance(data.processor, Preparation) else {}
+    model, facts = _model(recipe, checkpoint, data.train.spec, **preparation)
     if recipe.export.kind != "adapter":
         model = merged(model)
 
@@ -71,10 +73,10 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
         """The tokenizer's files, the user's own code."""
         if data.tokenizer is not None:
             data.tokenizer.save(folder)
-        if data.processor is not None:
-            data.processor.save(folder)
         if recipe.model.code is not None:
             shutil.copy(recipe.model.code, folder)
+        if data.processor is not None:
+            data.processor.save(folder)
 
     target = (to or _not_a_link(recipe.folder / recipe.export.folder)).absolute()
     samples = export_writer.ExportSamples(first=data.first_test_batches(FIRST_BATCHES), all=batches)
@@ -200,7 +202,7 @@ def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -
     return partial(open_predictor, path, device=opened, dtype=dtype)
 
 
-def _model(recipe: Recipe, checkpoint: Path, spec: DataSpec) -> tuple[Model, ExportFacts]:
+def _model(recipe: Recipe, checkpoint: Path, spec: DataSpec, **more: Any) -> tuple[Model, ExportFacts]:
     """The model of a checkpoint, and its facts."""
     model, spec = build.build_model(recipe, spec), with_objective(spec, recipe.model.objective)
     restore_model(model, checkpoint)
@@ -218,6 +220,7 @@ def _model(recipe: Recipe, checkpoint: Path, spec: DataSpec) -> tuple[Model, Exp
         torch_version=str(manifest.numeric.get("torch_version", "")),
         recipe=recipe.model_dump(mode="json"),
         **_about(recipe),
+        **more,
     )
 
 

@@ -57,15 +57,21 @@ class Accumulation:
     def totals(self, all_reduce: AllReduce) -> list[tuple[nn.Parameter, Tensor]]:
         """Each parameter with the sum of its gradients over all shards of all ranks, zeros where no shard used it; the
         local shard of a DTensor."""
-        local = [local_tensor(parameter) for parameter in self.parameters]
+        totals: dict[Tensor, Tensor] = {}
+        for dtype in {p.dtype: None for p in self.parameters}:  # all ranks in this order
+            alike = [p for p in self.parameters if p.dtype == dtype]
+            totals |= zip(alike, self._totals(alike, all_reduce), strict=True)
+        return [(p, totals[p]) for p in self.parameters]
+
+    def _totals(self, parameters: Sequence[Tensor], all_reduce: AllReduce) -> list[Tensor]:
+        """Of parameters of one dtype."""
+        local = [local_tensor(parameter) for parameter in parameters]
         if all_reduce.size == 1:
-            sums = [self.take(parameter, all_reduce.local_nodes[0]) for parameter in self.parameters]
-            totals = [torch.zeros_like(p) if s is None else s for p, s in zip(local, sums, strict=True)]
-        else:
-            slots = [local[0].new_empty(sum(p.numel() for p in local)) for _ in range(all_reduce.max_nodes)]
-            self.fill(self.parameters, [parameter_views(slot, local) for slot in slots])
-            totals = parameter_views(all_reduce.sum(slots), local)
-        return list(zip(self.parameters, totals, strict=True))
+            sums = [self.take(parameter, all_reduce.local_nodes[0]) for parameter in parameters]
+            return [torch.zeros_like(p) if s is None else s for p, s in zip(local, sums, strict=True)]
+        slots = [local[0].new_empty(sum(p.numel() for p in local)) for _ in range(all_reduce.max_nodes)]
+        self.fill(parameters, [parameter_views(slot, local) for slot in slots])
+        return parameter_views(all_reduce.sum(slots), local)
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -100,6 +100,38 @@ def _post_backward_with_zeros(group: Any, post_backward: Callable[[], None]) -> 
     post_backward()
 
 
+def reduce_each_dtype(module: Any) -> None:
+    """Reduce the gradients of each dtype on their own: FSDP gathers parameters of several dtypes together, but reduces
+    only gradients of one. Its TreeReduceScatter is told which. Call it last."""
+    for group in _parameter_groups(module):
+        if len({each.sharded_param.dtype for each in group.fsdp_params}) > 1:
+            group._init_mp_dtypes = partial(_for_each_dtype, group, lambda: None)
+            group.post_backward = partial(_post_backward_of_each_dtype, group, group.post_backward)
+
+
+def _post_backward_of_each_dtype(group: Any, post_backward: Callable[[], None]) -> None:
+    reshards, group.reshard_after_backward = group.reshard_after_backward, False
+    try:
+        _for_each_dtype(group, post_backward)
+    finally:
+        group.reshard_after_backward = reshards
+    if reshards:
+        group.reshard()
+
+
+def _for_each_dtype(group: Any, method: Callable[[], None]) -> None:
+    """Call a method of a group as if it had the parameters of one dtype only, for each dtype."""
+    parameters = group.fsdp_params
+    try:
+        for dtype in dict.fromkeys(each.sharded_param.dtype for each in parameters):
+            group.fsdp_params = [each for each in parameters if each.sharded_param.dtype == dtype]
+            group._reduce_scatter_comm.part = dtype
+            type(group)._init_mp_dtypes(group)
+            method()
+    finally:
+        group.fsdp_params = parameters
+
+
 def mark_waits(module: Any) -> None:
     """Count as exchange where the computation on a GPU waits for FSDP's streams: the collectives are enqueued there
     long before."""

@@ -24,6 +24,7 @@ from lockstep.data.bad_samples import Faults
 from lockstep.data.dataset import spread_evenly
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
+from lockstep.data.preparation import Preparation, needed
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
 from lockstep.launch.elastic import live_notes
 from lockstep.launch.launch_config import LiveLaunchSection
@@ -215,7 +216,7 @@ def start_notes(parts: Components, world: World) -> list[str]:
     if parts.state.step > parts.total_steps:
         what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
         notes.append(f"{what}: there is nothing left to train")
-    notes += parts.model._lockstep_notes + (parts.warm_start.notes if parts.warm_start else ())
+    notes += _unprepared(parts) + parts.model._lockstep_notes + (parts.warm_start.notes if parts.warm_start else ())
     kind, launch = parts.recipe.parallel.kind, parts.recipe.launch
     is_open = isinstance(launch, LiveLaunchSection) and launch.recovery == "auto" and launch.max_restarts > 0
     if world.has_agent and world.size > 1 and is_open and parts.recipe.parallel.state_copies == 1:
@@ -233,6 +234,11 @@ def start_notes(parts: Components, world: World) -> list[str]:
     if parts.recipe.train.loss_is == "batch_wise":
         notes.append(LOSS_IS)
     return notes
+
+
+def _unprepared(parts: Components) -> tuple[str, ...]:
+    message = needed(parts.data.test.spec)
+    return (message,) if message and not isinstance(parts.data.processor, Preparation) else ()
 
 
 def evaluate_source(

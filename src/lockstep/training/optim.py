@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.base import plugins
-from lockstep.base.errors import ConfigError
+from lockstep.base.errors import ConfigError, ModelError, few
 from lockstep.base.name_patterns import matching
 from lockstep.training.learning_rate import SCALE
 from lockstep.training.optim_config import GroupSection, OptimSection
+from lockstep.training.optimizer_memory import give_zero_gradients, refuse_unsaved_memory
 
 CLASSES: dict[str, type[Optimizer]] = {
     name.lower(): found for name, found in vars(torch.optim).items() if isinstance(found, type)
@@ -58,10 +59,15 @@ Rules = Mapping[str, ParameterRule]
 
 def rules_of(config: OptimSection, model: nn.Module) -> Rules:
     """The rules of a model's trained parameters, before a strategy splits them. Raises ConfigError for patterns that
-    match nothing, and where there is nothing to train."""
+    match nothing, and where there is nothing to train; ModelError for complex parameters."""
     parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     if not parameters:
         raise ConfigError("there is nothing to train: the model has no parameters, or all are frozen (model.freeze)")
+    if unreal := [name for name, p in parameters.items() if p.is_complex()]:
+        raise ModelError(
+            f"{few(unreal)}: complex parameters are not trained; keep a real one with a last axis of 2, and use "
+            "torch.view_as_complex(parameter) in forward()"
+        )
     names = [name for name, _ in model.named_parameters()]
     chosen: dict[str, GroupSection] = {}
     for number, group in reversed(list(enumerate(config.groups))):
@@ -202,13 +208,12 @@ def initialise(module: nn.Module, optimizer: Optimizer) -> None:
     """Create the optimizer's state (moments, momentum) of every parameter before the first step.
 
     The first step would leave it out for unused parameters, and the fused SGD on a CPU would leave it uninitialised
-    when that step's fp16 gradients overflow. Raises ConfigError for state that a checkpoint cannot hold.
+    when that step's fp16 gradients overflow. Raises ConfigError for state that a checkpoint would not hold.
     """
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
+    give_zero_gradients(optimizer)
     for part in optimizer.parts if isinstance(optimizer, SeveralOptimizers) else [optimizer]:
         if type(part) not in CLASSES.values() or isinstance(part, torch.optim.SGD):
+            refuse_unsaved_memory(part, _step_without_effect, saves_groups=False)
             _step_without_effect(part)
             continue
         create: Any = part._init_group  # type: ignore[attr-defined]  # each step of a class of torch.optim begins with it

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import ConfigError, ModelError, few
 from lockstep.checkpoint import reader
+from lockstep.training.optimizer_memory import give_zero_gradients, refuse_unsaved_memory
 
 OPTIMIZER = "optimizer."
 """What the names of its tensors begin with: see TrainState.tensors."""
@@ -35,6 +36,7 @@ class ScriptOptimizer:
                 f"what the optimizer or the scheduler remembers cannot be kept in a checkpoint ({first_line}): "
                 "give a function of the step's number instead, schedule=..., or an optimizer with plain numbers"
             ) from None
+        refuse_unsaved_memory(optimizer, lambda copy: copy.step(), saves_groups=True)
 
     def state(self) -> str:
         """For a checkpoint. Raises ModelError where a variable cannot be kept."""
@@ -65,9 +67,7 @@ class ScriptOptimizer:
         that this changes."""
         if not any(name.startswith(OPTIMIZER) for name in reader.contents(folder)):
             return
-        for parameter in self.names:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+        give_zero_gradients(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -1,7 +1,8 @@
 """The global gradient norm, from sums of squares in a fixed order: the same bits however rows are sharded."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
 from types import MappingProxyType
 
 import torch
@@ -74,24 +75,32 @@ def _clamp(values: Tensor, largest: float | None) -> Tensor:
 def row_squares(grads: Sequence[Tensor], touched_rows: Mapping[Tensor, Tensor] = NO_ROWS) -> Tensor:
     """Sum of squares of each row of each gradient, flat [total rows]; a 0-dim gradient is one row.
 
-    `touched_rows`: see Strategy.
+    `touched_rows`: see Strategy. In the widest dtype of all gradients, at least fp32.
     """
     return torch.cat([_row_norms(grad, touched_rows.get(grad)) for grad in grads if grad.numel()]).square()
 
 
-def _row_norms(grad: Tensor, touched: Tensor | None) -> Tensor:
+def _row_norms(grad: Tensor, touched: Tensor | None = None) -> Tensor:
+    dtype = _dtype_of([grad])
     if touched is None:
-        return torch.linalg.vector_norm(grad.contiguous().view(grad.size(0) if grad.ndim else 1, -1), dim=1)
-    norms = grad.new_zeros(len(grad))
-    norms[touched] = torch.linalg.vector_norm(grad[touched], dim=1)
+        rows = grad.contiguous().view(grad.size(0) if grad.ndim else 1, -1)
+        return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    norms = grad.new_zeros(len(grad), dtype=dtype)
+    norms[touched] = torch.linalg.vector_norm(grad[touched], dim=1, dtype=dtype)
     return norms
+
+
+def _dtype_of(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The widest dtype of the tensors, at least fp32."""
+    return reduce(torch.promote_types, (each.dtype for each in tensors if each.numel()), torch.float32)
 
 
 class ShardedNorm(ABC):
     """The global norm of gradients that are sharded over the ranks of a group."""
 
-    def __init__(self, *, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, trained: Mapping[str, Tensor], *, group: dist.ProcessGroup, device: torch.device) -> None:
+        """`trained`: every trained parameter of the whole model, in its order, for shapes and dtypes."""
+        self.group, self.device, self.dtype = group, device, _dtype_of(trained.values())
 
     @abstractmethod
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
@@ -109,33 +118,34 @@ class ShardedNorm(ABC):
 class RowwiseNorm(ShardedNorm):
     """For parameters that are sharded by whole rows: the bits of an unsharded model.
 
-    `num_rows`: of every trained parameter, in the model's order; `first_row`: the first row that this rank holds, for
-    the parameters of which it holds any; the ranks of `group` together hold each row once.
+    `first_row`: the first row that this rank holds, for the parameters of which it holds any; the ranks of `group`
+    together hold each row once.
     """
 
     def __init__(
         self,
-        num_rows: Mapping[str, int],
+        trained: Mapping[str, Tensor],
         first_row: Mapping[str, int],
         *,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        super().__init__(group=group, device=device)
+        super().__init__(trained, group=group, device=device)
         self.offset, self.total = dict(first_row), 0
-        for name, rows in num_rows.items():
+        for name, parameter in trained.items():
             if name in self.offset:
                 self.offset[name] += self.total
-            self.total += rows
+            if parameter.numel():
+                self.total += parameter.size(0) if parameter.ndim else 1
 
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
         """[rows of all parameters]."""
-        table = torch.zeros(self.total, device=self.device)
+        table = torch.zeros(self.total, device=self.device, dtype=self.dtype)
         for name, grad in grads.items():
             if grad.numel():
-                rows = row_squares([grad])
+                rows = _row_norms(grad)
                 table[self.offset[name] : self.offset[name] + len(rows)] = rows
-        return table
+        return table.square_()
 
 
 class SplitNorm(ShardedNorm):
@@ -145,21 +155,22 @@ class SplitNorm(ShardedNorm):
     they are the same on every rank, and every element counts once.
     """
 
-    def __init__(self, split: Collection[str], *, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group=group, device=device)
+    def __init__(
+        self,
+        trained: Mapping[str, Tensor],
+        split: Collection[str],
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        super().__init__(trained, group=group, device=device)
         self.split = frozenset(split)
 
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
         """[ranks, parameters]."""
-        rank, table = self.group.rank(), torch.zeros(self.group.size(), len(grads), device=self.device)
+        rank = self.group.rank()
+        table = torch.zeros(self.group.size(), len(grads), device=self.device, dtype=self.dtype)
         for column, (name, grad) in enumerate(grads.items()):
             if (name in self.split or rank == 0) and grad.numel():
                 table[rank, column] = row_squares([grad]).sum()
         return table
-
-
-def rows_of(parameter: Tensor) -> int:
-    """How many rows a parameter has in the table of `RowwiseNorm`; none where it is empty."""
-    if not parameter.numel():
-        return 0
-    return parameter.size(0) if parameter.ndim else 1

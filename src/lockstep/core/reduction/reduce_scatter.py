@@ -49,6 +49,8 @@ class TreeReduceScatter(ReduceScatter):
 
     rounds: Rounds
     """Set at the start of each step."""
+    part: torch.dtype | None = None
+    """The dtype of the parameters whose gradients come next, where the module has several."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -57,10 +59,10 @@ class TreeReduceScatter(ReduceScatter):
     def reset(self) -> None:
         """Forget a step that has failed, and its process group."""
         vars(self).pop("rounds", None)
-        self.tree: TreeSum | None = None
+        self.trees: dict[torch.dtype | None, TreeSum] = {}
         self.rows: Tensor | None = None
-        self.finished: tuple[Rounds, int] | None = None
-        """The last round for which FSDP has passed gradients."""
+        self.finished: dict[torch.dtype | None, tuple[Rounds, int]] = {}
+        """Of each part, the last round for which FSDP has passed gradients."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The buffer into which FSDP copies gradients."""
@@ -85,32 +87,33 @@ class TreeReduceScatter(ReduceScatter):
         self._enter_round()
         if rows is not None and rows.is_cuda:  # FSDP allocated it on another stream, which may reuse it too early
             rows.record_stream(torch.cuda.current_stream(rows.device))
-        if self.tree is None:
-            self.tree = TreeSum(rounds.all_reduce.present, rounds.all_reduce.local_nodes)
+        if self.part not in self.trees:
+            self.trees[self.part] = TreeSum(rounds.all_reduce.present, rounds.all_reduce.local_nodes)
+        tree = self.trees[self.part]
         for shard, row in zip(rounds.current, output[None].clone() if rows is None else rows, strict=True):
             if shard is not None:
-                self.tree.add((shard, 1), row)
+                tree.add((shard, 1), row)
         self.rows = None
         if rounds.is_last:
             nodes = rounds.all_reduce.local_nodes
-            partials = [partial for node in nodes if (partial := self.tree.take(node)) is not None]
+            partials = [partial for node in nodes if (partial := tree.take(node)) is not None]
             with waiting_in(WAIT):
                 output.copy_(rounds.all_reduce.sum(partials or [torch.zeros_like(output)]))
-            self.tree = None
+            del self.trees[self.part]
         elif rows is not None:  # a row that waits for its sibling would keep all S of them
-            self.tree.partials = {
+            tree.partials = {
                 node: row.clone() if row.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr() else row
-                for node, row in self.tree.partials.items()
+                for node, row in tree.partials.items()
             }
 
     def _enter_round(self) -> None:
         """Raise ModelError when FSDP passes a block's gradients twice in a round: they could not be distinguished."""
-        if self.finished == (self.rounds, self.rounds.number):
+        if self.finished.get(self.part) == (self.rounds, self.rounds.number):
             raise ModelError(
                 f"{self.name or 'the model itself'} runs more than once in a forward pass, and parallel.kind=fsdp "
                 "needs blocks that run once: let blocks() name what is around it instead, or use parallel.kind=ddp"
             )
-        self.finished = self.rounds, self.rounds.number
+        self.finished[self.part] = self.rounds, self.rounds.number
 
 
 class BackendReduceScatter(TreeReduceScatter):

@@ -3,6 +3,7 @@
 from lockstep.base import plugins
 from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError
+from lockstep.data.preparation import preparation_of, with_inputs_known
 from lockstep.data.sources.user import Config
 from lockstep.data.torch_dataset import as_source
 
@@ -15,4 +16,5 @@ def build(config: Config, split: str) -> Source:
     collate = getattr(module, "collate", None)
     is_own = callable(collate) and not str(getattr(collate, "__module__", "")).startswith("lockstep.")
     where = f"the {split} split that source() in {config.file} returned"
-    return as_source(module.source(config.options, split), collate if is_own else None, where)
+    source = as_source(module.source(config.options, split), collate if is_own else None, where)
+    return with_inputs_known(source, preparation_of(config.file))

@@ -11,7 +11,8 @@ from lockstep.data.data_config import StreamSection
 class Config(StreamSection):
     """A Python file with `source(options, split)`, which returns a Source or a torch Dataset.
 
-    `collate(samples)` may join a Dataset's samples (see docs: bring your own data)."""
+    `collate(samples)` may join a Dataset's samples; `prepare(pixels)` may make a sample's image of a file's pixels, or
+    its text of a text, for predictions (see docs: bring your own data)."""
 
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"train": {"epochs": 20, "global_batch": 32, "micro_batch": 8}}
     TEMPLATE: ClassVar[Path | None] = Path(__file__).with_name("_template.py")

@@ -1,5 +1,6 @@
 """Samples of a file, to evaluate a model on; and any sample in readable form."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lockstep.data.data_config import OBJECTIVES, TABLE_SUFFIXES
 from lockstep.data.dataset import Subset
 from lockstep.data.in_memory import Texts
 from lockstep.data.own_files import Found, read_class_folders
+from lockstep.data.preparation import Preparation
 from lockstep.data.processors import FileReader, FileSamples, Processor, reader_of
 from lockstep.data.sources import _files as files
 from lockstep.data.targets import COLUMNS, Targets
@@ -51,7 +53,7 @@ def of_file(
 
     Raises DataError for a modality that the model does not take, for missing columns and unknown labels.
     """
-    is_table, reader = files.is_table(file), reader_of(spec.image_shape, processor)
+    is_table, reader = files.is_table(file), reader_of(spec, processor)
     if is_table and not takes_tokens:
         raise DataError(f"{file} is a table of texts, but the model takes {_expected(spec, reader)}")
     if not is_table and reader is None:
@@ -61,6 +63,8 @@ def of_file(
         found = read_class_folders(file, reader.modality)
     else:
         found = files.read(file, (text_column, label_column), column)
+    if is_table and isinstance(processor, Preparation):
+        found = replace(found, samples=processor.texts(found.samples))
     targets = column.encode(found.labels, spec.labels or spec.numbers, found.place, known_to="the model")
     return FileTexts(found, targets) if is_table or reader is None else FileSamples(found.samples, targets, reader)
 

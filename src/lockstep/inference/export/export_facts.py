@@ -24,7 +24,7 @@ CALIBRATION = "calibration.json"
 PRIVATE_SECTIONS = ("launch", "observe", "export")
 """Sections of a recipe that do not affect the weights, but may hold account names and environment variables."""
 MAX_LABELS = 10**6
-SPEC = ("modality", "labels", "numbers", "objective", "image_shape", "vocabulary", "context")
+SPEC = ("modality", "labels", "numbers", "objective", "image_shape", "prepared", "vocabulary", "context")
 """The fields of DataSpec that belong to a model, and not only to its data."""
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Dimension = Annotated[int, Field(ge=1, le=2**16)]
@@ -121,6 +121,10 @@ class ExportFacts(BaseModel):
     """Names of the numbers that it predicts."""
     objective: Text = AUTO
     image_shape: tuple[Dimension, Dimension, Dimension] | None = None
+    prepared: bool = False
+    """Whether a file's pixels have to pass `prepare` first."""
+    prepare: FileName = ""
+    """The Python file that has it."""
     vocabulary: Annotated[int, Field(ge=1, le=2**31)] | None = None
     """Number of tokens of a language model."""
     context: Annotated[int, Field(ge=1, le=2**31)] | None = None

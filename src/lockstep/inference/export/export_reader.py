@@ -12,6 +12,7 @@ from lockstep.base.model_contracts import Batch, Forward, LossSum, Model, Output
 from lockstep.core.host.pretrained_processors import FeatureExtractor, ImageProcessor, Waves
 from lockstep.data.chat import ChatTokenizer
 from lockstep.data.data_config import NO_PROCESSOR
+from lockstep.data.preparation import preparation_of
 from lockstep.data.processors import Processor
 from lockstep.data.sounds import SoundReader
 from lockstep.data.text_tokenizers import saved_tokenizer
@@ -30,8 +31,9 @@ def code_of(folder: Path, facts: ExportFacts) -> list[trust.Code]:
     with _read_errors(folder):
         program = plugins.find(FORMATS, facts.kind).PROGRAM
         codes = [_program(export_facts.file_in(folder, program), folder)] if program else []
-        own = facts.model.get("file")
-        return [*codes, *(trust.code_with_imports(export_facts.file_in(folder, own)) if own else [])]
+        own = dict.fromkeys(name for name in (facts.model.get("file"), facts.prepare) if name)
+        files = [export_facts.file_in(folder, name) for name in own]
+        return [*codes, *(code for file in files for code in trust.code_with_imports(file))]
 
 
 def _program(file: Path, folder: Path) -> trust.Code:
@@ -66,9 +68,12 @@ def tokenizer_of(folder: Path, facts: ExportFacts) -> Tokenizer | None:
 
 
 def processor_of(folder: Path, facts: ExportFacts) -> Processor | None:
-    """The image processor, or the feature extractor, stored beside the weights, if there is one."""
+    """The image processor, the feature extractor or the user's `prepare`, stored beside the weights, if there is
+    one."""
     data = facts.recipe.get("data", {})
     with _read_errors(folder):
+        if facts.prepare:
+            return preparation_of(export_facts.file_in(folder, facts.prepare))
         if facts.modality == "audio" and "seconds" in data:
             is_none = data["feature_extractor"] == NO_PROCESSOR
             return SoundReader(Waves() if is_none else FeatureExtractor(str(folder)), float(data["seconds"]))

@@ -20,7 +20,7 @@ from lockstep.core.modules.dtensors import LocalParameters, global_offset, local
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.all_reduce import AllReduce
-from lockstep.core.reduction.gradient_norm import RowwiseNorm, gradients, rows_of
+from lockstep.core.reduction.gradient_norm import RowwiseNorm, gradients
 from lockstep.core.reduction.reduce_scatter import BackendReduceScatter, Rounds, TreeReduceScatter
 from lockstep.core.reduction.tree import Shards, contiguous, strided
 from lockstep.parallel.block_uses import block_uses
@@ -30,6 +30,7 @@ from lockstep.parallel.fsdp_units import (
     clone_views,
     forget_pass,
     mark_waits,
+    reduce_each_dtype,
     reduce_unused,
     set_process_group,
     use_multi_grad_hook,
@@ -58,7 +59,6 @@ class FullyShardedDataParallel(Sharded):
         _check_shapes(model)
         return_large_tensors()
         self.mesh = self._open_groups(size)
-        num_rows = {name: rows_of(p) for name, p in model.named_parameters() if p.requires_grad}
         with raise_on_all_ranks():
             uses = block_uses(model, model.blocks(), sample(), device=self.device, context=self.precision.autocast)
         units = [block for block in uses.alone() if block is not model and _shares_no_weights(block, model)]
@@ -72,8 +72,9 @@ class FullyShardedDataParallel(Sharded):
         self.local = {
             n: nn.Parameter(local_tensor(p), requires_grad=p.requires_grad) for n, p in self.parameters.items()
         }
-        first_row = {name: global_offset(self.parameters[name])[0] for name in num_rows}
-        self.sharded_norm = RowwiseNorm(num_rows, first_row, group=self.within, device=self.device)
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        first_row = {name: global_offset(p)[0] for name, p in trained.items()}
+        self.sharded_norm = RowwiseNorm(trained, first_row, group=self.within, device=self.device)
         self._start_passes()
         model._lockstep_initial = None  # frees the recorded operations
         self.module = LocalParameters(model, self.local)
@@ -133,6 +134,7 @@ class FullyShardedDataParallel(Sharded):
                 module.set_force_sum_reduction_for_comms(True)
                 reduce_unused(module)
                 use_multi_grad_hook(module)
+                reduce_each_dtype(module)
                 if self.device.type == "cuda":
                     mark_waits(module)
         return scatters

@@ -23,7 +23,7 @@ from lockstep.core.modules.dtensors import LocalParameters
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.all_reduce import AllReduce
-from lockstep.core.reduction.gradient_norm import RowwiseNorm, rows_of
+from lockstep.core.reduction.gradient_norm import RowwiseNorm
 from lockstep.core.reduction.tree import Shards, contiguous, contiguous_by_rank
 from lockstep.parallel.micro_batches import MicroBatches, WorldLoss
 from lockstep.parallel.module_profile import ModuleProfile, balanced_bounds, profile_modules
@@ -77,16 +77,16 @@ class Pipeline(Sharded):
 
     def _set_stages(self, profile: ModuleProfile, fake: Mapping[str, Tensor]) -> None:
         """Set this rank's stages and parameters. `fake`: the fake tensors of parameters that have no values yet."""
-        num_rows = {name: rows_of(p) for name, p in self.model.named_parameters() if p.requires_grad}
         named = dict(self.model.named_parameters())
+        trained = {name: p for name, p in named.items() if p.requires_grad}
         numbers = range(self.along.rank(), len(self.bounds) - 1, self.along.size())
         self.stages = [self._stage(number, profile) for number in numbers]
         units = {unit for stage in self.stages for unit in range(stage.module.first, stage.module.last)}
         self.local = {name: p for name, p in named.items() if profile.holders[name][0] in units}
         self.parameters = dict(self.local)
         self.buffers = {name for name in self.buffers if profile.modules[name.rpartition(".")[0]] in units}
-        first_row = dict.fromkeys(num_rows.keys() & self.local.keys(), 0)
-        self.sharded_norm = RowwiseNorm(num_rows, first_row, group=self.along, device=self.device)
+        first_row = dict.fromkeys(trained.keys() & self.local.keys(), 0)
+        self.sharded_norm = RowwiseNorm(trained, first_row, group=self.along, device=self.device)
         for name, parameter in named.items():
             if name not in self.local:
                 _free(parameter)

@@ -95,7 +95,8 @@ class TensorParallel(Sharded):
         self.local_of = {parameter: self.local[name] for name, parameter in named.items()}
         self.summed = [self.local[name] for name in named if name in summed and named[name].requires_grad]
         split = [name for name, parameter in named.items() if is_split(parameter)]
-        self.sharded_norm = SplitNorm(split, group=self.within, device=self.device)
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        self.sharded_norm = SplitNorm(trained, split, group=self.within, device=self.device)
         self.passes = MicroBatches(self.model, self.randomness, self.precision)
         self.accumulation = Accumulation(named.values(), self.passes, leaves_last=False)
 
