@@ -131,18 +131,14 @@ def _private_copy(content: bytes, name: str) -> str:
     return str(copy)
 
 
-_FOLDERS: set[Path] = set()
-"""Folders of users' files."""
-
-
 def make_importable(folder: Path) -> None:
     """Let a user's file import modules from its folder, after all installed ones."""
-    if not _FOLDERS:
+    if not trust.FOLDERS:
         sys.path_hooks.insert(0, _finder)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    if folder not in _FOLDERS:
-        _FOLDERS.add(folder)
+    if folder not in trust.FOLDERS:
+        trust.FOLDERS.add(folder)
         for known in filter(_belongs_to_user, list(sys.path_importer_cache)):
             del sys.path_importer_cache[known]
 
@@ -150,7 +146,7 @@ def make_importable(folder: Path) -> None:
 def _belongs_to_user(path: str) -> bool:
     """Whether modules in a folder belong to a user's file, and not to an environment or installed package below it."""
     folder = _owner(path)
-    if folder not in _FOLDERS:
+    if folder not in trust.FOLDERS:
         return False
     inner = Path(path).relative_to(folder).parts
     package = sys.modules.get(inner[0]) if inner else None

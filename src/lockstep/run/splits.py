@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -12,14 +13,17 @@ from lockstep.base import plugins
 from lockstep.base.contracts import Source, Tokenizer
 from lockstep.base.errors import ConfigError, DataError
 from lockstep.base.events import Warned
-from lockstep.base.model_contracts import Batch
+from lockstep.base.model_contracts import Batch, MicroBatch
 from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
+from lockstep.core.modules.module_trace import fingerprint
 from lockstep.core.numerics.digest import digest
+from lockstep.core.numerics.seeds import generators_restored
 from lockstep.data.augment import augmented
 from lockstep.data.bad_samples import Faults
 from lockstep.data.chat import ChatTokenizer, Contents
 from lockstep.data.data_config import StreamSection
 from lockstep.data.dataset import limited, measurable, open_source, packed, stream_of, with_tokens
+from lockstep.data.fingerprint import contents_of, labels_of
 from lockstep.data.loader import Loader
 from lockstep.data.mixture import Joined, Mixture
 from lockstep.data.order import Blocks, Order, StreamOrder
@@ -30,8 +34,9 @@ from lockstep.data.text_tokenizers import TextTokenizer, open_tokenizer
 from lockstep.run.recipe import Recipe
 
 
-def check_stream(stream: Stream, first_samples: Callable[[], Batch]) -> None:
-    """Have each rank read the first samples twice. A collective. Raises DataError on all ranks where they differ."""
+def check_stream(stream: Stream, first_samples: Callable[[], Batch]) -> str:
+    """Have each rank read the first samples twice -> their digest. A collective. Raises DataError on all ranks where
+    they differ."""
     found: list[str] = []
     with raise_on_all_ranks():
         for _ in range(2):
@@ -50,8 +55,13 @@ def check_stream(stream: Stream, first_samples: Callable[[], Batch]) -> None:
         )
         error.is_shared = True
         raise error
+    return found[0]
 
 
+CONTENTS, FULL = "data.contents", "data.contents_full"
+"""Of the numeric recipe: sums over the training samples, see data.fingerprint."""
+MOST_NAMES = 100
+"""Of classes, in the numeric recipe; of more, there is a sum."""
 CHECKED_SAMPLES = 32
 """First samples of a stream that all ranks compare."""
 MANY_SAMPLES = sys.maxsize
@@ -72,6 +82,8 @@ class Splits:
     """How training draws from several sources."""
     blocks: Blocks | None = None
     """How training takes the samples of a stream."""
+    first_samples: dict[str, str] = field(default_factory=dict)
+    """Of a stream that has been checked: CONTENTS, a sum over them."""
 
     @property
     def pad_id(self) -> int:
@@ -79,13 +91,27 @@ class Splits:
         return self.tokenizer.pad_id if self.tokenizer else 0
 
     def numeric(self) -> dict[str, Any]:
-        """What of the samples themselves changes the weights, for the numeric recipe."""
+        """What of the samples themselves changes the weights, for the numeric recipe. Fetches some of them."""
+        facts: dict[str, Any] = {}
+        if labels := self.train.spec.labels:
+            facts = {"data.classes": [*labels] if len(labels) <= MOST_NAMES else fingerprint(labels)}
         if self.blocks is not None:
             samples = None if self.blocks.is_endless else self.blocks.samples
-            return {"data.samples": samples, "data.shuffle_block": self.blocks.size}
+            return facts | self.first_samples | {"data.samples": samples, "data.shuffle_block": self.blocks.size}
         window = {} if self.train.lengths is None else {"data.group_by_length": self.recipe.data.group_by_length}
         sizes = {} if self.mixture is None else {"data.samples_of_sources": list(self.mixture.sizes)}
-        return {"data.samples": len(self.train)} | window | sizes
+        with generators_restored():
+            for name in (CONTENTS, FULL) if self.recipe.data.fingerprint == "full" else (CONTENTS,):
+                if (found := contents_of(self.train, self._single, is_full=name == FULL)) is not None:
+                    facts[name] = found
+        return facts | {"data.samples": len(self.train)} | window | sizes
+
+    def _single(self, source: Source, rows: Iterable[int]) -> Iterator[object]:
+        """Fetch samples one by one, as training does, but for their augmentation; in place of an error, its name."""
+        requests = (ShardRequest(step=-1, shard=0, epoch=-1, indices=(row,)) for row in rows)
+        workers, cpu = self.recipe.data.workers, torch.device("cpu")
+        for found in Loader(source, requests, seed=0, pad_id=self.pad_id, workers=workers, device=cpu).batches:
+            yield found.batch if isinstance(found, MicroBatch) else type(found).__name__
 
     def order(self) -> Order:
         """The order in which training visits the samples."""
@@ -131,7 +157,8 @@ class Splits:
         first = ShardRequest(step=-1, shard=0, epoch=0, indices=tuple(range(CHECKED_SAMPLES)))
         cpu = torch.device("cpu")
         if stream := stream_of(self.train):
-            check_stream(stream, lambda: next(iter(self.training_loader([first], cpu, workers=0))).batch)
+            batch = partial(self.training_loader, [first], cpu, workers=0)
+            self.first_samples[CONTENTS] = check_stream(stream, lambda: next(iter(batch())).batch)
         if stream := stream_of(self.test):
             number = min(CHECKED_SAMPLES, len(self.test))
             check_stream(stream, lambda: next(self.test_batches([range(number)])))
