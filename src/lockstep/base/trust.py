@@ -164,7 +164,7 @@ def _imported_files(folder: Path, package: Path, content: bytes) -> Iterator[Pat
     wanted = {(folder, alias.name) for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
-            base = package.joinpath(*[".."] * (node.level - 1)).resolve() if node.level else folder
+            base = Path(os.path.normpath(package.joinpath(*[".."] * (node.level - 1)))) if node.level else folder
             names = {node.module or "", *(f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names)}
             wanted |= {(base, name) for name in names}
     for base, name in wanted:

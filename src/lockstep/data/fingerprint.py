@@ -49,31 +49,29 @@ def contents_of(source: Source, load: Load, *, is_full: bool) -> str | None:
 
 
 def _parts(source: Source, load: Load, *, is_full: bool) -> Iterator[Any]:
-    if isinstance(source, Augmented | Subset):
-        yield from _parts(source.source, load, is_full=is_full)
-        return
-    if isinstance(source, Joined):
-        for part in source.parts:
+    if isinstance(source, Augmented | Subset | Joined):
+        for part in source.parts if isinstance(source, Joined) else (source.source,):
             yield from _parts(part, load, is_full=is_full)
         return
     count = len(source) if is_full else min(ROWS, len(source))
     rows, labels = EvenRows(count, len(source))[np.arange(count)].tolist(), labels_of(source)
-    if isinstance(source, Windows):
-        yield source.tokens.sums
-    elif labels is None:
-        yield source.sums if isinstance(source, Tokens) else None
+    tokens = source.tokens if isinstance(source, Windows) else source
+    yield labels
+    yield tokens.sums if isinstance(tokens, Tokens) else _held(source, rows)
+    if labels is None and not isinstance(source, Windows):
         yield _fetched(source, rows, load)
-    else:
-        yield labels
-        if isinstance(source, Tokens):
-            yield source.sums
-        elif isinstance(source, Images):
-            yield source.images
-        elif isinstance(source, Texts):
-            yield source.texts if isinstance(source.texts, list) else [source.texts[row] for row in rows]
-        elif isinstance(source, FileSamples):
-            yield np.array([path.stat().st_size if path.exists() else -1 for path in source.paths])
-            yield [storage.sha256(path) if (path := source.paths[row]).is_file() else None for row in rows]
+
+
+def _held(source: Source, rows: list[int]) -> Any:
+    """What is known of samples without fetching them."""
+    if isinstance(source, Images):
+        return source.images
+    if isinstance(source, Texts):
+        return source.texts if isinstance(source.texts, list) else [source.texts[row] for row in rows]
+    if isinstance(source, FileSamples):
+        sizes = np.array([path.stat().st_size if path.exists() else -1 for path in source.paths])
+        return [sizes, [storage.sha256(path) if (path := source.paths[row]).is_file() else None for row in rows]]
+    return None
 
 
 def _fetched(source: Source, rows: list[int], load: Load) -> str:

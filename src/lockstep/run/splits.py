@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 
 from lockstep.base import plugins
@@ -21,7 +22,7 @@ from lockstep.core.numerics.seeds import generators_restored
 from lockstep.data.augment import augmented
 from lockstep.data.bad_samples import Faults
 from lockstep.data.chat import ChatTokenizer, Contents
-from lockstep.data.data_config import StreamSection
+from lockstep.data.data_config import OwnFilesSection, StreamSection
 from lockstep.data.dataset import limited, measurable, open_source, packed, stream_of, with_tokens
 from lockstep.data.fingerprint import contents_of, labels_of
 from lockstep.data.loader import Loader
@@ -249,8 +250,24 @@ def _packing_tokenizer(section: Any, train: Source) -> TextTokenizer:
 def prepare_splits(recipe: Recipe, publish: Callable[[object], None]) -> Splits:
     """Download and tokenize what is missing, publishing progress, and verify what was there already."""
     splits = open_splits(recipe, publish=publish, is_checked=True)
-    labels = splits.train.spec.labels
-    if len(labels) == 1:
-        message = f"all training samples are of one class, {labels[0]!r}: a model learns nothing from them"
+    names, found = splits.train.spec.labels, labels_of(splits.train)
+    is_class = found is not None and found.ndim == 1 and found.dtype.kind == "i"
+    used = np.unique(cast(np.ndarray, found)).tolist() if is_class else range(len(names))
+    if len(names) >= len(used) == 1:
+        message = f"all training samples are of one class, {names[used[0]]!r}: a model learns nothing from them"
+        if is_class and recipe.model.code is None:  # a model of the user's may learn something else than classes
+            raise DataError(f"{message}; name data with more classes{_below(recipe.data, names[0])}")
         publish(Warned(message=message))
+    by_case: dict[str, str] = {}
+    for name in names:
+        if (other := by_case.setdefault(name.casefold(), name)) != name:
+            publish(Warned(message=f"{other!r} and {name!r} are two classes, which differ only in case"))
     return splits
+
+
+def _below(data: Any, name: str) -> str:
+    """What to set where a folder of class folders lies in another one."""
+    only = data.train / name if isinstance(data, OwnFilesSection) else None
+    if only is None or not only.is_dir() or not any(each.is_dir() for each in only.iterdir()):
+        return ""
+    return f", such as those in the folders of {only}: data.train={only}"
