@@ -83,7 +83,7 @@ def read_class_folders(path: Path, modality: str) -> Found:
         samples=samples,
         labels=labels,
         place=lambda n: str(samples[n]),
-        remarks=(f"{path}: left out are {remark}",) if remark else (),
+        remarks=(f"{path}: left out: {remark}",) if remark else (),
         empty=f"{path / empty[0]} holds none of the {what} that are read ({suffixes}): add some, or move it elsewhere"
         if empty
         else "",
@@ -103,9 +103,9 @@ def _left_out(path: Path, modality: str) -> str:
         elif above and not _is_foreign(name) and name.lower() not in SYSTEM_FILES and file.is_file():
             others[file.suffix.lower() or "no suffix"] += 1
     found = [f"hidden and system folders ({', '.join(sorted(folders))})"] if folders else []
-    found += [f"{others.total():,} files of other kinds ({', '.join(sorted(others))})"] if others else []
+    found += [f"{others.total():,} of other kinds ({', '.join(sorted(others))})"] if others else []
     found += [f"{outside:,} {samples_of(modality)} in no folder of a class"] if outside else []
-    return ", ".join(found)
+    return "; ".join(found)
 
 
 @dataclass(frozen=True, kw_only=True)
