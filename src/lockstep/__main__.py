@@ -1,6 +1,7 @@
 """The command `lockstep`, also as `python -m lockstep`; handles Ctrl-C before it imports anything slow."""
 
 import os
+import sys
 
 from lockstep.base import closed_output, ctrl_c, loading_line
 
@@ -16,4 +17,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working folder, whose modules are none of a model's: as where `lockstep` is a script
     main()

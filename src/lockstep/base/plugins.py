@@ -131,18 +131,36 @@ def _private_copy(content: bytes, name: str) -> str:
     return str(copy)
 
 
-_FOLDERS: set[Path] = set()
-"""Folders of users' files."""
+_APPENDED: set[str] = set()
+"""Folders of users' files in sys.path, the one of the latest file first."""
+
+
+def _forget_namesakes(folder: Path) -> None:
+    """Have a file import the modules of its own folder, where another one, or the same one before it was replaced, has
+    imported others of their names."""
+    stale = set()
+    for name, module in list(sys.modules.items()):
+        loader = getattr(module, "__loader__", None)
+        if isinstance(loader, UserCode) and getattr(module, CODE, None) is None:
+            own = folder / Path(loader.path).relative_to(_owner(loader.path))
+            if own.is_file() and own.read_bytes() != loader.source:
+                stale.add(name.partition(".")[0])
+    for name in [name for name in sys.modules if name.partition(".")[0] in stale]:
+        del sys.modules[name]
 
 
 def make_importable(folder: Path) -> None:
     """Let a user's file import modules from its folder, after all installed ones."""
-    if not _FOLDERS:
+    if not trust.FOLDERS:
         sys.path_hooks.insert(0, _finder)
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    if folder not in _FOLDERS:
-        _FOLDERS.add(folder)
+    if str(folder) in _APPENDED or str(folder) not in sys.path:
+        _forget_namesakes(folder)
+        sys.path[:] = [entry for entry in sys.path if entry != str(folder)]
+        place = next((n for n, entry in enumerate(sys.path) if entry in _APPENDED), len(sys.path))
+        sys.path.insert(place, str(folder))
+        _APPENDED.add(str(folder))
+    if folder not in trust.FOLDERS:
+        trust.FOLDERS.add(folder)
         for known in filter(_belongs_to_user, list(sys.path_importer_cache)):
             del sys.path_importer_cache[known]
 
@@ -150,7 +168,7 @@ def make_importable(folder: Path) -> None:
 def _belongs_to_user(path: str) -> bool:
     """Whether modules in a folder belong to a user's file, and not to an environment or installed package below it."""
     folder = _owner(path)
-    if folder not in _FOLDERS:
+    if folder not in trust.FOLDERS:
         return False
     inner = Path(path).relative_to(folder).parts
     package = sys.modules.get(inner[0]) if inner else None

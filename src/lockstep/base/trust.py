@@ -57,6 +57,8 @@ class _ProcessState:
 
 
 _state = _ProcessState()
+FOLDERS: set[Path] = set()
+"""Folders of users' files that this process has imported, from which these import others."""
 
 
 def accept(arguments: Sequence[str]) -> None:
@@ -162,18 +164,25 @@ def _imported_files(folder: Path, package: Path, content: bytes) -> Iterator[Pat
     wanted = {(folder, alias.name) for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
-            base = package.joinpath(*[".."] * (node.level - 1)).resolve() if node.level else folder
+            base = Path(os.path.normpath(package.joinpath(*[".."] * (node.level - 1)))) if node.level else folder
             names = {node.module or "", *(f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names)}
             wanted |= {(base, name) for name in names}
     for base, name in wanted:
         parts = name.split(".")
-        is_installed = parts[0] in sys.stdlib_module_names or parts[0] in sys.modules
-        if base == folder and is_installed:  # the folder is searched last
+        if base == folder and _is_installed(parts[0], folder):  # the folder is searched last
             continue
         for depth in range(1, len(parts) + 1):
             module = base.joinpath(*parts[:depth])
             yield module / "__init__.py"
             yield from (module.with_name(f"{module.name}{suffix}") for suffix in MODULES if module.name)
+
+
+def _is_installed(name: str, folder: Path) -> bool:
+    """Whether an import of this name, by a user's file in a folder, finds a module that is no user's."""
+    module, own = sys.modules.get(name), {folder, *FOLDERS}
+    origins = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+    is_own = any(Path(origin).is_relative_to(each) for origin in origins for each in own)
+    return name in sys.stdlib_module_names or (module is not None and not is_own)
 
 
 def _ask(codes: Sequence[Code]) -> bool:

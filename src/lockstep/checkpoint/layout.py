@@ -85,6 +85,18 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
+def described(name: str, before: Any, now: Any) -> str:
+    """A line on a field of two numeric recipes that differs."""
+    if name.startswith("data.contents"):
+        return f"{name}: the training samples, their labels or their order have changed"
+    if name.endswith("_sha256"):
+        return f"{name.removesuffix('_sha256')}: the code in this file has changed"
+    if name.endswith("_imports") and isinstance(before, dict) and isinstance(now, dict):
+        files = ", ".join(file for file, _, _ in differences(before, now))
+        return f"{name.removesuffix('_imports')}: what this file imports has changed ({files})"
+    return f"{name}: {before!r} in the checkpoint, {now!r} now"
+
+
 def folder_of(root: Path, step: int) -> Path:
     """The folder of a step's checkpoint: step-000000123."""
     return root / f"step-{step:09}"

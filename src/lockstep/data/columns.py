@@ -1,6 +1,7 @@
 """Check text and label columns, map texts into memory, turn labels into class names and indices."""
 
 import math
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -56,13 +57,26 @@ def labels_of(values: Iterable[Any], place: Place) -> list[str]:
 
 
 def names_of(labels: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct labels, in numeric order if all are finite numbers, else in alphabetic order."""
-    names = sorted(set(labels))
+    """Return the distinct labels, in numeric order if all are finite numbers, else in alphabetic order. Raises
+    DataError for two that would be the same class but for how they are written."""
+    names, known = sorted(set(labels)), dict[object, str]()
+    for name in names:
+        if (other := known.setdefault(_meant(name), name)) != name:
+            what = "white space, accents or the form of a number"
+            raise DataError(f"the labels {other!r} and {name!r} differ in nothing but {what}: write them alike")
     with suppress(ValueError):
         numbers = {name: float(name) for name in names}
         if all(map(math.isfinite, numbers.values())):
             names.sort(key=numbers.__getitem__)  # stable: equal numbers stay in alphabetic order
     return tuple(names)
+
+
+def _meant(name: str) -> object:
+    """Equal for labels that differ in white space, in how an accent is encoded, or in the form of a number alone."""
+    with suppress(ValueError):
+        if math.isfinite(number := float(name)):
+            return number
+    return " ".join(unicodedata.normalize("NFC", name).split())
 
 
 def positions(labels: Sequence[str], names: Sequence[str], place: Place, *, known_to: str = "") -> np.ndarray:

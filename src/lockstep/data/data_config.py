@@ -79,7 +79,9 @@ class DataSection(PluginSection):
     MODALITY: ClassVar[str] = "any"
     OBJECTIVE: ClassVar[str] = "auto"
     """See `modality` and `objective`."""
-    incidental: ClassVar[frozenset[str]] = frozenset({"root", "workers", "cache", "augment", "group_by_length"})
+    incidental: ClassVar[frozenset[str]] = frozenset(
+        {"root", "workers", "cache", "augment", "group_by_length", "fingerprint"}
+    )
 
     limit: int | None = Field(None, ge=1, le=1000 * MANY)
     """Use only this many training samples, spread evenly over the file, for a quick try; the test split stays whole."""
@@ -100,6 +102,11 @@ class DataSection(PluginSection):
     number of processes. The run warns of each, and lists them in summary.json."""
     cache: LocalPath = platformdirs.user_cache_path("lockstep")
     """Cache folder, for tokens for example; may be deleted at any time."""
+
+    fingerprint: Literal["sample", "full"] = "sample"
+    """What a resume compares of the training samples, to refuse data that has changed: sample, all that are in memory
+    or tokenized and 64 of others, spread evenly, such as those of a file of your own; full, all: each is read at the
+    start."""
 
     @property
     def skips(self) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.base import plugins
 from lockstep.base.contracts import Columns, Source, Tokenizer
 from lockstep.base.errors import DataError
-from lockstep.base.events import Preparing
+from lockstep.base.events import Preparing, Warned
 from lockstep.base.remote_path import RemotePath
 from lockstep.core.host import remote_storage
 from lockstep.data.augment import Augmented
@@ -82,6 +82,8 @@ def open_source(section: DataSection, split: str, *, publish: Callable[[object],
             f"the {split} split of data.kind={section.kind} holds no sample: check the paths, columns and options that "
             "`data` names"
         )
+    for remark in getattr(source, "remarks", ()):
+        publish(Warned(message=remark))
     return limited(source, section, split) if not section.PACKS else source
 
 

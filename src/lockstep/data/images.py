@@ -181,6 +181,8 @@ def open_image(file: ImageFile, where: str, formats: tuple[str, ...] | None = No
                 raise TooLarge(f"{where} has {opened.width} x {opened.height} pixels, more than {MAX_PIXELS:,}")
             image = ImageOps.exif_transpose(opened)
             image.load()
+            if image.mode == "F" or (image.mode == "I" and opened.format != "PNG"):
+                raise ValueError("its numbers have 32 bits and no known scale: save it with 8 or 16 bits")
     except Image.DecompressionBombError as error:
         raise TooLarge(f"{where} has more than {MAX_PIXELS:,} pixels") from error
     except (OSError, SyntaxError, ValueError) as error:

@@ -15,6 +15,8 @@ class Images:
     `unreadable`: index -> reason of the images that could not be decoded."""
 
     lengths: np.ndarray | None = None
+    remarks: tuple[str, ...] = ()
+    """On what was left out, for the user."""
 
     def __init__(
         self,

@@ -84,6 +84,7 @@ class Joined:
     def __init__(self, parts: Sequence[Source], names: Sequence[str]) -> None:
         """Raises DataError where `parts` differ in what a model is told of them; `names` are theirs."""
         self.parts, self.names, self.spec = parts, names, parts[0].spec
+        self.remarks = tuple(remark for part in parts for remark in getattr(part, "remarks", ()))
         for part, name in zip(parts[1:], names[1:], strict=True):
             _check_alike((self.spec, names[0]), (part.spec, name))
         self.sizes = tuple(map(len, parts))

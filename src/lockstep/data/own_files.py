@@ -1,5 +1,6 @@
 """The user's own files: folders with a folder for each class, and the part that is held out."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,18 @@ from lockstep.data.data_config import OwnFilesSection
 from lockstep.data.order import mix
 from lockstep.data.targets import LabelColumn, Targets
 
-SUFFIXES = {"image": (".png", ".jpg", ".jpeg", ".bmp", ".webp"), "audio": (".wav", ".flac", ".ogg", ".mp3")}
+SUFFIXES = {
+    "image": (
+        *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".dib", ".webp", ".gif", ".tif", ".tiff"),
+        *(".ppm", ".pgm", ".pbm", ".pnm", ".tga", ".jp2", ".avif"),
+    ),
+    "audio": (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3"),
+}
 """Of the files of a modality."""
+SYSTEM = {"__macosx", "__pycache__", "@eadir", "lost+found", "$recycle.bin", "system volume information"}
+SYSTEM_FILES = {"thumbs.db", "desktop.ini", "icon\r"}
+"""Names, in lower case, of what systems and programs put into folders, besides hidden files."""
+SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
 EXAMPLES = {"image": ("cat", "1.png"), "audio": ("bark", "1.wav")}
 """A class and a file."""
 
@@ -28,29 +39,73 @@ class Found:
     samples: Sequence[Any]
     labels: list[Any]
     place: Place
+    remarks: tuple[str, ...] = ()
+    """What was left out."""
+    empty: str = ""
+    """Why it cannot be learned from: it has a class without a sample."""
+
+
+def _is_foreign(name: str) -> bool:
+    return name.startswith(".") or name.lower() in SYSTEM
 
 
 def files_below(folder: Path, modality: str) -> Iterator[Path]:
-    """The files of a modality, at any depth, in no particular order."""
+    """The files of a modality, at any depth, in no particular order, without those in hidden and system folders."""
     for file in folder.rglob("*"):
-        if file.suffix.lower() in SUFFIXES[modality] and not file.name.startswith("."):
+        if file.suffix.lower() in SUFFIXES[modality] and not any(map(_is_foreign, file.relative_to(folder).parts)):
             yield file
 
 
 def read_class_folders(path: Path, modality: str) -> Found:
     """The files of a folder of class folders, and their classes, in the order of their paths, independent of the file
-    system's. Raises DataError where there are none."""
-    classes = [folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
-    files = sorted((file.relative_to(path).parts, file) for folder in classes for file in files_below(folder, modality))
+    system's. Raises DataError where there are none, and where the folders are splits."""
+    classes = sorted(each.name for each in path.iterdir() if each.is_dir() and not _is_foreign(each.name))
+    splits = sorted((name for name in classes if name.lower() in SPLITS), key=lambda name: not name.startswith("tr"))
+    if len(splits) > 1:
+        raise DataError(
+            f"{path} holds the folders {' and '.join(splits)}, which are splits and no classes: set "
+            f"data.train={path / splits[0]} and data.test={path / splits[1]}"
+        )
+    files = sorted(
+        (file.relative_to(path).parts, file) for name in classes for file in files_below(path / name, modality)
+    )
+    what, suffixes = samples_of(modality), ", ".join(SUFFIXES[modality])
     if not files:
-        what, example = samples_of(modality), path.joinpath(*EXAMPLES[modality])
+        example = path.joinpath(*EXAMPLES[modality])
         raise DataError(
             f"{path} has no {what} in folders: put those of each class into a folder with the name of the "
-            f"class, such as {example} ({', '.join(SUFFIXES[modality])})"
+            f"class, such as {example} ({suffixes})"
         )
-    samples = [file for _, file in files]
+    samples, labels = [file for _, file in files], [parts[0] for parts, _ in files]
     storage.require_inside(samples, path)
-    return Found(samples=samples, labels=[parts[0] for parts, _ in files], place=lambda n: str(samples[n]))
+    remark, empty = _left_out(path, modality), sorted({*classes} - {*labels})
+    return Found(
+        samples=samples,
+        labels=labels,
+        place=lambda n: str(samples[n]),
+        remarks=(f"{path}: left out: {remark}",) if remark else (),
+        empty=f"{path / empty[0]} holds none of the {what} that are read ({suffixes}): add some, or move it elsewhere"
+        if empty
+        else "",
+    )
+
+
+def _left_out(path: Path, modality: str) -> str:
+    """What of a folder of class folders is not read, in words."""
+    folders, others, outside = set[str](), Counter[str](), 0
+    for file in path.rglob("*"):
+        *above, name = file.relative_to(path).parts
+        is_wanted = file.suffix.lower() in SUFFIXES[modality]
+        if foreign := next(filter(_is_foreign, above), None):
+            folders |= {foreign} if is_wanted else set()
+        elif is_wanted:
+            outside += not above and not _is_foreign(name)
+        elif above and not _is_foreign(name) and name.lower() not in SYSTEM_FILES and file.is_file():
+            others[file.suffix.lower() or "no suffix"] += 1
+    found = [f"hidden and system folders ({', '.join(sorted(folders))})"] if folders else []
+    found += [f"{others.total():,} of other kinds ({', '.join(sorted(others))})"] if others else []
+    found += [f"{outside:,} {samples_of(modality)} in no folder of a class"] if outside else []
+    return "; ".join(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +116,15 @@ class OwnSplit:
     targets: Targets
     train: Found
     """What training and test split were read from, or the training split alone."""
+    remarks: tuple[str, ...] = ()
 
 
 def split_of(section: OwnFilesSection, split: str, *, column: LabelColumn, read: Callable[[Path], Found]) -> OwnSplit:
     """The "train" or "test" split: data.test, or what is held out of data.train. The classes are those of `train`.
     Raises DataError."""
     train = _checked(section.train, read)
+    if train.empty:
+        raise DataError(train.empty)
     names = column.names(train.labels, section.table_columns[1])
     if section.test is None:
         data, rows = train, _split_rows(len(train.samples), section.test_fraction, split)
@@ -77,7 +135,8 @@ def split_of(section: OwnFilesSection, split: str, *, column: LabelColumn, read:
     targets = replace(targets, values=targets.values[rows])
     mapped = data.samples if isinstance(data.samples, MappedTexts) else None
     samples = [data.samples[row] for row in rows] if mapped is None else mapped[rows]
-    return OwnSplit(samples=samples, targets=targets, train=train)
+    is_told = split == "train" or section.test is not None
+    return OwnSplit(samples=samples, targets=targets, train=train, remarks=data.remarks if is_told else ())
 
 
 def _checked(path: Path, read: Callable[[Path], Found]) -> Found:

@@ -56,7 +56,8 @@ class Windows:
         self, tokens: Tokens, token_bytes: np.ndarray, *, context: int, starts: np.ndarray | None = None
     ) -> None:
         """`starts`: of documents that are kept apart. Raises DataError for fewer tokens than one sample takes."""
-        self.ids, self.token_bytes, self.context, self.starts = tokens.ids, token_bytes, context, starts
+        self.tokens, self.token_bytes, self.context, self.starts = tokens, token_bytes, context, starts
+        self.ids = tokens.ids
         self.spec = DataSpec(
             modality="tokens", vocabulary=len(token_bytes), context=context, documents=starts is not None
         )

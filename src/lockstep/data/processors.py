@@ -50,6 +50,9 @@ class FileReader(Protocol):
 class FileSamples:
     """Files, opened on access, and their targets."""
 
+    remarks: tuple[str, ...] = ()
+    """On what was left out, for the user."""
+
     def __init__(self, paths: Sequence[Path], targets: Targets, reader: FileReader, *, skips: bool = False) -> None:
         self.paths, self.reader, self.labels = paths, reader, targets.values
         self.lengths = reader.lengths(paths, skips=skips)

@@ -41,6 +41,11 @@ class Tokens:
         self.lengths = np.diff(self.offsets)
         self.ids = np.load(folder / "ids.npy", mmap_mode="r") if self.offsets[-1] else np.empty(0, np.int32)
 
+    @property
+    def sums(self) -> Any:
+        """File name -> size and sha256, of all tokens."""
+        return storage.read_json(self.folder / "manifest.json")
+
     def __len__(self) -> int:
         return len(self.lengths)
 

@@ -1,6 +1,7 @@
 """The config of a whole run as one frozen, validated model."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator
 
-from lockstep.base import config, plugins, storage
+from lockstep.base import config, plugins, trust
 from lockstep.base.config import Complaint, Kind, LocalPath, Section
 from lockstep.base.contracts import samples_of
 from lockstep.base.errors import ConfigError, nearest
@@ -287,7 +288,9 @@ def numeric_recipe(recipe: Recipe, facts: dict[str, Any], *, processes: int = 1)
         ("schedule.file", recipe.schedule.file),
     ):
         if file is not None and file.is_file():
-            numeric[f"{setting}_sha256"] = storage.sha256(file)
+            codes = {os.path.relpath(code.name, file.parent): code.digest for code in trust.code_with_imports(file)}
+            numeric[f"{setting}_sha256"] = codes.pop(file.name)
+            numeric[f"{setting}_imports"] = codes
     return numeric | facts
 
 

@@ -2,24 +2,29 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 
 from lockstep.base import plugins
 from lockstep.base.contracts import Source, Tokenizer
 from lockstep.base.errors import ConfigError, DataError
 from lockstep.base.events import Warned
-from lockstep.base.model_contracts import Batch
+from lockstep.base.model_contracts import Batch, MicroBatch
 from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
+from lockstep.core.modules.module_trace import fingerprint
 from lockstep.core.numerics.digest import digest
+from lockstep.core.numerics.seeds import generators_restored
 from lockstep.data.augment import augmented
 from lockstep.data.bad_samples import Faults
 from lockstep.data.chat import ChatTokenizer, Contents
-from lockstep.data.data_config import StreamSection
+from lockstep.data.data_config import OwnFilesSection, StreamSection
 from lockstep.data.dataset import limited, measurable, open_source, packed, stream_of, with_tokens
+from lockstep.data.fingerprint import contents_of, labels_of
 from lockstep.data.loader import Loader
 from lockstep.data.mixture import Joined, Mixture
 from lockstep.data.order import Blocks, Order, StreamOrder
@@ -30,8 +35,9 @@ from lockstep.data.text_tokenizers import TextTokenizer, open_tokenizer
 from lockstep.run.recipe import Recipe
 
 
-def check_stream(stream: Stream, first_samples: Callable[[], Batch]) -> None:
-    """Have each rank read the first samples twice. A collective. Raises DataError on all ranks where they differ."""
+def check_stream(stream: Stream, first_samples: Callable[[], Batch]) -> str:
+    """Have each rank read the first samples twice -> their digest. A collective. Raises DataError on all ranks where
+    they differ."""
     found: list[str] = []
     with raise_on_all_ranks():
         for _ in range(2):
@@ -50,8 +56,13 @@ def check_stream(stream: Stream, first_samples: Callable[[], Batch]) -> None:
         )
         error.is_shared = True
         raise error
+    return found[0]
 
 
+CONTENTS, FULL = "data.contents", "data.contents_full"
+"""Of the numeric recipe: sums over the training samples, see data.fingerprint."""
+MOST_NAMES = 100
+"""Of classes, in the numeric recipe; of more, there is a sum."""
 CHECKED_SAMPLES = 32
 """First samples of a stream that all ranks compare."""
 MANY_SAMPLES = sys.maxsize
@@ -72,6 +83,8 @@ class Splits:
     """How training draws from several sources."""
     blocks: Blocks | None = None
     """How training takes the samples of a stream."""
+    first_samples: dict[str, str] = field(default_factory=dict)
+    """Of a stream that has been checked: CONTENTS, a sum over them."""
 
     @property
     def pad_id(self) -> int:
@@ -79,13 +92,27 @@ class Splits:
         return self.tokenizer.pad_id if self.tokenizer else 0
 
     def numeric(self) -> dict[str, Any]:
-        """What of the samples themselves changes the weights, for the numeric recipe."""
+        """What of the samples themselves changes the weights, for the numeric recipe. Fetches some of them."""
+        facts: dict[str, Any] = {}
+        if labels := self.train.spec.labels:
+            facts = {"data.classes": [*labels] if len(labels) <= MOST_NAMES else fingerprint(labels)}
         if self.blocks is not None:
             samples = None if self.blocks.is_endless else self.blocks.samples
-            return {"data.samples": samples, "data.shuffle_block": self.blocks.size}
+            return facts | self.first_samples | {"data.samples": samples, "data.shuffle_block": self.blocks.size}
         window = {} if self.train.lengths is None else {"data.group_by_length": self.recipe.data.group_by_length}
         sizes = {} if self.mixture is None else {"data.samples_of_sources": list(self.mixture.sizes)}
-        return {"data.samples": len(self.train)} | window | sizes
+        with generators_restored():
+            for name in (CONTENTS, FULL) if self.recipe.data.fingerprint == "full" else (CONTENTS,):
+                if (found := contents_of(self.train, self._single, is_full=name == FULL)) is not None:
+                    facts[name] = found
+        return facts | {"data.samples": len(self.train)} | window | sizes
+
+    def _single(self, source: Source, rows: Iterable[int]) -> Iterator[object]:
+        """Fetch samples one by one, as training does, but for their augmentation; in place of an error, its name."""
+        requests = (ShardRequest(step=-1, shard=0, epoch=-1, indices=(row,)) for row in rows)
+        workers, cpu = self.recipe.data.workers, torch.device("cpu")
+        for found in Loader(source, requests, seed=0, pad_id=self.pad_id, workers=workers, device=cpu).batches:
+            yield found.batch if isinstance(found, MicroBatch) else type(found).__name__
 
     def order(self) -> Order:
         """The order in which training visits the samples."""
@@ -131,7 +158,8 @@ class Splits:
         first = ShardRequest(step=-1, shard=0, epoch=0, indices=tuple(range(CHECKED_SAMPLES)))
         cpu = torch.device("cpu")
         if stream := stream_of(self.train):
-            check_stream(stream, lambda: next(iter(self.training_loader([first], cpu, workers=0))).batch)
+            batch = partial(self.training_loader, [first], cpu, workers=0)
+            self.first_samples[CONTENTS] = check_stream(stream, lambda: next(iter(batch())).batch)
         if stream := stream_of(self.test):
             number = min(CHECKED_SAMPLES, len(self.test))
             check_stream(stream, lambda: next(self.test_batches([range(number)])))
@@ -222,8 +250,24 @@ def _packing_tokenizer(section: Any, train: Source) -> TextTokenizer:
 def prepare_splits(recipe: Recipe, publish: Callable[[object], None]) -> Splits:
     """Download and tokenize what is missing, publishing progress, and verify what was there already."""
     splits = open_splits(recipe, publish=publish, is_checked=True)
-    labels = splits.train.spec.labels
-    if len(labels) == 1:
-        message = f"all training samples are of one class, {labels[0]!r}: a model learns nothing from them"
+    names, found = splits.train.spec.labels, labels_of(splits.train)
+    is_class = found is not None and found.ndim == 1 and found.dtype.kind == "i"
+    used = np.unique(cast(np.ndarray, found)).tolist() if is_class else range(len(names))
+    if len(names) >= len(used) == 1:
+        message = f"all training samples are of one class, {names[used[0]]!r}: a model learns nothing from them"
+        if is_class and recipe.model.code is None:  # a model of the user's may learn something else than classes
+            raise DataError(f"{message}; name data with more classes{_below(recipe.data, names[0])}")
         publish(Warned(message=message))
+    by_case: dict[str, str] = {}
+    for name in names:
+        if (other := by_case.setdefault(name.casefold(), name)) != name:
+            publish(Warned(message=f"{other!r} and {name!r} are two classes, which differ only in case"))
     return splits
+
+
+def _below(data: Any, name: str) -> str:
+    """What to set where a folder of class folders lies in another one."""
+    only = data.train / name if isinstance(data, OwnFilesSection) else None
+    if only is None or not only.is_dir() or not any(each.is_dir() for each in only.iterdir()):
+        return ""
+    return f", such as those in the folders of {only}: data.train={only}"

@@ -1,5 +1,6 @@
 """Resume a run: choose a checkpoint, check that it fits the config, load it."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -14,6 +15,10 @@ from lockstep.checkpoint import layout, reader, verify
 from lockstep.checkpoint.layout import Count
 from lockstep.core.distributed.collectives import broadcast_object, raise_on_all_ranks
 from lockstep.training.state import BestSoFar, TrainState
+
+SUMS = re.compile(r"data\.(contents|contents_full|classes)|.*_imports")
+"""Fields of the numeric recipe that are compared where both have them: a checkpoint of an earlier version lacks them,
+and so does one of another data.fingerprint."""
 
 
 class _Strict(BaseModel):
@@ -190,7 +195,8 @@ def _drift(
     known = layout.read_manifest(folder).numeric
     differing = layout.differences(known, numeric.values)
     drift = [each for each in differing if each[0] in known or each[0] not in numeric.unset]
-    lines = [f"{name}: {before!r} in the checkpoint, {now!r} now" for name, before, now in drift]
+    drift = [each for each in drift if None not in each[1:] or not SUMS.fullmatch(each[0])]
+    lines = [layout.described(*each) for each in drift]
     with raise_on_all_ranks():
         if drift and not allow_drift:
             listing = "\n  ".join(lines)

@@ -27,13 +27,16 @@ def fingerprint(value: Any) -> str:
 
 
 def _feed(sha: Any, value: Any) -> None:
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        value = value.tolist()
     if isinstance(value, Tensor):
         plain = value.detach()
         plain = (plain.to_dense() if plain.layout != torch.strided else plain).cpu().contiguous()
         sha.update(f"{plain.dtype} {tuple(plain.shape)} ".encode())
         sha.update(bytes_of(plain.resolve_conj().resolve_neg()))
     elif isinstance(value, np.ndarray):
-        sha.update(f"{value.dtype} {value.shape} ".encode() + np.ascontiguousarray(value).tobytes())
+        sha.update(f"{value.dtype} {value.shape} ".encode())
+        sha.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
     elif isinstance(value, Mapping):
         for key, item in value.items():
             sha.update(f"{key}: ".encode())

@@ -16,4 +16,6 @@ def build(config: Config, split: str) -> FileSamples:
     """
     read = partial(read_class_folders, modality="audio")
     found = split_of(config, split, column=COLUMNS["class"], read=read)
-    return FileSamples(found.samples, found.targets, sound_reader_of(config), skips=config.skips)
+    source = FileSamples(found.samples, found.targets, sound_reader_of(config), skips=config.skips)
+    source.remarks = found.remarks
+    return source

@@ -27,7 +27,9 @@ def build(config: Config, split: str) -> Images | Texts:
     images, unreadable = decode(
         samples, len(samples), config, like=found.train.samples, place=lambda n: str(samples[n])
     )
-    return Images(images, targets, unreadable=unreadable)
+    source = Images(images, targets, unreadable=unreadable)
+    source.remarks = found.remarks
+    return source
 
 
 def _read_checked(config: Config, path: Path) -> Found:

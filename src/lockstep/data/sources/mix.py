@@ -13,7 +13,16 @@ from lockstep.base.config import MANY, Kind
 from lockstep.base.errors import ConfigError
 from lockstep.data.data_config import AudioSection, DataSection, Origin, PixelSection
 
-SHARED = ("augment", "cache", "group_by_length", "image_processor", "on_bad_sample", "transforms", "workers")
+SHARED = (
+    "augment",
+    "cache",
+    "fingerprint",
+    "group_by_length",
+    "image_processor",
+    "on_bad_sample",
+    "transforms",
+    "workers",
+)
 """Settings that belong to the whole mix."""
 PART = "Part_"
 

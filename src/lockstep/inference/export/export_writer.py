@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from lockstep.base import plugins, storage
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
-from lockstep.inference.export import export_facts, model_card
+from lockstep.inference.export import export_facts, fresh_read, model_card
 from lockstep.inference.export.export_config import FORMATS, DType, ExportSection, check, file_of
 from lockstep.inference.export.export_facts import FILE, ExportFacts
 from lockstep.inference.export.export_reader import forward_of
@@ -192,6 +192,8 @@ def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSam
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     facts = facts.model_copy(update={"agreement": agreement, "files": (*files, FILE, model_card.FILE)})
     export_facts.write(facts, folder)
+    if "file" in facts.model:
+        fresh_read.check(folder, again, samples.first[0])
     storage.write(folder / model_card.FILE, model_card.text(facts))
     return facts
 

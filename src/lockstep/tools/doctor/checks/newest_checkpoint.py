@@ -47,7 +47,7 @@ def _drift(case: Case, checkpoint: Path) -> Iterator[Diagnosis]:
         return
     known = {name: value for name, value in before.items() if name in now}
     if differing := layout.differences(known, {name: now[name] for name in known}):
-        names = ", ".join(f"{name} ({one!r}, now {other!r})" for name, one, other in differing[:3])
+        names = "; ".join(layout.described(*each) for each in differing[:3])
         yield Diagnosis(
             code="LS-CKPT-02",
             severity="error",

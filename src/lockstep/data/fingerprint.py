@@ -1,0 +1,86 @@
+"""Sums over what training learns from, by which a resume sees whether the data has changed since its checkpoint."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from lockstep.base import storage
+from lockstep.base.contracts import Source
+from lockstep.core.modules.module_trace import fingerprint
+from lockstep.data.augment import Augmented
+from lockstep.data.dataset import EvenRows, Subset
+from lockstep.data.in_memory import Images, Texts
+from lockstep.data.mixture import Joined
+from lockstep.data.packing import Windows
+from lockstep.data.processors import FileSamples
+from lockstep.data.token_cache import Tokens
+
+Load = Callable[[Source, Iterable[int]], Iterable[object]]
+"""Fetches samples of a source, one by one."""
+ROWS = 64
+"""Samples, spread evenly, that stand for a source of which not all are in memory."""
+AGAIN = 8
+"""Samples that are fetched twice: a source that gives others each time has no sum."""
+
+
+def labels_of(source: Source) -> np.ndarray | None:
+    """The targets of all samples; None where they are not in memory, as of the user's own source."""
+    if isinstance(source, Augmented | Subset | Tokens):
+        return labels_of(source.source)
+    if isinstance(source, Joined):
+        found = [labels for part in source.parts if (labels := labels_of(part)) is not None]
+        return np.concatenate(found) if len(found) == len(source.parts) else None
+    return source.labels if isinstance(source, Images | Texts | FileSamples) else None
+
+
+def contents_of(source: Source, load: Load, *, is_full: bool) -> str | None:
+    """A sum over the samples of a source, the same wherever its files lie and whatever their times are; None where the
+    samples are others each time, or an error of the source stands in the way, which training will meet, too.
+
+    All count that are in memory or in the token cache, and the sizes of all sounds; of the rest ROWS samples do, or all
+    if it `is_full`.
+    """
+    try:
+        return fingerprint(list(_parts(source, load, is_full=is_full)))
+    except Exception:
+        return None
+
+
+def _parts(source: Source, load: Load, *, is_full: bool) -> Iterator[Any]:
+    if isinstance(source, Augmented | Subset | Joined):
+        for part in source.parts if isinstance(source, Joined) else (source.source,):
+            yield from _parts(part, load, is_full=is_full)
+        return
+    count = len(source) if is_full else min(ROWS, len(source))
+    rows, labels = EvenRows(count, len(source))[np.arange(count)].tolist(), labels_of(source)
+    tokens = source.tokens if isinstance(source, Windows) else source
+    yield labels
+    yield tokens.sums if isinstance(tokens, Tokens) else _held(source, rows)
+    if labels is None and not isinstance(source, Windows):
+        yield _fetched(source, rows, load)
+
+
+def _held(source: Source, rows: list[int]) -> Any:
+    """What is known of samples without fetching them."""
+    if isinstance(source, Images):
+        return source.images
+    if isinstance(source, Texts):
+        return source.texts if isinstance(source.texts, list) else [source.texts[row] for row in rows]
+    if isinstance(source, FileSamples):
+        sizes = np.array([path.stat().st_size if path.exists() else -1 for path in source.paths])
+        return [sizes, [storage.sha256(path) if (path := source.paths[row]).is_file() else None for row in rows]]
+    return None
+
+
+def _fetched(source: Source, rows: list[int], load: Load) -> str:
+    again = rows[:AGAIN]
+    found = map(fingerprint, load(source, [*rows, *again]))
+    first = [*islice(found, len(again))]
+    total = fingerprint(first)
+    for each in islice(found, len(rows) - len(again)):
+        total = fingerprint([total, each])
+    if [*found] != first:
+        raise ValueError("a sample is another one when it is fetched again")
+    return total
