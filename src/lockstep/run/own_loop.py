@@ -131,7 +131,7 @@ class Loop:
         self.device = process_group.device_of(self._world)
         check_format(precision, self.device)
         facts = fix_numerics(threads=threads, exact=True, precision=precision)
-        own, self._scheduler = wrapped(model.to(self.device)), scheduler
+        own, self._scheduler = wrapped(model).to(self.device), scheduler
         self._model, self._memory = model, ScriptOptimizer(own, optimizer, scheduler)
         differed = made_equal(own)
         facts |= {"device_model": process_group.device_model(self.device), "data.samples": len(self._samples)}
