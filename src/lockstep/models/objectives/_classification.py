@@ -53,11 +53,9 @@ class Classification(PredictingObjective):
 
     def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Tensor, Tensor] | None:
         pair = classified(outputs, batch, len(spec.labels)) if len(spec.labels) > 1 else None
-        return (
-            None
-            if pair is None or pair[1].ndim != 1 or bool((pair[1] < 0).any())
-            else (pair[0].float().cpu(), pair[1].cpu())
-        )
+        if pair is None or pair[1].ndim != 1 or bool((pair[1] < 0).any()):
+            return None
+        return pair[0].float().cpu(), pair[1].cpu()
 
     def scores(self, raw: Tensor, temperature: float) -> Tensor:
         return (raw / temperature).softmax(-1)
@@ -99,9 +97,9 @@ def class_indices(label: Tensor, logits: Any) -> Tensor:
     if label.is_floating_point() or list(label.shape) != shape:
         raise DataError(
             f"the column {LABEL!r} is {str(label.dtype).removeprefix('torch.')} of shape {list(label.shape)}, where "
-            f"outputs {list(logits.shape)} need whole numbers of shape {shape}: for each sample the index of its class. "
+            f"outputs {list(logits.shape)} need whole numbers {shape}, the index of the class of each sample. "
             "Give [:, 0] of a column, argmax(1) of one-hot rows, astype(int) of classes as floats; or choose "
-            "model.objective=regression, or multilabel"
+            "model.objective=regression or multilabel"
         )
     label = label.long()
     if label.is_cuda and torch.is_grad_enabled():  # not here: it would wait for the GPU
