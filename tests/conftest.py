@@ -45,6 +45,7 @@ SKIPS = (
     "real MNIST and AG News are not at hand",
     "could not import 'resource'",
     "network namespaces need root and iproute2",
+    "user namespaces cannot be made here",
     "only root can become another user",
     "a control group for memory cannot be made here",
     "a Slurm cluster needs",

@@ -211,14 +211,17 @@ class Bus:
     def publish(self, event: object) -> None:
         """Deliver an event. An observer that fails is removed with a warning: observing never ends a run."""
         for observer in list(self.observers):
-            name = f"{type(observer).__module__}.{type(observer).__name__}"
+            name = _name(observer)
             try:
                 self._ask(name, observer.notice(event))
             except (Exception, KeyboardInterrupt, SystemExit) as error:  # signals are handled elsewhere
                 self.observers.remove(observer)
-                where = traceback.extract_tb(error.__traceback__)[-1]
-                what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-                self.publish(Warned(message=f"the observer {name} failed and is left out from here on: {what}"))
+                self._warn(f"the observer {name} failed and is left out from here on", error)
+
+    def _warn(self, what: str, error: BaseException) -> None:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{where.filename}:{where.lineno}"
+        self.publish(Warned(message=f"{what}: {type(error).__name__}: {error} ({place})"))
 
     def _ask(self, name: str, asked: Request | Sequence[Request] | None) -> None:
         """Keep what an observer has returned. Raises TypeError for anything but requests."""
@@ -233,6 +236,15 @@ class Bus:
         self.requests += [(name, request) for request in requests]
 
     def close(self) -> None:
+        """Close the observers. One that fails is named in a warning: the run has ended well without it."""
         while self.observers:
-            with suppress(OSError):  # a full disk; nothing is left to be written
-                self.observers.pop().close()
+            observer = self.observers.pop()
+            try:
+                with suppress(OSError):  # a full disk; nothing is left to be written
+                    observer.close()
+            except (Exception, KeyboardInterrupt, SystemExit) as error:
+                self._warn(f"the observer {_name(observer)} failed in close()", error)
+
+
+def _name(observer: Observer) -> str:
+    return f"{type(observer).__module__}.{type(observer).__name__}"

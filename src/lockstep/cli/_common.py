@@ -7,10 +7,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import platformdirs
 import typer
 
 from lockstep.base import ctrl_c, loading_line, user_code
-from lockstep.base.errors import ConfigError, LockstepError, printable
+from lockstep.base.errors import ConfigError, LaunchError, LockstepError, printable
 from lockstep.base.escaping_console import EscapingConsole
 
 if TYPE_CHECKING:
@@ -90,10 +91,25 @@ def reports_errors(command: Callable[..., int | None]) -> Callable[..., None]:
     return run
 
 
+def _check_folders() -> None:
+    """Raise LaunchError where there is no working folder, or none of this user's for caches and what is trusted."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise LaunchError("the working folder has been deleted: change to another one (cd)") from None
+    try:
+        platformdirs.user_cache_path(), platformdirs.user_state_path()
+    except RuntimeError:
+        raise LaunchError(
+            "this user has no home folder (no HOME, no entry in /etc/passwd): set HOME to a folder that belongs to it"
+        ) from None
+
+
 def _exit_code(command: Callable[[], int | None]) -> int | None:
     """Run a command, print its error if it has one, and return its exit code; raises what is a bug of ours."""
     try:
         try:
+            _check_folders()
             return command()
         finally:
             loading_line.disarm()

@@ -82,12 +82,11 @@ class Accumulation:
         """Move a new gradient from p.grad into the tree."""
         micro_batch = self.passes.current
         assert micro_batch is not None
+        gradient = local_gradient(parameter)
         if micro_batch.ghost:
             if not self.leaves_last:
                 parameter.grad = None
             return
-        gradient = local_gradient(parameter)
-        assert gradient is not None
         self.trees[parameter].add((micro_batch.shard, 1), gradient)
         parameter.grad = None
         if self.leaves_last and self.passes.is_last:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.modules.buffers import copied_buffers
+from lockstep.core.modules.outputs import tensors
 from lockstep.core.numerics.seeds import generators_restored
 
 METADATA = {"dtype", "device", "shape", "requires_grad", "is_cuda", "ndim", "layout", "grad_fn", "is_leaf"}
@@ -26,7 +27,7 @@ class BlockUses:
     entered: list[nn.Module] = field(default_factory=list)
     """Blocks in the order of their calls; one that runs twice is there twice."""
     outside: dict[nn.Module, str] = field(default_factory=dict)
-    """Block -> one of its weights that was used while the block did not run."""
+    """Block -> one of its weights that was used while the block did not run, or why it cannot be sharded alone."""
 
     def alone(self) -> list[nn.Module]:
         """Blocks that ran once and whose weights nothing else has used, in the order of their calls."""
@@ -44,8 +45,11 @@ class _WeightUses(TorchFunctionMode):
         self.running.append(block)
         self.uses.entered.append(block)
 
-    def leave(self, block: nn.Module, *_: Any) -> None:
+    def leave(self, block: nn.Module, _: Any, outputs: Any) -> None:
+        """With placeholders, nothing requires a gradient but what forward() differentiates by itself."""
         self.running.remove(block)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(outputs)):
+            self.uses.outside.setdefault(block, "a gradient inside of forward()")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
         """Record the weights among an operation's arguments."""
@@ -68,16 +72,23 @@ def block_uses(
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]],
 ) -> BlockUses:
-    """Record one forward pass in training mode, without gradients.
+    """Record one forward pass in training mode, without gradients of weights.
 
-    It runs with placeholder weights that take no memory; where the model writes to weights, with copies. The model's
+    It runs with placeholder weights that take no memory; where the model writes to weights or differentiates by
+    them, with copies. The model's
     weights and buffers and the seeded generators do not change.
     """
     record = partial(_recorded, model, blocks, batch, context=context)
     try:
         return record(values=_placeholders(model, device, are_copies=False))
     except RuntimeError:
-        return record(values=_placeholders(model, device, are_copies=True))
+        try:
+            return record(values=_placeholders(model, device, are_copies=True))
+        except RuntimeError:  # as torch.autograd.grad raises it for weights
+            copies = _placeholders(model, device, are_copies=True)
+            return record(
+                values={name: value.requires_grad_(value.is_floating_point()) for name, value in copies.items()}
+            )
 
 
 def _recorded(
@@ -100,8 +111,11 @@ def _recorded(
     hooks = [block.register_forward_pre_hook(mode.enter) for block in blocks]
     hooks += [block.register_forward_hook(mode.leave, always_call=True) for block in blocks]
     try:
-        with torch.no_grad(), generators_restored(), copied_buffers(model), context(), mode:
-            torch.func.functional_call(model, values, (batch,))
+        with torch.enable_grad(), generators_restored(), copied_buffers(model), context(), mode:
+            outputs = torch.func.functional_call(model, values, (batch,), tie_weights=False)
+        for leaf in tensors(outputs):
+            if id(leaf) in owners:
+                mode.uses.outside.setdefault(*owners[id(leaf)])
     finally:
         for hook in hooks:
             hook.remove()
@@ -118,7 +132,13 @@ def _placeholders(model: Model, device: torch.device, *, are_copies: bool) -> di
             return parameter.detach().clone()
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
 
-    values = {name: value(parameter) for name, parameter in model.named_parameters()}
+    made = {parameter: value(parameter) for parameter in model.parameters()}
+    values = {
+        f"{prefix}.{key}" if prefix else key: made[parameter]  # each once: a module under two names is restored once
+        for prefix, module in model.named_modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    }
     initial = model._lockstep_initial
     if initial is not None:
         # A buffer that was made from a number, such as BatchNorm's counter, is real already: clone it.

@@ -17,6 +17,7 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Model
 from lockstep.core.host.activity import waiting_in
 from lockstep.core.host.phases import phase
+from lockstep.core.modules.dtensors import is_dtensor, refuse_sparse
 
 
 class OrderedUnits:
@@ -39,7 +40,8 @@ class OrderedUnits:
         self.number = 0
 
     def _enter(self, number: int, unit: nn.Module, _: Any) -> None:
-        if not (unit.training and torch.is_grad_enabled()):
+        is_recomputed = torch._C._current_graph_task_id() != -1  # by torch.utils.checkpoint, in the backward pass
+        if is_recomputed or not (unit.training and torch.is_grad_enabled()):
             return
         if number != self.number:
             self._refuse(min(number, self.number))
@@ -53,7 +55,8 @@ class OrderedUnits:
         raise ModelError(
             f"{self.names[number]} does not run once in every micro-batch, at the same place, and parallel.kind=fsdp "
             "gathers the weights of a block on all processes when it runs: leave it out of blocks(), so that it is "
-            "gathered with the rest of the model, or use parallel.kind=ddp with parallel.find_unused=true"
+            "gathered with the rest of the model, or use parallel.kind=ddp with parallel.find_unused=true. If "
+            "torch.utils.checkpoint runs it: with use_reentrant=False, or have train.recompute=true do that"
         )
 
 
@@ -65,15 +68,16 @@ class AllGather(DefaultAllGather):
             return super().__call__(*args, **kwargs)
 
 
-def clone_views(_: nn.Module, __: Any, outputs: Any) -> Any:
-    """Clone a unit's outputs that are views: FSDP's hook on a view is lost when the view is changed in place."""
-    if not torch.is_grad_enabled():
-        return outputs
-    leaves, spec = pytree.tree_flatten(outputs)
-    if not any(isinstance(leaf, Tensor) and leaf._base is not None for leaf in leaves):
-        return outputs
-    cloned = [leaf.clone() if isinstance(leaf, Tensor) and leaf._base is not None else leaf for leaf in leaves]
-    return pytree.tree_unflatten(cloned, spec)
+def clone_views(unit: nn.Module, _: Any, outputs: Any) -> Any:
+    """Clone a unit's outputs that are views, since FSDP's hook on a view is lost when the view is changed in place, and
+    those in the memory of weights, which FSDP frees."""
+    gathered = {each.untyped_storage().data_ptr() for each in unit.parameters() if not is_dtensor(each)}
+
+    def is_cloned(leaf: Tensor) -> bool:
+        is_view = torch.is_grad_enabled() and leaf._base is not None
+        return is_view or leaf.untyped_storage().data_ptr() in gathered
+
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.clone() if is_cloned(leaf) else leaf, outputs)
 
 
 def use_multi_grad_hook(module: Any) -> None:
@@ -81,6 +85,7 @@ def use_multi_grad_hook(module: Any) -> None:
     changes in place, and sums the gradients of several inputs in another order."""
     for group in _parameter_groups(module):
         group._register_post_backward_hook = partial(_register_hook, group)
+        group.post_backward = partial(_checked_post_backward, group, group.post_backward)
 
 
 def reduce_unused(module: Any) -> None:
@@ -130,6 +135,13 @@ def _for_each_dtype(group: Any, method: Callable[[], None]) -> None:
             method()
     finally:
         group.fsdp_params = parameters
+
+
+def _checked_post_backward(group: Any, post_backward: Callable[[], None]) -> None:
+    for parameter in group.fsdp_params:
+        if hasattr(parameter, "_unsharded_param"):
+            refuse_sparse(parameter._unsharded_param)
+    post_backward()
 
 
 def mark_waits(module: Any) -> None:

@@ -68,9 +68,7 @@ class MicroBatches:
 
     def loss(self, micro_batch: MicroBatch, outputs: Outputs) -> LossSum:
         """The loss of outputs. Raises ModelError."""
-        if not self.has_all_weights:
-            refuse_weights_in_loss(self.model, outputs, micro_batch.batch)
-            self.has_all_weights = True
+        self.check_loss(outputs, micro_batch.batch)
         with phase("forward"):
             loss = weighted(self.model.loss(widened(outputs), micro_batch.batch), micro_batch)
             loss = with_gradient(loss, outputs)
@@ -78,6 +76,12 @@ class MicroBatches:
             return loss
         # of no samples, with zero gradients for the same parameters
         return LossSum(loss.total * 0, loss.count * 0, {name: value * 0 for name, value in loss.sums.items()})
+
+    def check_loss(self, outputs: Outputs, batch: Batch) -> None:
+        """Once, and while weights are gathered. Raises ModelError where the loss uses weights that are split."""
+        if not self.has_all_weights:
+            refuse_weights_in_loss(self.model, outputs, batch)
+            self.has_all_weights = True
 
     def run(
         self,

@@ -30,6 +30,10 @@ T = TypeVar("T")
 Run = Callable[[], Any]
 Intercept = Callable[[int, Run], Any]
 """(number of a block, its forward) -> the block's outputs."""
+DIFFERENTIATES = (
+    "forward() differentiates by itself (torch.enable_grad, torch.autograd.grad), which a pipeline cannot do, as "
+    "several processes run the forward pass: use parallel.kind=ddp or fsdp"
+)
 CONSTANTS = (type(None), bool, int, float, str)
 
 
@@ -121,6 +125,9 @@ class PartitionedModel:
 
     def __init__(self, model: Model) -> None:
         self.model = model
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False  # its layers would give each other tensors without a shape
         self.blocks = with_weights(model.blocks())
         self._intercept: Intercept | None = None
         self._layouts: dict[Any, tuple[OutputLayout, ...]] = {}
@@ -163,6 +170,8 @@ class PartitionedModel:
         results: list[T] = []
 
         def record(number: int, run: Run) -> Any:
+            if torch.is_grad_enabled():
+                raise ModelError(DIFFERENTIATES)
             outputs = run()
             results.append(function(number, outputs))
             return outputs

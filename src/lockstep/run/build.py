@@ -28,6 +28,7 @@ from lockstep.training.learning_rate import learning_rate, own_schedule
 from lockstep.training.optim import rules_of
 from lockstep.training.optim_config import OWN
 from lockstep.training.state import MovingAverage, TrainState
+from lockstep.training.trainable import make_trainable
 
 
 def build_model(recipe: Recipe, spec: DataSpec) -> Model:
@@ -42,6 +43,7 @@ def build_model(recipe: Recipe, spec: DataSpec) -> Model:
     freeze(model, recipe.model.freeze)
     if recipe.train.label_smoothing:
         smooth_labels(model, recipe.train.label_smoothing)
+    make_trainable(model)
     return model
 
 

@@ -35,7 +35,7 @@ from lockstep.run.warm_start import WarmStart
 from lockstep.training.evaluation import Evaluation, EvaluationTarget, Predictions, evaluate, trial_evaluation
 from lockstep.training.findings import LOSS_IS, Finding
 from lockstep.training.metrics.declared_metrics import DeclaredMetric, check, declared_metrics, is_requested, mode_of
-from lockstep.training.model_checks import ModelCheck
+from lockstep.training.model_checks import ModelCheck, check_lone_sample
 from lockstep.training.state import TrainState
 
 
@@ -69,6 +69,12 @@ class Components:
         present = frozenset(shard for shard, rows in enumerate(self.order.shards(step)) if len(rows))
         own = self.strategy.owned(self.order.shards_per_step, present)
         return [shard for shard in own if shard is not None], present
+
+    @property
+    def least_samples(self) -> int:
+        """The samples of the smallest micro-batch of the run: the last ones of an epoch may have fewer than others."""
+        last = min(self.order.steps_per_epoch, self.total_steps) - 1
+        return min(len(rows) for step in (0, last) for rows in self.order.shards(step) if len(rows))
 
     def describe(self, step: int, shard: int) -> str:
         """Name the rank that ran a shard and its samples, for a message. Collective."""
@@ -178,6 +184,8 @@ class Components:
             peer=self.strategy.copies[0] if self.recipe.parallel.SHARES_SHARDS else 0,
         )
         again = self.data.first_training_batch(self.order, self.device, step=micro_batch.step, workers=0)
+        if has_batchnorm(self.model) and not self.uses_sync_batchnorm and self.least_samples == 1:
+            check_lone_sample(self.strategy, again)
         return check.findings(micro_batch, again=again)
 
     def digests(self, *, is_collective: bool) -> dict[str, str | None]:

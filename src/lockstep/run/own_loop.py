@@ -113,7 +113,7 @@ class Loop:
         self.device = process_group.device_of(self._world)
         check_format(precision, self.device)
         facts = fix_numerics(threads=threads, exact=True, precision=precision)
-        own = wrapped(model.to(self.device))
+        own = wrapped(model).to(self.device)
         self._order = settings.order(len(self._samples))
         if isinstance(scheduler, FunctionType | partial):
             scheduler = scheduler(optimizer, self.total_steps)

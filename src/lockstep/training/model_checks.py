@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.base.errors import DataError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model, Strategy
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.modules.call_checksums import LOSS, Call, CallChecksums, first_difference, in_common
@@ -172,6 +173,21 @@ class ModelCheck:
             findings.append(other_outputs(described[differing], is_kept=True))
         findings += [own_parameter(name) for name in passes.parameters]
         return findings + ([] if culprit == LOSS else passes.loss)
+
+
+def check_lone_sample(strategy: Strategy, batch: Batch) -> None:
+    """Raise DataError where BatchNorm cannot be trained with one sample, which a micro-batch of the run has."""
+    try:
+        with generators_restored():
+            strategy.forward({name: column[:1].clone() for name, column in batch.items()})
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise DataError(
+            "BatchNorm needs more than one sample, and the last micro-batch of an epoch has one (or each: "
+            "train.micro_batch=1): choose a train.micro_batch that does not leave one over, or leave a sample out with "
+            "data.limit"
+        ) from None
 
 
 def _tried(call: Callable[[], Any]) -> Any:

@@ -14,12 +14,14 @@ from lockstep.core.numerics.digest import digest
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import restore_forward
 from lockstep.models._user import UserModel
+from lockstep.training.trainable import make_trainable
 
 
 def wrapped(model: nn.Module) -> UserModel:
     """The model under the names that its weights have in a run from a config with model.kind=user."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"lockstep.Loop takes a torch.nn.Module, not a {type(model).__name__}")
+    make_trainable(model)
     return UserModel(model, _no_loss)
 
 

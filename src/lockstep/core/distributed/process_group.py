@@ -163,6 +163,10 @@ def opened(world: World, device: torch.device, timeout_seconds: float = TIMEOUT_
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        if world.is_main:
+            sys.stderr.write("TORCH_DISTRIBUTED_DEBUG=DETAIL counts as INFO: torch crashes in DDP on Gloo with it\n")
     with (
         on_loopback(is_single_node=world.local_size == world.size),
         _initialized(world, device, timedelta(seconds=timeout_seconds)),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from lockstep.base.errors import ModelError
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -22,13 +24,24 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 
-def local_gradient(parameter: Tensor) -> Tensor | None:
-    """This rank's shard of a parameter's gradient. Autograd may leave the gradient with other placements than the
-    parameter has, as for an embedding whose rows are split."""
-    gradient = parameter.grad
+def local_gradient(parameter: Tensor) -> Tensor:
+    """This rank's shard of a parameter's gradient; zeros where an autograd function gave it none. Autograd may leave
+    the gradient with other placements than the parameter has, as for an embedding whose rows are split. Raises
+    ModelError for a sparse one."""
+    refuse_sparse(parameter)
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     if is_dtensor(parameter) and is_dtensor(gradient):
         return local_tensor(gradient.redistribute(placements=parameter.placements))
     return gradient
+
+
+def refuse_sparse(parameter: Tensor) -> None:
+    """Raise ModelError where a parameter's gradient is sparse."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise ModelError(
+            f"an operation gives a sparse gradient for a weight {list(parameter.shape)}, as F.embedding does with "
+            "sparse=True: leave that out; of a large nn.Embedding only the rows that were read are exchanged anyway"
+        )
 
 
 def global_offset(tensor: Tensor) -> tuple[int, ...]:

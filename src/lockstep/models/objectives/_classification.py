@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import DataError
 from lockstep.base.model_contracts import Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of
+from lockstep.core.numerics.word_tokens import IGNORED
 from lockstep.models.objectives._answers import ClassAnswer
 from lockstep.models.objectives._objective import LABEL, PredictingObjective, target_of
 from lockstep.training.metrics.classifier_metrics import classifier_metrics
@@ -30,9 +33,9 @@ class Classification(PredictingObjective):
         return "" if spec.labels else "a class for each sample"
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
-        label = target_of(batch, "classes")
+        label = class_indices(target_of(batch, "classes"), outputs)
         total = self.cross_entropy(outputs, label)
-        return LossSum(total, label.numel(), {"accuracy": (outputs.argmax(-1) == label).sum()})
+        return LossSum(total, (label != IGNORED).sum(), {"accuracy": (outputs.argmax(-1) == label).sum()})
 
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
         classes = len(spec.labels)
@@ -43,12 +46,14 @@ class Classification(PredictingObjective):
 
         return {
             name: DeclaredMetric(metric=metric, arguments=arguments)
-            for name, metric in classifier_metrics(classes).items()
+            for name, metric in classifier_metrics(classes, ignored=IGNORED).items()
         }
 
     def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Tensor, Tensor] | None:
         pair = classified(outputs, batch, len(spec.labels)) if len(spec.labels) > 1 else None
-        return None if pair is None or pair[1].ndim != 1 else (pair[0].float().cpu(), pair[1].cpu())
+        if pair is None or pair[1].ndim != 1 or bool((pair[1] < 0).any()):
+            return None
+        return pair[0].float().cpu(), pair[1].cpu()
 
     def scores(self, raw: Tensor, temperature: float) -> Tensor:
         return (raw / temperature).softmax(-1)
@@ -82,13 +87,39 @@ class Classification(PredictingObjective):
         return spec.labels[best], float(scores[best])
 
 
+def class_indices(label: Tensor, logits: Any) -> Tensor:
+    """Labels as int64. Raises DataError where they are no indices of the classes of logits [m, K, ...]."""
+    if not isinstance(logits, Tensor) or logits.ndim < 2:
+        return label
+    shape, classes = [len(logits), *logits.shape[2:]], logits.shape[1]
+    if label.is_floating_point() or list(label.shape) != shape:
+        raise DataError(
+            f"the column {LABEL!r} is {str(label.dtype).removeprefix('torch.')} of shape {list(label.shape)}, where "
+            f"outputs {list(logits.shape)} need whole numbers {shape}, the index of the class of each sample. "
+            "Give [:, 0] of a column, argmax(1) of one-hot rows, astype(int) of classes as floats; or choose "
+            "model.objective=regression or multilabel"
+        )
+    label = label.long()
+    if label.is_cuda and torch.is_grad_enabled():  # not here: it would wait for the GPU
+        return label
+    low, high = label.aminmax() if label.numel() else (torch.tensor(0), torch.tensor(0))
+    if low < 0 or high >= classes:
+        is_wrong = (label >= classes) | (label < 0) & (label != IGNORED)
+        if is_wrong.any():
+            raise DataError(
+                f"the column {LABEL!r} holds {int(label[is_wrong][0])}, but the model gives {classes} classes, whose "
+                f"indices are 0 to {classes - 1} ({IGNORED}: this sample does not count)"
+            )
+    return label
+
+
 def classified(outputs: Outputs, batch: Batch, classes: int) -> tuple[Tensor, Tensor] | None:
     """Return logits [m, classes, ...] and integer labels [m, ...]; None if outputs and labels have no such shapes."""
     logits, label = logits_of(outputs), batch.get(LABEL)
     if logits is None or label is None or label.is_floating_point() or logits.ndim < 2:
         return None
     matches = logits.shape[1] == classes and (len(logits), *logits.shape[2:]) == tuple(label.shape)
-    return (logits, label) if matches else None
+    return (logits, label.long()) if matches else None
 
 
 def build() -> PredictingObjective:

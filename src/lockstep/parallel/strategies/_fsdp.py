@@ -204,6 +204,7 @@ class FullyShardedDataParallel(Sharded):
         """The model's outputs; its blocks are gathered one after the other."""
         with self.passes.buffers.unchanged():
             outputs: Tensor = self.model(batch)
+        self.passes.check_loss(outputs, batch)
         for module in self.model.modules():
             if isinstance(
                 module, FSDPModule
@@ -217,6 +218,8 @@ def _check_shapes(model: Model) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
             raise ModelError(f"{name} is a number without axes, which cannot be sharded: give it the shape [1]")
+        if not parameter.numel():
+            raise ModelError(f"{name} {list(parameter.shape)} has no elements to be sharded: leave it out of the model")
         if not parameter.is_contiguous():
             raise ModelError(
                 f"{name} is not contiguous (strides {parameter.stride()}), and FSDP shards rows as they lie in "

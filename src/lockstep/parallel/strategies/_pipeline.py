@@ -27,7 +27,7 @@ from lockstep.core.reduction.gradient_norm import RowwiseNorm
 from lockstep.core.reduction.tree import Shards, contiguous, contiguous_by_rank
 from lockstep.parallel.micro_batches import MicroBatches, WorldLoss
 from lockstep.parallel.module_profile import ModuleProfile, balanced_bounds, profile_modules
-from lockstep.parallel.partition import PartitionedModel
+from lockstep.parallel.partition import DIFFERENTIATES, PartitionedModel
 from lockstep.parallel.pipeline_stage import SeededStage, StageModule
 from lockstep.parallel.sharded import Sharded
 from lockstep.parallel.stage_forward import StageForward
@@ -58,7 +58,7 @@ class Pipeline(Sharded):
         with raise_on_all_ranks():
             size = self.config.group_size(dist.get_world_size(), len(self.partitioned.blocks))
             batch = sample()
-            with _refuse_written_weights():
+            with _refuse_unsplittable():
                 profile = profile_modules(self.partitioned, batch, self.precision.autocast)
             bounds = self._bounds(profile, size)
         bounds = broadcast_object(bounds)  # measured times differ between ranks
@@ -207,11 +207,13 @@ def _free(parameter: nn.Parameter) -> None:
 
 
 @contextmanager
-def _refuse_written_weights() -> Iterator[None]:
-    """Raise ModelError, with the line of code, where a forward pass writes to a placeholder weight."""
+def _refuse_unsplittable() -> Iterator[None]:
+    """Raise ModelError where a forward pass differentiates, or, with the line of code, writes to a placeholder."""
     try:
         yield
     except RuntimeError as error:
+        if any(frame.f_code is torch.autograd.grad.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise ModelError(DIFFERENTIATES) from None
         if "element of the written-to tensor" not in str(error):
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]

@@ -1,0 +1,86 @@
+"""Surroundings that nobody asks for: no home or working folder, variables of torch's, observers that fail at the end."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.base.events import Bus, Warned
+from lockstep.base.world import World
+from lockstep.core.distributed import process_group
+
+
+class Heard:
+    def __init__(self):
+        self.messages = []
+
+    def notice(self, event):
+        if isinstance(event, Warned):
+            self.messages.append(event.message)
+
+    def close(self):
+        pass
+
+
+class Failing(Heard):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def close(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("not saved"), SystemExit(3)])
+def test_an_observer_that_fails_in_close_is_named_and_others_are_closed(error):
+    bus, heard = Bus(), Heard()
+    for observer in (heard, Failing(error), Heard()):
+        bus.subscribe(observer)
+    bus.close()
+    assert not bus.observers
+    assert len(heard.messages) == 1
+    assert heard.messages[0].startswith(f"the observer test_odd_surroundings.Failing failed in close(): {error!r}"[:64])
+
+
+def test_the_debug_level_that_crashes_torch_is_lowered_with_a_word(capfd):
+    before = dist.get_debug_level()
+    try:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        with process_group.opened(World(), torch.device("cpu")):
+            assert dist.get_debug_level() == dist.DebugLevel.INFO
+    finally:
+        dist.set_debug_level(before)
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL counts as INFO" in capfd.readouterr().err
+
+
+DELETED = """
+import os, shutil, sys
+from lockstep.cli import _app
+shutil.rmtree(os.getcwd())
+sys.argv = ["lockstep", "doctor"]
+_app.main()
+"""
+
+
+def test_a_deleted_working_folder(tmp_path):
+    (tmp_path / "gone").mkdir()
+    line = [sys.executable, "-c", DELETED]
+    found = subprocess.run(line, cwd=tmp_path / "gone", capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2
+    assert found.stderr == "the working folder has been deleted: change to another one (cd)\n"
+
+
+def test_a_user_without_a_home_folder(tmp_path):
+    if not shutil.which("unshare"):
+        pytest.skip("user namespaces cannot be made here")
+    unknown = {name: value for name, value in os.environ.items() if name not in ("HOME", "USER", "XDG_STATE_HOME")}
+    line = ["unshare", "-U", "--map-user=12345", "--map-group=12345", sys.executable, "-m", "lockstep", "plugins"]
+    found = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=unknown)
+    if "unshare:" in found.stderr:
+        pytest.skip("user namespaces cannot be made here")
+    assert found.returncode == 2, found.stderr
+    assert found.stderr.startswith("this user has no home folder (no HOME, no entry in /etc/passwd)")
