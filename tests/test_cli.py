@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from lockstep.base import config, plugins
 from lockstep.checkpoint.layout import Manifest, folder_of
 from lockstep.cli import _app
-from lockstep.cli._common import console
+from lockstep.cli._common import console, shipped_folder
 from lockstep.launch.run_folder import run_of
 from lockstep.run.recipe import load, starter, tasks
 
@@ -222,6 +222,29 @@ def test_init_refuses_to_overwrite(lockstep, tmp_path, to):
     assert all_files(tmp_path) == ["digits.yaml", "folder"]
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("eval", "evaluate"), ("Compare", "compare")])
+def test_a_misspelt_command_is_recognized(lockstep, typed, meant):
+    code, _, err = lockstep(typed, "a.yaml")
+    assert code == 2 and f"No such command {typed!r} — did you mean {meant!r}?" in err
+
+
+def test_help_fills_its_lines(lockstep):
+    """Of any width: the line breaks of the source are not kept."""
+    assert "both have logged, the digests of the weights, evaluations" in lockstep("compare", "--help")[1]
+
+
+def test_a_lesson_is_shown_as_it_is_in_its_file(lockstep, monkeypatch):
+    monkeypatch.setattr(console, "width", 40)
+    code, out, _ = lockstep("learn", "5", "--show")
+    assert code == 0 and out == next(shipped_folder("lessons").glob("05_*.py")).read_text()
+
+
+def test_doctor_without_slurm(lockstep, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    refused_after_a_word = lockstep("doctor", EXAMPLES[0], "launch.kind=slurm")
+    assert refused_after_a_word[0] == 2 and "there is no srun here: launch.kind=slurm" in refused_after_a_word[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
@@ -235,9 +258,9 @@ def test_init_refuses_to_overwrite(lockstep, tmp_path, to):
         (["evaluate", "."], [". is no run", "recipe.yaml", "runs/NAME"]),
         (["evaluate", "runs/none"], ["runs/none is no run"]),
         (["export", "."], [". is no run"]),
-        (["export", "/dev/null"], ["/dev/null is no run: it is a file"]),
-        (["status", "/dev/null"], ["/dev/null was not started by `lockstep train`: it is a file"]),
-        (["compare", ".", "runs/b"], [". is no run and no checkpoint", "runs/NAME"]),
+        (["export", "/dev/null"], ["/dev/null is no run, no checkpoint and no export: it is a file"]),
+        (["status", "/dev/null"], ["/dev/null is no run", "it is a file"]),
+        (["compare", ".", "runs/b"], [". is no run, no checkpoint", "runs/NAME"]),
     ],
 )
 def test_mistakes_are_told_in_one_line(lockstep, tmp_path, arguments, fragments):

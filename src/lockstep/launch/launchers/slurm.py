@@ -226,15 +226,19 @@ def run_command(*command: str, environment: Mapping[str, str] | None = None) -> 
     try:
         done = subprocess.run(command, env=environment, **how)
     except FileNotFoundError:
-        raise LaunchError(
-            f"there is no {command[0]} here: launch.kind=slurm is for a machine where Slurm's commands are installed, "
-            "such as a cluster's login node"
-        ) from None
+        raise _absent(command[0]) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"Slurm did not answer `{shlex.join(command)}` within {COMMAND_TIMEOUT_SECONDS} s") from None
     if done.returncode:
         raise LaunchError(f"`{shlex.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+def _absent(command: str) -> LaunchError:
+    return LaunchError(
+        f"there is no {command} here: launch.kind=slurm is for a machine where Slurm's commands are installed, such as "
+        "a cluster's login node"
+    )
 
 
 def replace_node(folder: Path, node_rank: int, rendezvous: str) -> str:
@@ -252,7 +256,9 @@ def replace_node(folder: Path, node_rank: int, rendezvous: str) -> str:
 
 
 def on_nodes(config: Config, threads: int, words: Sequence[str]) -> tuple[str, ...]:
-    """srun, with the resources of a run but for its time limit. See contracts.HOOKS."""
+    """srun, with the resources of a run but for its time limit. See contracts.HOOKS. Raises LaunchError."""
+    if shutil.which("srun") is None:
+        raise _absent("srun")
     in_container, command = _container(config, Path.cwd())
     options = [f"--nodes={config.max_nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(config, threads)}"]
     options += [f"--time={EXAMINATION_MINUTES}", "--job-name=lockstep-doctor", *in_container]
