@@ -312,10 +312,11 @@ def test_dry_run_shows_plan_and_recipe_and_writes_nothing(lockstep, tmp_path, ex
         "launch.processes=3",
         "run.threads=2",
         "--dry-run",
+        "--verbose",
         "--resume",
         "never",
     )
-    assert (code, err) == (0, "")
+    assert code == 0 and all(line.startswith("warning: ") for line in err.splitlines())
     folder = tmp_path / "runs" / name[9:]
     plan, _, recipe = out.partition(f"# {folder / 'launch.yaml'}\n")
     assert plan.splitlines() == [
@@ -331,6 +332,22 @@ def test_dry_run_shows_plan_and_recipe_and_writes_nothing(lockstep, tmp_path, ex
     assert load(shown).train.global_batch == 96
 
 
+def test_dry_run_tells_of_idle_processes_and_leaves_out_the_settings(lockstep):
+    words = ("train.global_batch=64", "train.micro_batch=32", "--dry-run")
+    code, out, err = lockstep("train", EXAMPLES[0], "launch.processes=3", *words)
+    assert code == 0 and "global_batch: 64" not in out and "--verbose prints it" in out
+    assert "warning: 1 of 3 processes will be idle: a step has 2 micro-batches" in err
+    assert lockstep("train", EXAMPLES[0], "launch.processes=2", *words)[2] == ""
+    submitted = lockstep("train", EXAMPLES[0], "launch.kind=slurm", "launch.nodes=2", "launch.gpus=4", *words)[2]
+    assert "warning: 6 of 8 processes will be idle" in submitted
+
+
+@pytest.mark.parametrize("command", ["train", "doctor"])
+def test_a_node_rank_out_of_range(lockstep, command):
+    words = ("--rendezvous", "127.0.0.1:29400", "--node-rank", "2")
+    refused(lockstep(command, EXAMPLES[0], "launch.nodes=1:2", *words), "--node-rank 2", "launch.nodes=2", "0 to 1")
+
+
 def test_what_is_printed_is_what_is_meant(lockstep, tmp_path):
     """Nothing in a path is taken for colour or a small picture."""
     odd = tmp_path / "[red]:100:x"
@@ -344,7 +361,7 @@ def test_what_is_printed_is_what_is_meant(lockstep, tmp_path):
 
 def test_name_of_a_run_comes_from_the_file_and_the_time(lockstep, tmp_path):
     (tmp_path / "my.first.yaml").write_text("")
-    _, out, _ = lockstep("train", "my.first.yaml", "--dry-run")
+    _, out, _ = lockstep("train", "my.first.yaml", "--dry-run", "--verbose")
     name = yaml.safe_load(out.partition("# ")[2].partition("\n")[2])["run"]["name"]
     assert name.startswith("my-first-2") and name.count("-") == 3
 
