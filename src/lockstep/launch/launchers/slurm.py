@@ -245,8 +245,8 @@ def _short_time(config: Config) -> Iterator[str]:
     limit = int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
     if 0 < limit <= config.warning_seconds:
         yield (
-            f"launch.time={config.time} is no longer than launch.warning_seconds={config.warning_seconds}, how long before "
-            "the limit the run stops: it would not train; raise launch.time"
+            f"launch.time={config.time} is not above launch.warning_seconds={config.warning_seconds}, how long before "
+            "its end a job stops: it would not train; raise launch.time"
         )
 
 
