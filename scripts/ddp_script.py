@@ -67,7 +67,9 @@ class ScriptFlags(argparse.ArgumentParser):
         self.flag("batch size", type=int, help="samples in a pass of one process (default: %(default)s)")
         self.flag("gradient accumulation steps", type=int, default=1, help="multiplies the global batch")
         self.flag("global batch size", type=int, help="samples of a step, over all processes together")
-        self.flag("num samples", type=int, help="use so many for training and for testing; 0: all (%(default)s)")
+        self.flag(
+            "num samples", type=int, help="use so many for training and for testing; 0: all (default: %(default)s)"
+        )
         self.flag("data dir", type=Path, help="folder with the data's files (default: data)")
         self.flag("output", type=Path, help="file for the weights (default: %(default)s)")
         self.flag("run dir", type=Path, default=Path("runs"), help="folder of the runs (default: %(default)s)")
@@ -175,8 +177,13 @@ def _work(sections: Mapping[str, Any], settings: Sequence[str]) -> int:
 def _save(run_folder: Path, output: Path) -> None:
     """Export the state dict of a finished run: unwrapped names, the same for any strategy and number of processes."""
     from lockstep.inference import trained_model
+    from lockstep.inference.export import export_reader
 
     facts, folder = trained_model.export(run_folder, None, None)
     shutil.copyfile(folder / facts.file, output)
+    if (tokenizer := export_reader.tokenizer_of(folder, facts)) is not None:
+        beside = output.with_name(f"{output.stem}_tokenizer")
+        beside.mkdir(exist_ok=True)
+        tokenizer.save(beside)
     scores = ", ".join(f"{name} {value:.4f}" for name, value in facts.metrics.items())
     print(f"{output}: {scores}; digest {facts.digest}")

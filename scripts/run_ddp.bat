@@ -1,7 +1,8 @@
 @echo off
 rem Train with torchrun, one process per GPU.
-rem     [set CONFIG=my.yaml] scripts\run_ddp.bat [GPUS] [section.key=value ...]
-rem GPUS: number of processes; default: all GPUs, or 2 processes if there are none. CONFIG: default examples/mnist.yaml
+rem     scripts\run_ddp.bat [GPUS] [CONFIG.yaml] [section.key=value ...]
+rem     scripts\run_ddp.bat [GPUS] SCRIPT.py [ARGUMENT ...]
+rem GPUS: number of processes; default: all GPUs, or 2 processes if there are none. CONFIG.yaml: default examples/mnist.yaml
 setlocal
 rem use the first Python that has Lockstep: of the active environment, else of .venv
 for %%p in (python "%~dp0..\.venv\Scripts\python.exe") do (

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Train with torchrun, one process per GPU.
-#     [CONFIG=my.yaml] scripts/run_ddp.sh [GPUS] [section.key=value ...]
-# GPUS: number of processes; default: all GPUs, or 2 processes if there are none. CONFIG: default examples/mnist.yaml
+#     scripts/run_ddp.sh [GPUS] [CONFIG.yaml] [section.key=value ...]
+#     scripts/run_ddp.sh [GPUS] SCRIPT.py [ARGUMENT ...]
+# GPUS: number of processes; default: all GPUs, or 2 processes if there are none. CONFIG.yaml: default examples/mnist.yaml
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # use the first Python that has Lockstep: of the active environment, else of the .venv made by `make setup`

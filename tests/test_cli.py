@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from lockstep.base import config, plugins
 from lockstep.checkpoint.layout import Manifest, folder_of
 from lockstep.cli import _app
-from lockstep.cli._common import console
+from lockstep.cli._common import console, shipped_folder
 from lockstep.launch.run_folder import run_of
 from lockstep.run.recipe import load, starter, tasks
 
@@ -222,6 +222,29 @@ def test_init_refuses_to_overwrite(lockstep, tmp_path, to):
     assert all_files(tmp_path) == ["digits.yaml", "folder"]
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("eval", "evaluate"), ("Compare", "compare")])
+def test_a_misspelt_command_is_recognized(lockstep, typed, meant):
+    code, _, err = lockstep(typed, "a.yaml")
+    assert code == 2 and f"No such command {typed!r} — did you mean {meant!r}?" in err
+
+
+def test_help_fills_its_lines(lockstep):
+    """Of any width: the line breaks of the source are not kept."""
+    assert "both have logged, the digests of the weights, evaluations" in lockstep("compare", "--help")[1]
+
+
+def test_a_lesson_is_shown_as_it_is_in_its_file(lockstep, monkeypatch):
+    monkeypatch.setattr(console, "width", 40)
+    code, out, _ = lockstep("learn", "5", "--show")
+    assert code == 0 and out == next(shipped_folder("lessons").glob("05_*.py")).read_text()
+
+
+def test_doctor_without_slurm(lockstep, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    refused_after_a_word = lockstep("doctor", EXAMPLES[0], "launch.kind=slurm")
+    assert refused_after_a_word[0] == 2 and "there is no srun here: launch.kind=slurm" in refused_after_a_word[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
@@ -235,9 +258,9 @@ def test_init_refuses_to_overwrite(lockstep, tmp_path, to):
         (["evaluate", "."], [". is no run", "recipe.yaml", "runs/NAME"]),
         (["evaluate", "runs/none"], ["runs/none is no run"]),
         (["export", "."], [". is no run"]),
-        (["export", "/dev/null"], ["/dev/null is no run: it is a file"]),
-        (["status", "/dev/null"], ["/dev/null was not started by `lockstep train`: it is a file"]),
-        (["compare", ".", "runs/b"], [". is no run and no checkpoint", "runs/NAME"]),
+        (["export", "/dev/null"], ["/dev/null is no run, no checkpoint and no export: it is a file"]),
+        (["status", "/dev/null"], ["/dev/null is no run", "it is a file"]),
+        (["compare", ".", "runs/b"], [". is no run, no checkpoint", "runs/NAME"]),
     ],
 )
 def test_mistakes_are_told_in_one_line(lockstep, tmp_path, arguments, fragments):
@@ -289,10 +312,11 @@ def test_dry_run_shows_plan_and_recipe_and_writes_nothing(lockstep, tmp_path, ex
         "launch.processes=3",
         "run.threads=2",
         "--dry-run",
+        "--verbose",
         "--resume",
         "never",
     )
-    assert (code, err) == (0, "")
+    assert code == 0 and all(line.startswith("warning: ") for line in err.splitlines())
     folder = tmp_path / "runs" / name[9:]
     plan, _, recipe = out.partition(f"# {folder / 'launch.yaml'}\n")
     assert plan.splitlines() == [
@@ -308,6 +332,22 @@ def test_dry_run_shows_plan_and_recipe_and_writes_nothing(lockstep, tmp_path, ex
     assert load(shown).train.global_batch == 96
 
 
+def test_dry_run_tells_of_idle_processes_and_leaves_out_the_settings(lockstep):
+    words = ("train.global_batch=64", "train.micro_batch=32", "--dry-run")
+    code, out, err = lockstep("train", EXAMPLES[0], "launch.processes=3", *words)
+    assert code == 0 and "global_batch: 64" not in out and "--verbose prints it" in out
+    assert "warning: 1 of 3 processes will be idle: a step has 2 micro-batches" in err
+    assert lockstep("train", EXAMPLES[0], "launch.processes=2", *words)[2] == ""
+    submitted = lockstep("train", EXAMPLES[0], "launch.kind=slurm", "launch.nodes=2", "launch.gpus=4", *words)[2]
+    assert "warning: 6 of 8 processes will be idle" in submitted
+
+
+@pytest.mark.parametrize("command", ["train", "doctor"])
+def test_a_node_rank_out_of_range(lockstep, command):
+    words = ("--rendezvous", "127.0.0.1:29400", "--node-rank", "2")
+    refused(lockstep(command, EXAMPLES[0], "launch.nodes=1:2", *words), "--node-rank 2", "launch.nodes=2", "0 to 1")
+
+
 def test_what_is_printed_is_what_is_meant(lockstep, tmp_path):
     """Nothing in a path is taken for colour or a small picture."""
     odd = tmp_path / "[red]:100:x"
@@ -321,7 +361,7 @@ def test_what_is_printed_is_what_is_meant(lockstep, tmp_path):
 
 def test_name_of_a_run_comes_from_the_file_and_the_time(lockstep, tmp_path):
     (tmp_path / "my.first.yaml").write_text("")
-    _, out, _ = lockstep("train", "my.first.yaml", "--dry-run")
+    _, out, _ = lockstep("train", "my.first.yaml", "--dry-run", "--verbose")
     name = yaml.safe_load(out.partition("# ")[2].partition("\n")[2])["run"]["name"]
     assert name.startswith("my-first-2") and name.count("-") == 3
 

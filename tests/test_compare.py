@@ -257,8 +257,8 @@ def refused(result, *fragments):
 
 
 def test_mistakes_are_told_in_one_line(runs, copied, tmp_path):
-    refused(compare(runs / "two", tmp_path / "none"), f"{tmp_path}/none is no run and no checkpoint", "runs/NAME")
-    refused(compare(tmp_path, runs / "two"), f"{tmp_path} is no run and no checkpoint")
+    refused(compare(runs / "two", tmp_path / "none"), f"{tmp_path}/none is no run, no checkpoint", "runs/NAME")
+    refused(compare(tmp_path, runs / "two"), f"{tmp_path} is no run, no checkpoint")
     refused(compare(runs / "two" / "summary.json", runs / "two"), "is no run and no checkpoint")
     newest, older = (runs / "two" / "checkpoints" / f"step-0000000{step}" for step in (14, 10))
     refused(compare(newest, older), "have no step in common", "14 steps and 10 steps")

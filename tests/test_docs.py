@@ -88,10 +88,29 @@ def test_settings_that_are_named_exist(page):
 
 def test_readmes_config_is_one(tmp_path):
     (tmp_path / "c.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
-    command = [sys.executable, "-m", "lockstep", "train", "c.yaml", "--dry-run"]
+    command = [sys.executable, "-m", "lockstep", "train", "c.yaml", "--dry-run", "--verbose"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "epochs: 20" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pin_memory",
+        "OOM",
+        "mp.spawn",
+        "torchrun two nodes",
+        "drop_last",
+        "NCCL diagram",
+        "GPU group",
+        "class imbalance",
+    ],
+)
+def test_what_learners_search_for_is_an_entry_of_the_glossary(words):
+    """The search of the site looks for all words on a page and its sections."""
+    entries = re.split(r"^#+ ", (ROOT / "docs" / "glossary.md").read_text().lower(), flags=re.MULTILINE)
+    assert [entry for entry in entries if all(word in entry for word in words.lower().split())]
 
 
 def test_promises_name_tests_that_exist():

@@ -22,7 +22,7 @@ from mnist_files import write_mnist
 from PIL import Image
 from test_docs import PAGES, ROOT, blocks
 
-from lockstep.cli import _app
+from lockstep.cli import _app, _common
 from lockstep.run.recipe import Recipe, load, settings
 
 ELSEWHERE = {"cancel", "doctor", "estimate", "prove", "scale", "sweep", "tune"}
@@ -54,7 +54,8 @@ OF_PAGE = pytest.mark.parametrize("page", SHOWN, ids=lambda page: str(page.relat
 
 
 @OF_PAGE
-def test_commands_are_understood(page):
+def test_commands_are_understood(page, monkeypatch):
+    monkeypatch.setattr(_common, "_check_recorded", lambda _: None)  # they name runs that are not here
     group = typer.main.get_command(_app.app)
     for _, *words in SHOWN[page]:
         context = typer.Context(group, info_name="lockstep")

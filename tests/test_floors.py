@@ -160,6 +160,8 @@ def test_hardly_anything_imports_by_name():
 @pytest.mark.parametrize(
     "words",
     [["--help"], ["--version"], ["train", "--help"], ["train", "nothing.yaml"]]
+    + [[name, "nowhere"] for name in ("export", "serve", "evaluate", "status", "watch", "logs", "report", "trian")]
+    + [["compare", "one", str(EXAMPLES)], ["predict", str(EXAMPLES), "in.csv", "--out", "out.csv"]]
     + [["train", str(EXAMPLES / name), "train.epoch=3"] for name in ("digits.yaml", "mnist.yaml", "ag_news.yaml")]
     + [["train", str(EXAMPLES / "digits.yaml"), f"parallel.kind={kind}", "run.dirr=x"] for kind in STRATEGIES]
     + [["train", str(EXAMPLES / "digits.yaml"), f"launch.kind={kind}", "run.dirr=x"] for kind in LAUNCHERS],

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,8 @@ def test_a_run_keeps_its_best_checkpoint_by_a_sum_of_the_loss_and_refuses_what_l
     assert not list(tmp_path.glob("runs/*/checkpoints/step-*"))
     for best, step in (("nll", -1), ("-surprise", -1), ("+surprise", 0)):
         name = f"by{best}".replace("+", "up")
-        assert lockstep(tmp_path, "train", "c.yaml", f"run.name={name}", f"checkpoint.best={best}").returncode == 0
+        done = lockstep(tmp_path, "train", "c.yaml", f"run.name={name}", f"checkpoint.best={best}")
+        assert done.returncode == 0
         run = tmp_path / "runs" / name
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         steps = [line["step"] for line in lines if line["kind"] == "evaluation"]
@@ -126,5 +128,12 @@ def test_a_run_keeps_its_best_checkpoint_by_a_sum_of_the_loss_and_refuses_what_l
             line for line in lockstep(tmp_path, "checkpoints", str(run)).stdout.splitlines() if "best" in line
         )
         assert best_row.split()[0] == str(steps[step]), (best, best_row)
+        value = summary(tmp_path, name)["best"]["value"]
+        assert summary(tmp_path, name)["best"]["step"] == steps[step]
+        told = done.stdout[done.stdout.index("finished after ") :].splitlines()
+        assert re.match(r"finished after \d+ steps in 0:0\d:\d\d · digest ", told[0])
+        metric = best.lstrip("+-")
+        assert told[1] == f"best checkpoint, which export takes: step {steps[step]} · {metric} {value:.4f}"
+        assert told[2].startswith("test: ") and f" · {metric} {value:.4f}" in told[2]
     assert summary(tmp_path, "bynll")["status"] == "finished"
     assert "mode: min" in (Path(tmp_path) / "runs" / "bynll" / "recipe.yaml").read_text()

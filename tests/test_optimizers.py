@@ -12,6 +12,7 @@ from running import lockstep, started, summary, wait_for_steps
 from torch import nn
 
 from lockstep.base.errors import ConfigError
+from lockstep.base.name_patterns import matching
 from lockstep.base.world import World
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.run import build
@@ -270,3 +271,12 @@ def test_an_optimizer_and_a_schedule_of_the_users(tmp_path):
     lines = map(json.loads, (tmp_path / "runs" / "w1" / "metrics.jsonl").read_text().splitlines())
     rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
     assert rates == [0.002] * 30 + [0.0002] * 30
+
+
+def test_the_first_part_of_a_name_may_be_left_out_where_nothing_has_the_whole():
+    names = ["bert.encoder.weight", "bert.head.bias", "head.weight"]
+    assert matching(["encoder"], names, setting="s") == {"bert.encoder.weight"}
+    assert matching(["head"], names, setting="s") == {"head.weight"}
+    assert matching(["enc*.weight", "bert.head"], names, setting="s") == {"bert.encoder.weight", "bert.head.bias"}
+    with pytest.raises(ConfigError, match="'weight2' matches no parameter"):
+        matching(["weight2"], names, setting="s")

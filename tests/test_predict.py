@@ -32,7 +32,7 @@ from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_config import ExportSection
 from lockstep.inference.export.export_writer import ExportSamples, export
 from lockstep.inference.predict import worker_pool
-from lockstep.inference.predict.input_rows import CHUNK_ROWS
+from lockstep.inference.predict.input_rows import CHUNK_ROWS, PredictionInput
 from lockstep.inference.trained_model import open_predictor
 from lockstep.models import _transformer as transformer
 from lockstep.models import _user as user
@@ -139,6 +139,7 @@ def predict(tmp_path, monkeypatch):
     """Runs the command in a folder of its own -> what it says; the exit code has to be the one that is expected."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")  # which the command sets
 
     def run(*arguments, code=0):
         result = CliRunner().invoke(_app.app, ["predict", *map(str, arguments)])
@@ -166,6 +167,27 @@ def test_the_same_bytes_for_any_number_of_processes(predict, texts_model, words,
     columns = np.stack([found[f"probability_{label}"].to_numpy() for label in LABELS], axis=1)
     np.testing.assert_allclose(columns[:40], each, atol=1e-5)
     assert (found["confidence"].to_numpy() == columns.max(1)).all()
+
+
+def test_a_few_rows_start_no_process(predict, texts_model, images_model, photos, table, monkeypatch):
+    """With the same bytes; and the columns are looked at before a process is started."""
+    csv.write_csv(table.slice(0, 100), "in.csv")
+    for file in sorted(photos.rglob("*.png"))[30:]:
+        file.unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(PredictionInput, "is_short", lambda _: False)
+        predict(texts_model, "in.csv", "--out", "texts.parquet")
+        predict(images_model, photos, "--out", "images.parquet")
+    monkeypatch.setattr(worker_pool.WorkerPool, "start_worker", None)
+    assert "100 rows written" in predict(texts_model, "in.csv", "--out", "texts-here.parquet")
+    predict(images_model, photos, "--out", "images-here.parquet")
+    for kind in ("texts", "images"):
+        assert Path(f"{kind}.parquet").read_bytes() == Path(f"{kind}-here.parquet").read_bytes()
+    csv.write_csv(table.rename_columns(["id", "body", ""]), "long.csv")
+    assert "has no column 'text'" in predict(texts_model, "long.csv", "--out", "out.csv", code=2)
+    sorted(photos.rglob("*.png"))[3].write_bytes(b"none")
+    assert "cannot be read as an image" in predict(images_model, photos, "--out", "out.csv", code=2)
+    assert not Path("out.csv.parts").exists()
 
 
 def test_every_form_is_read_and_written(predict, texts_model, words, table):
@@ -348,7 +370,7 @@ def test_wrong_inputs(predict, texts_model, images_model, photos):
     assert "folder/gone.png cannot be read" in said("folder")
     assert "takes images, but in.csv holds texts" in said("in.csv")
     assert "takes texts, but" in said(photos, model=texts_model)
-    assert "neither an export" in said("in.csv", model="folder")
+    assert "folder is no run, no checkpoint and no export" in said("in.csv", model="folder")
     assert "in.csv is the input" in said("in.csv", out="./in.csv")
     assert "no form that can be written: end --out in .parquet, .csv, .jsonl" in said("in.csv", out="out.xlsx")
     assert "folder.csv is a folder" in said("in.csv", out=Path("folder").rename("folder.csv"))

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 from running import LONG, SHORT, lockstep, started, wait_for_steps, workers
@@ -36,6 +37,15 @@ def test_goodput_leaves_out_what_was_lost():
     assert (spent.wall, spent.steps, spent.repeated) == (61.0, 17.0, 6.0)
     assert (spent.evaluations, spent.saves, spent.down) == (2.0, 0.5, 30.0)
     assert spent.rest == pytest.approx(61 - 17 - 6 - 2 - 0.5 - 30) and spent.share == pytest.approx(17 / 61)
+
+
+def test_goodput_counts_from_the_start_of_each_command():
+    """A restart by the same command counts from its own start: before it was down."""
+    command, other = replace(KILLED[0], seconds=8.0), replace(KILLED[5], seconds=9.0)
+    by_two = goodput(starts([command, *KILLED[1:5], other, *KILLED[6:]]))
+    assert (by_two.wall, by_two.down) == (69.0, 21.0)
+    by_one = goodput(starts([command, *KILLED[1:5], replace(other, seconds=58.0), *KILLED[6:]]))
+    assert (by_one.wall, by_one.down) == (69.0, 30.0)
 
 
 def test_goodput_knows_what_live_recoveries_took():

@@ -77,7 +77,7 @@ def test_mnist_under_python_and_torchrun(tmp_path):
 
 @pytest.mark.matrix
 def test_text_under_python_and_torchrun(tmp_path, shared_data, minilm):
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     words = ["--num_samples=24", "--epochs=1", "--batch-size=4", "--gradient_accumulation_steps=2", "--max_length=16"]
     words += ["--model_name", minilm, "--data_dir", shared_data, "--bf16"]
@@ -90,6 +90,8 @@ def test_text_under_python_and_torchrun(tmp_path, shared_data, minilm):
     model = AutoModelForSequenceClassification.from_pretrained(minilm, num_labels=4)
     before = digest_of(model.state_dict())
     assert not any(model.load_state_dict(state))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "distilbert_agnews_tokenizer")
+    assert tokenizer("a film")["input_ids"] == AutoTokenizer.from_pretrained(minilm)("a film")["input_ids"]
     assert digest_of(model.state_dict()) != before
 
 

@@ -85,7 +85,7 @@ def test_mistakes_on_the_command_line(slow_folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for arguments, words in {
-            ("nowhere",): "nowhere is neither an export",
+            ("nowhere",): "nowhere is no run, no checkpoint and no export",
             (slow_folder, "--port", port): "choose another --port",
             (slow_folder, "--device", "cuda"): "device cuda cannot be used",
             (slow_folder, "--dtype", "fp8"): "'fp8' is not one of 'fp32'",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from golden import matches
 
-from lockstep.base.config import parse
+from lockstep.base.config import dump, parse
 from lockstep.base.contracts import Request
 from lockstep.base.errors import ConfigError, LaunchError
 from lockstep.base.templates import render
@@ -138,6 +138,42 @@ def test_dry_run_hands_nothing_in(tmp_path):
     for line in ("OMP_NUM_THREADS=1", "NCCL_DEBUG=INFO", "A=b", "#SBATCH --nodes=2", "#SBATCH --time=1:30:00"):
         assert line in done.stdout.splitlines(), line
     assert [file.name for file in tmp_path.iterdir()] == ["c.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("time", "is_short"),
+    [("1", True), ("2:00", True), ("3", False), ("0:02:01", False), ("0-00:02", True), ("1-00", False), ("0", False)],
+)
+def test_a_time_limit_below_the_warning_is_told(tmp_path, time, is_short):
+    said = planned(tmp_path, f"{{kind: slurm, time: '{time}', warning_seconds: 120}}").warnings
+    assert ["launch.warning_seconds=120" in each for each in said] == [True] * is_short
+
+
+def test_what_is_outside_of_the_container_is_told(tmp_path):
+    for name in ("code", "data", "runs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "code" / "net.py").touch()
+    files = f"{tmp_path}/data, {tmp_path}/code/net.py would not be in the container"
+
+    def said(mounts, kind="pyxis"):
+        launch = f"{{kind: slurm, container: image, container_kind: {kind}, mounts: {mounts}}}"
+        return planned(tmp_path, launch).warnings
+
+    assert [files in each for each in said("[]")] == [True]
+    assert f"{tmp_path}/code/net.py would not be" in said(f"['{tmp_path}/data', '/scratch/code:/code']")[0]
+    assert said(f"['{tmp_path}/data:{tmp_path}/data:ro', '{tmp_path}/code']") == ()
+    assert not said("[]", "apptainer")  # which has /tmp
+    assert planned(tmp_path, "{kind: slurm}").warnings == ()
+
+
+def planned(folder, launch):
+    recipe = parse(
+        Recipe,
+        f"launch: {launch}\nmodel: {{kind: user, file: {folder}/code/net.py}}\ndata: {{kind: mnist, root: {folder}/data}}\n",
+        file="c.yaml",
+    )
+    request = Request(recipe=folder / "runs" / "a" / "launch.yaml", text=dump(recipe))
+    return Slurm(recipe.launch, threads=1, shards=1).plan(request)
 
 
 def test_without_slurm_it_says_where_slurm_is(tmp_path):

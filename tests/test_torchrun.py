@@ -113,10 +113,20 @@ def checkout(tmp_path):
 
 def test_the_script_runs_from_a_shell_without_an_environment(folder, digest, checkout):
     """It finds .venv, and nothing but the run is heard: no banner of torchrun's."""
-    words = [checkout, "2", *SHORT]
-    (said,) = ran(folder, [*words, "run.name=bare"], environment=bare_shell(CONFIG="c.yaml"))
+    words = [checkout, "2", "c.yaml", *SHORT]
+    (said,) = ran(folder, [*words, "run.name=bare"], environment=bare_shell())
     assert found(folder, "bare") == (digest, 2)
     assert said.startswith("run bare: ") and "OMP" not in said and "*****" not in said
+
+
+def test_the_script_takes_another_script(folder, checkout):
+    """With its arguments, once for each process; its exit code is the script's."""
+    (folder / "mine.py").write_text(
+        "import os, sys\nopen(f'mine-{os.environ[\"RANK\"]}', 'w').write(' '.join(sys.argv[1:]))\nsys.exit(3)"
+    )
+    done = subprocess.run([checkout, "2", "mine.py", "--lr=1", "--help"], cwd=folder, env=bare_shell(), timeout=100)
+    assert done.returncode == 3
+    assert [(folder / f"mine-{rank}").read_text() for rank in (0, 1)] == ["--lr=1 --help"] * 2
 
 
 @pytest.mark.matrix
@@ -131,7 +141,9 @@ def test_the_script_keeps_the_threads_of_the_config(folder, checkout):
     ("words", "config", "code", "fragment"),
     [
         (["--help"], "c.yaml", 0, "GPUS: how many processes"),
-        (["c.yaml"], "", 2, "GPUS should be a number above 0, not 'c.yaml'; a config is named by CONFIG=c.yaml"),
+        (["two"], "", 2, "GPUS should be a number above 0, not 'two'; then CONFIG.yaml or SCRIPT.py"),
+        (["2", "none.py", "--epochs=1"], "", 2, "there is no file none.py"),
+        (["c.yaml", "trian.epochs=3"], "", 2, "command line: trian: unknown key"),
         (["0"], "c.yaml", 2, "GPUS should be a number above 0, not '0'"),
         (["2"], "nothing.yaml", 2, "there is no file nothing.yaml"),
         (["2", "trian.epochs=3"], "c.yaml", 2, "command line: trian: unknown key — did you mean 'train'?"),

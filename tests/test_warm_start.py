@@ -7,6 +7,12 @@ import pytest
 import torch
 from running import lockstep, summary
 from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.base.contracts import DataSpec
+from lockstep.models import _cnn as cnn
+from lockstep.run.warm_start import warm_start
 
 CONFIG = {
     "data": {"kind": "digits", "limit": 64},
@@ -63,6 +69,36 @@ def test_weights_are_those_of_the_path(folder, path):
     assert "model.init: 8 of the model's 8 weights and buffers are from " in said
     assert "so they start as without it" not in said
     assert summary(folder, name)["digest"] == summary(folder, "a")["digest"]
+
+
+class TutorialNet(nn.Module):
+    """As in PyTorch's MNIST example, for images of 8x10."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3, 1), nn.Conv2d(32, 64, 3, 1)
+        self.fc1, self.fc2 = nn.Linear(64 * 2 * 3, 128), nn.Linear(128, 10)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
+        return self.fc2(F.relu(self.fc1(torch.flatten(x, 1))))
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_weights_by_the_names_of_the_tutorial_give_the_same_outputs(tmp_path, prefix):
+    """fc1 reads the features there in another order."""
+    tutorial = TutorialNet()
+    state = {f"{prefix}{name}": value for name, value in tutorial.state_dict().items()}
+    torch.save(state, tmp_path / "mnist_cnn.pt")
+    images = torch.randint(0, 256, (5, 1, 8, 10), dtype=torch.uint8)
+    wanted = tutorial((images / 255 - 0.1307) / 0.3081)
+    spec = DataSpec(modality="image", labels=tuple("0123456789"), image_shape=(1, 8, 10))
+    loaded, started = (cnn.build(cnn.Config(kind="cnn"), spec).eval() for _ in range(2))
+    assert not any(loaded.load_state_dict(state))
+    assert not any(loaded.load_state_dict(loaded.state_dict()))
+    assert len(warm_start(started, tmp_path / "mnist_cnn.pt").notes) == 1
+    for model in (loaded, started):
+        torch.testing.assert_close(model({"image": images}), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_start_is_the_same_on_several_processes(folder):

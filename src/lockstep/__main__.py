@@ -2,16 +2,21 @@
 
 import os
 import sys
+import time
 
 from lockstep.base import closed_output, ctrl_c, loading_line
 
 
 def main() -> None:
+    began = time.time()
     ctrl_c.exit_at_once()
     os.environ["PYTHONSAFEPATH"] = "1"  # noqa: TID251 (child processes import nothing from the working folder)
     closed_output.tolerate_lost_reader()
     loading_line.arm()
-    from lockstep.cli import _app  # noqa: PLC0415 (slow: Ctrl-C has to be handled before)
+    from lockstep.base import lifetime  # noqa: PLC0415 (slow: Ctrl-C has to be handled before)
+
+    lifetime.began = began
+    from lockstep.cli import _app  # noqa: PLC0415 (slower)
 
     _app.main()
 

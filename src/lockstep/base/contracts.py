@@ -142,6 +142,8 @@ class Plan:
     """The run may go on with a number of processes that is a multiple of it; 0: with no other."""
     files: dict[Path, str] = field(default_factory=dict)
     """Scripts and manifests that it would write and submit: file -> text."""
+    warnings: tuple[str, ...] = ()
+    """What would make the run fail or stop although it can be started."""
 
     @property
     def module(self) -> tuple[str, ...]:

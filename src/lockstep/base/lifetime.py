@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 """From <sys/prctl.h>: set the name that `top` and `ps -o comm` show, of at most 15 bytes."""
 began: float | None = None
-"""When this process's start began (seconds since 1970), if another process has done a part of it."""
+"""When this process's start began (seconds since 1970), if it is a command or another process has done a part of it."""
 
 
 def end_with_parent(name: str, parent: int | None = None) -> None:
@@ -47,6 +47,13 @@ def name_process(name: str) -> None:
 def rank_name(rank: str) -> str:
     """The name of a worker's process, short enough for four digits."""
     return f"lockstep-r{rank}"
+
+
+def launch_time() -> float:
+    """When a run that is launched now began, in seconds since 1970: of a command's first run, with the command."""
+    global began
+    first, began = began, None
+    return first or time.time()
 
 
 def age_seconds() -> float:

@@ -124,6 +124,10 @@ class Model(nn.Module, ABC):
         """What follows from the means over a whole split ("loss" and LossSum.sums), such as a perplexity."""
         return {}
 
+    def renamed(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Weights by the names of another implementation, in this one's names and layout; others as they are."""
+        return weights
+
     def decode(self, tokens: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
         """Read further tokens int64 [m, t] -> logits of those that follow the last ones [m, V], and the new cache. Only
         models with CACHES have it.

@@ -21,12 +21,15 @@ def matching(patterns: Sequence[str], names: Sequence[str], *, setting: str) -> 
     """The names of parameters that a pattern matches, or that lie in a module whose name it matches.
 
     Patterns are those of a shell; `*` also matches dots. A first part that all names share, such as "network.", may be
-    left out. Raises ConfigError, with the nearest name, for a pattern that matches nothing.
+    left out, and where a pattern matches no whole name, also the first part of a name: "encoder" for "bert.encoder".
+    Raises ConfigError, with the nearest name, for a pattern that matches nothing.
     """
-    aliases = {name: _aliases(name, _shared_part(names)) for name in names}
+    shared = _shared_part(names)
+    aliases = {name: _aliases(name, shared) for name in names}
     found: set[str] = set()
     for pattern in patterns:
         own = {name for name, known in aliases.items() if any(fnmatchcase(alias, pattern) for alias in known)}
+        own = own or {name for name in names if any(fnmatchcase(each, pattern) for each in _inner(name, shared))}
         if not own:
             raise ConfigError(f"{setting}: {_unmatched(pattern, [a[0] for a in aliases.values()], aliases.values())}")
         found |= own
@@ -48,6 +51,11 @@ def _aliases(name: str, shared: str) -> list[str]:
     """The name and those of the modules that it lies in, each without and with the shared part."""
     short = name.removeprefix(shared)
     return [*_prefixes(short), *(f"{shared}{each}" for each in _prefixes(short) if shared)]
+
+
+def _inner(name: str, shared: str) -> Iterator[str]:
+    """As _aliases, without the first part."""
+    return _prefixes(name.removeprefix(shared).partition(".")[2])
 
 
 def _prefixes(name: str) -> Iterator[str]:

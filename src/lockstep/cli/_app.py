@@ -1,5 +1,7 @@
 """The command line: every file in this folder is a command, which imports what it needs when it is called."""
 
+import inspect
+import re
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -8,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from lockstep.base import plugins
+from lockstep.base.errors import nearest
 from lockstep.cli._common import versions
 
 FAMILY = "cli"
@@ -38,11 +41,15 @@ class Commands(TyperGroup):
         return [*(name for name in ORDER if name in known), *(name for name in known if name not in ORDER)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Load the function `command` of a file; None where there is no such file."""
-        if cmd_name not in plugins.names(FAMILY):
-            return None
+        """Load the function `command` of a file; fail where there is no such file."""
+        known = plugins.names(FAMILY)
+        if cmd_name not in known:
+            complaint = f"No such command {cmd_name!r}{nearest(cmd_name, known) or '.'}"
+            return None if ctx.resilient_parsing else ctx.fail(complaint)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name)(plugins.find(FAMILY, cmd_name).command)
+        function = plugins.find(FAMILY, cmd_name).command
+        text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")  # else the help keeps our line breaks
+        alone.command(cmd_name, help=text)(function)
         return typer.main.get_command(alone)
 
 

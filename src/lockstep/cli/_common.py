@@ -1,5 +1,6 @@
 """What commands share: the console, arguments, the loading of configs, the reporting of errors."""
 
+import os
 import platform
 from collections.abc import Callable
 from functools import partial, wraps
@@ -10,14 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import platformdirs
 import typer
 
-from lockstep.base import ctrl_c, loading_line, user_code
-from lockstep.base.errors import ConfigError, LaunchError, LockstepError, printable
+from lockstep.base import ctrl_c, loading_line, remote_path, user_code
+from lockstep.base.errors import ConfigError, LaunchError, LockstepError, absence, printable
 from lockstep.base.escaping_console import EscapingConsole
 
 if TYPE_CHECKING:
     from lockstep.run.recipe import Recipe
 
 console = EscapingConsole()
+RECORDS = ("recipe.yaml", "lockstep.json", "loop.yaml", "loop.yaml", "job.json", "launch.yaml", "manifest.json")
+"""Files of which one is in every folder of a run, an export or a checkpoint."""
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or a run's recipe.yaml.", metavar="CONFIG")]
 
@@ -33,8 +36,33 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Settings that replace the file's.", metavar="section.key=value", autocompletion=setting_names),
 ]
-RunArgument = Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN")]
-Trained = Annotated[Path, typer.Argument(help="A run's folder, one of its checkpoints, or an export.", metavar="MODEL")]
+
+
+def recorded(paths: Path | list[Path]) -> Path | list[Path]:
+    """Check that there is a run, checkpoint or export before a command imports torch, which takes seconds."""
+    check = partial(_check_recorded, paths if isinstance(paths, list) else [paths])
+    if code := _exit_code(check):
+        raise typer.Exit(code)
+    return paths
+
+
+def _check_recorded(paths: list[Path]) -> None:
+    for path in paths:
+        folder = Path(os.path.abspath(path))  # without following links: checkpoints may lie on another disk
+        places = (each / name for each in (folder, folder.parent, folder.parent.parent) for name in RECORDS)
+        if not remote_path.is_url(str(path)) and not any(map(os.path.isfile, places)):
+            missing = absence(path, f"there is no {' and no '.join(RECORDS[:2])} in it")
+            what = f"{path} is no run, no checkpoint and no export"
+            raise ConfigError(f"{what}: {missing} (runs are folders such as runs/NAME)")
+
+
+RunArgument = Annotated[
+    Path, typer.Argument(help="A run's folder, or one of its checkpoints.", metavar="RUN", callback=recorded)
+]
+Trained = Annotated[
+    Path,
+    typer.Argument(help="A run's folder, one of its checkpoints, or an export.", metavar="MODEL", callback=recorded),
+]
 Rendezvous = Annotated[
     str | None,
     typer.Option(help="Where this and other machines meet: node 0's name or address.", metavar="HOST:PORT"),

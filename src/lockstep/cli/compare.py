@@ -5,13 +5,15 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import console, reports_errors
+from lockstep.cli._common import console, recorded, reports_errors
 
 
 @reports_errors
 def command(
-    run_a: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint's.", metavar="RUN_A")],
-    run_b: Annotated[Path, typer.Argument(help="Another one.", metavar="RUN_B")],
+    run_a: Annotated[
+        Path, typer.Argument(help="A run's folder, or a checkpoint's.", metavar="RUN_A", callback=recorded)
+    ],
+    run_b: Annotated[Path, typer.Argument(help="Another one.", metavar="RUN_B", callback=recorded)],
 ) -> int:
     """Say whether two runs, or two checkpoints, are equal bit for bit; if not, where they diverge.
 

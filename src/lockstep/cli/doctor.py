@@ -38,7 +38,7 @@ def command(
     if json is not None:
         check_writable("--json", json)
     recipe = recipes.starter("digits") if path is None else load_trusted(path, overrides, trusts=trust_code)
-    node = node_address(rendezvous, node_rank)
+    node = node_address(recipe, rendezvous, node_rank)
     if node is None and not quick and (elsewhere := _on_nodes(recipe)):
         console.print("waiting for Slurm to run it on the machines of a run ...", style="dim")
         return subprocess.run(elsewhere, check=False).returncode

@@ -31,7 +31,11 @@ def command(
         raise ConfigError(f"there is no lesson {number}: there are {', '.join(map(str, lessons))}")
     file = lessons[number]
     if show:
-        console.print(Syntax(file.read_text(encoding="utf-8"), "python"))
+        code = file.read_text(encoding="utf-8")
+        if console.is_terminal:
+            console.print(Syntax(code, "python", word_wrap=True))
+        else:
+            typer.echo(code, nl=False)
         return 0
     console.print(f"python {file}", soft_wrap=True)
     return subprocess.run([sys.executable, file], check=False).returncode

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import console, reports_errors
+from lockstep.cli._common import console, recorded, reports_errors
 
 
 @reports_errors
 def command(
-    runs: Annotated[list[Path], typer.Argument(help="Runs' folders.", metavar="RUN [RUN ...]")],
+    runs: Annotated[list[Path], typer.Argument(help="Runs' folders.", metavar="RUN [RUN ...]", callback=recorded)],
     out: Annotated[
         Path | None,
         typer.Option(help="HTML file; default: report.html in the run's folder, or, of several runs, here."),

@@ -14,6 +14,7 @@ def command(
     resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's folder.")] = "auto",
     allow_drift: Annotated[bool, typer.Option(help="Resume although the numeric recipe has changed.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Show what would be run, and run nothing.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="With --dry-run: also all settings.")] = False,
     rendezvous: Rendezvous = None,
     node_rank: NodeRank = None,
     trust_code: TrustCode = False,
@@ -36,10 +37,10 @@ def command(
     from lockstep.launch import launch_run
 
     arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *trust)
-    node = launch_run.node_address(rendezvous, node_rank)
+    node = launch_run.node_address(recipe, rendezvous, node_rank)
     if node is not None and not dry_run:
         return launch_run.launch_node(recipe, path, arguments, node=node)
     recipe = recipes.with_run_name(recipe, path)
     if dry_run:
-        return launch_run.show_plan(recipe, arguments, console, node=node)
+        return launch_run.show_plan(recipe, arguments, console, node=node, shows_recipe=verbose)
     return launch_run.launch(recipe, arguments)

@@ -46,8 +46,11 @@ class NodeAddress:
         return self.node_rank == 0 if self.node_rank is not None else self.endpoint.is_local()
 
 
-def node_address(rendezvous: str | None, node_rank: int | None) -> NodeAddress | None:
+def node_address(recipe: Recipe, rendezvous: str | None, node_rank: int | None) -> NodeAddress | None:
     """From the options of `lockstep train`; None without --rendezvous. Raises LaunchError."""
+    nodes = recipe.launch.max_nodes
+    if node_rank is not None and node_rank >= nodes:
+        raise LaunchError(f"--node-rank {node_rank} is not below launch.nodes={nodes}: the ranks are 0 to {nodes - 1}")
     if rendezvous is None:
         if node_rank is not None:
             raise LaunchError("--node-rank needs --rendezvous HOST:PORT: where node 0 is, such as node1:29400")
@@ -85,7 +88,21 @@ def on_this_machine(recipe: Recipe, kind: str = "local") -> Recipe:
     return recipe.model_copy(update={"launch": local})
 
 
-def show_plan(recipe: Recipe, arguments: tuple[str, ...], console: Console, *, node: NodeAddress | None) -> int:
+def warnings(recipe: Recipe, plan: Plan) -> list[str]:
+    """Lines on what is wrong with a plan that can be started: the launcher's warnings, and processes without work."""
+    launch, shards, found = recipe.launch, recipe.train.shards, list(plan.warnings)
+    here = launch.model_dump().get("gpus") or plan.processes if launch.processes == "auto" else launch.processes
+    if (processes := here * launch.max_nodes) > shards and not recipe.parallel.SHARES_SHARDS:
+        found.append(
+            f"{processes - shards} of {processes} processes will be idle: a step has {shards} micro-batches "
+            "(train.global_batch / train.micro_batch); start fewer processes, or lower train.micro_batch"
+        )
+    return [f"warning: {each}\n" for each in found]
+
+
+def show_plan(
+    recipe: Recipe, arguments: tuple[str, ...], console: Console, *, node: NodeAddress | None, shows_recipe: bool
+) -> int:
     """Print what would be run (--dry-run). Raises LaunchError if it cannot be run."""
     request = build_request(recipe, arguments)
     with using_devices(recipe):
@@ -94,8 +111,10 @@ def show_plan(recipe: Recipe, arguments: tuple[str, ...], console: Console, *, n
         console.print(f"{variable}={value}", soft_wrap=True)
     times = f"{plan.processes} x " if not plan.files else ""
     console.print(f"{times}{' '.join(plan.argv)}", soft_wrap=True)
-    for file, text in (plan.files | {request.recipe: request.text}).items():
+    hint = "(the config with all settings: --verbose prints it)"
+    for file, text in (plan.files | {request.recipe: request.text if shows_recipe else hint}).items():
         console.print(f"\n# {file}\n{text}", soft_wrap=True)
+    sys.stderr.writelines(warnings(recipe, plan))
     return 0
 
 
@@ -108,6 +127,8 @@ def launch(recipe: Recipe, arguments: tuple[str, ...], *, name: str = "launch") 
         launcher = build_launcher(recipe)
         plan = write_plan(recipe, request, launcher, is_training=is_training)
         logs = request.folder / "logs" / ("" if is_training else name)
+        if recipe.launch.SUBMITS:
+            sys.stderr.writelines(warnings(recipe, plan))
         if not is_training:
             return launcher.run(plan, logs)
         code = _with_resume_hint(recipe, lambda: launcher.run(plan, logs))

@@ -1,5 +1,9 @@
 """The network of model.kind=cnn."""
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -56,12 +60,27 @@ class CNN(ObjectiveModel):
         if spec.image_shape is None or min(spec.image_shape[1:]) < 6:
             raise ModelError(f"model.kind=cnn needs images of at least 6x6, but the data gives {spec.image_shape}")
         channels, height, width = spec.image_shape
+        self.grid = (height - 4) // 2, (width - 4) // 2
         self.features = Features(channels, config)
-        self.head = Head(64 * ((height - 4) // 2) * ((width - 4) // 2), width_of(spec))
+        self.head = Head(64 * math.prod(self.grid), width_of(spec))
 
     def forward(self, batch: Batch) -> Tensor:
         """batch["image"] uint8 [m, C, H, W] -> outputs [m, K], such as logits of classes."""
         return self.head(self.features(batch["image"]))
+
+    def renamed(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """From the names of PyTorch's MNIST example (conv1, conv2, fc1, fc2), whose fc1 reads channel by channel."""
+        found = {name.removeprefix("module."): value for name, value in weights.items()}
+        if not {"conv1.weight", "fc1.weight"} <= found.keys():
+            return weights
+        if found["fc1.weight"].shape[1:] == (64 * math.prod(self.grid),):
+            by_channel = found["fc1.weight"].unflatten(1, (64, *self.grid))
+            found["fc1.weight"] = by_channel.permute(0, 2, 3, 1).flatten(1)
+        return {f"{'features' if name.startswith('conv') else 'head'}.{name}": found[name] for name in found}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """As in PyTorch, and also weights of its MNIST example."""
+        return super().load_state_dict(self.renamed(state_dict), *args, **options)
 
     def blocks(self) -> list[nn.Module]:
         """Return the convolutions and the fully connected layers."""

@@ -38,7 +38,9 @@ MOST_CHARACTERS = 2000
 class RunHistory:
     """Appends the lines of rank 0; a line that cannot be written, as on a full disk, is left out."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, began: float | None = None) -> None:
+        """`began`: when the command of the run began, in seconds since 1970."""
+        self.began = began or time.time()
         self.path = folder / FILE
         self.step = 0
         self.step_seconds = 0.0
@@ -69,6 +71,7 @@ class RunHistory:
             device=event.device,
             total_steps=event.total_steps,
             steps_per_epoch=event.steps_per_epoch,
+            seconds=round(max(time.time() - self.began, 0.0), 3),
         )
 
     @notice.register

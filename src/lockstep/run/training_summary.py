@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lockstep.checkpoint import retention
 from lockstep.run.components import Components
 from lockstep.training.evaluation import Evaluation
 from lockstep.training.loop_state import Training
@@ -18,10 +19,26 @@ def training_summary(
         "samples_seen": parts.order.samples_at(state.step),
         "train_samples_per_second": round(speed, 2) if speed else None,
         "evaluation": metrics,
+        "best": _best(training) if training.is_main else None,
         "labels": parts.data.train.spec.labels,
         "confusion_matrix": evaluation.confusion if evaluation and metrics else None,
         "chain": state.chain,
         "skipped_steps": state.skipped,
         "saves": training.saving.facts(),
         "drift": [change for change in state.drift if change["step"] < state.step],  # a step was trained with it
+    }
+
+
+def _best(training: Training) -> dict[str, Any] | None:
+    """The checkpoint that `lockstep export` takes by checkpoint.best; None where the newest is taken."""
+    section, known = training.checkpoint, retention.manifests(training.saving.writer.root)
+    folder = retention.best(known, section)
+    if folder is None:
+        return None
+    metrics = dict(known[folder].metrics)
+    return {
+        "step": known[folder].step,
+        "metric": section.best,
+        "value": metrics[str(section.best)],
+        "evaluation": metrics,
     }

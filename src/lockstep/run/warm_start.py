@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.base import storage
 from lockstep.base.errors import ConfigError, ModelError
+from lockstep.base.model_contracts import Model
 from lockstep.checkpoint.reader import contents, load
 from lockstep.checkpoint.weights import AVERAGE, MODEL
 from lockstep.core.host.remote_storage import here
@@ -39,6 +40,7 @@ def warm_start(model: nn.Module, path: Path) -> WarmStart:
     Prefixes of wrappers, such as "module.", do not matter. Raises ConfigError where there are no weights, or none fits.
     """
     found, own = _read(path), model.state_dict()
+    found = dict(model.renamed(found)) if isinstance(model, Model) else found
     by_name = _aligned(found, own)
     fitting = {name: found[key] for name, key in by_name.items() if found[key].shape == own[name].shape}
     if not fitting:

@@ -21,7 +21,7 @@ from lockstep.inference.predict.chunk_files import ChunkFiles
 from lockstep.inference.predict.chunk_worker import ChunkRequest, ChunkTask, PredictedColumns
 from lockstep.inference.predict.input_rows import CHUNK_ROWS, PredictionInput, open_input, serialize
 from lockstep.inference.predict.input_scan import InputScan, is_words, scan_input
-from lockstep.inference.predict.worker_pool import WorkerPool
+from lockstep.inference.predict.worker_pool import CommandProcess, WorkerPool
 from lockstep.inference.predictor import DTypeName
 from lockstep.inference.trained_model import modality_of, resolve, text_column
 from lockstep.observe import progress_bar
@@ -59,13 +59,15 @@ def predict(options: PredictOptions, console: Console) -> None:
         raise DataError(f"--out {options.out} is a URL: write to a file on this machine, and copy that")
     output_writer.writer_of(options.out)
     options = replace(options, model=here(options.model), input=here(options.input))
-    source = open_input(options.input, options.text_column or text_column(options.model), modality_of(options.model))
+    model = resolve(options.model)
+    source = open_input(options.input, options.text_column or text_column(model), modality_of(model))
     if options.out.exists() and options.out.samefile(options.input):
         raise DataError(f"{options.out} is the input, which is not overwritten: name another --out")
     processes = _processes(options)
+    is_short = source.is_short()
     files = ChunkFiles(options.out.with_name(f"{options.out.name}.parts"))
     task = ChunkTask(
-        model=resolve(options.model),
+        model=model,
         device=torch.device(options.device),
         dtype=options.dtype,
         batch=options.batch,
@@ -78,7 +80,8 @@ def predict(options: PredictOptions, console: Console) -> None:
         files=options.input if source.modality != "text" else None,
         output=files.folder,
     )
-    pool = WorkerPool(task=task, size=processes, report=lambda text: console.print(text, soft_wrap=True))
+    kind = CommandProcess if is_short else WorkerPool
+    pool = kind(task=task, size=processes, report=lambda text: console.print(text, soft_wrap=True))
     with ended_by_sigterm(), files.locked(), pool:
         try:
             BulkPrediction(options=options, source=source, files=files, pool=pool, console=console).run()
@@ -146,8 +149,7 @@ class BulkPrediction:
             if chunk.file_name not in done
         )
         with progress_bar.counting(self.console, "predicting", "rows", total=scan.rows, done=rows_before) as progress:
-            for rows in self.pool.predict(requests, count):
-                progress.add(rows)
+            self.pool.predict(requests, count, progress.add)
         return f", {progress.speed:,.0f} rows/s"
 
     def schema(self, scan: InputScan, model: ExportFacts) -> pa.Schema:

@@ -115,27 +115,34 @@ def run_worker(task: ChunkTask, pipe: Connection) -> None:
     end_with_parent("SIGKILL")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent handles it
     try:
-        _use_one_core()
         trust.accept(task.trust)
-        model = open_predictor(task.model, device=task.device, dtype=task.dtype)
-        pipe.send(model.facts)
-        chunk_predictor: ChunkTable
-        if isinstance(model, Generator):
-            chunk_predictor = ChunkCompleter(model=model, task=task, send=pipe.send)
-        else:
-            chunk_predictor = ChunkPredictor(model=model, task=task, send=pipe.send)
+        table = open_table(task, pipe.send)
+        pipe.send(table.model.facts)
         while (request := pipe.recv()) is not None:
-            chunk_predictor.predict(request)
+            table.predict(request)
     except (EOFError, ConnectionError):  # the parent has gone
         sys.exit(1)
-    except torch.OutOfMemoryError:
-        message = f"the GPU has no memory for {task.batch} rows at a time: lower --batch"
-        pipe.send(WorkerError(kind=ModelError, message=message))
-    except LockstepError as error:
-        pipe.send(WorkerError(kind=type(error), message=str(error)))
     except Exception as error:
-        message = f"the model cannot be used:\n{user_code.format_traceback(error)}"
-        pipe.send(WorkerError(kind=SampleError, message=message))
+        explained = explanation(error, task)
+        pipe.send(WorkerError(kind=type(explained), message=str(explained)))
+
+
+def open_table(task: ChunkTask, send: Callable[[Message], None]) -> "ChunkTable":
+    """Open the model on one core. Raises UserError."""
+    _use_one_core()
+    model = open_predictor(task.model, device=task.device, dtype=task.dtype)
+    if isinstance(model, Generator):
+        return ChunkCompleter(model=model, task=task, send=send)
+    return ChunkPredictor(model=model, task=task, send=send)
+
+
+def explanation(error: Exception, task: ChunkTask) -> LockstepError:
+    """What to tell the user of an exception that opening a model or predicting raised."""
+    if isinstance(error, LockstepError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return ModelError(f"the GPU has no memory for {task.batch} rows at a time: lower --batch")
+    return SampleError(f"the model cannot be used:\n{user_code.format_traceback(error)}")
 
 
 def _use_one_core() -> None:
@@ -148,6 +155,7 @@ def _use_one_core() -> None:
 class ChunkTable(ABC):
     """Adds columns to the rows of a chunk."""
 
+    model: Predictor | Generator
     task: ChunkTask
     send: Callable[[Message], None]
 

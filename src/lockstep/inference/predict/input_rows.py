@@ -44,6 +44,11 @@ class PredictionInput:
         with tables.read_errors(self.path):
             yield from _rechunked(self.reader(self.path, self.column))
 
+    def is_short(self) -> bool:
+        """Whether one chunk contains all rows; reads no more than that. Raises DataError as `chunks` does."""
+        first = next(self.chunks(), None)
+        return first is None or first.num_rows < CHUNK_ROWS
+
 
 def open_input(path: Path, text_column: str, modality: str = "text") -> PredictionInput:
     """The input at a path, of a folder the files of a modality, else images; raises DataError where there is none, or

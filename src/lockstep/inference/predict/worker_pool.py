@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -20,6 +20,8 @@ from lockstep.inference.predict.chunk_worker import (
     ChunkTask,
     Message,
     WorkerError,
+    explanation,
+    open_table,
     run_worker,
 )
 from lockstep.launch.launchers._spawn import script_unread
@@ -101,8 +103,8 @@ class WorkerPool:
                 pass
         return self.facts
 
-    def predict(self, requests: Iterator[ChunkRequest], count: int) -> Iterator[int]:
-        """Predict `count` chunks; yields numbers of predicted rows, negative for those lost with a worker."""
+    def predict(self, requests: Iterator[ChunkRequest], count: int, report_rows: Callable[[int], object]) -> None:
+        """Predict `count` chunks; reports numbers of predicted rows, negative for those lost with a worker."""
         for _ in range(len(self.workers), min(self.size, count)):
             self.start_worker()
         done = 0
@@ -112,7 +114,7 @@ class WorkerPool:
                     self._send_next(worker, requests)
             for message in self._receive():
                 if isinstance(message, int):
-                    yield message
+                    report_rows(message)
                 done += isinstance(message, ChunkDone)
 
     def _send_next(self, worker: Worker, requests: Iterator[ChunkRequest]) -> None:
@@ -167,3 +169,35 @@ class WorkerPool:
             self.orphaned.append(request)
             yield -worker.rows
         self.start_worker()
+
+
+@dataclass(kw_only=True)
+class CommandProcess(WorkerPool):
+    """A pool without workers, for a single chunk: it is predicted in this process sooner than another one starts."""
+
+    def start_worker(self) -> None:
+        """Start nothing."""
+
+    def model_facts(self) -> ExportFacts:
+        """Open the model -> its facts. Raises UserError, SampleError."""
+        with self._explained():
+            self.table = open_table(self.task, self._receive_own)
+        return self.table.model.facts
+
+    def predict(self, requests: Iterator[ChunkRequest], count: int, report_rows: Callable[[int], object]) -> None:
+        """As a pool does."""
+        self.report_rows = report_rows
+        for request in requests:
+            with self._explained():
+                self.table.predict(request)
+
+    def _receive_own(self, message: Message) -> None:
+        if isinstance(message, int):
+            self.report_rows(message)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise explanation(error, self.task) from error.__cause__

@@ -17,6 +17,7 @@ import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from lockstep.base import lifetime
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LaunchError, LockstepError, PeerLost
 from lockstep.launch.elastic import run_secret, succession
@@ -94,7 +95,7 @@ class Node:
         """`replace`: with live recovery, how another machine is started in the place of a lost one, if it can be."""
         self.membership, self.section, self.logs = membership, membership.section, logs
         self.fork_server = fork_server
-        own = ("--began", f"{time.time():.3f}", "--launcher", str(os.getpid()))
+        own = ("--began", f"{lifetime.launch_time():.3f}", "--launcher", str(os.getpid()))
         self.is_live = self.section.recovers_live and TASK not in plan.argv
         live = (TASK, "train_live") if self.is_live else ()
         self.replacements = Replacements(membership, replace) if replace is not None and self.is_live else None

@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.multiprocessing.spawn import start_processes
 
-from lockstep.base import ctrl_c
+from lockstep.base import ctrl_c, lifetime
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LaunchError
 from lockstep.base.world import environment
@@ -103,7 +103,7 @@ class SpawnedWorkers:
         if self.received is not None:
             return
         start = RankStart(
-            argv=(*plan.module, "--began", f"{time.time():.3f}"),
+            argv=(*plan.module, "--began", f"{lifetime.launch_time():.3f}"),
             logs=logs,
             parent=os.getpid(),
             pipes=self.pipes,

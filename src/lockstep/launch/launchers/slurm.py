@@ -6,15 +6,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 from lockstep.base.config import MANY
 from lockstep.base.contracts import Plan, Request
-from lockstep.base.errors import LaunchError
+from lockstep.base.errors import LaunchError, few
 from lockstep.launch.elastic.environment import environment
 from lockstep.launch.launch_config import LiveLaunchSection
 
@@ -106,6 +107,7 @@ class Slurm:
             argv=("sbatch", "--parsable", str(file)),
             environment=environment(self.config, threads=self.threads, logs=request.folder / "logs"),
             files=files,
+            warnings=(*_short_time(self.config), *_not_mounted(self.config, request)),
         )
 
     def run(self, plan: Plan, logs: Path) -> int:
@@ -226,15 +228,57 @@ def run_command(*command: str, environment: Mapping[str, str] | None = None) -> 
     try:
         done = subprocess.run(command, env=environment, **how)
     except FileNotFoundError:
-        raise LaunchError(
-            f"there is no {command[0]} here: launch.kind=slurm is for a machine where Slurm's commands are installed, "
-            "such as a cluster's login node"
-        ) from None
+        raise _absent(command[0]) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"Slurm did not answer `{shlex.join(command)}` within {COMMAND_TIMEOUT_SECONDS} s") from None
     if done.returncode:
         raise LaunchError(f"`{shlex.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+def _short_time(config: Config) -> Iterator[str]:
+    days, _, clock = (config.time or "0").rpartition("-")
+    parts = [*map(int, clock.split(":"))]
+    if not days and len(parts) < 3:  # minutes and perhaps seconds; after days hours come first
+        parts = [0, *parts]
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    limit = int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+    if 0 < limit <= config.warning_seconds:
+        yield (
+            f"launch.time={config.time} is not above launch.warning_seconds={config.warning_seconds}, how long before "
+            "its end a job stops: it would not train; raise launch.time"
+        )
+
+
+def _not_mounted(config: Config, request: Request) -> Iterator[str]:
+    """Tell of files and folders of the recipe that are not at their place in the container."""
+    if config.container is None:
+        return
+    mounts = [Path(os.path.expandvars(mount.split(":")[:2][-1])) for mount in config.mounts]
+    mounts += [request.folder.parent]
+    if config.container_kind == "apptainer":  # it mounts these by default
+        mounts += [Path.home(), Path.cwd(), Path("/tmp")]
+    recipe = yaml.safe_load(request.text)
+    sections = [values for name, values in recipe.items() if name not in ("run", "launch")]
+    paths = [Path(each) for each in _texts(sections) if each.startswith("/") and os.path.exists(each)]
+    outside = [path for path in paths if not any(path.is_relative_to(mount) for mount in mounts)]
+    if outside:
+        yield f"{few(outside)} would not be in the container: add the folders to launch.mounts"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(each) if key != "cache" else ()
+    elif isinstance(value, str):
+        yield value
+
+
+def _absent(command: str) -> LaunchError:
+    return LaunchError(
+        f"there is no {command} here: launch.kind=slurm is for a machine where Slurm's commands are installed, such as "
+        "a cluster's login node"
+    )
 
 
 def replace_node(folder: Path, node_rank: int, rendezvous: str) -> str:
@@ -252,7 +296,9 @@ def replace_node(folder: Path, node_rank: int, rendezvous: str) -> str:
 
 
 def on_nodes(config: Config, threads: int, words: Sequence[str]) -> tuple[str, ...]:
-    """srun, with the resources of a run but for its time limit. See contracts.HOOKS."""
+    """srun, with the resources of a run but for its time limit. See contracts.HOOKS. Raises LaunchError."""
+    if shutil.which("srun") is None:
+        raise _absent("srun")
     in_container, command = _container(config, Path.cwd())
     options = [f"--nodes={config.max_nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(config, threads)}"]
     options += [f"--time={EXAMINATION_MINUTES}", "--job-name=lockstep-doctor", *in_container]

@@ -11,11 +11,8 @@ class Start:
     """What happened from one start of the processes to their end."""
 
     lines: tuple[HistoryLine, ...]
-
-    @property
-    def began(self) -> float:
-        """Seconds since 1970."""
-        return self.lines[0].time
+    began: float
+    """Of the command, or of training after a restart by the same command: seconds since 1970."""
 
     @property
     def ended(self) -> float:
@@ -50,7 +47,7 @@ class Goodput:
     """Seconds by what they were spent on; they add up to `wall`."""
 
     wall: float
-    """From the first start to the last sign of the run."""
+    """From the first command's start to the last sign of the run."""
     steps: float
     """In steps whose result is part of the run."""
     repeated: float
@@ -85,7 +82,12 @@ def starts(history: Sequence[HistoryLine]) -> list[Start]:
             found.append([line])
         elif found:
             found[-1].append(line)
-    return [Start(lines=tuple(each)) for each in found]
+    made = list[Start]()
+    for each in found:
+        command = each[0].time - each[0].seconds
+        is_restart = bool(made) and command < made[-1].ended
+        made.append(Start(lines=tuple(each), began=each[0].time if is_restart else command))
+    return made
 
 
 def goodput(runs: Sequence[Start]) -> Goodput | None:

@@ -1,6 +1,7 @@
 """What the user sees of a run: a bar on a terminal, plain lines elsewhere, and always logs/rank-0.log."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 from functools import singledispatchmethod
 from pathlib import Path
 from typing import Any, TextIO
@@ -233,9 +234,14 @@ def end_lines(event: RunEnded) -> list[str]:
     summary = event.summary
     if event.status == "failed":
         return [f"failed after {summary['steps']:,} steps"]
-    lines = [f"{event.status} after {summary['steps']:,} steps · digest {summary['digest'][:16]}"]
-    if summary["evaluation"]:
-        lines.append(f"test: {readable(summary['evaluation'])}")
+    took = f" in {timedelta(seconds=round(summary['seconds']))}" if "seconds" in summary else ""
+    lines = [f"{event.status} after {summary['steps']:,} steps{took} · digest {summary['digest'][:16]}"]
+    evaluation, best = summary["evaluation"], summary.get("best")
+    if best is not None:
+        evaluation, value = best["evaluation"], {best["metric"]: best["value"]}
+        lines.append(f"best checkpoint, which export takes: step {best['step']:,} · {readable(value)}")
+    if evaluation:
+        lines.append(f"test: {readable(evaluation)}")
     return [*lines, f"everything is in {escape_name(summary['folder'])}"]
 
 

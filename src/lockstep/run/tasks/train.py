@@ -188,7 +188,7 @@ class TrainTask(WatchedTask):
     def subscribe_writers(self) -> None:
         """Subscribe those that write."""
         self.recipe.folder.mkdir(parents=True, exist_ok=True)
-        self.bus.subscribe(RunHistory(self.recipe.folder))
+        self.bus.subscribe(RunHistory(self.recipe.folder, began=self.began))
         if self.recipe.parallel.HAS_EQUAL_WORK:
             self.bus.subscribe(Stragglers(self.bus.publish))
         for sink in self.recipe.observe.sinks:
@@ -346,6 +346,7 @@ class TrainTask(WatchedTask):
             "folder": str(self.recipe.folder),
             "world_size": self.world.size,
             "first_step_seconds": self.first_step.seconds,
+            "seconds": round(time.time() - self.began, 3),
             **training_summary(self.parts, self.training, evaluation=self.last_evaluation, metrics=metrics),
             **self.final_digests(status),
             **self.checks.summary(),
