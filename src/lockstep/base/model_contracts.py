@@ -72,6 +72,12 @@ class MicroBatch:
     """The terms' counts in this micro-batch, from Model.term_counts."""
 
     @property
+    def samples(self) -> int:
+        """How many samples run, also where none of them counts."""
+        columns = self.batch.values() if isinstance(self.batch, Mapping) else ()
+        return next((len(column) for column in columns if isinstance(column, Tensor)), len(self.indices))
+
+    @property
     def is_void(self) -> bool:
         """Whether none of its samples could be read: it runs others instead and counts for nothing."""
         return bool(self.left_out) and not self.indices

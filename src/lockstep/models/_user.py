@@ -13,6 +13,7 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Model, Outputs
 from lockstep.core.modules.blocks import blocks_of
+from lockstep.core.modules.buffer_rules import declare
 from lockstep.core.modules.outputs import register
 from lockstep.core.numerics.loss import checked
 from lockstep.models._documents import keeps_apart, not_apart
@@ -76,6 +77,8 @@ def build(config: Config, spec: DataSpec) -> Model:
     network = module.build(config.options, spec)
     if not isinstance(network, nn.Module):
         raise ModelError(f"build() in {config.file} returned {type(network).__name__}, not a torch.nn.Module")
+    if callable(getattr(module, "buffers", None)):
+        declare(network, module.buffers(network))
     loss, objective = own_loss(network, getattr(module, "loss", None)), objective_of(spec)
     candidates = (getattr(owner, "term_counts", None) for owner in (network, module))
     model = UserModel(

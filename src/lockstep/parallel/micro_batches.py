@@ -1,7 +1,7 @@
 """Forward and backward passes of micro-batches, each with its shard's seeds and the buffers of the step's start."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -52,17 +52,21 @@ class MicroBatches:
     def outputs(self, micro_batch: MicroBatch, call: Callable[[Batch], Outputs]) -> Outputs:
         """The forward pass. A ghost leaves nothing behind."""
         self.at(micro_batch)
-        self.buffers.reset()
-        with phase("forward"), self.precision.autocast():
-            outputs = call(micro_batch.batch)
+        with phase("forward"), self.updating(micro_batch), self.precision.autocast():
+            return call(micro_batch.batch)
+
+    @contextmanager
+    def updating(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Around a forward pass: it starts from the buffers of the step's start, and what it leaves is taken."""
+        self.buffers.start_shard(None if micro_batch.ghost else micro_batch.shard)
+        yield
         if not micro_batch.ghost:
-            self.buffers.end_shard(micro_batch.shard)
-        return outputs
+            self.buffers.end_shard(micro_batch.shard, samples=micro_batch.samples)
 
     def start_backward(self) -> None:
         """Reset buffers for recomputation, which has to read what the forward pass read."""
-        if self.randomness.recomputes:
-            self.buffers.reset()
+        if self.randomness.recomputes and self.current is not None:
+            self.buffers.restart(None if self.current.ghost else self.current.shard)
 
     def loss(self, micro_batch: MicroBatch, outputs: Outputs) -> LossSum:
         """The loss of outputs. Raises ModelError."""

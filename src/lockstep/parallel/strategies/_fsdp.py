@@ -22,7 +22,7 @@ from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.gradient_norm import RowwiseNorm, gradients, rows_of
 from lockstep.core.reduction.reduce_scatter import BackendReduceScatter, Rounds, TreeReduceScatter
-from lockstep.core.reduction.tree import Shards, contiguous, strided
+from lockstep.core.reduction.tree import Shards, alone, contiguous, strided
 from lockstep.parallel.block_uses import block_uses
 from lockstep.parallel.fsdp_units import (
     AllGather,
@@ -145,10 +145,12 @@ class FullyShardedDataParallel(Sharded):
         )
 
     def _assignment(self, shards: int, present: Shards) -> list[list[list[int | None]]]:
-        """replica -> rank in it -> shards: contiguous ones for each replica, strided within it."""
+        """replica -> rank in it -> shards: contiguous ones for each replica, strided within it; one in each round where
+        shards have to wait for each other's buffers."""
         replicas, size = self.across.size(), self.within.size()
         by_replica = [contiguous(replica, replicas, shards=shards, present=present) for replica in range(replicas)]
-        return [[strided(rank, size, own) for rank in range(size)] for own in by_replica]
+        spread = alone if self.passes.buffers.ordered.buffers else strided
+        return [[spread(rank, size, own) for rank in range(size)] for own in by_replica]
 
     @property
     def buffer_updates(self) -> Sequence[BufferUpdates]:
