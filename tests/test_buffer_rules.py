@@ -136,7 +136,7 @@ def test_in_order_leaves_what_one_process_leaves(ranks, name):
 def test_not_declared_they_are_refused(ranks, name, kind, world):
     message = ranks(world, kept_on_rank, name, None, kind, {})[0]
     assert any(f"the buffer first.0.kept.{key} ({name}, " in message for key in KINDS[name].NAMES), message
-    assert '.kept.' in message and '": "in_order"}' in message
+    assert ".kept." in message and '": "in_order"}' in message
 
 
 def test_frozen_is_not_changed(ranks):

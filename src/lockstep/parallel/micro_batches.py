@@ -13,6 +13,7 @@ from lockstep.core.host.activity import progress
 from lockstep.core.host.phases import phase
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import detached, widened
+from lockstep.core.modules.weight_watch import WeightWatch
 from lockstep.core.numerics.loss import unweighted, weighted
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
@@ -23,7 +24,8 @@ class MicroBatches:
     """Runs a rank's micro-batches of a step, one after the other.
 
     `modules`: those whose buffers this rank updates, by name; all of the model's if not given. `has_all_weights`:
-    whether this rank holds all of them, so that the loss may use some.
+    whether this rank holds all of them, so that the loss may use some. `weights`: what a forward pass must not change;
+    the model's parameters if not given.
     """
 
     def __init__(
@@ -34,10 +36,13 @@ class MicroBatches:
         *,
         modules: Mapping[str, nn.Module] | None = None,
         has_all_weights: bool = True,
+        weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
     ) -> None:
         self.model, self.randomness, self.precision = model, randomness, precision
         self.has_all_weights = has_all_weights
         self.buffers = BufferUpdates(dict(model.named_modules()) if modules is None else modules)
+        named = list(model.named_parameters())
+        self.weights = WeightWatch((lambda: named) if weights is None else weights)
         self.current: MicroBatch | None = None
         """The micro-batch whose gradients arrive now."""
         self.is_last = False
@@ -59,7 +64,8 @@ class MicroBatches:
     def updating(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Around a forward pass: it starts from the buffers of the step's start, and what it leaves is taken."""
         self.buffers.start_shard(None if micro_batch.ghost else micro_batch.shard)
-        yield
+        with self.weights.watching():
+            yield
         if not micro_batch.ghost:
             self.buffers.end_shard(micro_batch.shard, samples=micro_batch.samples)
 

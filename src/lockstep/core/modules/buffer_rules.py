@@ -14,13 +14,13 @@ from lockstep.base.name_patterns import matching
 from lockstep.core.modules.module_trace import class_of, origin
 
 Declared = Literal["mean", "sum", "in_order", "frozen"]
-"""mean: of the shards' values; sum: of what each has added to the value of the step's start; in_order: each shard goes
-on from what the one before it has left; frozen: training does not change it."""
+"""mean: of the shards' values; sum: of what each has added to the value of the step's start; in_order: each goes on
+from what the one before has left; frozen: training does not change it."""
 Rule = Declared | Literal["any", "steps"]
 """any: a bool is flipped if any shard has flipped it; steps: it counts them."""
 
 ATTRIBUTE = "_lockstep_buffer_rules"
-"""Of a module: its buffers' declared rules, by key. By name they would not survive an adapter, which renames modules."""
+"""Of a module: its buffers' declared rules, by key. By name they would be lost with an adapter, which renames modules."""
 LOOKS = 3
 """In how many steps a buffer's mean is looked at; a sum always is: a pointer wraps around at some time."""
 

@@ -29,6 +29,7 @@ from lockstep.parallel.fsdp_units import (
     OrderedUnits,
     clone_views,
     forget_pass,
+    gathered_weights,
     mark_waits,
     reduce_unused,
     set_process_group,
@@ -81,7 +82,8 @@ class FullyShardedDataParallel(Sharded):
 
     def _start_passes(self) -> None:
         """As all ranks do alike in a new process group."""
-        self.passes = MicroBatches(self.model, self.randomness, self.precision, has_all_weights=False)
+        weights = gathered_weights(self.model, self.parameters)
+        self.passes = MicroBatches(self.model, self.randomness, self.precision, has_all_weights=False, weights=weights)
 
     def _open_groups(self, size: int) -> DeviceMesh:
         """The groups of this rank, where `size` ranks share a model -> the mesh of these."""
