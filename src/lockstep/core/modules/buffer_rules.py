@@ -20,7 +20,7 @@ Rule = Declared | Literal["any", "steps"]
 """any: a bool is flipped if any shard has flipped it; steps: it counts them."""
 
 ATTRIBUTE = "_lockstep_buffer_rules"
-"""Of a module: its buffers' declared rules, by key. By name they would be lost with an adapter, which renames modules."""
+"""Of a module: its buffers' declared rules, by key. By name they would be lost with an adapter, which renames them."""
 LOOKS = 3
 """In how many steps a buffer's mean is looked at; a sum always is: a pointer wraps around at some time."""
 
@@ -72,7 +72,7 @@ def must_declare(name: str, module: nn.Module, why: str) -> ModelError:
     )
 
 
-class Evidence:
+class BufferEvidence:
     """What the shards have shown of a buffer whose rule nobody has declared."""
 
     def __init__(self, rule: Rule) -> None:

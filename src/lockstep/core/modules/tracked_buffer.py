@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.core.modules.buffer_rules import Evidence, must_declare, rule_of
+from lockstep.core.modules.buffer_rules import BufferEvidence, must_declare, rule_of
 
 
 class TrackedBuffer:
@@ -22,7 +22,7 @@ class TrackedBuffer:
         assert tensor is not None
         self.name, self.module, self.key, self.is_silent = name, module, key, False
         self.rule, is_checked = rule_of(module, key, tensor)
-        self.evidence = Evidence(self.rule) if is_checked else None
+        self.evidence = BufferEvidence(self.rule) if is_checked else None
         self.adopt(tensor)
 
     @property
