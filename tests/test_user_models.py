@@ -1,6 +1,7 @@
 """Runs of models, losses and metrics that a stranger may bring: outputs of any form, no labels, metrics that raise."""
 
 import json
+import pathlib
 
 import pytest
 from test_compare import compare
@@ -343,3 +344,32 @@ def test_the_digest_covers_what_is_used(ranks, file):
     assert facts.digest == found["ddp"]["digest"]
     code, out, _ = compare(file.parent / "plain", file.parent / "ema-ddp")
     assert code == 1 and "different: at step 4" in out[2]
+
+
+@pytest.mark.parametrize("world, kind", [(1, "single"), (2, "ddp"), (3, "ddp"), (3, "fsdp"), (2, "pipeline")])
+def test_sums_that_only_some_micro_batches_report(ranks, tmp_path, world, kind):
+    """A sum is 0 where it is not reported, whichever process would have to, and whenever it comes up first."""
+    model = {"kind": "user", "file": str(pathlib.Path(__file__).parent / "own" / "uneven.py")}
+    config = config_in(tmp_path, "run", model=model, parallel={"kind": kind}, train={"epochs": 3})
+    found = ranks(world, run_on_rank, config)[0]
+    steps = [line for line in lines(tmp_path, "run") if line["kind"] == "step"]
+    for name in ("zeros", "nines_right", "odd", "even", "rare"):
+        assert any(name in line for line in steps)
+        assert all(line.get(name, 0) == line[f"all_{name}"] for line in steps)
+    assert "rare" not in steps[0]
+    assert found["evaluation"]["zeros"] == found["evaluation"]["all_zeros"] > 0
+
+
+def test_a_loss_may_be_zero_where_there_is_nothing_to_learn_and_no_other_constant(ranks, tmp_path):
+    def run(loss, world=1, kind="ddp"):
+        options = {"kind": "user", "file": str(pathlib.Path(__file__).parent / "own" / "uneven.py")}
+        model, folder = {**options, "options": {"loss": loss}}, tmp_path / f"{loss}-{world}-{kind}"
+        found = ranks(world, run_on_rank, config_in(folder, "run", model=model, parallel={"kind": kind}))
+        return folder, found[0]
+
+    found = [run("of ones", *way) for way in [(1, "single"), (2, "ddp"), (3, "ddp"), (2, "fsdp"), (2, "pipeline")]]
+    assert len({summary["digest"] for _, summary in found}) == 1
+    losses, masked = ([line.get("loss") for line in lines(folder, "run")] for folder in (found[0][0], run("masked")[0]))
+    assert losses == pytest.approx(masked, rel=1e-4)
+    for way in [(1, "single"), (2, "fsdp")]:
+        assert "the loss of a micro-batch does not depend on any trained weight" in run("detached", *way)[1]

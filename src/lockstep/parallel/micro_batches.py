@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model, Outputs
-from lockstep.core.distributed.collectives import DisjointSum
+from lockstep.core.distributed.collectives import DisjointSum, all_gather_object
 from lockstep.core.host.activity import progress
 from lockstep.core.host.phases import phase
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import detached, widened
 from lockstep.core.modules.weight_watch import WeightWatch
-from lockstep.core.numerics.loss import unweighted, weighted
+from lockstep.core.numerics.loss import unweighted, weighted, with_gradient
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.tree import tree_sum
@@ -43,6 +43,8 @@ class MicroBatches:
         self.buffers = BufferUpdates(dict(model.named_modules()) if modules is None else modules)
         named = list(model.named_parameters())
         self.weights = WeightWatch((lambda: named) if weights is None else weights)
+        self.sum_names: set[str] = set()
+        """Of the losses' further sums, as all ranks know them."""
         self.current: MicroBatch | None = None
         """The micro-batch whose gradients arrive now."""
         self.is_last = False
@@ -81,6 +83,7 @@ class MicroBatches:
             self.has_all_weights = True
         with phase("forward"):
             loss = weighted(self.model.loss(widened(outputs), micro_batch.batch), micro_batch)
+            loss = with_gradient(loss, outputs)
         if not micro_batch.is_void:
             return loss
         # of no samples, with zero gradients for the same parameters
@@ -109,6 +112,11 @@ class MicroBatches:
                     self.precision.scaled(loss.total).backward()
             progress()
         return losses
+
+    def world_loss(self, micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -> "WorldLoss":
+        """Start the sum of the losses over all shards, of which this rank has these."""
+        pairs = zip(micro_batches, losses, strict=True)
+        return WorldLoss(pairs, self.sum_names, step=micro_batches[0], device=losses[0].total.device)
 
 
 def refuse_weights_in_loss(model: Model, outputs: Outputs, batch: Batch) -> None:
@@ -143,39 +151,49 @@ class WorldLoss:
     """The loss over all shards, each of which ran on one rank: totals and counts as float64, in the tree's order.
 
     Creating it starts the collective, which runs beside the backward pass; `result` waits for it. `names`: of further
-    sums; `step`: any micro-batch of the step.
+    sums, as all ranks know them, to which those are added that a shard is the first to have. `step`: any micro-batch of
+    the step.
     """
 
     def __init__(
         self,
         losses: Iterable[tuple[MicroBatch, LossSum]],
-        names: Sequence[str],
+        names: set[str],
         *,
         step: MicroBatch,
         device: torch.device,
     ) -> None:
-        own = list(losses)
-        self.names, self.step = names, step
-        self.counts = [DeviceNumber(loss.count) for each, loss in own if not each.ghost]
-        # total, count and further sums of each shard; zeros for those of other ranks
-        table = torch.zeros(step.shards, 2 + len(names), dtype=torch.float64, device=device)
-        for micro_batch, loss in own:
-            if not micro_batch.ghost:
-                count = loss.count
-                if not isinstance(count, Tensor):  # filled on the device: a copy of a number would synchronise
-                    count = torch.full((), count, dtype=torch.float64, device=device)
-                row = [loss.total, count, *(loss.sums[name] for name in names)]
-                table[micro_batch.shard] = torch.stack([value.detach().to(torch.float64) for value in row])
-        self.table = DisjointSum(table)
+        self.own = [(each, loss) for each, loss in losses if not each.ghost]
+        self.names, self.step, self.device = names, step, device
+        self.counts = [DeviceNumber(loss.count) for _, loss in self.own]
+        self.further = {name for _, loss in self.own for name in loss.sums} - names
+        self.table = self._start()
+        # on a CPU the table says whether a rank has further names; a device would have to be waited for to read it
+        flag = torch.full((1,), float(bool(self.further)))
+        self.flag = DisjointSum(flag) if device.type != "cpu" else None
+
+    def _start(self) -> DisjointSum:
+        """Start the sum of the table: total, count and further sums of each shard, 0 for those of other ranks; below
+        them, a row that says whether a rank has further names."""
+        table = torch.zeros(self.step.shards + 1, 2 + len(self.names), dtype=torch.float64, device=self.device)
+        if self.device.type == "cpu":
+            table[-1].fill_(float(bool(self.further)))
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro_batch, loss in self.own:
+            count = loss.count
+            if not isinstance(count, Tensor):  # filled on the device: a copy of a number would synchronise
+                count = torch.full((), count, dtype=torch.float64, device=self.device)
+            row = [loss.total, count, *(loss.sums.get(name, zero) for name in sorted(self.names))]
+            table[micro_batch.shard] = torch.stack([value.detach().to(torch.float64) for value in row])
+        return DisjointSum(table)
 
     def result(self) -> LossSum:
         is_counted = any(count.read() > 0 for count in self.counts)
-        total, count, *rest = tree_sum(table := self.table.result(), self.step.present).unbind()
-        sums = dict(zip(self.names, rest, strict=True))
-        return LossSum(total, count, sums, by_shard=table[:, 0], is_counted=is_counted)
-
-
-def world_loss(micro_batches: Sequence[MicroBatch], losses: Sequence[LossSum]) -> WorldLoss:
-    """The loss over all shards, from those of a rank's micro-batches."""
-    pairs = zip(micro_batches, losses, strict=True)
-    return WorldLoss(pairs, sorted(losses[0].sums), step=micro_batches[0], device=losses[0].total.device)
+        table = self.table.result()
+        if (table[-1] if self.flag is None else self.flag.result()).numpy()[0] > 0:
+            self.names.update(*all_gather_object(sorted(self.further)))
+            self.further = set()
+            table = self._start().result()
+        total, count, *rest = tree_sum(table, self.step.present).unbind()
+        sums = dict(zip(sorted(self.names), rest, strict=True))
+        return LossSum(total, count, sums, by_shard=table[:-1, 0], is_counted=is_counted)

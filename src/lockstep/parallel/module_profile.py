@@ -21,7 +21,7 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch
 from lockstep.core.modules.buffers import copied_buffers
 from lockstep.core.modules.outputs import widened
-from lockstep.core.numerics.loss import unweighted
+from lockstep.core.numerics.loss import unweighted, with_gradient
 from lockstep.parallel.micro_batches import refuse_weights_in_loss
 from lockstep.parallel.partition import PartitionedModel, Run, in_order, order_of
 
@@ -134,7 +134,7 @@ class _ProfiledPass:
             with partitioned.intercepted(self._run_block), autocast(), self.uses:
                 outputs = self.model(batch)
             refuse_weights_in_loss(self.model, outputs, batch)
-            loss = unweighted(self.model.loss(widened(outputs), batch)).total
+            loss = with_gradient(unweighted(self.model.loss(widened(outputs), batch)), outputs).total
         finally:
             handle.remove()
         self.times.append(self._now())

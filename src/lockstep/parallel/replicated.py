@@ -136,8 +136,7 @@ class Stepwise(Replicated):
 
     def end_step(self, step: MicroBatch, losses: Sequence[tuple[MicroBatch, LossSum]]) -> LossSum:
         """Sum gradients, buffers and losses over all ranks; `losses`: of this rank's micro-batches, perhaps none."""
-        names = sorted(losses[0][1].sums) if losses else []
-        world_loss = WorldLoss(losses, names, step=step, device=self.parameters[0].device)
+        world_loss = WorldLoss(losses, self.passes.sum_names, step=step, device=self.parameters[0].device)
         self.passes.buffers.end_step()
         with phase("exchange"), waiting_in("the gradient exchange"), torch.no_grad():
             for parameter, total in self.accumulation.totals(self.all_reduce):

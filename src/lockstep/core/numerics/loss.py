@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lockstep.base.errors import ModelError
-from lockstep.base.model_contracts import Batch, LossSum, MicroBatch
+from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Outputs
 from lockstep.core.distributed.collectives import all_gather_object
+from lockstep.core.modules.outputs import tensors
 
 EXAMPLE = 'LossSum(F.cross_entropy(outputs, batch["label"], reduction="sum"), len(outputs))'
 
@@ -86,6 +87,20 @@ def weighted(loss: LossSum, micro_batch: MicroBatch) -> LossSum:
     total = sum(terms.values(), start=loss.total)
     sums = {**loss.sums, **{name: term.detach() for name, term in terms.items()}}
     return replace(loss, total=total, sums=sums, terms={})
+
+
+def with_gradient(loss: LossSum, outputs: Outputs) -> LossSum:
+    """The loss; one that is the constant 0, as of a micro-batch that has nothing to learn from, with gradients of 0 for
+    what the outputs depend on. Raises ModelError for any other constant."""
+    if loss.total.requires_grad:
+        return loss
+    nothing = [output.flatten()[:0].sum() for output in tensors(outputs) if output.requires_grad]
+    if float(loss.total) != 0 or not nothing:
+        raise ModelError(
+            "the loss of a micro-batch does not depend on any trained weight: was it detached, or computed under "
+            "no_grad(), or are all weights frozen? (Where a micro-batch has nothing to learn from, return the loss 0.)"
+        )
+    return replace(loss, total=loss.total + sum(nothing))
 
 
 def with_term_weights(

@@ -21,7 +21,7 @@ from lockstep.core.modules.dtensors import parameter_views
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.transport import transport
-from lockstep.parallel.micro_batches import WorldLoss, world_loss
+from lockstep.parallel.micro_batches import WorldLoss
 from lockstep.parallel.replicated import Replicated
 from lockstep.parallel.strategies.ddp import Config
 
@@ -154,7 +154,7 @@ class DataParallel(Replicated):
                 micro_batches,
                 self.wrapped,
                 no_sync=self.wrapped.no_sync,
-                before_last_backward=lambda losses: started.append(world_loss(micro_batches, losses)),
+                before_last_backward=lambda losses: started.append(self.passes.world_loss(micro_batches, losses)),
             )
             if dist.get_world_size() > 1:
                 phases.move_end(self.last_bucket, "backward", "exchange")

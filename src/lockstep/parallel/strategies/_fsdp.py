@@ -35,7 +35,7 @@ from lockstep.parallel.fsdp_units import (
     set_process_group,
     use_multi_grad_hook,
 )
-from lockstep.parallel.micro_batches import MicroBatches, world_loss
+from lockstep.parallel.micro_batches import MicroBatches
 from lockstep.parallel.sharded import Sharded
 from lockstep.parallel.strategies.fsdp import Config
 
@@ -183,7 +183,7 @@ class FullyShardedDataParallel(Sharded):
             losses += self.passes.run([micro_batch], self.model)
         self._move_gradients()
         self.passes.buffers.end_step()
-        return world_loss(micro_batches, losses).result()
+        return self.passes.world_loss(micro_batches, losses).result()
 
     def _drop_gradient(self, parameter: Tensor) -> None:
         """Drop what FSDP makes of a round's gradient: before the last round the sums are in the TreeReduceScatter."""

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from lockstep.base.errors import LaunchError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, MicroBatch, Model
-from lockstep.core.distributed.collectives import all_gather_object, broadcast_object, raise_on_all_ranks
+from lockstep.core.distributed.collectives import broadcast_object, raise_on_all_ranks
 from lockstep.core.distributed.process_group import open_mesh
 from lockstep.core.host.malloc import return_large_tensors
 from lockstep.core.host.phases import phase
@@ -45,7 +45,7 @@ class Pipeline(Sharded):
         self.schedules: dict[int, Any] = {}
         self.losses: dict[int, LossSum] = {}
         """This step's, by micro-batch, on the rank of the last stage."""
-        self.loss_names: list[str] | None = None
+        self.sum_names: set[str] = set()
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Partition the model, and free the parameters of other ranks' stages. Raises LaunchError, ModelError."""
@@ -53,7 +53,7 @@ class Pipeline(Sharded):
         return_large_tensors()
         fake = dict(model.named_parameters()) if model._lockstep_initial is not None else {}
         self._replace_fake(model)
-        self.schedules, self.loss_names = {}, None
+        self.schedules, self.sum_names = {}, set()
         self.partitioned = PartitionedModel(model)
         with raise_on_all_ranks():
             size = self.config.group_size(dist.get_world_size(), len(self.partitioned.blocks))
@@ -192,11 +192,8 @@ class Pipeline(Sharded):
 
     def _world_loss(self) -> LossSum:
         """The loss over all shards, on every rank; only the last stages have losses."""
-        if self.loss_names is None:
-            own = sorted(self.losses[0].sums) if self.losses else None
-            self.loss_names = next(names for names in all_gather_object(own) if names is not None)
         pairs = [(self.step[number], loss) for number, loss in self.losses.items()]
-        return WorldLoss(pairs, self.loss_names, step=self.step[0], device=self.device).result()
+        return WorldLoss(pairs, self.sum_names, step=self.step[0], device=self.device).result()
 
     def outputs(self, batch: Batch) -> Tensor:
         """The model's outputs: the stages of a replica run the batches of all of its ranks."""

@@ -123,7 +123,7 @@ class TensorParallel(Sharded):
         self.passes.buffers.end_step()
         # Every rank of a replica has the losses of its shards; they are counted on the first.
         own = zip(micro_batches, losses, strict=True) if self.within.rank() == 0 else ()
-        return WorldLoss(own, sorted(losses[0].sums), step=micro_batches[0], device=self.device).result()
+        return WorldLoss(own, self.passes.sum_names, step=micro_batches[0], device=self.device).result()
 
     def outputs(self, batch: Batch) -> Tensor:
         """The model's outputs: the ranks of a replica run the batches of all of them together."""
