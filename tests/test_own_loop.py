@@ -357,6 +357,54 @@ for step in loop:
 """
 
 
+def test_variables_and_a_scheduler_of_all_steps_are_kept(ranks, tmp_path):
+    """A loop that is left after step 4 goes on as if it had not been, on other processes."""
+    whole = ranks(1, best_of, tmp_path / "whole", None)[0]
+    ranks(2, best_of, tmp_path / "own", 4)
+    assert ranks(3, best_of, tmp_path / "own", None) == [whole] * 3
+    best, rates = whole
+    assert best["step"] > 1
+    assert rates == pytest.approx([0.1 * (1 - number / len(rates)) for number in range(len(rates))])
+
+
+def best_of(folder, until):
+    lockstep.seed(3)
+    model = Net()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = lockstep.Loop(model, own, Points(), folder=folder, scheduler=linear, save_steps=1, **SIZES)
+    kept = loop.variables
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
+        loop.scheduler.step()
+        kept.setdefault("rates", []).append(step.learning_rate)
+        if step.loss < kept.get("best", {"loss": math.inf})["loss"]:
+            kept["best"] = {"loss": step.loss, "step": step.number}
+        if loop.done == until:
+            loop.stop()
+            break
+    return kept["best"], kept["rates"]
+
+
+def linear(optimizer, steps):
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+
+
+def test_commands_read_the_folder_of_a_loop(lone):
+    """But for those that need its model, which say so."""
+    found = {}
+    for command in (["status"], ["checkpoints"], ["watch", "--once"], ["report"], ["compare", "runs/mine"], ["export"]):
+        done = warm.run(["lockstep", *command, "runs/mine"], cwd=lone, timeout=60)
+        found[command[0]] = done.returncode, done.stdout + done.stderr
+    digest = summary(lone / "runs" / "mine")["digest"]
+    assert {name for name, (code, _) in found.items() if code} == {"export"}
+    assert f"finished after 145 steps · digest {digest[:16]}" in found["status"][1]
+    assert "sizes right" in found["checkpoints"][1]
+    assert "step 145/145" in found["watch"][1]
+    assert "all 8 tensors of step 145 are equal" in found["compare"][1]
+    assert "lockstep.Loop" in found["export"][1]
+
+
 def wait_for(path):
     end = time.monotonic() + 60
     while not path.exists():
@@ -391,6 +439,14 @@ def forgets_backward(folder):
     for step in loop:
         for batch in step:
             losses(model, batch)
+
+
+def keeps_a_file(folder):
+    model, _, loop = made(folder, save_steps=1)
+    loop.variables["log"] = pathlib.Path(folder)
+    for step in loop:
+        for batch in step:
+            step.backward(losses(model, batch))
 
 
 def takes_a_mean(folder):
@@ -537,6 +593,7 @@ def goes_on_with_another_model(folder):
 
 
 MISTAKES = {
+    keeps_a_file: "cannot be kept in a checkpoint",
     forgets_backward: "had no step.backward(loss)",
     takes_a_mean: 'reduction="sum"',
     gives_no_sum: "a tensor of shape [8]",

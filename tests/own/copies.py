@@ -40,7 +40,7 @@ class Following(nn.Module):
             if self.odd == "copied" and self.calls > 6:
                 self.target.load_state_dict(self.online.state_dict())
             if self.odd == "by-hand" and self.calls > 6:
-                self.head.bias[0] = 0
+                self.head.bias.zero_()
         if self.odd in ("late", "early") and self.calls > 6:
             self.online.requires_grad_(self.odd == "late")
 

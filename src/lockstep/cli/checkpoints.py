@@ -22,13 +22,13 @@ def command(
     Exits with 1 if a listed checkpoint is damaged, else with 0.
     """
     from lockstep.checkpoint import inventory
-    from lockstep.launch.run_folder import locate
+    from lockstep.launch.run_folder import checkpoints_of
 
-    recipe, root, checkpoint = locate(run, None)
+    settings, root, checkpoint = checkpoints_of(run)
     with console.status("") as status:
         listed = inventory.take_inventory(
             root,
-            recipe.checkpoint,
+            settings,
             every_byte=verify,
             only=checkpoint,
             on_check=lambda folder: status.update(f"reading {folder.name}"),
@@ -36,5 +36,5 @@ def command(
     if not listed.entries:
         gone = f"{run} is no longer there: the run has deleted it"
         console.print(gone if checkpoint else f"{run} has no checkpoint yet", soft_wrap=True)
-    inventory.show(listed, recipe.checkpoint, console)
+    inventory.show(listed, settings, console)
     return 1 if any(entry.problem for entry in listed.entries) else 0

@@ -16,6 +16,8 @@ from lockstep.checkpoint.layout import listed
 from lockstep.launch import launch_run
 from lockstep.launch.elastic import live_slots
 from lockstep.observe.report import run_files
+from lockstep.observe.run_settings import LOOP
+from lockstep.observe.watch.run_state import last_lines
 from lockstep.run import recipe as recipes
 
 POLL_SECONDS = 0.2
@@ -26,8 +28,13 @@ MAX_LINE_CHARACTERS = 1 << 16
 
 def status(folder: Path) -> list[str]:
     """Lines that describe the state of a run. Raises ConfigError if there is no run."""
-    launcher, note = _job(folder)
-    lines = [launcher.status(note)]
+    if (folder / LOOP).is_file():
+        lines = ["a script's own loop (lockstep.Loop)"]
+        logged = next((line for line in last_lines(folder / run_files.METRICS) if line.kind == "step"), None)
+        lines += [f"step {logged.step} was the last one logged"] if logged else []
+    else:
+        launcher, note = _job(folder)
+        lines = [launcher.status(note)]
     if steps := STEP.findall(storage.tail(folder / "logs" / "rank-0.log")):
         lines.append(steps[-1])
     if checkpoints := listed(folder / "checkpoints"):

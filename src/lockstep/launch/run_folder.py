@@ -4,16 +4,19 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from lockstep.base.errors import CheckpointError, ConfigError, absence
 from lockstep.checkpoint import layout, retention
-from lockstep.checkpoint.layout import listed
+from lockstep.checkpoint.layout import CheckpointSection, listed
+from lockstep.observe.run_settings import LOOP, RECIPE, settings_of
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 
 FOLDERS = ("checkpoints", "logs", "profile", "tensorboard", "wandb")
 LOGGED = ("history.jsonl", "metrics.csv", "metrics.jsonl", "report.html", "steering.jsonl", "summary.json")
 TRACKED = ("mlflow.jsonl", "wandb.jsonl")
-FILES = (".lock", "job.json", "launch.yaml", "recipe.yaml", *LOGGED, *TRACKED)
+FILES = (".lock", "job.json", "launch.yaml", "loop.yaml", "recipe.yaml", *LOGGED, *TRACKED)
 """What a run writes to its folder."""
 
 
@@ -33,7 +36,7 @@ def check_folder(folder: Path) -> None:
 def is_run(path: Path) -> bool:
     """Whether a path is a run's folder, its `checkpoints` folder, or a checkpoint; the recipe may be invalid."""
     folder = Path(os.path.abspath(path))
-    return any((each / "recipe.yaml").is_file() for each in (folder, folder.parent, folder.parent.parent))
+    return any((each / name).is_file() for each in (folder, *folder.parents[:2]) for name in (RECIPE, LOOP))
 
 
 def locate(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path, Path | None]:
@@ -41,19 +44,35 @@ def locate(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, 
 
     Raises ConfigError.
     """
-    folder = Path(os.path.abspath(path))  # without following links: checkpoints may lie on another disk
-    checkpoint = folder if (folder / layout.MANIFEST).is_file() else None
-    if checkpoint is not None:
-        root = folder.parent
-    elif folder.name == "checkpoints" and not (folder / "recipe.yaml").is_file():
-        root = folder
-    else:
-        root = folder / "checkpoints"
-    if not (root.parent / "recipe.yaml").is_file():
-        what = absence(path, "there is no recipe.yaml in it")
+    root, checkpoint = _checkpoints_folder(path)
+    if not (root.parent / RECIPE).is_file():
+        what = absence(path, f"there is no {RECIPE} in it")
+        if (root.parent / LOOP).is_file():
+            what = "a script trained it with lockstep.Loop, and only that script knows its model and data"
         raise ConfigError(f"{path} is no run: {what} (runs are folders such as runs/NAME)")
     overrides = [*recipes.run_folder_overrides(root.parent), *(overrides or [])]
     return recipes.load(root.parent / "recipe.yaml", overrides), root, checkpoint
+
+
+def checkpoints_of(path: Path) -> tuple[CheckpointSection, Path, Path | None]:
+    """Resolve as `locate` does, also of a script's own loop -> its settings, `checkpoints` folder, checkpoint. Raises
+    ConfigError."""
+    root, checkpoint = _checkpoints_folder(path)
+    if not (root.parent / LOOP).is_file():
+        return locate(path)[0].checkpoint, root, checkpoint
+    try:
+        return CheckpointSection.model_validate(settings_of(root.parent).get("checkpoint")), root, checkpoint
+    except ValidationError as error:
+        raise ConfigError(f"{root.parent / LOOP} cannot be read: {error.errors()[0]['msg']}") from None
+
+
+def _checkpoints_folder(path: Path) -> tuple[Path, Path | None]:
+    """The `checkpoints` folder of a path that `locate` resolves, and the checkpoint that it names."""
+    folder = Path(os.path.abspath(path))  # without following links: checkpoints may lie on another disk
+    if (folder / layout.MANIFEST).is_file():
+        return folder.parent, folder
+    is_root = folder.name == "checkpoints" and not any((folder / name).is_file() for name in (RECIPE, LOOP))
+    return (folder if is_root else folder / "checkpoints"), None
 
 
 def run_of(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path]:

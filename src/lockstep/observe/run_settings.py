@@ -5,13 +5,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.base.errors import ConfigError
+from lockstep.base.errors import ConfigError, absence
 from lockstep.base.yaml_text import KeyLocations, read, read_file
+
+RECIPE, LOOP = "recipe.yaml", "loop.yaml"
+"""Settings of a run from a config, and of a script's own loop (`lockstep.Loop`), in the sections of a config."""
+
+
+def settings_file(folder: Path) -> Path:
+    """The file with the settings of a run. Raises ConfigError for a folder that is no run's."""
+    for name in (RECIPE, LOOP):
+        if (folder / name).is_file():
+            return folder / name
+    what = absence(folder, f"there is no {RECIPE} in it")
+    raise ConfigError(f"{folder} is no run: {what} (runs are folders such as runs/NAME)")
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """The sections of recipe.yaml. Raises ConfigError."""
-    file = folder / "recipe.yaml"
+    """The sections of a run's settings. Raises ConfigError."""
+    file = settings_file(folder)
     if file.is_symlink():
         raise ConfigError(f"{file} is a link, which is not followed: it may lead out of the run's folder")
     settings = read(read_file(file), KeyLocations(str(file)))

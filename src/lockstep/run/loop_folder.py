@@ -12,13 +12,15 @@ from filelock import FileLock, Timeout
 
 from lockstep.base import plugins, storage
 from lockstep.base.errors import CheckpointError, LaunchError
-from lockstep.base.events import Bus, Warned
+from lockstep.base.events import Bus, RunEnded, RunStarted, Warned
 from lockstep.base.world import World
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.writer import Writer
 from lockstep.core.distributed.collectives import raise_on_all_ranks
 from lockstep.data.order import Order
 from lockstep.launch import run_folder
+from lockstep.observe.run_history import RunHistory
+from lockstep.observe.run_settings import LOOP, RECIPE
 from lockstep.run.loop_settings import LoopSettings
 from lockstep.training.resume import NumericRecipe, resumed
 from lockstep.training.saving import Saving
@@ -30,12 +32,23 @@ SCRIPT = "script"
 FOR_SCRIPTS = "For lockstep.Loop: another folder=..., or allow_drift=True"
 
 
-class WarningLines:
-    """Shows warnings to whoever has started the script."""
+class TerminalLines:
+    """Shows warnings, resumes and the end to whoever has started the script."""
 
     def notice(self, event: object) -> None:
-        if isinstance(event, Warned):
-            sys.stderr.write(f"lockstep: {event.message}\n")
+        match event:
+            case Warned():
+                line = event.message
+            case RunStarted() if 0 < event.resumed_step < event.total_steps:
+                line = f"{event.folder} goes on after step {event.resumed_step} of {event.total_steps}"
+            case RunStarted() if event.resumed_step == event.total_steps:
+                line = f"{event.folder} is finished: nothing is trained; another training needs another folder=..."
+            case RunEnded() if event.summary:
+                steps, digest = event.summary["steps"], str(event.summary["digest"])[:16]
+                line = f"{event.status} after {steps} steps · digest {digest} · {event.summary['folder']}"
+            case _:
+                return
+        sys.stderr.write(f"lockstep: {line}\n")
 
     def close(self) -> None:
         pass
@@ -53,7 +66,8 @@ class LoopFolder:
             if world.is_main:
                 self._claim()
         if world.is_main:
-            self.bus.subscribe(WarningLines())
+            self.bus.subscribe(TerminalLines())
+            self.bus.subscribe(RunHistory(self.path))
             for sink in settings.observe.sinks:
                 self.bus.subscribe(plugins.find("observe.sinks", sink).build(self.path))
 
@@ -111,7 +125,7 @@ class LoopFolder:
         """Two runs in one folder would delete each other's checkpoints. Raises LaunchError, ConfigError."""
         self.path.mkdir(parents=True, exist_ok=True)
         run_folder.check_folder(self.path)
-        if (self.path / "recipe.yaml").exists():
+        if (self.path / RECIPE).exists():
             raise LaunchError(
                 f"{self.path} is the folder of a run from a config: give lockstep.Loop another folder=..."
             )
@@ -122,3 +136,4 @@ class LoopFolder:
                 f"{self.path} is being trained by another process, or another loop of this one: give lockstep.Loop "
                 "another folder=..."
             ) from None
+        storage.write(self.path / LOOP, self.settings.text())

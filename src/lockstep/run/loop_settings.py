@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from pydantic import Field, ValidationError
 
-from lockstep.base.config import Section
+from lockstep.base.config import Section, YamlDumper
 from lockstep.base.errors import ConfigError
 from lockstep.checkpoint.layout import CheckpointSection
+from lockstep.data.order import Order
 from lockstep.observe.observe_config import ObserveSection
 from lockstep.training.training_config import TrainSection
 
@@ -46,6 +48,26 @@ class LoopSettings:
         train = {f"train.{name}": getattr(self.train, name) for name in ("global_batch", "micro_batch", "precision")}
         own = {"run.seed": self.own.seed, "run.reproducibility": "exact", "optim.clip": self.own.clip}
         return {**own, **train}
+
+    def order(self, samples: int) -> Order:
+        """Which samples each step has."""
+        return Order(
+            seed=self.own.seed,
+            samples=samples,
+            global_batch=self.train.global_batch,
+            micro_batch=self.train.micro_batch,
+        )
+
+    def text(self) -> str:
+        """YAML in the sections of a config, for those who read the folder."""
+        own, sections = self.own, {"train": self.train, "checkpoint": self.checkpoint, "observe": self.observe}
+        plain = {
+            "run": {"seed": own.seed, "threads": own.threads},
+            "data": {"workers": own.workers},
+            "optim": {"clip": own.clip},
+            **{name: section.model_dump(mode="json", exclude_unset=True) for name, section in sections.items()},
+        }
+        return yaml.dump(plain, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
 
 
 def checked(kind: type[S], values: Mapping[str, Any]) -> S:

@@ -4,8 +4,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -17,20 +19,19 @@ from lockstep.base.events import RunEnded, RunStarted
 from lockstep.base.model_contracts import LossSum, MicroBatch, Strategy
 from lockstep.base.steering_requests import Request, Save, Stop
 from lockstep.core.distributed import process_group
-from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.digest import digest
-from lockstep.core.numerics.exact_sum import ExactSum, exact_sum
+from lockstep.core.numerics.exact_sum import exact_sum
 from lockstep.core.numerics.precision import Precision, check_format, fix_numerics
 from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
 from lockstep.data.bad_samples import Faults
 from lockstep.data.loader import SampleLoader, Samples, Together
-from lockstep.data.order import Order
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
 from lockstep.observe.diagnose.desync import RankComparison
 from lockstep.parallel.replicated import Stepwise
 from lockstep.run.loop_folder import LoopFolder
 from lockstep.run.loop_settings import Schedule, loop_settings
+from lockstep.run.loop_sums import measured, world_sums
 from lockstep.training import optim
 from lockstep.training.learning_rate import checked_factor
 from lockstep.training.loop import stepping
@@ -42,26 +43,6 @@ from lockstep.training.state import TrainState
 from lockstep.training.steering import FILE, Steering
 from lockstep.training.step import Outcome, update
 from lockstep.training.training_config import EvaluateSection
-
-
-def measured(batches: Iterable[Any], measure: Callable[[Any], Mapping[str, Any]]) -> dict[str, float | int]:
-    """The sums over all batches of all processes of what `measure` returns. A collective. Raises ModelError."""
-    sums: dict[str, ExactSum] = {}
-    for batch in batches:
-        found = measure(batch)
-        if not isinstance(found, Mapping):
-            raise ModelError(f"measure(batch) returns a dict of numbers, not a {type(found).__name__}")
-        for name, values in found.items():
-            sums[name] = sums.get(name, ExactSum()) + exact_sum(values)
-    return world_sums(sums)
-
-
-def world_sums(own: Mapping[str, ExactSum]) -> dict[str, float | int]:
-    """The sums over all processes, each of which may have others. A collective."""
-    everyone = all_gather_object(dict(own))
-    names = sorted({name for each in everyone for name in each})
-    return {name: sum((each.get(name, ExactSum()) for each in everyone), start=ExactSum()).value for name in names}
-
 
 SETTLE_SECONDS = 10.0
 """After an error, or a `break`, how long a save that is being written may take to end."""
@@ -85,8 +66,9 @@ class Loop:
     The weights are the same bits on any number of processes, which torchrun, any other launcher or the script itself
     has started. A loop whose folder has checkpoints goes on from the newest one. `collate`, `workers`: as of a
     DataLoader; `buffers`: rules for those that training changes (docs/your-own.md); `scheduler`: of torch, which the
-    script steps; `schedule(step)` gives a factor of the learning rates instead; `save_steps`, `save_minutes`, `keep`:
-    when checkpoints are saved, and how many of them are kept; `threads`: of each process. Raises UserError.
+    script steps, or a function of the optimizer and the number of steps that makes one (`loop.scheduler`);
+    `schedule(step)` gives a factor of the learning rates instead; `save_steps`, `save_minutes`, `keep`: when checkpoints
+    are saved, and how many of them are kept; `threads`: of each process. Raises UserError.
     """
 
     def __init__(  # noqa: PLR0913 (each is a setting that a script may have)
@@ -132,7 +114,12 @@ class Loop:
         self.device = process_group.device_of(self._world)
         check_format(precision, self.device)
         facts = fix_numerics(threads=threads, exact=True, precision=precision)
-        own, self._scheduler = wrapped(model.to(self.device), buffers or {}), scheduler
+        own = wrapped(model.to(self.device), buffers or {})
+        self._order = settings.order(len(self._samples))
+        if isinstance(scheduler, FunctionType | partial):
+            scheduler = scheduler(optimizer, self.total_steps)
+        self.scheduler = scheduler
+        """Of torch, given or made."""
         self._model, self._memory = model, ScriptOptimizer(own, optimizer, scheduler)
         differed = made_equal(own)
         facts |= {"device_model": process_group.device_model(self.device), "data.samples": len(self._samples)}
@@ -154,12 +141,6 @@ class Loop:
         """Prepare the model, and build what changes in training."""
         settings, train = self._settings, self._settings.train
         self._rates = [group["lr"] for group in optimizer.param_groups]
-        self._order = Order(
-            seed=settings.own.seed,
-            samples=len(self._samples),
-            global_batch=train.global_batch,
-            micro_batch=train.micro_batch,
-        )
         self._randomness = Randomness(seed_of(settings.own.seed, "training"))
         self._randomness.watch(own.blocks())
         precision = Precision(train.precision, self.device)
@@ -199,6 +180,12 @@ class Loop:
     def done(self) -> int:
         """Finished steps, over all starts."""
         return self._state.step
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Values of the script's own, such as the best accuracy so far, that checkpoints keep and resumes restore:
+        numbers, texts, tensors, and lists and dicts of them. They have to be the same on every process."""
+        return self._memory.variables
 
     @property
     def steps_per_epoch(self) -> int:
@@ -300,7 +287,7 @@ class Loop:
         )
 
     def _position(self) -> Any:
-        return getattr(self._scheduler, "last_epoch", None)
+        return getattr(self.scheduler, "last_epoch", None)
 
     def _ask(self, request: Request) -> None:
         if self.is_main:
@@ -341,7 +328,12 @@ class Loop:
             signals.is_graceful = True
             training = self._wired(signals)
             stack.callback(training.saving.settle, SETTLE_SECONDS)
-            yield training
+            try:
+                yield training
+            except BaseException as error:
+                status = "interrupted" if isinstance(error, Interrupted | GeneratorExit) else "failed"
+                self._folder.bus.publish(RunEnded(status=status, summary={}))
+                raise
 
     def _wired(self, signals: SignalWatch) -> Training:
         state, folder, observe = self._state, self._folder, self._settings.observe
@@ -401,6 +393,7 @@ class Loop:
             "chain": state.chain,
             "skipped_steps": state.skipped,
             "drift": state.drift,
+            "folder": str(self._folder.path),
             "saves": training.saving.facts(),
             "numeric_recipe": self._folder.numeric,
         }

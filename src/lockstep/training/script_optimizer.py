@@ -22,6 +22,8 @@ class ScriptOptimizer:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
+        self.variables: dict[str, Any] = {}
+        """The script's own."""
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._check_kind()
         self._check_parameters()
@@ -35,12 +37,21 @@ class ScriptOptimizer:
             ) from None
 
     def state(self) -> str:
-        """For a checkpoint."""
+        """For a checkpoint. Raises ModelError where a variable cannot be kept."""
+        for name, value in self.variables.items():
+            try:
+                _unpacked(_packed(value))
+            except Exception as error:
+                raise ModelError(
+                    f"loop.variables[{name!r}] ({type(value).__name__}) cannot be kept in a checkpoint: use numbers, "
+                    "texts, tensors, and lists and dicts of them"
+                ) from error
         return _packed(self._memory())
 
     def load(self, text: str) -> None:
         """Take what `state` returned; tensors are loaded with those of the model."""
         memory = _unpacked(text)
+        self.variables.update(memory.get("variables", {}))
         for group, options in zip(self.optimizer.param_groups, memory["groups"], strict=True):
             group.update(options)
         parameters = {name: parameter for parameter, name in self.names.items()}
@@ -80,6 +91,7 @@ class ScriptOptimizer:
                 {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
             ],
             "values": {name: kept for name, kept in values.items() if kept},
+            "variables": self.variables,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
         }
 

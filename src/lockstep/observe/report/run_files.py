@@ -12,12 +12,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lockstep.base import storage
-from lockstep.base.errors import ConfigError, absence
 from lockstep.observe import run_history
 from lockstep.observe.run_lines import HISTORY, METRIC, Count, HistoryLine, Lines, Name, Step
-from lockstep.observe.run_settings import flattened, settings_of
+from lockstep.observe.run_settings import flattened, settings_file, settings_of
 
-RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 EVALUATION = "evaluation.json"
@@ -105,7 +103,7 @@ class RunFiles:
     name: str
     folder: Path
     settings: dict[str, Any]
-    """Of recipe.yaml, by "section.key"."""
+    """By "section.key"."""
     curves: dict[str, LoggedCurve]
     history: list[HistoryLine]
     summary: RunSummary
@@ -116,9 +114,7 @@ class RunFiles:
 
 def read(folder: Path) -> RunFiles:
     """Raises ConfigError for a folder that is no run's."""
-    if not (folder / RECIPE).is_file():
-        what = absence(folder, f"there is no {RECIPE} in it")
-        raise ConfigError(f"{folder} is no run: {what} (runs are folders such as runs/NAME)")
+    settings_file(folder)
     notes = list[str]()
     return RunFiles(
         name=folder.name,

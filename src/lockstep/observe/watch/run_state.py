@@ -10,12 +10,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from lockstep.base import storage
-from lockstep.base.errors import ConfigError, absence
+from lockstep.base.errors import ConfigError
 from lockstep.observe import run_history
 from lockstep.observe.report.goodput import Start, starts
-from lockstep.observe.report.run_files import METRICS, RECIPE
+from lockstep.observe.report.run_files import METRICS
 from lockstep.observe.report.timeline import Happening, timeline
 from lockstep.observe.run_lines import HISTORY, METRIC, MOST_LINES, HistoryLine, Lines, MetricLine, opened, short_lines
+from lockstep.observe.run_settings import settings_file
 
 LAUNCH = "launch.yaml"
 """There before the processes of a run have started."""
@@ -61,9 +62,8 @@ class RunReader:
 
     def state(self) -> RunState:
         """What the files say now."""
-        if not any((self.folder / name).is_file() for name in (RECIPE, LAUNCH)):
-            what = absence(self.folder, f"there is no {RECIPE} in it")
-            raise ConfigError(f"{self.folder} is no run: {what} (runs are folders such as runs/NAME)")
+        if not (self.folder / LAUNCH).is_file():
+            settings_file(self.folder)
         self._read_history()
         found = starts([*self.lines, *self._newest()])
         newest = {line.kind: line for line in found[-1].lines} if found else {}
