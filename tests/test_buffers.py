@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lockstep.base.errors import LockstepError
+from lockstep.core.modules.buffer_rules import declare
 from lockstep.core.modules.buffers import copied_buffers
 
+OWN = pathlib.Path(__file__).parent / "own"
 LAYOUTS = [
     ("ddp", 2, {}),
     ("ddp", 3, {}),
@@ -76,6 +78,7 @@ class Stateful(Network):
         self.first.append(nn.Sequential(nn.Flatten(1), Following(5 * 36), nn.Unflatten(1, (5, 6, 6))))
         self.third = nn.Sequential(spectral_norm(nn.Linear(7 * 16, 31)), Queue(31))
         self.head = nn.Sequential(nn.Linear(31, 10), Following(10))
+        declare(self, {"third.1.queue": "in_order"})
 
 
 def compared(ranks, task, layouts, train):
@@ -98,7 +101,7 @@ def test_buffers_on_many_layouts(ranks, train):
 
 
 def test_what_cannot_be_joined_is_named_and_the_summary_says_so(ranks, tmp_path):
-    model = {"kind": "user", "file": str(pathlib.Path(__file__).parent / "own" / "growing.py")}
+    model = {"kind": "user", "file": str(OWN / "growing.py"), "options": {"saved": False}}
     summary = ranks(2, run_on_rank, config_in(tmp_path, "a", model=model))[0]
     sentences = [finding["what"] for finding in summary["findings"] if finding["kind"] == "buffer"]
     assert any("network.history changes its shape or type in Growing" in each for each in sentences)
@@ -107,18 +110,26 @@ def test_what_cannot_be_joined_is_named_and_the_summary_says_so(ranks, tmp_path)
     assert summary["digest_depends_on_world"] in sentences
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_saved_buffer_of_no_fixed_shape_is_refused(ranks, tmp_path, world):
+    model = {"kind": "user", "file": str(OWN / "growing.py"), "options": {"saved": True}}
+    message = ranks(world, run_on_rank, config_in(tmp_path, "a", model=model))[0]
+    assert message.startswith("ModelError: the buffer network.history changes its shape or type"), message
+    assert "growing.py:" in message and "persistent=False" in message
+
+
 class Late(Network):
     """A buffer that changes in every step, and its shape in a later one."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64), persistent=False)
 
     def forward(self, batch):
         if self.training and torch.is_grad_enabled():
             self.seen += 1
-            if self.seen[0] > 2:
-                self.seen = torch.zeros(2)
+            if self.seen[0] > 15:
+                self.seen = torch.zeros(2, dtype=torch.int64)
         return super().forward(batch)
 
 
@@ -132,7 +143,7 @@ def refused_on_rank(kind):
 
 def test_a_shape_that_changes_late_is_told(ranks):
     (message,) = ranks(1, refused_on_rank, "single")
-    assert message.startswith("the buffer seen has changed its shape or type in Late")
+    assert message.startswith("the buffer seen changes its shape or type in the forward pass (Late")
 
 
 def test_a_forward_pass_on_trial_leaves_no_trace():

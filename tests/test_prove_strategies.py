@@ -135,13 +135,10 @@ def test_a_culprit_is_named_under_each_strategy(proofs, odd, kind):
     row = proofs(odd).strategy(kind)
     assert row.result == "DIFFERS" or (row.result == "not shown" and kind != "ddp"), row
     where = CULPRITS[odd][1]
-    if "pipeline refuses" in row.cause:  # which names the module, or the line
-        where = {"state": f"network.body.3 ({odd}, ", "parameter": "changes a parameter in place ("}.get(
-            CULPRITS[odd][0], where
-        )
+    if "pipeline refuses" in row.cause:  # which names the module
+        where = {"state": f"network.body.3 ({odd}, "}.get(CULPRITS[odd][0], where)
     assert where in row.cause, row
-    if CULPRITS[odd][0] != "parameter" or kind == "pipeline":
-        assert f"{OWN / 'culprits.py'}:" in row.cause
+    assert f"{OWN / 'culprits.py'}:" in row.cause
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,12 @@ class MicroBatch:
     """The terms' counts in this micro-batch, from Model.term_counts."""
 
     @property
+    def samples(self) -> int:
+        """How many samples run, also where none of them counts."""
+        columns = self.batch.values() if isinstance(self.batch, Mapping) else ()
+        return next((len(column) for column in columns if isinstance(column, Tensor)), len(self.indices))
+
+    @property
     def is_void(self) -> bool:
         """Whether none of its samples could be read: it runs others instead and counts for nothing."""
         return bool(self.left_out) and not self.indices
@@ -88,6 +94,18 @@ class TensorPlan:
     """What else has to be divisible by the number of processes: {"attention heads": 32}."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Averaged:
+    """A parameter that follows another one, as the model's file declares."""
+
+    copy: str
+    source: str
+    momentum: float
+    """copy = momentum * copy + (1 - momentum) * source, ..."""
+    every: int = 1
+    """... after every so many steps."""
+
+
 class Model(nn.Module, ABC):
     """A torch module whose forward takes a Batch and returns outputs such as logits [m, classes].
 
@@ -97,6 +115,9 @@ class Model(nn.Module, ABC):
 
     _lockstep_initial: Callable[[Tensor], Tensor] | None = None
     """Gives a parameter or buffer without memory its initial value; None where all have theirs."""
+
+    _lockstep_averages: tuple[Averaged, ...] = ()
+    """Parameters that follow others; they are not trained."""
 
     _lockstep_notes: tuple[str, ...] = ()
     """Sentences about the model that are shown when a run starts."""

@@ -17,8 +17,9 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 """One pattern or a list of them."""
 
 
-def matching(patterns: Sequence[str], names: Sequence[str], *, setting: str) -> set[str]:
-    """The names of parameters that a pattern matches, or that lie in a module whose name it matches.
+def matching(patterns: Sequence[str], names: Sequence[str], *, setting: str, noun: str = "parameter") -> set[str]:
+    """The names of parameters, or of what `noun` says, that a pattern matches, or that lie in a module whose name it
+    matches.
 
     Patterns are those of a shell; `*` also matches dots. A first part that all names share, such as "network.", may be
     left out, and where a pattern matches no whole name, also the first part of a name: "encoder" for "bert.encoder".
@@ -31,7 +32,8 @@ def matching(patterns: Sequence[str], names: Sequence[str], *, setting: str) -> 
         own = {name for name, known in aliases.items() if any(fnmatchcase(alias, pattern) for alias in known)}
         own = own or {name for name in names if any(fnmatchcase(each, pattern) for each in _inner(name, shared))}
         if not own:
-            raise ConfigError(f"{setting}: {_unmatched(pattern, [a[0] for a in aliases.values()], aliases.values())}")
+            problem = _unmatched(pattern, [a[0] for a in aliases.values()], aliases.values())
+            raise ConfigError(f"{setting}: {problem.replace('parameter', noun)}")
         found |= own
     return found
 

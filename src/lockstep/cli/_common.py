@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep.run.recipe import Recipe
 
 console = EscapingConsole()
-RECORDS = ("recipe.yaml", "lockstep.json", "loop.yaml", "loop.yaml", "job.json", "launch.yaml", "manifest.json")
+RECORDS = ("recipe.yaml", "lockstep.json", "loop.yaml", "job.json", "launch.yaml", "manifest.json")
 """Files of which one is in every folder of a run, an export or a checkpoint."""
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, or a run's recipe.yaml.", metavar="CONFIG")]

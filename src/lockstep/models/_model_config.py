@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from lockstep.base import plugins
-from lockstep.base.config import PluginSection, Section
+from lockstep.base.config import MANY, PluginSection, Section
 from lockstep.base.errors import nearest
 from lockstep.base.name_patterns import Patterns
 from lockstep.base.remote_path import DataPath
@@ -67,6 +67,10 @@ class ModelSection(PluginSection):
     freeze: Patterns = ()
     """Parameters that are not trained: names of them or of modules, or shell patterns of them, such as "encoder" or
     "*.layer.[0-3]"."""
+
+    unfreeze: dict[str, Annotated[int, Field(ge=1, le=MANY)]] = {}
+    """Parameters that are trained only from a step on: {"encoder": 500} leaves them as they are in the first 500 steps.
+    Names and patterns as in `freeze`; their gradients are computed, and dropped, from the start."""
 
     @field_validator("objective")
     @classmethod

@@ -11,8 +11,9 @@ from torch import nn
 from lockstep.base import plugins
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
-from lockstep.base.model_contracts import Batch, LossSum, Model, Outputs
+from lockstep.base.model_contracts import Averaged, Batch, LossSum, Model, Outputs
 from lockstep.core.modules.blocks import blocks_of
+from lockstep.core.modules.buffer_rules import declare
 from lockstep.core.modules.outputs import register
 from lockstep.core.numerics.loss import checked
 from lockstep.models._documents import keeps_apart, not_apart
@@ -76,6 +77,9 @@ def build(config: Config, spec: DataSpec) -> Model:
     network = module.build(config.options, spec)
     if not isinstance(network, nn.Module):
         raise ModelError(f"build() in {config.file} returned {type(network).__name__}, not a torch.nn.Module")
+    if callable(getattr(module, "buffers", None)):
+        declare(network, module.buffers(network))
+    averages = averaged(network, module.averages(network)) if callable(getattr(module, "averages", None)) else ()
     loss, objective = own_loss(network, getattr(module, "loss", None)), objective_of(spec)
     candidates = (getattr(owner, "term_counts", None) for owner in (network, module))
     model = UserModel(
@@ -85,9 +89,30 @@ def build(config: Config, spec: DataSpec) -> Model:
         derived=objective.derived if loss is None or spec.objective != AUTO else None,
         objective=objective if loss is None else None,
     )
+    model._lockstep_averages = averages
     if spec.documents and spec.vocabulary and not keeps_apart(model, model, vocabulary=spec.vocabulary):
         raise not_apart(f"the model in {config.file}, which gets them as batch['document'],")
     return model
+
+
+def averaged(network: nn.Module, rules: Any) -> tuple[Averaged, ...]:
+    """What the file's `averages(module)` declares: {copy: (source, momentum[, every])}, names of modules or parameters.
+    The copies are frozen. Raises ModelError."""
+    parameters, found = dict(network.named_parameters()), []
+    for copy, rule in dict(rules).items():
+        if not isinstance(rule, tuple | list) or len(rule) not in (2, 3) or not 0 <= rule[1] <= 1:
+            raise ModelError(f"averages(): {copy!r} needs (source, momentum) with a momentum of 0 to 1, not {rule!r}")
+        names = [name for name in parameters if f"{name}.".startswith(f"{copy}.")]
+        pairs = {name: rule[0] + name.removeprefix(copy) for name in names}
+        if not pairs:
+            raise ModelError(f"averages(): there is no parameter and no module with parameters named {copy!r}")
+        for name, source in pairs.items():
+            if source not in parameters or parameters[source].shape != parameters[name].shape:
+                raise ModelError(f"averages(): {name} has no parameter {source} of its shape to follow")
+            parameters[name].requires_grad = False
+            own = {"copy": f"network.{name}", "source": f"network.{source}", "momentum": rule[1]}
+            found.append(Averaged(**own, every=rule[2] if len(rule) > 2 else 1))
+    return tuple(found)
 
 
 def own_blocks(network: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,6 @@
 """FSDP units: checks of their order, and hooks that keep the gradient sums of a plain backward pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,27 +29,33 @@ class OrderedUnits:
         self.model, self.units, self.names = model, list(units), [named[unit] for unit in units]
         self.number = 0
         """The unit that has to run next."""
+        self.is_active = False
+        """Whether the model runs in training; some unit may run without gradients in it, such as a frozen copy."""
 
     def register_hooks(self) -> None:
         """Register the checks, before FSDP's own hooks; call it after FSDP has wrapped the units."""
         for number, unit in enumerate(self.units):
             unit.register_forward_pre_hook(partial(self._enter, number), prepend=True)
+        self.model.register_forward_pre_hook(self._begin)
         self.model.register_forward_hook(self._end)
 
     def start(self) -> None:
         self.number = 0
 
-    def _enter(self, number: int, unit: nn.Module, _: Any) -> None:
-        is_recomputed = torch._C._current_graph_task_id() != -1  # by torch.utils.checkpoint, in the backward pass
-        if is_recomputed or not (unit.training and torch.is_grad_enabled()):
+    def _begin(self, *_: Any) -> None:
+        self.is_active = self.model.training and torch.is_grad_enabled()
+
+    def _enter(self, number: int, *_: Any) -> None:
+        if not self.is_active:
             return
         if number != self.number:
             self._refuse(min(number, self.number))
         self.number += 1
 
     def _end(self, *_: Any) -> None:
-        if self.model.training and torch.is_grad_enabled() and self.number < len(self.units):
+        if self.is_active and self.number < len(self.units):
             self._refuse(self.number)
+        self.is_active = False
 
     def _refuse(self, number: int) -> None:
         raise ModelError(
@@ -177,6 +183,23 @@ def forget_pass(model: Any) -> None:
             parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):  # gathered at least once
                 parameter._unsharded_param.grad = None
+
+
+def gathered_weights(model: nn.Module, parameters: Mapping[str, Tensor]) -> Callable[[], Iterator[tuple[str, Tensor]]]:
+    """A function that yields what the model's code may meet under the name of a parameter: its shards, and the whole
+    ones that have been gathered at least once."""
+    names = {parameter: name for name, parameter in parameters.items()}
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    parts = [part for unit in units for group in _parameter_groups(unit) for part in group.fsdp_params]
+    named = [(names[part.sharded_param], part) for part in parts]
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        yield from parameters.items()
+        for name, part in named:
+            if hasattr(part, "_unsharded_param"):
+                yield f"{name} (gathered)", part._unsharded_param
+
+    return weights
 
 
 def _reset_pass(model: Any) -> None:

@@ -1,7 +1,7 @@
 """Forward and backward passes of micro-batches, each with its shard's seeds and the buffers of the step's start."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from lockstep.core.host.activity import progress
 from lockstep.core.host.phases import phase
 from lockstep.core.modules.buffers import BufferUpdates
 from lockstep.core.modules.outputs import detached, widened
+from lockstep.core.modules.weight_watch import WeightWatch
 from lockstep.core.numerics.loss import unweighted, weighted, with_gradient
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
@@ -23,7 +24,8 @@ class MicroBatches:
     """Runs a rank's micro-batches of a step, one after the other.
 
     `modules`: those whose buffers this rank updates, by name; all of the model's if not given. `has_all_weights`:
-    whether this rank holds all of them, so that the loss may use some.
+    whether this rank holds all of them, so that the loss may use some. `weights`: what a forward pass must not change;
+    the model's parameters if not given.
     """
 
     def __init__(
@@ -34,10 +36,13 @@ class MicroBatches:
         *,
         modules: Mapping[str, nn.Module] | None = None,
         has_all_weights: bool = True,
+        weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
     ) -> None:
         self.model, self.randomness, self.precision = model, randomness, precision
         self.has_all_weights = has_all_weights
         self.buffers = BufferUpdates(dict(model.named_modules()) if modules is None else modules)
+        named = list(model.named_parameters())
+        self.weights = WeightWatch((lambda: named) if weights is None else weights)
         self.sum_names: set[str] = set()
         """Of the losses' further sums, as all ranks know them."""
         self.current: MicroBatch | None = None
@@ -54,17 +59,22 @@ class MicroBatches:
     def outputs(self, micro_batch: MicroBatch, call: Callable[[Batch], Outputs]) -> Outputs:
         """The forward pass. A ghost leaves nothing behind."""
         self.at(micro_batch)
-        self.buffers.reset()
-        with phase("forward"), self.precision.autocast():
-            outputs = call(micro_batch.batch)
+        with phase("forward"), self.updating(micro_batch), self.precision.autocast():
+            return call(micro_batch.batch)
+
+    @contextmanager
+    def updating(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Around a forward pass: it starts from the buffers of the step's start, and what it leaves is taken."""
+        self.buffers.start_shard(None if micro_batch.ghost else micro_batch.shard)
+        with self.weights.watching():
+            yield
         if not micro_batch.ghost:
-            self.buffers.end_shard(micro_batch.shard)
-        return outputs
+            self.buffers.end_shard(micro_batch.shard, samples=micro_batch.samples)
 
     def start_backward(self) -> None:
         """Reset buffers for recomputation, which has to read what the forward pass read."""
-        if self.randomness.recomputes:
-            self.buffers.reset()
+        if self.randomness.recomputes and self.current is not None:
+            self.buffers.restart(None if self.current.ghost else self.current.shard)
 
     def loss(self, micro_batch: MicroBatch, outputs: Outputs) -> LossSum:
         """The loss of outputs. Raises ModelError."""

@@ -218,7 +218,10 @@ class _ProfiledPass:
             if leaf in block_of and block_of[leaf] < unit - 1
         ]
         skips += [(block, min(unit, last)) for block, unit in sorted(self.uses.skips)]
-        modules = {name: min(self.entered.get(m, last), last) for name, m in self.model.named_modules()}
+        modules = dict[str, int]()
+        for name, module in self.model.named_modules():  # one that is not called belongs to the one around it
+            around = modules.get(name.rpartition(".")[0], last) if name else last
+            modules[name] = min(self.entered.get(module, around), last)
         holders = {}
         for name, parameter in self.model.named_parameters():
             units = [min(unit, last) for unit, leaves in enumerate(self.reached) if parameter in leaves]

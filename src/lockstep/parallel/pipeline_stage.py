@@ -112,16 +112,13 @@ class SeededStage(PipelineStage):
         """The outputs of the stage's blocks for a micro-batch."""
         micro_batch = self.micro_batches[fwd_chunk_id]
         self.passes.at(micro_batch)
-        self.passes.buffers.reset()
         inputs = self.received.get(fwd_chunk_id, ())
         for tensor in _floating(inputs):
             tensor.requires_grad_()
-        with phase("forward"):
+        with phase("forward"), self.passes.updating(micro_batch):
             outputs = self.module(*inputs)
         if not self.is_last:
             self.sent[fwd_chunk_id] = outputs
-        if not micro_batch.ghost:
-            self.passes.buffers.end_shard(micro_batch.shard)
         progress()
         return outputs
 

@@ -124,13 +124,13 @@ class Stepwise(Replicated):
     def start(self, micro_batch: MicroBatch) -> None:
         """Before a forward pass: its seeds, and the buffers of the step's start."""
         self.passes.at(micro_batch)
-        self.passes.buffers.reset()
+        self.passes.buffers.start_shard(micro_batch.shard)
 
     def backward(self, loss: LossSum) -> None:
         """Add the gradients of the micro-batch that was started last."""
         micro_batch = self.passes.current
         assert micro_batch is not None and not micro_batch.ghost
-        self.passes.buffers.end_shard(micro_batch.shard)
+        self.passes.buffers.end_shard(micro_batch.shard, samples=micro_batch.samples)
         with phase("backward"):
             self.precision.scaled(loss.total).backward()
 

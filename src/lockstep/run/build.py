@@ -1,6 +1,6 @@
 """Build what a recipe describes: data, model, strategy and optimizer of one process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.base import plugins
 from lockstep.base.contracts import DataSpec
+from lockstep.base.errors import ConfigError
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.base.name_patterns import matching
 from lockstep.base.world import World
@@ -27,7 +28,7 @@ from lockstep.training import optim
 from lockstep.training.learning_rate import learning_rate, own_schedule
 from lockstep.training.optim import rules_of
 from lockstep.training.optim_config import OWN
-from lockstep.training.state import MovingAverage, TrainState
+from lockstep.training.state import MovingAverage, TrainState, copies_of
 from lockstep.training.trainable import make_trainable
 
 
@@ -41,6 +42,9 @@ def build_model(recipe: Recipe, spec: DataSpec) -> Model:
         seed_all(seed_of(recipe.run.seed, "adapter"))
         attach(model, recipe.model.adapter, has_new_head=recipe.model.HAS_NEW_HEAD)
     freeze(model, recipe.model.freeze)
+    parameters = dict(model.named_parameters())
+    for name in first_steps(model, recipe.model.unfreeze):
+        parameters[name].requires_grad = True
     if recipe.train.label_smoothing:
         smooth_labels(model, recipe.train.label_smoothing)
     make_trainable(model)
@@ -60,6 +64,13 @@ def freeze(model: Model, patterns: Sequence[str]) -> None:
     parameters = dict(model.named_parameters())
     for name in matching(patterns, list(parameters), setting="model.freeze"):
         parameters[name].requires_grad = False
+
+
+def first_steps(model: Model, unfreeze: Mapping[str, int]) -> dict[str, int]:
+    """Parameter -> the step, from 0, from which it is trained. Raises ConfigError for a pattern that matches none."""
+    names = [name for name, _ in model.named_parameters()]
+    steps = unfreeze.items()
+    return {name: step for key, step in steps for name in matching([key], names, setting="model.unfreeze")}
 
 
 def assemble(
@@ -138,9 +149,13 @@ def distribute(
         recipe.parallel, randomness=randomness, precision=precision, exact=exact
     )
     with raise_on_all_ranks():
+        held, copied = first_steps(model, recipe.model.unfreeze), {each.copy for each in model._lockstep_averages}
+        if both := sorted(held.keys() & copied):
+            raise ConfigError(f"model.unfreeze: {both[0]} is a copy, which averages() updates; it cannot be trained")
         rules, own = rules_of(recipe.optim, model), own_schedule(recipe.schedule, recipe.model.code)
     module = strategy.place(model.train(), sample)
     with raise_on_all_ranks():
+        copies = copies_of(module, model._lockstep_averages)
         if recipe.optim.kind == OWN:
             optimizer = optim.build_own(recipe.optim, module, recipe.model.code)
         else:
@@ -156,5 +171,7 @@ def distribute(
         clip_value=recipe.optim.clip_value,
         randomness=randomness,
         term_counts=model.term_counts,
+        held=held,
+        copies=copies,
         ema=MovingAverage(module, recipe.train.ema) if recipe.train.ema else None,
     )

@@ -65,10 +65,10 @@ class Loop:
 
     The weights are the same bits on any number of processes, which torchrun, any other launcher or the script itself
     has started. A loop whose folder has checkpoints goes on from the newest one. `collate`, `workers`: as of a
-    DataLoader; `scheduler`: of torch, which the script steps, or a function of the optimizer and the number of steps
-    that makes one (`loop.scheduler`); `schedule(step)` gives a factor of the learning rates instead; `save_steps`,
-    `save_minutes`, `keep`: when checkpoints are saved, and how many of them are kept; `threads`: of each process.
-    Raises UserError.
+    DataLoader; `buffers`: their rules (docs/your-own.md); `scheduler`: of torch, which the script steps, or a function
+    of the optimizer and the number of steps that makes one (`loop.scheduler`); `schedule(step)` gives a factor of the
+    learning rates instead; `save_steps`, `save_minutes`, `keep`: when checkpoints are saved, and how many of them are
+    kept; `threads`: of each process. Raises UserError.
     """
 
     def __init__(  # noqa: PLR0913 (each is a setting that a script may have)
@@ -88,6 +88,7 @@ class Loop:
         scheduler: Any = None,
         schedule: Schedule | None = None,
         collate: Together | None = None,
+        buffers: Mapping[str, str] | None = None,
         workers: int = 0,
         threads: int = 1,
         save_steps: int | None = None,
@@ -113,12 +114,11 @@ class Loop:
         self.device = process_group.device_of(self._world)
         check_format(precision, self.device)
         facts = fix_numerics(threads=threads, exact=True, precision=precision)
-        own = wrapped(model).to(self.device)
+        own = wrapped(model, buffers or {}).to(self.device)
         self._order = settings.order(len(self._samples))
         if isinstance(scheduler, FunctionType | partial):
             scheduler = scheduler(optimizer, self.total_steps)
-        self.scheduler = scheduler
-        """Of torch, given or made."""
+        self.scheduler = scheduler  # of torch, given or made
         self._model, self._memory = model, ScriptOptimizer(own, optimizer, scheduler)
         differed = made_equal(own)
         facts |= {"device_model": process_group.device_model(self.device), "data.samples": len(self._samples)}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.modules.buffers import WATCHED_STEPS
@@ -41,6 +42,8 @@ class UserCodeChecks:
     def _check_micro_batch(self, micro_batch: MicroBatch) -> None:
         self.findings = self.parts.check_user_code(micro_batch)
         for finding in self.findings or ():
+            if finding.kind == "parameter":  # also one that is written to through .data, past autograd
+                raise ModelError(finding.message)
             self.warn(finding.message)
         if self.world_size_dependence and not self.parts.world_size_dependence:
             self.warn("so the weights may depend on the number of processes: lockstep prove looks further")

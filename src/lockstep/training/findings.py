@@ -10,6 +10,7 @@ from torch import nn
 
 from lockstep.core.modules.hidden_state import GENERATORS, Mark
 from lockstep.core.modules.module_trace import class_of
+from lockstep.core.modules.weight_watch import changed_weight
 
 LOSS_IS = (
     "train.loss_is is batch_wise: the weights are the same on any number of processes at this train.micro_batch; "
@@ -117,8 +118,7 @@ def own_parameter(name: str) -> Finding:
     return Finding(
         kind="parameter",
         where=name,
-        message=f"the forward pass changes the parameter {name} in place, by the samples that a process runs itself: "
-        "constrain it where it is used instead (max_norm of an embedding: normalise what it gives)",
+        message=changed_weight(name),
     )
 
 

@@ -59,15 +59,10 @@ Rules = Mapping[str, ParameterRule]
 
 def rules_of(config: OptimSection, model: nn.Module) -> Rules:
     """The rules of a model's trained parameters, before a strategy splits them. Raises ConfigError for patterns that
-    match nothing, and where there is nothing to train; ModelError for complex parameters."""
+    match nothing, and where there is nothing to train."""
     parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     if not parameters:
         raise ConfigError("there is nothing to train: the model has no parameters, or all are frozen (model.freeze)")
-    if unreal := [name for name, p in parameters.items() if p.is_complex()]:
-        raise ModelError(
-            f"{few(unreal)}: complex parameters are not trained; keep a real one with a last axis of 2, and use "
-            "torch.view_as_complex(parameter) in forward()"
-        )
     names = [name for name, _ in model.named_parameters()]
     chosen: dict[str, GroupSection] = {}
     for number, group in reversed(list(enumerate(config.groups))):

@@ -1,6 +1,6 @@
 """A script's own model: the same weights on every process, its seeds, its precision, and undoing all of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 from lockstep.base.errors import ModelError, few
 from lockstep.base.model_contracts import Batch, LossSum, Outputs
 from lockstep.core.distributed.collectives import all_gather_object, broadcast_tensors, raise_on_all_ranks
+from lockstep.core.modules.buffer_rules import declare
 from lockstep.core.modules.outputs import widened
 from lockstep.core.numerics.digest import digest
 from lockstep.core.numerics.precision import Precision
@@ -17,11 +18,12 @@ from lockstep.models._user import UserModel
 from lockstep.training.trainable import make_trainable
 
 
-def wrapped(model: nn.Module) -> UserModel:
-    """The model under the names that its weights have in a run from a config with model.kind=user."""
+def wrapped(model: nn.Module, buffers: Mapping[str, str]) -> UserModel:
+    """The model under the names that its weights have in a run from a config with model.kind=user. `buffers`: rules."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"lockstep.Loop takes a torch.nn.Module, not a {type(model).__name__}")
     make_trainable(model)
+    declare(model, buffers)
     return UserModel(model, _no_loss)
 
 

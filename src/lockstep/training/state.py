@@ -1,6 +1,6 @@
 """Everything that changes during training and is stored in a checkpoint."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lockstep.base.model_contracts import Batch, Strategy
+from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Averaged, Batch, Strategy
 from lockstep.core.modules.dtensors import local_tensor
 from lockstep.core.numerics.precision import Precision
 from lockstep.core.numerics.seeds import Randomness
@@ -74,6 +75,10 @@ class TrainState:
     term_counts: Callable[[Batch], Mapping[str, float]] | None = None
     """Model.term_counts: the count of each term of the loss in a batch; None for a loss without terms."""
     ema: MovingAverage | None = None
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Parameter -> the step from which it is trained; until then its gradients are dropped."""
+    copies: Sequence[tuple[Averaged, Tensor, Tensor]] = ()
+    """This rank's parameters that follow others: how, the copy, the source."""
     confirm: Callable[[], None] | None = None
     """Where ranks that hold the state together recover live: a collective that ends once the gradients of a step are
     complete on all ranks. After it each rank can apply them by itself, so that none has to stay a step behind."""
@@ -95,6 +100,19 @@ class TrainState:
     """Numeric settings that were changed on a resume (--allow-drift): step, field, before, now."""
     stopping: BestSoFar = field(default_factory=BestSoFar)
     saving: BestSoFar = field(default_factory=BestSoFar)
+
+    def held_parameters(self) -> list[Tensor]:
+        """Those that have a gradient, but are not trained yet."""
+        if all(self.step >= first for first in self.held.values()):
+            return []
+        named = self.module.named_parameters()
+        return [p for name, p in named if self.step < self.held.get(name, 0) and p.grad is not None]
+
+    def update_copies(self) -> None:
+        """After the optimizer, in a step that has not been counted yet."""
+        for each, copy, source in self.copies:
+            if (self.step + 1) % each.every == 0:
+                get_ema_multi_avg_fn(each.momentum)([copy], [source], None)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor, or its shard on this rank, by canonical name: model.*, ema.*, optimizer.PARAMETER.*.
@@ -171,6 +189,19 @@ class TrainState:
                     yield
         finally:
             self.module.train()
+
+
+def copies_of(module: nn.Module, averages: Sequence[Averaged]) -> list[tuple[Averaged, Tensor, Tensor]]:
+    """Those of a placed module that this rank holds. Raises ModelError where it holds only one of the two."""
+    own = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    for each in averages:
+        held = [own[name].shape for name in (each.copy, each.source) if name in own]
+        if len(held) == 1 or len(set(held)) > 1:
+            raise ModelError(
+                f"averages(): {each.copy} and {each.source} are not on the same process in the same parts, as "
+                "parallel.kind=pipeline or tensor splits the model: use ddp or fsdp"
+            )
+    return [(each, own[each.copy], own[each.source]) for each in averages if each.copy in own]
 
 
 def _memory(tensor: Tensor) -> tuple[int, torch.Size]:

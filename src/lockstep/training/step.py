@@ -82,6 +82,8 @@ def explained_nondeterminism(module: nn.Module) -> Iterator[None]:
 def update(state: TrainState, loss: LossSum, *, clip: float | None, skip_non_finite: bool) -> Outcome:
     """Apply the gradients of a step, sums over all ranks, and count it."""
     state.precision.unscale(state.optimizer)
+    for parameter in state.held_parameters():
+        gradients([parameter])[0].zero_()  # not None: the norm's order of additions is that of all gradients
     norm = state.strategy.norm()
     apply = partial(_apply, state, loss, norm, clip=clip, skip_non_finite=skip_non_finite)
     if state.confirm is not None:
@@ -108,10 +110,14 @@ def _apply(state: TrainState, loss: LossSum, norm: Tensor, *, clip: float | None
     else:
         rate = state.rate(state.step) * state.rate_factor
         set_learning_rate(state.optimizer, rate)
+    for parameter in state.held_parameters():
+        parameter.grad = None
     commit = not is_empty and (not skip_non_finite or bool(is_finite))
     state.precision.apply(state.optimizer, commit=commit, is_empty=is_empty)
-    if state.ema and commit:
-        state.ema.update()
+    if commit:
+        state.update_copies()
+        if state.ema:
+            state.ema.update()
     for updates in state.strategy.buffer_updates:
         updates.keep_step()
     state.skipped += not commit

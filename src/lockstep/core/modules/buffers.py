@@ -3,135 +3,31 @@ the same bits on any number of processes. No library has such a rule.
 
 In training every micro-batch starts from the buffers as they were at the start of the step. After the step a floating
 point buffer is the mean of the values that the shards left, summed in the shards' tree; an integer buffer advances by
-the sum of what each shard added; a bool is flipped if any shard flipped it. BatchNorm's counter counts steps.
+the sum of what each shard added; a bool is flipped if any shard flipped it. BatchNorm's counter counts steps. A buffer
+that this does not fit, such as a queue or its pointer, is refused until the user has declared its rule
+(buffer_rules.py).
 
 V = shards of a step, W = processes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.base.errors import ModelError
 from lockstep.core.distributed.collectives import all_gather_object, all_reduce_max
+from lockstep.core.modules.buffers_in_order import BuffersInOrder
 from lockstep.core.modules.module_trace import origin
+from lockstep.core.modules.tracked_buffer import TrackedBuffer, restore
 from lockstep.core.numerics.batchnorm import is_synchronised
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
 
 WATCHED_STEPS = 2
 """In the first steps buffers are compared by value, later by autograd's version counter, which costs nothing."""
-
-
-class TrackedBuffer:
-    """A buffer of a module, with its value at the start of the step.
-
-    `tensor` is the model's own; within a step `current` may take its place in the module. `version` is autograd's
-    version counter of `current` when it was last looked at. `is_silent`: whether it is written to without advancing
-    that counter, through .data or NumPy, and so has to be compared by value.
-    """
-
-    def __init__(self, name: str, module: nn.Module, key: str) -> None:
-        tensor = module._buffers[key]
-        assert tensor is not None
-        self.name, self.module, self.key, self.is_silent = name, module, key, False
-        self.rule = _rule(module, key, tensor)
-        self.adopt(tensor)
-
-    @property
-    def value(self) -> Tensor | None:
-        """What the module holds now."""
-        return self.module._buffers.get(self.key)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether it was written to, or replaced, since it was last looked at."""
-        value = self.value
-        if value is not self.current or value._version != self.version:
-            return True
-        return self.is_silent and self.differs
-
-    @property
-    def differs(self) -> bool:
-        """Whether its value is another than at the start of the step."""
-        value = self.value
-        return value is not None and self.has_kept_shape and not torch.equal(value, self.before)
-
-    @property
-    def has_kept_shape(self) -> bool:
-        """Whether it still has its shape and dtype."""
-        value = self.value
-        return value is not None and (value.shape, value.dtype) == (self.before.shape, self.before.dtype)
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """The dtype in which contributions are summed."""
-        return self.before.dtype if self.rule == "mean" else torch.int64
-
-    def adopt(self, tensor: Tensor) -> None:
-        """Take a tensor that the module holds as the model's own, and its value as that of the step's start."""
-        self.tensor, self.before = tensor, tensor.detach().clone()
-        self.previous = self.before
-        self.install(tensor)
-
-    def install(self, tensor: Tensor) -> None:
-        """Put a tensor into the module."""
-        self.module._buffers[self.key] = self.current = tensor
-        self.version = tensor._version
-
-    @property
-    def is_reset_in_place(self) -> bool:
-        """Whether the value of the step's start may be restored where the current one is. Autograd may have saved that
-        for the backward pass; that of BatchNorm in training does not read it."""
-        return isinstance(self.module, _BatchNorm) and self.current is self.tensor
-
-    def contribution(self, *, is_changed: bool) -> Tensor:
-        """What the shard that has just run adds to the sum over all shards, flat; on memory of the buffer."""
-        value = self.value if is_changed else self.before
-        assert value is not None
-        if self.rule == "any":
-            value = value ^ self.before
-        elif self.rule == "sum":
-            value = value.detach().to(torch.int64) - self.before.to(torch.int64)
-        return value.detach().to(self.sum_dtype).flatten()
-
-    def update(self, total: Tensor, is_finite: Tensor) -> None:
-        """Take the value after the step from the sum over its shards (the mean, by the rule "mean"), both flat."""
-        total, before = total.view(self.before.shape), self.before
-        if self.rule == "steps":
-            after = before + 1  # however often recomputation has repeated a forward pass
-        elif self.rule == "sum":
-            after = (before.to(torch.int64) + total).to(before.dtype)
-        elif self.rule == "any":
-            after = before ^ (total > 0)
-        else:
-            after = torch.where(is_finite.all(), total, before)
-        self.previous, self.before = before, after
-
-
-def _restore(buffers: Sequence[TrackedBuffer]) -> None:
-    """Set the model's own tensors to the values of the step's start; those of a dtype together: on a GPU the number of
-    operations counts."""
-    by_dtype: dict[torch.dtype, list[TrackedBuffer]] = {}
-    for buffer in buffers:
-        by_dtype.setdefault(buffer.before.dtype, []).append(buffer)
-    for same in by_dtype.values():
-        torch._foreach_copy_([buffer.tensor.data for buffer in same], [buffer.before for buffer in same])
-    for buffer in buffers:
-        buffer.install(buffer.tensor)
-
-
-def _rule(module: nn.Module, key: str, tensor: Tensor) -> Literal["mean", "sum", "any", "steps"]:
-    if key == "num_batches_tracked" and isinstance(module, _BatchNorm):
-        return "steps"
-    if tensor.dtype == torch.bool:
-        return "any"
-    return "mean" if tensor.is_floating_point() or tensor.is_complex() else "sum"
 
 
 class BufferUpdates:
@@ -148,6 +44,7 @@ class BufferUpdates:
         self.sums: list[tuple[Sequence[TrackedBuffer], TreeSum]] = []
         """Of the contributions of this rank's shards in the current step: for several buffers of a dtype together, one
         after the other, and for each one that has changed for the first time."""
+        self.ordered = BuffersInOrder([])
         self.new: set[str] = set()
         """Those that have changed for the first time in the current step, on this rank."""
         self.unreducible: dict[str, str] = {}
@@ -159,17 +56,21 @@ class BufferUpdates:
         self.may_find_new = True
         """Whether a buffer may yet change for the first time, so that ranks have to agree on it in every step. The same
         on every rank."""
-        self._find_buffers()
+        self._find_buffers(is_first=True)
 
-    def _find_buffers(self) -> None:
-        """Some are created in the first forward pass."""
+    def _find_buffers(self, *, is_first: bool = False) -> None:
+        """Some are created in the first forward pass. Raises ModelError where a checkpoint would have to hold them."""
         known = {id(buffer.tensor) for buffer in self.buffers.values()}
         for prefix, module in self.modules.items():
             for key, tensor in module._buffers.items():
                 name = f"{prefix}.{key}" if prefix else key
                 if tensor is not None and name not in self.buffers and id(tensor) not in known:
-                    self.buffers[name] = TrackedBuffer(name, module, key)
+                    buffer = self.buffers[name] = TrackedBuffer(name, module, key)
                     known.add(id(tensor))
+                    if not is_first and buffer.is_saved:
+                        raise _late_shape(buffer, "is made in the first forward pass")
+        if is_first:
+            self.ordered = BuffersInOrder([b for _, b in sorted(self.buffers.items()) if b.rule == "in_order"])
 
     @property
     def _reducible(self) -> list[TrackedBuffer]:
@@ -181,14 +82,15 @@ class BufferUpdates:
             self._find_buffers()
         self.refresh()
         self.all_reduce, self.finished_shards, self.new = all_reduce, [], set()
-        self.updated.clear()
+        self.updated[:] = self.ordered.buffers
+        self.ordered.start_step(all_reduce)
         self.sums = [(buffers, self._tree()) for buffers in self._by_dtype()]
 
     def _by_dtype(self) -> list[list[TrackedBuffer]]:
         """The changing ones, in the same order on every rank."""
-        by_dtype: dict[torch.dtype, list[TrackedBuffer]] = {}
-        for name in sorted(self.changing):
-            by_dtype.setdefault(self.changing[name].sum_dtype, []).append(self.changing[name])
+        by_dtype: dict[tuple[torch.dtype, bool], list[TrackedBuffer]] = {}
+        for _, buffer in sorted(self.changing.items()):
+            by_dtype.setdefault((buffer.sum_dtype, buffer.rule == "mean"), []).append(buffer)
         return [*by_dtype.values()]
 
     def _tree(self) -> TreeSum:
@@ -203,37 +105,53 @@ class BufferUpdates:
 
     def reset(self) -> None:
         """Restore the values of the step's start."""
-        written = [buffer for buffer in self._reducible if buffer.is_written]
-        _restore([buffer for buffer in written if buffer.is_reset_in_place])
+        written = [buffer for buffer in self._reducible if self._is_changed(buffer)]
+        restore([buffer for buffer in written if buffer.is_reset_in_place])
         for buffer in written:
             if not buffer.is_reset_in_place:
                 buffer.install(buffer.before.clone())
 
-    def end_shard(self, shard: int) -> None:
-        """Add the values that the shard has left. Raises ModelError."""
-        changed = {buffer.name: buffer for buffer in self._reducible if self._is_changed(buffer)}
+    def start_shard(self, shard: int | None) -> None:
+        """Before the forward pass of a shard, or of a ghost (None)."""
+        if self.ordered.buffers and shard is not None:
+            self.ordered.start_shard(shard)
+        self.reset()
+
+    def restart(self, shard: int | None) -> None:
+        """Restore what the forward pass of a shard has begun with."""
+        self.reset()
+        if self.ordered.buffers and shard is not None:
+            self.ordered.restart(shard)
+
+    def end_shard(self, shard: int, *, samples: int) -> None:
+        """Take the values that a shard of so many samples has left. Raises ModelError."""
+        written = {buffer.name: buffer for buffer in self._reducible if self._is_changed(buffer)}
+        self._check_shapes(written.values())
+        changed = {name: buffer for name, buffer in written.items() if buffer.is_summed and buffer.has_kept_shape}
         for name, buffer in changed.items():
-            if not buffer.has_kept_shape:
-                self._give_up(buffer)
-            elif name not in self.changing:
+            if name not in self.changing:
                 self.new.add(name)
                 self._start_sum(buffer)
+        for buffer in self.changing.values():
+            buffer.check_fit(samples)
+        if self.ordered.buffers:
+            self.ordered.end_shard(shard)
         for buffers, tree in self.sums:
             values = [buffer.contribution(is_changed=buffer.name in changed) for buffer in buffers]
             tree.add((shard, 1), torch.cat(values))
         self.finished_shards.append(shard)
 
-    def _give_up(self, buffer: TrackedBuffer) -> None:
-        """Stop tracking a buffer that changed its shape or dtype. Raises ModelError where other ranks still expect its
-        sum."""
-        name, where = buffer.name, origin(buffer.module)
-        if name in self.changing and name not in self.new:
-            raise ModelError(
-                f"the buffer {name} has changed its shape or type in {where}, after steps in which it had kept it: "
-                "give it one shape from the start, such as that of its largest size"
-            )
-        self._leave_out(name)
-        self.unreducible[name] = f"changes its shape or type in {where}"
+    def _check_shapes(self, written: Iterable[TrackedBuffer]) -> None:
+        """Stop tracking buffers that have changed their shape or dtype. Raises ModelError where a checkpoint would have
+        to hold them, or where other ranks still expect their sum."""
+        for buffer in written:
+            name = buffer.name
+            if buffer.has_kept_shape:
+                continue
+            if buffer.is_saved or not buffer.is_summed or (name in self.changing and name not in self.new):
+                raise _late_shape(buffer, "changes its shape or type in the forward pass")
+            self._leave_out(name)
+            self.unreducible[name] = f"changes its shape or type in {origin(buffer.module)}"
 
     def _leave_out(self, name: str) -> None:
         """Add up a buffer no longer that has changed for the first time in this step."""
@@ -257,6 +175,8 @@ class BufferUpdates:
         """Set the buffers from the shards of all ranks. A collective."""
         self.steps += 1
         assert self.all_reduce is not None
+        if self.ordered.buffers:
+            self.ordered.end_step()
         if self.may_find_new and dist.get_world_size() > 1:
             self._agree_on_new(self.all_reduce)
         totals = [(buffers, self._total(self.all_reduce, buffers)) for buffers in self._by_dtype()]
@@ -267,13 +187,16 @@ class BufferUpdates:
             for buffer, *part in parts:
                 buffer.update(*part)
                 self.updated.append(buffer)
-        _restore(self.updated)
+                if buffer.evidence is not None:
+                    buffer.evidence.steps += 1
+        restore(self.updated)
         self.sums, self.all_reduce = [], None  # the model's hooks would keep its process group for good
         self._discard()
 
     def _agree_on_new(self, all_reduce: AllReduce) -> None:
         """Reduce a buffer that changes on one rank on all ranks. One small collective in every step."""
-        flags = torch.tensor([int(bool(self.new)), int(len(self.changing) < len(self.buffers))])
+        summed = sum(buffer.is_summed for buffer in self.buffers.values())
+        flags = torch.tensor([int(bool(self.new)), int(len(self.changing) < summed)])
         all_reduce_max(flags)
         has_new, self.may_find_new = (bool(flag) for flag in flags.tolist())
         self.may_find_new |= self.steps < WATCHED_STEPS
@@ -311,7 +234,7 @@ class BufferUpdates:
         """Restore the values of the start of a step that has failed."""
         for buffer in self.updated:
             buffer.before = buffer.previous
-        _restore(self.updated)
+        restore(self.updated)
         self.updated.clear()
         self.sums, self.all_reduce = [], None
         self._discard()
@@ -327,7 +250,9 @@ class BufferUpdates:
 
     def _discard(self) -> None:
         """Undo writes that are not part of a step's result."""
-        _restore([buffer for buffer in self._reducible if self._is_changed(buffer)])
+        written = [buffer for buffer in self._reducible if self._is_changed(buffer)]
+        self._check_shapes(written)
+        restore([buffer for buffer in written if buffer.name not in self.unreducible])
 
     @property
     def notes(self) -> list[str]:
@@ -343,6 +268,14 @@ class BufferUpdates:
             if buffer.key in buffer.module._non_persistent_buffers_set
         ]
         return unreducible + unsaved
+
+
+def _late_shape(buffer: TrackedBuffer, what: str) -> ModelError:
+    return ModelError(
+        f"the buffer {buffer.name} {what} ({origin(buffer.module)}), and no checkpoint could be read into the model as "
+        "it is built: register it with its final shape, as by running one forward pass on example inputs in build(); "
+        "or, if it is nothing but a cache, with persistent=False"
+    )
 
 
 @contextmanager

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lockstep.core.numerics.checksum import checksum, tensors_of
 
 LOSS = "the loss"
+SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 Call = tuple[str, int, int]
 """A module's name, the checksums of its inputs and of its outputs."""
 
@@ -26,6 +28,7 @@ class CallChecksums:
         self.changed: set[str] = set()
         """Parameters that a forward pass has written to."""
         self._versions: dict[str, list[int]] = {}
+        self._data_writes = _DataWrites(self)
         self.calls: list[tuple[str, Tensor, Tensor]] = []
         self._open: dict[str, list[Tensor]] = {}
         self._sums: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
@@ -35,9 +38,11 @@ class CallChecksums:
         for name, module in self.model.named_modules():
             self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             self._hooks.append(module.register_forward_hook(partial(self._leave, name), prepend=True))  # before FSDP's
+        self._data_writes.__enter__()
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self._data_writes.__exit__(None, None, None)
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -73,6 +78,19 @@ class CallChecksums:
             own = zip(self._versions[name], module.named_parameters(recurse=False), strict=False)
             self.changed |= {f"{name}.{key}".lstrip(".") for before, (key, p) in own if p._version != before}
             self.calls.append((name, self._open[name].pop(), self.sum_of(arguments[-1])))
+
+
+class _DataWrites(TorchFunctionMode):
+    """Notices `parameter.data = ...`, which autograd does not count, and which FSDP's parameters do not even keep."""
+
+    def __init__(self, calls: CallChecksums) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
+        if func == SET_DATA and isinstance(args[0], nn.Parameter):
+            self.calls.changed |= {name for name, p in self.calls.model.named_parameters() if p is args[0]}
+        return func(*args, **(kwargs or {}))
 
 
 def in_common(one: list[Call], other: list[Call]) -> tuple[list[Call], list[Call]]:

@@ -103,3 +103,8 @@ def strided(rank: int, size: int, shards: Sequence[int]) -> list[int | None]:
     rounds = max(1, -(-len(shards) // size))
     own: list[int | None] = [*shards[rank::size]]
     return own + [None] * (rounds - len(own))
+
+
+def alone(rank: int, size: int, shards: Sequence[int]) -> list[int | None]:
+    """`strided`, with a single shard in each round. At least one round."""
+    return [shard if number % size == rank else None for number, shard in enumerate(shards)] or [None]

@@ -146,6 +146,8 @@ class DataParallel(Replicated):
         self.accumulation.start_step(self.all_reduce)
         self.embedding_rows.start_step(self.all_reduce)
         self.passes.buffers.start_step(self.all_reduce)
+        if self.passes.buffers.ordered.buffers:  # DDP's own collective in a forward pass, before ranks wait for others
+            self.wrapped.reducer._rebuild_buckets()
         started: list[WorldLoss] = []
         try:
             self.passes.run(

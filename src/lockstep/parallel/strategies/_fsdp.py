@@ -22,13 +22,14 @@ from lockstep.core.numerics.seeds import Randomness
 from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.gradient_norm import RowwiseNorm, gradients
 from lockstep.core.reduction.reduce_scatter import BackendReduceScatter, Rounds, TreeReduceScatter
-from lockstep.core.reduction.tree import Shards, contiguous, strided
+from lockstep.core.reduction.tree import Shards, alone, contiguous, strided
 from lockstep.parallel.block_uses import block_uses
 from lockstep.parallel.fsdp_units import (
     AllGather,
     OrderedUnits,
     clone_views,
     forget_pass,
+    gathered_weights,
     mark_waits,
     reduce_each_dtype,
     reduce_unused,
@@ -82,7 +83,8 @@ class FullyShardedDataParallel(Sharded):
 
     def _start_passes(self) -> None:
         """As all ranks do alike in a new process group."""
-        self.passes = MicroBatches(self.model, self.randomness, self.precision, has_all_weights=False)
+        weights = gathered_weights(self.model, self.parameters)
+        self.passes = MicroBatches(self.model, self.randomness, self.precision, has_all_weights=False, weights=weights)
 
     def _open_groups(self, size: int) -> DeviceMesh:
         """The groups of this rank, where `size` ranks share a model -> the mesh of these."""
@@ -147,10 +149,12 @@ class FullyShardedDataParallel(Sharded):
         )
 
     def _assignment(self, shards: int, present: Shards) -> list[list[list[int | None]]]:
-        """replica -> rank in it -> shards: contiguous ones for each replica, strided within it."""
+        """replica -> rank in it -> shards: contiguous ones for each replica, strided within it; one in each round where
+        shards have to wait for each other's buffers."""
         replicas, size = self.across.size(), self.within.size()
         by_replica = [contiguous(replica, replicas, shards=shards, present=present) for replica in range(replicas)]
-        return [[strided(rank, size, own) for rank in range(size)] for own in by_replica]
+        spread = alone if self.passes.buffers.ordered.buffers else strided
+        return [[spread(rank, size, own) for rank in range(size)] for own in by_replica]
 
     @property
     def buffer_updates(self) -> Sequence[BufferUpdates]:

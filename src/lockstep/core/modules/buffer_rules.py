@@ -1,0 +1,128 @@
+"""Which value several shards leave in a buffer: by the rule that the model's file declares, or by that of the buffer's
+type, as long as what the shards do to it fits."""
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.base.errors import ModelError
+from lockstep.base.name_patterns import matching
+from lockstep.core.modules.module_trace import class_of, origin
+
+Declared = Literal["mean", "sum", "in_order", "frozen"]
+"""mean: of the shards' values; sum: of what each has added to the value of the step's start; in_order: each goes on
+from what the one before has left; frozen: training does not change it."""
+Rule = Declared | Literal["any", "steps"]
+"""any: a bool is flipped if any shard has flipped it; steps: it counts them."""
+
+ATTRIBUTE = "_lockstep_buffer_rules"
+"""Of a module: its buffers' declared rules, by key. By name they would be lost with an adapter, which renames them."""
+LOOKS = 3
+"""In how many steps a buffer's mean is looked at; a sum always is: a pointer wraps around at some time."""
+
+
+def declare(model: nn.Module, rules: Mapping[str, str]) -> None:
+    """Set the rules of buffers, by patterns of their names as in model.freeze. Raises ModelError, and ConfigError for a
+    pattern that matches no buffer."""
+    if not isinstance(rules, Mapping):
+        raise ModelError(f"buffers() returns a dict {{pattern: rule}}, not a {type(rules).__name__}")
+    names = [name for name, _ in model.named_buffers()]
+    for pattern, rule in rules.items():
+        for name in matching([pattern], names, setting="buffers()", noun="buffer"):
+            prefix, _, key = name.rpartition(".")
+            owner, dtype = model.get_submodule(prefix), model.get_buffer(name).dtype
+            if rule not in get_args(Declared):
+                raise ModelError(f"buffers(): {pattern!r} is {rule!r}, not one of {', '.join(get_args(Declared))}")
+            if (rule == "sum" and dtype == torch.bool) or (
+                rule == "mean" and not (dtype.is_floating_point or dtype.is_complex)
+            ):
+                raise ModelError(f"buffers(): {name} has the type {dtype}, which has no {rule}: declare in_order")
+            vars(owner).setdefault(ATTRIBUTE, {})[key] = rule
+
+
+def rule_of(module: nn.Module, key: str, tensor: Tensor) -> tuple[Rule, bool]:
+    """The rule of a module's buffer, and whether it has to be checked that it fits. Where one buffer of a module is
+    updated in order, so are those beside it, which usually describe it."""
+    declared: dict[str, Declared] = vars(module).get(ATTRIBUTE, {})
+    if key in declared:
+        return declared[key], False
+    if "in_order" in declared.values():
+        return "in_order", False
+    if key == "num_batches_tracked" and isinstance(module, _BatchNorm):
+        return "steps", False
+    is_known = isinstance(module, _BatchNorm) or class_of(module).__module__.startswith("torch.nn.")
+    if tensor.dtype == torch.bool:
+        return "any", not is_known
+    is_mean = tensor.is_floating_point() or tensor.is_complex()
+    return "mean" if is_mean else "sum", not is_known and not tensor.is_complex()
+
+
+def must_declare(name: str, module: nn.Module, why: str) -> ModelError:
+    """The error for a buffer that no rule fits."""
+    return ModelError(
+        f"the buffer {name} ({origin(module)}) {why}: what the micro-batches of a step leave in it cannot be joined. "
+        "Declare it in the model's file (lockstep.Loop: buffers=...), `def buffers(module): return "
+        f'{{"{name.removeprefix("network.")}": "in_order"}}`: each micro-batch then goes on from what the one before '
+        'it has left, and they run one after the other. Or "mean" (of what they leave), "sum" (of what they add), '
+        '"frozen" (nothing changes it)'
+    )
+
+
+class BufferEvidence:
+    """What the shards have shown of a buffer whose rule nobody has declared."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.steps = rule, 0
+        """`steps`: in which it has changed."""
+        self.laws: set[tuple[str, Fraction]] | None = None
+        """How it may grow: by a number for each batch, or for each sample."""
+        self.seen: set[str] = set()
+
+    def misfit(self, before: Tensor, after: Tensor, samples: int) -> str | None:
+        """Why the rule does not fit what a shard of so many samples has done; None where it does."""
+        if not before.numel():
+            return None
+        if self.rule == "any":
+            flipped = before ^ after
+            self.seen |= {str(way) for way in (True, False) if bool((flipped & (after == way)).any())}
+            return "is switched on and off" if len(self.seen) > 1 else None
+        if self.rule == "sum":
+            is_counter = self._counts(after.to(torch.int64) - before.to(torch.int64), samples)
+            return None if is_counter else "is an integer that does not count samples or batches"
+        if self.steps >= LOOKS:
+            return None
+        if self._counts(after.double() - before.double(), samples) and self.steps == LOOKS - 1 and self.laws:
+            return "counts samples or batches in a floating-point number"
+        return self._scattered(before, after)
+
+    def _counts(self, added: Tensor, samples: int) -> bool:
+        """Whether it grows by the same number for each batch, or each sample; True before it has grown at all."""
+        total, lowest = torch.stack([added.sum(), added.min()]).tolist()
+        if self.laws is None and total == lowest == 0:
+            return True
+        is_whole = float(total).is_integer() and lowest >= 0
+        laws = (
+            {("batch", Fraction(int(total))), ("sample", Fraction(int(total), max(samples, 1)))} if is_whole else set()
+        )
+        self.laws = laws if self.laws is None else self.laws & laws
+        return bool(self.laws)
+
+    def _scattered(self, before: Tensor, after: Tensor) -> str | None:
+        """Whether parts of it are left alone: a running statistic moves as a whole. Zeros may stay zeros in it."""
+        same, moved = (after == before) | (after.isnan() & before.isnan()), "moved"
+        kept = same & (before != 0)
+        if bool(same.all()):
+            moved = "kept" if bool(kept.any()) else "zero"
+        elif any(bool((_slices(same, axis).all(1) & _slices(kept, axis).any(1)).any()) for axis in range(same.ndim)):
+            return "is written in some places, and left alone in others"
+        self.seen.add(moved)
+        return "changes in some micro-batches only" if {"moved", "kept"} <= self.seen else None
+
+
+def _slices(tensor: Tensor, axis: int) -> Tensor:
+    """Its slices along an axis, flat: [n, ...]."""
+    return tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1)

@@ -1,0 +1,128 @@
+"""A buffer of a module, and its value at the start of a step."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.core.modules.buffer_rules import BufferEvidence, must_declare, rule_of
+
+
+class TrackedBuffer:
+    """A buffer of a module, with its value at the start of the step.
+
+    `tensor` is the model's own; within a step `current` may take its place in the module. `version` is autograd's
+    version counter of `current` when it was last looked at. `is_silent`: whether it is written to without advancing
+    that counter, through .data or NumPy, and so has to be compared by value.
+    """
+
+    def __init__(self, name: str, module: nn.Module, key: str) -> None:
+        tensor = module._buffers[key]
+        assert tensor is not None
+        self.name, self.module, self.key, self.is_silent = name, module, key, False
+        self.rule, is_checked = rule_of(module, key, tensor)
+        self.evidence = BufferEvidence(self.rule) if is_checked else None
+        self.adopt(tensor)
+
+    @property
+    def value(self) -> Tensor | None:
+        """What the module holds now."""
+        return self.module._buffers.get(self.key)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether its value after a step is made of what all shards leave or add."""
+        return self.rule not in ("in_order", "frozen")
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether it is in checkpoints."""
+        return self.key not in self.module._non_persistent_buffers_set
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was written to, or replaced, since it was last looked at."""
+        if not self.is_summed:
+            return True
+        value = self.value
+        if value is not self.current or value._version != self.version:
+            return True
+        return self.is_silent and self.differs
+
+    @property
+    def differs(self) -> bool:
+        """Whether its value is another than at the start of the step."""
+        value = self.value
+        return value is not None and self.has_kept_shape and not torch.equal(value, self.before)
+
+    @property
+    def has_kept_shape(self) -> bool:
+        """Whether it still has its shape and dtype."""
+        value = self.value
+        return value is not None and (value.shape, value.dtype) == (self.before.shape, self.before.dtype)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which contributions are summed."""
+        is_float = self.before.is_floating_point() or self.before.is_complex()
+        return self.before.dtype if is_float else torch.int64
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Take a tensor that the module holds as the model's own, and its value as that of the step's start."""
+        self.tensor, self.before = tensor, tensor.detach().clone()
+        self.previous = self.before
+        self.install(tensor)
+
+    def install(self, tensor: Tensor) -> None:
+        """Put a tensor into the module."""
+        self.module._buffers[self.key] = self.current = tensor
+        self.version = tensor._version
+
+    @property
+    def is_reset_in_place(self) -> bool:
+        """Whether the value of the step's start may be restored where the current one is. Autograd may have saved that
+        for the backward pass; that of BatchNorm in training does not read it."""
+        return isinstance(self.module, _BatchNorm) and self.current is self.tensor
+
+    def contribution(self, *, is_changed: bool) -> Tensor:
+        """What the shard that has just run adds to the sum over all shards, flat; on memory of the buffer."""
+        value = self.value if is_changed else self.before
+        assert value is not None
+        if self.rule == "any":
+            value = value ^ self.before
+        elif self.rule == "sum":
+            value = value.detach().to(self.sum_dtype) - self.before.to(self.sum_dtype)
+        return value.detach().to(self.sum_dtype).flatten()
+
+    def check_fit(self, samples: int) -> None:
+        """Raise ModelError where its rule, which nobody has declared, does not fit what a shard has done to it."""
+        if self.evidence is None or self.value is None:
+            return
+        if why := self.evidence.misfit(self.before, self.value.detach(), samples):
+            raise must_declare(self.name, self.module, why)
+
+    def update(self, total: Tensor, is_finite: Tensor) -> None:
+        """Take the value after the step from the sum over its shards (the mean, by the rule "mean"), both flat."""
+        total, before = total.view(self.before.shape), self.before
+        if self.rule == "steps":
+            after = before + 1  # however often recomputation has repeated a forward pass
+        elif self.rule == "sum":
+            after = (before.to(self.sum_dtype) + total).to(before.dtype)
+        elif self.rule == "any":
+            after = before ^ (total > 0)
+        else:
+            after = torch.where(is_finite.all(), total, before)
+        self.previous, self.before = before, after
+
+
+def restore(buffers: Sequence[TrackedBuffer]) -> None:
+    """Set the model's own tensors to the values of the step's start; those of a dtype together: on a GPU the number of
+    operations counts."""
+    by_dtype: dict[torch.dtype, list[TrackedBuffer]] = {}
+    for buffer in buffers:
+        by_dtype.setdefault(buffer.before.dtype, []).append(buffer)
+    for same in by_dtype.values():
+        torch._foreach_copy_([buffer.tensor.data for buffer in same], [buffer.before for buffer in same])
+    for buffer in buffers:
+        buffer.install(buffer.tensor)

@@ -1,0 +1,42 @@
+"""Weights that a forward pass changes, or that begin or cease to be trained, while training goes on."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from lockstep.base.errors import ModelError
+
+
+class WeightWatch:
+    """Compares weights before and after each forward pass, by autograd's counter of their versions, without reading
+    them; and their requires_grad with that of the first one."""
+
+    def __init__(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        self.weights, self.trained = weights, dict[str, bool]()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a forward pass. Raises ModelError."""
+        before = {name: weight._version for name, weight in self.weights()}
+        yield
+        for name, weight in self.weights():
+            if weight._version != before.get(name, weight._version):
+                raise ModelError(changed_weight(name))
+            if weight.requires_grad != self.trained.setdefault(name, weight.requires_grad):
+                what = "begun" if weight.requires_grad else "ceased"
+                raise ModelError(
+                    f"the parameter {name} has {what} to require a gradient while training goes on, and what is "
+                    "trained is fixed when it starts: set model.unfreeze={PATTERN: STEP} to train a part from a step "
+                    "on, or model.freeze for one that is never trained"
+                )
+
+
+def changed_weight(name: str) -> str:
+    """The message on a parameter that a forward pass writes to."""
+    return (
+        f"the forward pass changes the parameter {name} in place, by the samples that a process runs itself: constrain "
+        "it where it is used instead (max_norm of an embedding: normalise what it gives). A copy that follows other "
+        "weights (momentum encoder, target network, moving average) is declared in the model's file, `def "
+        'averages(module): return {"copy": ("source", momentum)}`, and updated after each step of the optimizer'
+    )
