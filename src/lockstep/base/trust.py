@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import os
+import shutil
 import stat
 import sys
 import sysconfig
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from lockstep.base.errors import UntrustedCode
+from lockstep.base.errors import ModelError, UntrustedCode
 from lockstep.base.escaping_console import escape_name
 
 OPTION = "--trust-code"
@@ -153,6 +154,16 @@ def code_with_imports(file: Path) -> list[Code]:
                 codes[path] = Code.of(path, content, file.parent)
                 pending += _imported_files(file.parent, path.parent, content)
     return list(codes.values())
+
+
+def copy_with_imports(file: Path, folder: Path) -> None:
+    """Copy a user's file, and what it imports from its own folder, into another. Raises ModelError for code outside."""
+    for code in code_with_imports(file):
+        place = os.path.relpath(code.name, file.parent)
+        if place.startswith(os.pardir):
+            raise ModelError(f"{file} imports {code.name}, which does not lie below its folder: move it there")
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(code.name, folder / place)
 
 
 def _imported_files(folder: Path, package: Path, content: bytes) -> Iterator[Path]:

@@ -1,6 +1,5 @@
 """How a file becomes what a user's source gives: `prepare` in the source's Python file."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.base import plugins
+from lockstep.base import plugins, trust
 from lockstep.base.contracts import DataSpec, Source
 from lockstep.base.errors import DataError, ModelError
 from lockstep.data.collate import pixels
@@ -37,7 +36,7 @@ class Preparation:
         target = folder / self.file.name
         if target.exists() and target.read_bytes() != self.file.read_bytes():
             raise ModelError(f"the files of the data and of the model are both called {target.name}: rename one")
-        shutil.copy(self.file, target)
+        trust.copy_with_imports(self.file, folder)
 
 
 class PreparedReader(ImageReader):

@@ -1,7 +1,5 @@
 """Turns a trained run into an export or a predictor."""
 
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -75,7 +73,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
         if data.tokenizer is not None:
             data.tokenizer.save(folder)
         if recipe.model.code is not None:
-            _copy_code(recipe.model.code, folder)
+            trust.copy_with_imports(recipe.model.code, folder)
         if data.processor is not None:
             data.processor.save(folder)
 
@@ -85,16 +83,6 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
         model, target, section=recipe.export, facts=facts, samples=samples, write_more=write_more
     )
     return facts, target
-
-
-def _copy_code(file: Path, folder: Path) -> None:
-    """Copy a user's file, and what it imports from its own folder. Raises ModelError for code outside of it."""
-    for code in trust.code_with_imports(file):
-        place = os.path.relpath(code.name, file.parent)
-        if place.startswith(os.pardir):
-            raise ModelError(f"{file} imports {code.name}, which does not lie below its folder: move it there")
-        (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(code.name, folder / place)
 
 
 def _not_a_link(target: Path) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.base import plugins
-from lockstep.base.errors import ConfigError, ModelError, few
+from lockstep.base.errors import ConfigError
 from lockstep.base.name_patterns import matching
 from lockstep.training.learning_rate import SCALE
 from lockstep.training.optim_config import GroupSection, OptimSection
