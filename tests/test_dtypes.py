@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_strategies import Network, images, prepared, refused_on_rank, trained
+from test_strategies import Network, images, prepared, trained
 from torch import nn
 
 from lockstep.training.step import step
@@ -65,16 +65,6 @@ class Mixed(Network):
 
     def blocks(self):
         return [self.first, self.second, self.head]
-
-
-class Complex(Network):
-    def __init__(self):
-        super().__init__()
-        self.phase = nn.Parameter(torch.randn(31, 31, dtype=torch.complex64) * 0.2)
-
-    def forward(self, batch):
-        x = torch.relu(self.third(self.second(self.first(batch["image"] / 255)).flatten(1)))
-        return self.head((x.to(torch.complex64) @ self.phase).abs())
 
 
 EVERYWHERE = {
@@ -139,8 +129,3 @@ def test_clipped_training_in_float64_is_that_of_a_plain_loop(ranks):
     (found,) = ranks(1, plain_and_ours, Smooth)
     for ours, theirs in found.values():
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
-
-
-def test_complex_parameters_are_refused_by_name(ranks):
-    for message in ranks(2, refused_on_rank, Complex, "fsdp", {}):
-        assert "phase has complex numbers" in message

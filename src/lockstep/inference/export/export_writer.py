@@ -181,9 +181,9 @@ def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSam
         again = forward_of(folder, facts)
         agreement = compare(model, again, samples.all() if is_reduced else samples.first)
     except ModelError as error:
-        if is_reduced:
-            raise ModelError(f"{error}\n  {DTYPE_HINT.format(dtype=facts.dtype)}") from error
-        raise
+        hints = [DTYPE_HINT.format(dtype=facts.dtype)] if is_reduced else []
+        hints += [fresh_read.HINT] if "file" in facts.model else []
+        raise ModelError("\n  ".join([str(error), *hints])) from error
     if not is_reduced:  # else the differences are only recorded and reported
         judge(agreement)
     if facts.dtype in _weights.TORCH_DTYPES:

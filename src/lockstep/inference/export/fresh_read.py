@@ -17,6 +17,10 @@ from lockstep.inference.export import export_facts, export_reader
 from lockstep.inference.export.round_trip import compare, judge, outputs
 
 START = "import sys; sys.path.append(sys.argv[1]); from lockstep.inference.export.fresh_read import main; main()"
+HINT = (
+    "An export takes along what the model's file imports from its own folder by import statements: other code has to "
+    "be an installed package, and another file an absolute path in model.options"
+)
 
 
 def check(folder: Path, again: Forward, batch: Batch) -> None:
@@ -31,9 +35,7 @@ def check(folder: Path, again: Forward, batch: Batch) -> None:
             reason = (done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"])[-1]
             raise ModelError(
                 f"the export was read in a new process, in another folder, and cannot be used there ({reason}); "
-                "nothing was kept. It takes along what the model's file imports from its own folder by import "
-                "statements: other code has to be an installed package, and another file an absolute path in "
-                "model.options"
+                f"nothing was kept. {HINT}"
             )
         answers: list[Tensor] = torch.load(file, weights_only=True)
     judge(compare(lambda _: tensors(outputs(again, batch)), lambda _: answers, [batch]))
