@@ -92,6 +92,8 @@ def test_files_holds_out_the_same_samples_whatever_they_are(tmp_path):
         (".csv", b"text,label\na,1\nb,2,3\n", "Expected 2 columns, got 3"),
         (".csv", b"text,label\n\xff,1\n", "invalid UTF8 data. Save it as UTF-8"),
         (".jsonl", b'{"text": "\xff", "label": 1}', "Save it as UTF-8"),
+        (".csv", "text,label\na,1\n".encode("utf-16"), "UTF-16. Save it as UTF-8"),
+        (".jsonl", '{"text": "a", "label": 1}'.encode("utf-16"), "UTF-16. Save it as UTF-8"),
         (".csv", b"text,label\na,1\nb,\n", "row 2 of"),
         (".csv", b"text,label\n", "no sample"),
         (".csv", b"", "Empty CSV file"),
@@ -111,6 +113,16 @@ def test_files_names_what_is_wrong_with_a_table(*, tmp_path, suffix, content, sa
     message = complaint(files.build, files_config(path))
     assert says in message
     assert str(path) in message
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|", ","])
+def test_files_reads_a_csv_with_the_separator_that_it_has(tmp_path, separator):
+    rows = ["text,label", '"good, isn\'t it; yes|no",1', "bad,0"]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(separator.join(row.rsplit(",", 1)) for row in rows))
+    found = files.build(files_config(path, test=path), "train")
+    assert found.texts == ["good, isn't it; yes|no", "bad"]
+    assert found.spec.labels == ("0", "1")
 
 
 def test_files_names_what_does_not_fit_together(tmp_path):

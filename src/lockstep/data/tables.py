@@ -29,6 +29,8 @@ LEAST_BYTES, MOST_TIMES = 1 << 30, 100
 """What any file may become, and what a larger one may, in times of its size."""
 PAGE_HEADER_BYTES, FEW_ROWS = 64, 64
 """Of a page of Parquet; and of a column in which a value may repeat the one before."""
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""What such a text begins with."""
 Part = TypeVar("Part")
 Check = Callable[[Sequence[str], object], None]
 """Takes the names of the columns and where they are; raises DataError if a required one is missing or ambiguous."""
@@ -38,12 +40,19 @@ Check = Callable[[Sequence[str], object], None]
 def read_errors(path: Path) -> Iterator[None]:
     """Turn errors of the readers into a DataError that names the file."""
     try:
+        if path.is_file() and (_first_bytes(path, 2) in UTF_16):
+            raise ValueError("its text is UTF-16. Save it as UTF-8, for example with `iconv -f utf-16 -t utf-8`")
         yield
     except (OSError, ValueError, pa.ArrowException) as error:
         form = path.suffix.lower()[1:] if path.is_file() else "a folder"
         is_encoding = isinstance(error, UnicodeDecodeError) or "invalid UTF8" in str(error)
         repair = ". Save it as UTF-8, for example with `iconv -f latin1 -t utf-8`" if is_encoding else ""
         raise DataError(f"{path} cannot be read as {form}: {error}{repair}") from error
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)
 
 
 def most_bytes(path: Path) -> int:
@@ -103,9 +112,14 @@ def csv_batches(path: Path, check: Check, *, columns: Sequence[str] = (), block_
 
 
 def _csv_options(path: Path, check: Check, *, columns: Sequence[str], block_bytes: int) -> tuple[Any, Any, Any]:
-    """How to read, parse and convert: "NA" and "007" stay texts. By default of all columns."""
-    parsing = csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
+    """How to read, parse and convert: "NA" and "007" stay texts. By default of all columns. Where the first line has no
+    separator of the file's suffix, but another one, that one separates, as in the CSV of many a spreadsheet."""
     reading = csv.ReadOptions(use_threads=False, block_size=block_bytes)
+    usual = "\t" if path.suffix.lower() == ".tsv" else ","
+    with path.open(encoding="utf-8", errors="replace") as file:
+        head = file.readline(MAX_LINE_CHARACTERS)
+    other = next((each for each in ";\t|" if each in head), usual)
+    parsing = csv.ParseOptions(delimiter=usual if usual in head else other, newlines_in_values=True)
     with csv.open_csv(path, reading, parsing) as reader:
         names = reader.schema.names
     check(names, path)
