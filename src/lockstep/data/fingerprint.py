@@ -27,8 +27,11 @@ AGAIN = 8
 
 def labels_of(source: Source) -> np.ndarray | None:
     """The targets of all samples; None where they are not in memory, as of the user's own source."""
-    if isinstance(source, Augmented | Subset | Tokens):
+    if isinstance(source, Augmented | Tokens):
         return labels_of(source.source)
+    if isinstance(source, Subset):
+        every = labels_of(source.source)
+        return None if every is None else every[source.rows[np.arange(len(source))]]
     if isinstance(source, Joined):
         found = [labels for part in source.parts if (labels := labels_of(part)) is not None]
         return np.concatenate(found) if len(found) == len(source.parts) else None

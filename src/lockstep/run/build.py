@@ -3,13 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
 from lockstep.base import plugins
-from lockstep.base.contracts import DataSpec
-from lockstep.base.errors import ConfigError
+from lockstep.base.contracts import DataSpec, Source
+from lockstep.base.errors import ConfigError, few
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.base.name_patterns import matching
 from lockstep.base.world import World
@@ -18,8 +20,9 @@ from lockstep.core.modules.deferred_init import deferred
 from lockstep.core.numerics.batchnorm import synchronise
 from lockstep.core.numerics.precision import Precision, prepare_compiler
 from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
+from lockstep.data.fingerprint import labels_of
 from lockstep.models._adapter import attach
-from lockstep.models.objectives._choice import smooth_labels, with_objective
+from lockstep.models.objectives._choice import objective_of_classes, with_objective
 from lockstep.run.components import Components, requested_metrics, with_modes
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import open_splits
@@ -46,7 +49,7 @@ def build_model(recipe: Recipe, spec: DataSpec) -> Model:
     for name in first_steps(model, recipe.model.unfreeze):
         parameters[name].requires_grad = True
     if recipe.train.label_smoothing:
-        smooth_labels(model, recipe.train.label_smoothing)
+        objective_of_classes(model, "train.label_smoothing").smoothing = recipe.train.label_smoothing
     make_trainable(model)
     return model
 
@@ -57,6 +60,26 @@ def initial_model(recipe: Recipe, spec: DataSpec) -> Model:
     if recipe.model.init:
         warm_start(model, recipe.model.init)
     return model
+
+
+def class_weights(setting: Literal["balanced"] | Sequence[float], source: Source) -> list[float]:
+    """The weight of each class, in the order of the data's labels; balanced: in inverse proportion to the number of its
+    samples, with a mean of 1 over the samples. Raises ConfigError."""
+    names, labels = source.spec.labels, labels_of(source)
+    known = f"the classes are {few(names)}" if names else "the data has no classes"
+    if setting != "balanced":
+        if len(setting) != len(names):
+            raise ConfigError(f"train.class_weights has {len(setting)} numbers: {known}, each of which gets one")
+        return list(setting)
+    if not names or labels is None or labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise ConfigError(
+            f"train.class_weights=balanced has to count the samples of each class first: {known}; give a "
+            "list of numbers, one for each"
+        )
+    numbers = np.bincount(labels, minlength=len(names))
+    if missing := [name for name, number in zip(names, numbers, strict=True) if not number]:
+        raise ConfigError(f"train.class_weights=balanced, but no training sample is of {few(missing)}: give a list")
+    return list(len(labels) / (len(names) * numbers))
 
 
 def freeze(model: Model, patterns: Sequence[str]) -> None:
@@ -92,6 +115,9 @@ def assemble(
             # The strategy materializes only its own shards. None where the model's constructor reads values.
             model = deferred(partial(build_model, recipe, data.train.spec))
         model = model or build_model(recipe, data.train.spec).to(device)
+        if (weights := recipe.train.class_weights) is not None:
+            objective = objective_of_classes(model, "train.class_weights")
+            objective.class_weights = torch.tensor(class_weights(weights, data.train), device=device)
     if recipe.train.batchnorm == "sync" and world.size > 1:
         synchronise(model, device)
     started = warm_start(model, recipe.model.init) if recipe.model.init else None

@@ -1,6 +1,6 @@
 """Settings of the training loop and of evaluation."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -43,6 +43,9 @@ class TrainSection(Section):
     another one."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """How much of a target's weight is spread evenly over all classes, in training but not in evaluations; e.g. 0.1."""
+    class_weights: Literal["balanced"] | tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    """Weights of the classes in the loss of training, not of evaluations: a number for each, in the order of the
+    labels, or balanced, in inverse proportion to their numbers of samples."""
     non_finite: Literal["stop", "skip", "continue"] = "stop"
     """When a loss is NaN or infinite: stop and say where (noticed at the next logged step, before anything is
     saved), skip the update, or go on."""

@@ -48,11 +48,11 @@ class CausalLM(Objective):
                 f"model.objective=causal_lm takes logits [samples, tokens, vocabulary]; the model gives {given}, and "
                 f"the data {wanted}"
             )
-        total = self.cross_entropy(logits.flatten(0, 1), target.flatten())
+        total, count = self.cross_entropy(logits.flatten(0, 1), target.flatten())
         sums = {SAMPLES: total.new_full((), float(len(target)))}
         if BYTES in batch:
             sums[BYTES_PER_TOKEN] = batch[BYTES].sum()
-        return LossSum(total, (target != IGNORED).sum(), sums)
+        return LossSum(total, count, sums)
 
     def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Tensor, Tensor] | None:
         """Float64 [m, 4]: the mean loss of a sample's tokens and, of the token that surprises most, its id, the

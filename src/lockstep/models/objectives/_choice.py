@@ -48,13 +48,13 @@ def with_objective(spec: DataSpec, requested: str) -> DataSpec:
     return spec if requested == AUTO else replace(spec, objective=requested)
 
 
-def smooth_labels(model: Model, smoothing: float) -> None:
-    """Let the objective of a model smooth its targets. Raises ConfigError where its loss is not that of classes."""
+def objective_of_classes(model: Model, setting: str) -> Objective:
+    """The objective of a model, for a setting of its loss. Raises ConfigError where its loss is not that of classes."""
     objective = getattr(model, "objective", None)
     if not isinstance(objective, Objective) or not objective.SMOOTHS:
         whose = "this objective has no classes" if isinstance(objective, Objective) else "the model's own loss decides"
-        raise ConfigError(f"train.label_smoothing={smoothing:g}, but {whose}: leave it out")
-    objective.smoothing = smoothing
+        raise ConfigError(f"{setting} is set, but {whose}: leave it out")
+    return objective
 
 
 def width_of(spec: DataSpec) -> int:

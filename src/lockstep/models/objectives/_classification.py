@@ -34,8 +34,8 @@ class Classification(PredictingObjective):
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         label = class_indices(target_of(batch, "classes"), outputs)
-        total = self.cross_entropy(outputs, label)
-        return LossSum(total, (label != IGNORED).sum(), {"accuracy": (outputs.argmax(-1) == label).sum()})
+        total, count = self.cross_entropy(outputs, label)
+        return LossSum(total, count, {} if self.is_weighted else {"accuracy": (outputs.argmax(-1) == label).sum()})
 
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
         classes = len(spec.labels)

@@ -33,8 +33,10 @@ class Objective(ABC):
     smoothing: float = 0.0
     """How much of a target's weight is spread over all classes in training (C. Szegedy et al., Rethinking the Inception
     Architecture, 2016)."""
+    class_weights: Tensor | None = None
+    """[K]: the weighted mean of torch's cross_entropy is minimised in training."""
     SMOOTHS: ClassVar[bool] = False
-    """Whether `smoothing` may be set: targets are classes."""
+    """Whether `smoothing` and `class_weights` may be set: targets are classes."""
 
     TARGETS: ClassVar[tuple[str, ...]] = (LABEL,)
     """Columns that are no inputs of a model."""
@@ -60,10 +62,23 @@ class Objective(ABC):
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
         """The metrics of an evaluation by name."""
 
-    def cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Sum over all targets that are not IGNORED; smoothed where gradients are wanted, so not in evaluations."""
-        smoothing = self.smoothing if torch.is_grad_enabled() else 0.0
-        return F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+    @property
+    def is_weighted(self) -> bool:
+        """Whether classes have weights: where gradients are wanted, so not in evaluations."""
+        return self.class_weights is not None and torch.is_grad_enabled()
+
+    def cross_entropy(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum over all targets that are not IGNORED, and their number, or the sum of their weights; smoothed and
+        weighted where gradients are wanted, so not in evaluations."""
+        smoothing, weights = (self.smoothing if torch.is_grad_enabled() else 0.0), None
+        counts = target != IGNORED
+        if self.class_weights is not None and self.is_weighted:
+            weights = self.class_weights.to(logits.dtype)
+            counts = weights[target.clamp_min(0)] * counts
+        total = F.cross_entropy(
+            logits, target, weights, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
+        )
+        return total, counts.sum()
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """What follows from the means over a whole split ("loss" and LossSum.sums)."""

@@ -83,8 +83,8 @@ class TokenClassification(PredictingObjective):
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         """Cross-entropy; it counts words, so that the mean is that over all words."""
         logits, label = _pair(outputs, batch)
-        total = self.cross_entropy(logits.flatten(0, 1), label.flatten())
-        return LossSum(total, (label != IGNORED).sum(), {"accuracy": (logits.argmax(-1) == label).sum()})
+        total, count = self.cross_entropy(logits.flatten(0, 1), label.flatten())
+        return LossSum(total, count, {} if self.is_weighted else {"accuracy": (logits.argmax(-1) == label).sum()})
 
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
         found = classifier_metrics(len(spec.labels), ignored=IGNORED)
