@@ -77,8 +77,7 @@ class Model(nn.Module):
     def forward(self, batch):
         self.steps += self.training
         if self.steps == 2 * 4 + 1 and os.environ["RANK"] == "1":  # two micro-batches in each of the steps before
-            with torch.no_grad():
-                self.linear.weight[0, 0] += 1
+            self.linear.weight.data[0, 0] += 1
         return self.linear(batch["image"].flatten(1) / 255)
 
 

@@ -222,10 +222,10 @@ def counted(folder, world):
 
 def test_agreement_and_evaluation_call_no_more_collectives_on_more_ranks(tmp_path):
     """On real process groups: a step's agreement is one all-reduce of a few bytes, and an evaluation waits for the
-    others once for each micro-batch of a rank, of which there are fewer with more ranks."""
+    others once for eight micro-batches of a rank, of which there are fewer with more ranks."""
     seen = {world: counted(tmp_path / str(world), world) for world in (2, 8, 32)}
     for world, ranks in seen.items():
-        rounds = 64 // world
+        rounds = -(-64 // world // 8)
         for rank in ranks:
             assert rank["steps"] == [{"all_reduce": 5}, {"all_reduce": 5 * 7 * 8}]
             assert sum(rank["evaluation"].values()) == 4 * rounds + 4, (world, rank["evaluation"])

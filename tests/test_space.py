@@ -71,7 +71,8 @@ def lockstep(*arguments, code=0):
     return " ".join(result.output.split())
 
 
-def test_a_space_of_a_run(run, tmp_path):
+def test_a_space_of_a_run(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")  # which the command sets
     assert f"to {run / 'space'}; read back: the same weights bit for bit" in lockstep("export", run, "--space")
     written = {path.name for path in (run / "space").iterdir()}
     assert written == {"README.md", "Dockerfile", ".gitattributes", "model"}

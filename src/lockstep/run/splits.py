@@ -255,7 +255,7 @@ def prepare_splits(recipe: Recipe, publish: Callable[[object], None]) -> Splits:
     used = np.unique(cast(np.ndarray, found)).tolist() if is_class else range(len(names))
     if len(names) >= len(used) == 1 and recipe.data.limit is None:
         message = f"all training samples are of one class, {names[used[0]]!r}: a model learns nothing from them"
-        if is_class and recipe.model.code is None:  # a model of the user's may learn something else than classes
+        if is_class and recipe.model.code is recipe.data.code is None:  # the user's own may learn something else
             raise DataError(f"{message}; name data with more classes{_below(recipe.data, names[0])}")
         publish(Warned(message=message))
     by_case: dict[str, str] = {}

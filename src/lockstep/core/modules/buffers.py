@@ -83,7 +83,8 @@ class BufferUpdates:
         self.refresh()
         self.all_reduce, self.finished_shards, self.new = all_reduce, [], set()
         self.updated[:] = self.ordered.buffers
-        self.ordered.start_step(all_reduce)
+        if self.ordered.buffers:
+            self.ordered.start_step(all_reduce)
         self.sums = [(buffers, self._tree()) for buffers in self._by_dtype()]
 
     def _by_dtype(self) -> list[list[TrackedBuffer]]:
@@ -237,6 +238,7 @@ class BufferUpdates:
         restore(self.updated)
         self.updated.clear()
         self.sums, self.all_reduce = [], None
+        self.ordered.leave_step()
         self._discard()
 
     @contextmanager

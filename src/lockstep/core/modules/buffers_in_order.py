@@ -21,13 +21,26 @@ class BuffersInOrder:
         self.starts: dict[int, list[Tensor]] = {}
         """Shard -> the values that its forward pass has begun with, until its backward pass begins."""
         self.sent: list[tuple[dist.Work | None, Tensor]] = []
+        self.of_step: AllReduce | None = None
+        """Within a step: the model's hooks would keep its process group for good."""
 
     def start_step(self, all_reduce: AllReduce) -> None:
         """Begin a step; `all_reduce` tells which rank runs which shard."""
-        self.all_reduce, self.shards, self.sent = all_reduce, sorted(all_reduce.present), []
-        self.starts.clear()
+        self.leave_step()
+        self.of_step, self.shards = all_reduce, sorted(all_reduce.present)
         for buffer in self.buffers:
             buffer.previous = buffer.before
+
+    def leave_step(self) -> None:
+        """Forget a step that has ended, or has failed."""
+        self.of_step = None
+        self.sent.clear()
+        self.starts.clear()
+
+    @property
+    def all_reduce(self) -> AllReduce:
+        assert self.of_step is not None, "call start_step() first"
+        return self.of_step
 
     def start_shard(self, shard: int) -> None:
         """Wait for what the shard before has left."""
@@ -64,7 +77,7 @@ class BuffersInOrder:
             if self.all_reduce.size > 1:
                 dist.broadcast(values, group=self.all_reduce.group, group_src=self._owner(-1))
         self._unpack(values)
-        self.starts.clear()
+        self.leave_step()
 
     def _owner(self, place: int) -> int:
         return next(rank for rank, own in enumerate(self.all_reduce.owned) if self.shards[place] in own)

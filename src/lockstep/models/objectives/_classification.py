@@ -28,13 +28,22 @@ class Classification(PredictingObjective):
     PURPOSE = "that tells {count} classes of {samples} apart: {names}"
     CALIBRATES = True
     SMOOTHS = True
+    has_checked = False
+    """Whether labels were compared with the number of classes."""
 
     def missing(self, spec: DataSpec) -> str:
         return "" if spec.labels else "a class for each sample"
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         label = class_indices(target_of(batch, "classes"), outputs)
-        total, count = self.cross_entropy(outputs, label)
+        if not self.has_checked and not torch.is_grad_enabled():  # the trial of an evaluation: later, a GPU would wait
+            refuse_outside(label, outputs)
+            self.has_checked = True
+        try:
+            total, count = self.cross_entropy(outputs, label)
+        except IndexError:  # on a CPU
+            refuse_outside(label, outputs)
+            raise
         return LossSum(total, count, {} if self.is_weighted else {"accuracy": (outputs.argmax(-1) == label).sum()})
 
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
@@ -88,10 +97,10 @@ class Classification(PredictingObjective):
 
 
 def class_indices(label: Tensor, logits: Any) -> Tensor:
-    """Labels as int64. Raises DataError where they are no indices of the classes of logits [m, K, ...]."""
+    """Labels as int64. Raises DataError where they are no whole numbers, one for each of logits [m, K, ...]."""
     if not isinstance(logits, Tensor) or logits.ndim < 2:
         return label
-    shape, classes = [len(logits), *logits.shape[2:]], logits.shape[1]
+    shape = [len(logits), *logits.shape[2:]]
     if label.is_floating_point() or list(label.shape) != shape:
         raise DataError(
             f"the column {LABEL!r} is {str(label.dtype).removeprefix('torch.')} of shape {list(label.shape)}, where "
@@ -99,18 +108,20 @@ def class_indices(label: Tensor, logits: Any) -> Tensor:
             "Give [:, 0] of a column, argmax(1) of one-hot rows, astype(int) of classes as floats; or choose "
             "model.objective=regression or multilabel"
         )
-    label = label.long()
-    if label.is_cuda and torch.is_grad_enabled():  # not here: it would wait for the GPU
-        return label
-    low, high = label.aminmax() if label.numel() else (torch.tensor(0), torch.tensor(0))
-    if low < 0 or high >= classes:
-        is_wrong = (label >= classes) | (label < 0) & (label != IGNORED)
-        if is_wrong.any():
-            raise DataError(
-                f"the column {LABEL!r} holds {int(label[is_wrong][0])}, but the model gives {classes} classes, whose "
-                f"indices are 0 to {classes - 1} ({IGNORED}: this sample does not count)"
-            )
-    return label
+    return label.long()
+
+
+def refuse_outside(label: Tensor, logits: Any) -> None:
+    """Raise DataError for labels that are no indices of the classes of logits [m, K, ...]."""
+    if not isinstance(logits, Tensor) or logits.ndim < 2:
+        return
+    classes = logits.shape[1]
+    is_wrong = (label >= classes) | (label < 0) & (label != IGNORED)
+    if is_wrong.any():
+        raise DataError(
+            f"the column {LABEL!r} holds {int(label[is_wrong][0])}, but the model gives {classes} classes, whose "
+            f"indices are 0 to {classes - 1} ({IGNORED}: this sample does not count)"
+        )
 
 
 def classified(outputs: Outputs, batch: Batch, classes: int) -> tuple[Tensor, Tensor] | None:
