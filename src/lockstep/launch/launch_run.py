@@ -49,7 +49,7 @@ class NodeAddress:
 def node_address(recipe: Recipe, rendezvous: str | None, node_rank: int | None) -> NodeAddress | None:
     """From the options of `lockstep train`; None without --rendezvous. Raises LaunchError."""
     nodes = recipe.launch.max_nodes
-    joins = recipe.launch.recovery == "live"  # a machine that takes the place of a lost one has a number of its own
+    joins = recipe.launch.recovers_live  # a machine that takes the place of a lost one has a number of its own
     if node_rank is not None and node_rank >= nodes and not joins:
         raise LaunchError(f"--node-rank {node_rank} is not below launch.nodes={nodes}: the ranks are 0 to {nodes - 1}")
     if rendezvous is None:
