@@ -128,7 +128,7 @@ def user_case(folder, code=MY_MODEL, *, seed=1, spec=IMAGES, batch=images, name=
         model(batch(8, seed=number))
 
     def beside(target):
-        (target / name).write_text(code)
+        trust.copy_with_imports(file, target)
 
     return Case(model, section, spec, beside, batch)
 

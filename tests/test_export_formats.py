@@ -286,7 +286,7 @@ def test_damaged_weights_are_told(exported, tmp_path, kind):
 
 
 def test_what_the_users_code_wants_and_does_not_find(tmp_path, monkeypatch):
-    """A module beside the user's file is there while it is exported; only its own file travels."""
+    """A module beside the user's file travels along; one that is gone is named."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "layers_of_mine.py").write_text("from torch.nn import Linear\n")
     code = exporting.MY_MODEL.replace("from torch import nn", "from torch import nn\nimport layers_of_mine")
@@ -294,5 +294,9 @@ def test_what_the_users_code_wants_and_does_not_find(tmp_path, monkeypatch):
     (tmp_path / "layers_of_mine.py").unlink()
     monkeypatch.delitem(sys.modules, "layers_of_mine")
     monkeypatch.delitem(sys.modules, "lockstep_user_my_model")
+    forward_of(tmp_path / "e")
+    (tmp_path / "e" / "layers_of_mine.py").unlink()
+    monkeypatch.delitem(sys.modules, "layers_of_mine", raising=False)
+    monkeypatch.delitem(sys.modules, "lockstep_user_my_model", raising=False)
     with pytest.raises(ModelError, match="ModuleNotFoundError: No module named 'layers_of_mine'"):
         forward_of(tmp_path / "e")

@@ -182,7 +182,7 @@ def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSam
         agreement = compare(model, again, samples.all() if is_reduced else samples.first)
     except ModelError as error:
         hints = [DTYPE_HINT.format(dtype=facts.dtype)] if is_reduced else []
-        hints += [fresh_read.HINT] if "file" in facts.model else []
+        hints += [fresh_read.HINT] if "file" in facts.model and not is_reduced else []
         raise ModelError("\n  ".join([str(error), *hints])) from error
     if not is_reduced:  # else the differences are only recorded and reported
         judge(agreement)
