@@ -45,8 +45,9 @@ class OrderedUnits:
     def _begin(self, *_: Any) -> None:
         self.is_active = self.model.training and torch.is_grad_enabled()
 
-    def _enter(self, number: int, *_: Any) -> None:
-        if not self.is_active:
+    def _enter(self, number: int, unit: nn.Module, _: Any) -> None:
+        is_ungraded = not torch.is_grad_enabled() and any(each.requires_grad for each in unit.parameters())
+        if not self.is_active or is_ungraded:  # such as by a reentrant checkpoint
             return
         if number != self.number:
             self._refuse(min(number, self.number))
