@@ -143,7 +143,7 @@ class Plan:
     files: dict[Path, str] = field(default_factory=dict)
     """Scripts and manifests that it would write and submit: file -> text."""
     warnings: tuple[str, ...] = ()
-    """What would make the run fail or stop although it can be started."""
+    """Sentences on what would make the run fail or stop although it can be started."""
 
     @property
     def module(self) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ class MicroBatch:
 
     @property
     def samples(self) -> int:
-        """How many samples run, also where none of them counts."""
+        """Number of samples that run, also where none of them counts."""
         columns = self.batch.values() if isinstance(self.batch, Mapping) else ()
         return next((len(column) for column in columns if isinstance(column, Tensor)), len(self.indices))
 

@@ -26,7 +26,7 @@ AGAIN = 8
 
 
 def labels_of(source: Source) -> np.ndarray | None:
-    """The targets of all samples; None where they are not in memory, as of the user's own source."""
+    """Return the targets of all samples; None where they are not in memory, as of the user's own source."""
     if isinstance(source, Augmented | Tokens):
         return labels_of(source.source)
     if isinstance(source, Subset):
@@ -39,8 +39,8 @@ def labels_of(source: Source) -> np.ndarray | None:
 
 
 def contents_of(source: Source, load: Load, *, is_full: bool) -> str | None:
-    """A sum over the samples of a source, the same wherever its files lie and whatever their times are; None where the
-    samples are others each time, or an error of the source stands in the way, which training will meet, too.
+    """Return a sum over the samples of a source, the same wherever its files lie and whatever their times are; None
+    where the samples are others each time, or an error of the source stands in the way, which training will meet, too.
 
     All count that are in memory or in the token cache, and the sizes of all sounds; of the rest ROWS samples do, or all
     if it `is_full`.
@@ -66,7 +66,7 @@ def _parts(source: Source, load: Load, *, is_full: bool) -> Iterator[Any]:
 
 
 def _held(source: Source, rows: list[int]) -> Any:
-    """What is known of samples without fetching them."""
+    """Return what is known of samples without fetching them."""
     if isinstance(source, Images):
         return source.images
     if isinstance(source, Texts):

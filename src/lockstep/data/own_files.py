@@ -91,7 +91,7 @@ def read_class_folders(path: Path, modality: str) -> Found:
 
 
 def _left_out(path: Path, modality: str) -> str:
-    """What of a folder of class folders is not read, in words."""
+    """Describe what of a folder of class folders is not read."""
     folders, others, outside = set[str](), Counter[str](), 0
     for file in path.rglob("*"):
         *above, name = file.relative_to(path).parts

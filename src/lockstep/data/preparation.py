@@ -54,14 +54,14 @@ class PreparedReader(ImageReader):
 
 
 def preparation_of(file: Path) -> Preparation | None:
-    """The file's `prepare`, if it has one."""
+    """Return the file's `prepare`, if it has one."""
     prepare = getattr(plugins.load_file(file, "data.file"), "prepare", None)
     return Preparation(file, prepare) if callable(prepare) else None
 
 
 def with_inputs_known(source: Source, preparation: Preparation | None) -> Source:
-    """A source whose spec says whether its images have to be prepared. Raises DataError where `prepare` does not make
-    what it gives."""
+    """Return a source whose spec says whether its images have to be prepared. Raises DataError where `prepare` does not
+    make what it gives."""
     shape = source.spec.image_shape
     if shape is None:
         return source
@@ -84,7 +84,7 @@ def with_inputs_known(source: Source, preparation: Preparation | None) -> Source
 
 
 def needed(spec: DataSpec) -> str:
-    """What to do where files have to be prepared, and nothing says how; empty where they have not."""
+    """Return what to do where files have to be prepared, and nothing says how; empty where they have not."""
     if not spec.prepared:
         return ""
     return (
@@ -95,7 +95,7 @@ def needed(spec: DataSpec) -> str:
 
 
 def _is_as_in_a_file(image: np.ndarray, shape: tuple[int, int, int]) -> bool:
-    """Whether an image has the pixels of a file, from 0 to 255, in this shape."""
+    """Return whether an image has the pixels of a file, from 0 to 255, in this shape."""
     if image.shape != shape or image.dtype == np.uint8:
         return image.shape == shape
     return bool(image.max() > 1 and np.array_equal(image, image.clip(0, 255).astype(np.uint8)))

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from lockstep.base.errors import CheckpointError, ConfigError, absence
 from lockstep.checkpoint import layout, retention
 from lockstep.checkpoint.layout import CheckpointSection, listed
-from lockstep.observe.run_settings import LOOP, RECIPE, settings_of
+from lockstep.observe.run_settings import LOOP, RECIPE, has_settings, settings_of
 from lockstep.run import recipe as recipes
 from lockstep.run.recipe import Recipe
 
@@ -36,7 +36,7 @@ def check_folder(folder: Path) -> None:
 def is_run(path: Path) -> bool:
     """Whether a path is a run's folder, its `checkpoints` folder, or a checkpoint; the recipe may be invalid."""
     folder = Path(os.path.abspath(path))
-    return any((each / name).is_file() for each in (folder, *folder.parents[:2]) for name in (RECIPE, LOOP))
+    return any(map(has_settings, (folder, *folder.parents[:2])))
 
 
 def locate(path: Path, overrides: Sequence[str] | None = None) -> tuple[Recipe, Path, Path | None]:
@@ -71,7 +71,7 @@ def _checkpoints_folder(path: Path) -> tuple[Path, Path | None]:
     folder = Path(os.path.abspath(path))  # without following links: checkpoints may lie on another disk
     if (folder / layout.MANIFEST).is_file():
         return folder.parent, folder
-    is_root = folder.name == "checkpoints" and not any((folder / name).is_file() for name in (RECIPE, LOOP))
+    is_root = folder.name == "checkpoints" and not has_settings(folder)
     return (folder if is_root else folder / "checkpoints"), None
 
 

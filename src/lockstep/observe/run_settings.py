@@ -12,8 +12,13 @@ RECIPE, LOOP = "recipe.yaml", "loop.yaml"
 """Settings of a run from a config, and of a script's own loop (`lockstep.Loop`), in the sections of a config."""
 
 
+def has_settings(folder: Path) -> bool:
+    """Return whether a folder is that of a run, or of a script's own loop."""
+    return any((folder / name).is_file() for name in (RECIPE, LOOP))
+
+
 def settings_file(folder: Path) -> Path:
-    """The file with the settings of a run. Raises ConfigError for a folder that is no run's."""
+    """Return the file with the settings of a run. Raises ConfigError for a folder that is no run's."""
     for name in (RECIPE, LOOP):
         if (folder / name).is_file():
             return folder / name
@@ -22,7 +27,7 @@ def settings_file(folder: Path) -> Path:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """The sections of a run's settings. Raises ConfigError."""
+    """Return the sections of a run's settings. Raises ConfigError."""
     file = settings_file(folder)
     if file.is_symlink():
         raise ConfigError(f"{file} is a link, which is not followed: it may lead out of the run's folder")
@@ -33,7 +38,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def known_settings(folder: Path) -> dict[str, Any]:
-    """The same; none where they cannot be read."""
+    """Return the same; none where they cannot be read."""
     with suppress(ConfigError):
         return settings_of(folder)
     return {}

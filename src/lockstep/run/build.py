@@ -63,8 +63,8 @@ def initial_model(recipe: Recipe, spec: DataSpec) -> Model:
 
 
 def class_weights(setting: Literal["balanced"] | Sequence[float], source: Source) -> list[float]:
-    """The weight of each class, in the order of the data's labels; balanced: in inverse proportion to the number of its
-    samples, with a mean of 1 over the samples. Raises ConfigError."""
+    """Return the weight of each class, in the order of the data's labels; balanced: in inverse proportion to the number
+    of its samples, with a mean of 1 over the samples. Raises ConfigError."""
     names, labels = source.spec.labels, labels_of(source)
     known = f"the classes are {few(names)}" if names else "the data has no classes"
     if setting != "balanced":

@@ -9,7 +9,7 @@ from lockstep.core.numerics.exact_sum import ExactSum, exact_sum
 
 
 def measured(batches: Iterable[Any], measure: Callable[[Any], Mapping[str, Any]]) -> dict[str, float | int]:
-    """The sums over all batches of all processes of what `measure` returns. A collective. Raises ModelError."""
+    """Return the sums over all batches of all processes of what `measure` returns. A collective. Raises ModelError."""
     sums: dict[str, ExactSum] = {}
     for batch in batches:
         found = measure(batch)
@@ -21,7 +21,7 @@ def measured(batches: Iterable[Any], measure: Callable[[Any], Mapping[str, Any]]
 
 
 def world_sums(own: Mapping[str, ExactSum]) -> dict[str, float | int]:
-    """The sums over all processes, each of which may have others. A collective."""
+    """Return the sums over all processes, each of which may have others. A collective."""
     everyone = all_gather_object(dict(own))
     names = sorted({name for each in everyone for name in each})
     return {name: sum((each.get(name, ExactSum()) for each in everyone), start=ExactSum()).value for name in names}

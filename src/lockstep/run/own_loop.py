@@ -6,15 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from lockstep.base.contracts import Format
-from lockstep.base.errors import ConfigError, Interrupted, ModelError
+from lockstep.base.errors import Interrupted, ModelError
 from lockstep.base.events import RunEnded, RunStarted
 from lockstep.base.model_contracts import LossSum, MicroBatch, Strategy
 from lockstep.base.steering_requests import Request, Save, Stop
@@ -38,7 +36,7 @@ from lockstep.training.loop import stepping
 from lockstep.training.loop_state import Deadline, Training
 from lockstep.training.own_step import OwnStep, ScriptGuard
 from lockstep.training.script_model import AutocastForward, made_equal, wrapped
-from lockstep.training.script_optimizer import ScriptOptimizer
+from lockstep.training.script_optimizer import ScriptOptimizer, made_scheduler
 from lockstep.training.state import TrainState
 from lockstep.training.steering import FILE, Steering
 from lockstep.training.step import Outcome, update
@@ -107,8 +105,6 @@ class Loop:
             schedule=schedule,
             allow_drift=allow_drift,
         )
-        if scheduler is not None and schedule is not None:
-            raise ConfigError("lockstep.Loop: give scheduler or schedule, not both")
         self._samples, self._collate = Samples(dataset, collate, "the data set of lockstep.Loop"), collate
         self._world = process_group.joined()
         self.device = process_group.device_of(self._world)
@@ -116,10 +112,8 @@ class Loop:
         facts = fix_numerics(threads=threads, exact=True, precision=precision)
         own = wrapped(model, buffers or {}).to(self.device)
         self._order = settings.order(len(self._samples))
-        if isinstance(scheduler, FunctionType | partial):
-            scheduler = scheduler(optimizer, self.total_steps)
-        self.scheduler = scheduler  # of torch, given or made
-        self._model, self._memory = model, ScriptOptimizer(own, optimizer, scheduler)
+        self.scheduler = made_scheduler(scheduler, schedule, optimizer=optimizer, steps=self.total_steps)
+        self._model, self._memory = model, ScriptOptimizer(own, optimizer, self.scheduler)
         differed = made_equal(own)
         facts |= {"device_model": process_group.device_model(self.device), "data.samples": len(self._samples)}
         numeric = settings.numeric() | self._memory.numeric() | facts

@@ -113,7 +113,7 @@ def _load(saved: Optimizer, into: Optimizer, *, saves_groups: bool) -> None:
 
 
 def _suspects(one: Optimizer, other: Optimizer) -> str:
-    """The attributes that differ, for a message."""
+    """Return the attributes that differ, for a message."""
     names = sorted(
         each for each in vars(one).keys() - {"state", "param_groups"} if _text(one, each) != _text(other, each)
     )

@@ -3,7 +3,9 @@
 import base64
 import io
 import json
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +17,14 @@ from lockstep.training.optimizer_memory import give_zero_gradients, refuse_unsav
 
 OPTIMIZER = "optimizer."
 """What the names of its tensors begin with: see TrainState.tensors."""
+
+
+def made_scheduler(scheduler: Any, schedule: object, *, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    """Return the scheduler of torch that a script gives, or that its function of optimizer and steps makes. Raises
+    ConfigError where it gives a `schedule` as well."""
+    if scheduler is not None and schedule is not None:
+        raise ConfigError("lockstep.Loop: give scheduler or schedule, not both")
+    return scheduler(optimizer, steps) if isinstance(scheduler, FunctionType | partial) else scheduler
 
 
 class ScriptOptimizer:

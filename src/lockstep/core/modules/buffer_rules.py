@@ -1,5 +1,5 @@
-"""Which value several shards leave in a buffer: by the rule that the model's file declares, or by that of the buffer's
-type, as long as what the shards do to it fits."""
+"""Rules for the value that several shards leave in a buffer: declared in the model's file, or of the buffer's type,
+as long as what the shards do to it fits."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -45,8 +45,8 @@ def declare(model: nn.Module, rules: Mapping[str, str]) -> None:
 
 
 def rule_of(module: nn.Module, key: str, tensor: Tensor) -> tuple[Rule, bool]:
-    """The rule of a module's buffer, and whether it has to be checked that it fits. Where one buffer of a module is
-    updated in order, so are those beside it, which usually describe it."""
+    """Return the rule of a module's buffer, and whether it has to be checked that it fits. Where one buffer of a module
+    is updated in order, so are those beside it, which usually describe it."""
     declared: dict[str, Declared] = vars(module).get(ATTRIBUTE, {})
     if key in declared:
         return declared[key], False
@@ -62,7 +62,7 @@ def rule_of(module: nn.Module, key: str, tensor: Tensor) -> tuple[Rule, bool]:
 
 
 def must_declare(name: str, module: nn.Module, why: str) -> ModelError:
-    """The error for a buffer that no rule fits."""
+    """Return the error for a buffer that no rule fits."""
     return ModelError(
         f"the buffer {name} ({origin(module)}) {why}: what the micro-batches of a step leave in it cannot be joined. "
         "Declare it in the model's file (lockstep.Loop: buffers=...), `def buffers(module): return "
@@ -73,7 +73,7 @@ def must_declare(name: str, module: nn.Module, why: str) -> ModelError:
 
 
 class BufferEvidence:
-    """What the shards have shown of a buffer whose rule nobody has declared."""
+    """Observations of what shards do to a buffer whose rule nobody has declared."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule, self.steps = rule, 0
@@ -83,7 +83,7 @@ class BufferEvidence:
         self.seen: set[str] = set()
 
     def misfit(self, before: Tensor, after: Tensor, samples: int) -> str | None:
-        """Why the rule does not fit what a shard of so many samples has done; None where it does."""
+        """Return why the rule does not fit what a shard of so many samples has done; None where it does."""
         if not before.numel():
             return None
         if self.rule == "any":
@@ -100,7 +100,7 @@ class BufferEvidence:
         return self._scattered(before, after)
 
     def _counts(self, added: Tensor, samples: int) -> bool:
-        """Whether it grows by the same number for each batch, or each sample; True before it has grown at all."""
+        """Return whether it grows by one number for each batch, or each sample; True before it has grown at all."""
         total, lowest = torch.stack([added.sum(), added.min()]).tolist()
         if self.laws is None and total == lowest == 0:
             return True
@@ -112,7 +112,7 @@ class BufferEvidence:
         return bool(self.laws)
 
     def _scattered(self, before: Tensor, after: Tensor) -> str | None:
-        """Whether parts of it are left alone: a running statistic moves as a whole. Zeros may stay zeros in it."""
+        """Return why not all of it moves, as a running statistic does; None if it does. Zeros may stay zeros."""
         same, moved = (after == before) | (after.isnan() & before.isnan()), "moved"
         kept = same & (before != 0)
         if bool(same.all()):
@@ -124,5 +124,5 @@ class BufferEvidence:
 
 
 def _slices(tensor: Tensor, axis: int) -> Tensor:
-    """Its slices along an axis, flat: [n, ...]."""
+    """Return its slices along an axis, flat: [n, ...]."""
     return tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1)

@@ -14,7 +14,7 @@ WAIT = "the buffers of an earlier micro-batch"
 
 
 class BuffersInOrder:
-    """Those of the rule in_order, through a step: their `before` is what the shard before the next one has left."""
+    """Buffers of the rule in_order, through a step: their `before` is what the shard before the next one has left."""
 
     def __init__(self, buffers: Sequence[TrackedBuffer]) -> None:
         self.buffers = buffers
@@ -83,7 +83,7 @@ class BuffersInOrder:
         return next(rank for rank, own in enumerate(self.all_reduce.owned) if self.shards[place] in own)
 
     def _packed(self) -> Tensor:
-        """The bytes of all values, one after the other."""
+        """Return the bytes of all values, one after the other."""
         return torch.cat([buffer.before.flatten().view(torch.uint8) for buffer in self.buffers])
 
     def _unpack(self, values: Tensor) -> None:

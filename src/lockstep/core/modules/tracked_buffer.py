@@ -86,7 +86,7 @@ class TrackedBuffer:
         return isinstance(self.module, _BatchNorm) and self.current is self.tensor
 
     def contribution(self, *, is_changed: bool) -> Tensor:
-        """What the shard that has just run adds to the sum over all shards, flat; on memory of the buffer."""
+        """Return what the shard that has just run adds to the sum over all shards, flat; on memory of the buffer."""
         value = self.value if is_changed else self.before
         assert value is not None
         if self.rule == "any":

@@ -33,7 +33,7 @@ class WeightWatch:
 
 
 def changed_weight(name: str) -> str:
-    """The message on a parameter that a forward pass writes to."""
+    """Return the message on a parameter that a forward pass writes to."""
     return (
         f"the forward pass changes the parameter {name} in place, by the samples that a process runs itself: constrain "
         "it where it is used instead (max_norm of an embedding: normalise what it gives). A copy that follows other "

@@ -42,7 +42,7 @@ def check(folder: Path, again: Forward, batch: Batch) -> None:
 
 
 def main() -> None:
-    """The new process: its arguments are a folder with lockstep in it, the export, a batch, and folders that are not to
+    """Run the new process: its arguments are a folder with lockstep in it, the export, a batch, and folders not to
     be imported from. Replaces the batch by the tensors of the outputs."""
     folder, file, *hidden = map(Path, sys.argv[2:])
     sys.path[:] = [entry for entry in sys.path if not any(Path(entry).absolute() == each for each in hidden)]

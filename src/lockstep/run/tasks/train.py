@@ -316,10 +316,9 @@ class TrainTask(WatchedTask):
     def evaluate(self) -> tuple[int, dict[str, float], tuple[TextSample, ...]]:
         """Evaluate the current model; keep the whole result for the summary."""
 
-        def notice(done: int, total: int) -> None:
-            self.bus.publish(Evaluating(step=self.parts.state.step, done=done, total=total))
-
-        self.last_evaluation = evaluation = self.parts.evaluate(notice)
+        step, publish = self.parts.state.step, self.bus.publish
+        evaluation = self.parts.evaluate(lambda done, total: publish(Evaluating(step=step, done=done, total=total)))
+        self.last_evaluation = evaluation
         return evaluation.samples, evaluation.values, text_samples(self.parts)
 
     def train(self) -> tuple[str, dict[str, float]]:

@@ -10,7 +10,7 @@ from lockstep.base.errors import ConfigError, absence
 from lockstep.checkpoint import layout
 from lockstep.observe.report import run_files
 from lockstep.observe.run_lines import METRIC, Lines
-from lockstep.observe.run_settings import LOOP, RECIPE, settings_of
+from lockstep.observe.run_settings import has_settings, settings_of
 
 LOGGED = ("learning_rate", "loss", "gradient_norm", "chain")
 DIGESTS = ("digest", "training_digest")
@@ -48,7 +48,7 @@ def evidence(path: Path) -> Evidence:
     """Read the folder of a run or a checkpoint. Raises ConfigError when it is neither, or cannot be read."""
     folder = path.expanduser().absolute()
     is_checkpoint = (folder / layout.MANIFEST).is_file()
-    if not is_checkpoint and not _is_run(folder):
+    if not is_checkpoint and not has_settings(folder):
         raise ConfigError(
             f"{path} is no run and no checkpoint: "
             f"{absence(folder, f'there is no recipe.yaml and no {layout.MANIFEST} in it')} (runs are folders such as "
@@ -133,12 +133,8 @@ def _logged(file: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (RECIPE, LOOP))
-
-
 def _settings(run: Path) -> dict[str, Any]:
-    sections = settings_of(run) if _is_run(run) else {}
+    sections = settings_of(run) if has_settings(run) else {}
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {name: value for name, value in flat.items() if name not in NAMES}
 
