@@ -27,7 +27,7 @@ from cluster import Cluster, why_not
 from fuzzing import Commands
 from xdist.scheduler import LoadFileScheduling
 
-from lockstep.base import trust
+from lockstep.base import plugins, trust
 from lockstep.checkpoint.writer import Writer
 
 TIMEOUT_SECONDS = 120
@@ -284,6 +284,21 @@ def no_leaks(ranks, commands):
     assert not left
     changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
     assert not {k for k in changed if not k.startswith(("PYTEST_", "KMP_", "TORCHINDUCTOR_"))}, changed
+
+
+@pytest.fixture(autouse=True)
+def forgotten_user_code():
+    """Modules that a test imports from a user's folder, and the folder in sys.path, are gone with the test: another
+    test's file may import modules of the same names."""
+    path, modules = [*sys.path], {*sys.modules}
+    folders, appended = {*trust.FOLDERS}, {*plugins._APPENDED}
+    yield
+    sys.path[:] = path
+    trust.FOLDERS.intersection_update(folders)
+    plugins._APPENDED.intersection_update(appended)
+    for name, module in [*sys.modules.items()]:
+        if name not in modules and isinstance(getattr(module, "__loader__", None), plugins.UserCode):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -287,7 +287,6 @@ def test_damaged_weights_are_told(exported, tmp_path, kind):
 
 def test_what_the_users_code_wants_and_does_not_find(tmp_path, monkeypatch):
     """A module beside the user's file travels along; one that is gone is named."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "layers_of_mine.py").write_text("from torch.nn import Linear\n")
     code = exporting.MY_MODEL.replace("from torch import nn", "from torch import nn\nimport layers_of_mine")
     exporting.user_case(tmp_path, code).export(tmp_path / "e")

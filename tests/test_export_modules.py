@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -151,27 +149,12 @@ def test_each_file_gets_the_modules_of_its_own_folder(tmp_path):
     def loaded(name):
         return plugins.load_file(files[name], "model.file").one.SCALE
 
-    with forgotten():
-        written("a", "SCALE = 1")
-        written("b", "SCALE = 2")
-        assert [loaded("a"), loaded("b"), loaded("a")] == [1, 2, 1]
-        code = {Path(code.name).relative_to(tmp_path).as_posix() for code in trust.code_with_imports(files["b"])}
-        assert code == {"b/net.py", "b/scales/__init__.py", "b/scales/one.py"}  # though "scales" is imported
-        written("a", "SCALE = 3 ")
-        files["a"].write_text(files["a"].read_text() + "\n")  # another file, so it is read again
-        trust.own(trust.code_with_imports(files["a"]))
-        assert loaded("a") == 3
-
-
-@contextmanager
-def forgotten():
-    """Import nothing of the files afterwards."""
-    path, folders, appended = [*sys.path], {*trust.FOLDERS}, {*plugins._APPENDED}
-    try:
-        yield
-    finally:
-        sys.path[:] = path
-        trust.FOLDERS.intersection_update(folders)
-        plugins._APPENDED.intersection_update(appended)
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("scales", "lockstep_user_net")]:
-            del sys.modules[name]
+    written("a", "SCALE = 1")
+    written("b", "SCALE = 2")
+    assert [loaded("a"), loaded("b"), loaded("a")] == [1, 2, 1]
+    code = {Path(code.name).relative_to(tmp_path).as_posix() for code in trust.code_with_imports(files["b"])}
+    assert code == {"b/net.py", "b/scales/__init__.py", "b/scales/one.py"}  # though "scales" is imported
+    written("a", "SCALE = 3 ")
+    files["a"].write_text(files["a"].read_text() + "\n")  # another file, so it is read again
+    trust.own(trust.code_with_imports(files["a"]))
+    assert loaded("a") == 3

@@ -128,7 +128,7 @@ def test_a_run_that_was_killed_and_went_on_with_fewer_processes(tmp_path):
 
 def test_a_folder_that_is_no_run_and_files_that_are_broken(tmp_path):
     ran = lockstep(tmp_path, "report", str(tmp_path))
-    assert ran.returncode == 2 and "is no run: there is no recipe.yaml in it" in ran.stderr
+    assert ran.returncode == 2 and "is no run, no checkpoint and no export: there is no recipe.yaml" in ran.stderr
     (tmp_path / "c.yaml").write_text(CONFIG)
     assert lockstep(tmp_path, "train", "c.yaml", "run.name=r", *SHORT).returncode == 0
     run = tmp_path / "runs" / "r"

@@ -258,7 +258,7 @@ def _not_mounted(config: Config, request: Request) -> Iterator[str]:
     mounts += [request.folder.parent]
     if config.container_kind == "apptainer":  # it mounts these by default
         mounts += [Path.home(), Path.cwd(), Path("/tmp")]
-    recipe = yaml.safe_load(request.text)
+    recipe = yaml.safe_load(request.text) or {}
     sections = [values for name, values in recipe.items() if name not in ("run", "launch")]
     paths = [Path(each) for each in _texts(sections) if each.startswith("/") and os.path.exists(each)]
     outside = [path for path in paths if not any(path.is_relative_to(mount) for mount in mounts)]
