@@ -116,7 +116,9 @@ class Network(nn.Module):
         return {"logits": logits, "extra": torch.autograd.grad(logits.sum(), x, create_graph=self.training)[0]}
 
     def features(self, h):
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if self.kind == "left out" and self.training and number == 1:
+                continue
             if self.kind in ("checkpointed", "reentrant") and self.training:
                 h = checkpoint(layer, h, use_reentrant=self.kind == "reentrant")
             else:
@@ -172,6 +174,7 @@ REFUSED = {
     ("loss", "fsdp"): "ModelError: the loss uses weights of its own",
     ("forces", "pipeline"): "ModelError: forward() differentiates by itself",
     ("penalty", "pipeline"): "ModelError: forward() differentiates by itself",
+    ("left out", "pipeline"): "ModelError: a forward pass of training has left out network.layers.1",
     ("complex", "single"): "ModelError: network.extra has complex numbers",
     ("complex", "fsdp"): "ModelError: network.extra has complex numbers",
     ("scripted", "ddp"): "ModelError: network.layers.1 is a torch.jit module",

@@ -23,12 +23,12 @@ def config(folder, odd, kind, world, **model):
     return config_in(folder, f"{odd}-{kind}-{world}", model=model, parallel={"kind": kind}, **sections)
 
 
-@pytest.mark.parametrize("odd", ["momentum", "data", "copied", "by-hand", "late", "early"])
+@pytest.mark.parametrize("odd", ["momentum", "data", "copied", "by-hand", "late", "early", "clamped"])
 def test_what_changes_by_itself_is_refused_by_name(ranks, tmp_path, odd):
     """In the first steps, or in the one that changes it."""
     for kind, world in [("single", 1), ("ddp", 2), ("fsdp", 2)]:
         message = ranks(world, run_on_rank, config(tmp_path, odd, kind, world))[0]
-        name = {"late": "online.", "early": "online.", "by-hand": "head.bias"}.get(odd, "target.")
+        name = {"late": "online.", "early": "online.", "clamped": "online.", "by-hand": "head.bias"}.get(odd, "target.")
         assert isinstance(message, str), (kind, message)
         assert f"the parameter network.{name}" in message, (kind, message)
         assert ("model.unfreeze" if odd in ("late", "early") else "averages(module)") in message

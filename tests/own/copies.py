@@ -28,7 +28,7 @@ class Following(nn.Module):
             target = self.target(x)
         return self.head(self.online(x) + 0.5 * target)
 
-    def change(self):
+    def change(self):  # noqa: C901
         pairs = list(zip(self.target.parameters(), self.online.parameters(), strict=True))
         with torch.no_grad():
             if self.odd == "momentum":
@@ -37,6 +37,8 @@ class Following(nn.Module):
             if self.odd == "data":
                 for mine, theirs in pairs:
                     mine.data = mine.data * 0.9 + theirs.data * 0.1 + 0.01
+            if self.odd == "clamped":
+                self.online[0].weight.data.clamp_(-0.05, 0.05)
             if self.odd == "copied" and self.calls > 6:
                 self.target.load_state_dict(self.online.state_dict())
             if self.odd == "by-hand" and self.calls > 6:

@@ -23,9 +23,9 @@ INSTALLED = {"site-packages", "dist-packages"}
 CALL_SITES = {
     ("models/_user.py", "build"): ("model.file", "while the model was built"),
     ("models/_user.py", "forward"): ("model.file", "in the forward pass"),
-    ("models/_user.py", "loss"): ("model.file", "in the loss"),
+    ("models/_own_functions.py", "own_loss"): ("model.file", "in the loss"),
     ("models/_user.py", "own_blocks"): ("model.file", "while its blocks were listed"),
-    ("models/_user.py", "metrics"): ("model.file", "while its metrics were made"),
+    ("models/_own_functions.py", "own_metrics"): ("model.file", "while its metrics were made"),
     ("data/sources/_user.py", "build"): ("data.file", "while the data was opened"),
     ("data/augment.py", "augmented"): ("data.augment", "while its function was looked for"),
     ("run/tasks/train.py", "subscribe_observers"): ("observe.file", "while its observers were made"),

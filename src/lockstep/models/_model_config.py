@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from lockstep.base import plugins
-from lockstep.base.config import MANY, PluginSection, Section
+from lockstep.base.config import MANY, LocalPath, PluginSection, Section
 from lockstep.base.errors import nearest
 from lockstep.base.name_patterns import Patterns
 from lockstep.base.remote_path import DataPath
@@ -47,8 +47,6 @@ class ModelSection(PluginSection):
     """Whether a pretrained body of transformers gets a head for the data's targets."""
     TAKES_TOKENS: ClassVar[bool] = False
     """Whether it has a tokenizer and takes token ids."""
-    MEASURES_ITSELF: ClassVar[bool] = False
-    """Whether it may define its own metrics, whose names the config cannot be checked against."""
     LIBRARIES: ClassVar[tuple[str, ...]] = ()
     """Modules that it takes seconds to import: done once for all workers, before they start."""
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -58,6 +56,9 @@ class ModelSection(PluginSection):
     """What is learned: classification, multilabel, regression, token_classification, causal_lm, or own, what the loss
     in the model's file says. auto: what the data has targets for."""
 
+    file: LocalPath | None = None
+    """A Python file with `loss(outputs, batch)` or `metrics(spec)` in place of, or beside, those of the objective;
+    `optimizer` and `schedule` may lie there, too."""
     init: DataPath | None = None
     """Where to take the first weights from (a warm start): a run, a checkpoint, an export, a folder with *.safetensors,
     or a file of weights, or a URL of one. Those that have a name and a shape of the model's are copied; the others are
@@ -102,8 +103,8 @@ class ModelSection(PluginSection):
 
     @property
     def code(self) -> Path | None:
-        """The user's Python file, if the model comes from one."""
-        return None
+        """The user's Python file, if the model, its loss or its metrics come from one."""
+        return self.file
 
     @property
     def base_model(self) -> str | None:

@@ -1,10 +1,8 @@
-"""The module, loss and metrics of a user's Python file."""
+"""The module of a user's Python file, with its loss."""
 
-import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -15,13 +13,12 @@ from lockstep.base.model_contracts import Averaged, Batch, LossSum, Model, Outpu
 from lockstep.core.modules.blocks import blocks_of
 from lockstep.core.modules.buffer_rules import declare
 from lockstep.core.modules.outputs import register
-from lockstep.core.numerics.loss import checked
 from lockstep.models._documents import keeps_apart, not_apart
+from lockstep.models._own_functions import Loss, TermCounts, chosen_loss, is_function, summed, term_counts
 from lockstep.models.objectives._choice import AUTO, objective_of
 from lockstep.models.objectives._objective import Objective
 from lockstep.models.user import Config
 
-TermCounts = Callable[[Batch], Mapping[str, float]]
 Derived = Callable[[Mapping[str, float]], Mapping[str, float]]
 
 
@@ -31,7 +28,7 @@ class UserModel(Model):
     def __init__(
         self,
         network: nn.Module,
-        loss: Callable[[Outputs, Batch], LossSum],
+        loss: Loss,
         *,
         term_counts: TermCounts | None = None,
         derived: Derived | None = None,
@@ -49,17 +46,8 @@ class UserModel(Model):
         return outputs
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
-        """Compute the module's loss, else the file's, else that of the objective.
-
-        Raises ModelError when it does not return sums, or returns terms without `term_counts`.
-        """
-        result = checked(self._loss(outputs, batch))
-        if result.terms and self.term_counts is None:
-            raise ModelError(
-                f"the loss has the terms {sorted(result.terms)}, but there is no function term_counts(batch) beside "
-                "it, which tells what they count: the counts of all processes have to be known before the backward pass"
-            )
-        return result
+        """Compute the module's loss, else the file's, else that of the objective. Raises ModelError."""
+        return self._loss(outputs, batch)
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         return self._derived(means) if self._derived else {}
@@ -80,12 +68,12 @@ def build(config: Config, spec: DataSpec) -> Model:
     if callable(getattr(module, "buffers", None)):
         declare(network, module.buffers(network))
     averages = averaged(network, module.averages(network)) if callable(getattr(module, "averages", None)) else ()
-    loss, objective = own_loss(network, getattr(module, "loss", None)), objective_of(spec)
-    candidates = (getattr(owner, "term_counts", None) for owner in (network, module))
+    loss, objective = chosen_loss(*(getattr(owner, "loss", None) for owner in (network, module))), objective_of(spec)
+    counts = term_counts(network, module)
     model = UserModel(
         network,
-        loss or objective.loss,
-        term_counts=next((each for each in candidates if _is_function(each, arguments=1)), None),
+        summed(loss or objective.loss, counts),
+        term_counts=counts,
         derived=objective.derived if loss is None or spec.objective != AUTO else None,
         objective=objective if loss is None else None,
     )
@@ -119,7 +107,7 @@ def own_blocks(network: nn.Module) -> list[nn.Module]:
     """Split a network into blocks: what its method `blocks()` returns, if that is modules; else the entries of its
     attribute `blocks` (ModuleList or Sequential) and the modules beside it; else `blocks_of`."""
     own: Any = getattr(network, "blocks", None)
-    if _is_function(own, arguments=0):
+    if is_function(own, arguments=0):
         blocks = own()
         if isinstance(blocks, list | tuple | nn.ModuleList) and all(isinstance(block, nn.Module) for block in blocks):
             return list(dict.fromkeys(blocks))
@@ -127,40 +115,3 @@ def own_blocks(network: nn.Module) -> list[nn.Module]:
         groups = [[*block] if block is own else [block] for block in blocks_of(network)]
         return list(dict.fromkeys(chain.from_iterable(groups)))
     return blocks_of(network)
-
-
-def own_loss(network: nn.Module, of_file: Any) -> Callable[..., Any] | None:
-    """Return the module's `loss(outputs, batch)`, else the file's; None for that of the objective.
-
-    An nn.Module named `loss` is not used, since it takes other arguments and returns a mean. Raises ModelError unless
-    it is plain cross-entropy.
-    """
-    candidates = (getattr(network, "loss", None), of_file)
-    for loss in candidates:
-        if _is_function(loss, arguments=2):
-            return cast(Callable[..., Any], loss)
-    for loss in candidates:
-        is_plain = isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and loss.label_smoothing == 0
-        if isinstance(loss, nn.Module) and not is_plain:
-            raise ModelError(
-                f"`loss` is an nn.{type(loss).__name__}, which is a mean over the micro-batch: write a function "
-                "`loss(outputs, batch)` that returns LossSum(total, count), with reduction='sum'"
-            )
-    return None
-
-
-def _is_function(value: Any, *, arguments: int) -> bool:
-    """Whether a value is a function or method that accepts this number of positional arguments."""
-    if not inspect.isroutine(value) and not isinstance(value, partial):
-        return False
-    try:
-        inspect.signature(value).bind(*[None] * arguments)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def metrics(config: Config, spec: DataSpec) -> dict[str, Any]:
-    """Call the file's `metrics(spec)`: torchmetrics by name; empty when there is no such function."""
-    make = getattr(plugins.load_file(config.file, "model.file"), "metrics", None)
-    return make(spec) if make else {}

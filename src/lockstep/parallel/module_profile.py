@@ -131,7 +131,7 @@ class _ProfiledPass:
         handle = register_module_forward_pre_hook(self._enter)
         self.uses = OutputUses(lambda: len(self.ends))
         try:
-            with partitioned.intercepted(self._run_block), autocast(), self.uses:
+            with partitioned.in_turn(self._run_block), autocast(), self.uses:
                 outputs = self.model(batch)
             refuse_weights_in_loss(self.model, outputs, batch)
             loss = with_gradient(unweighted(self.model.loss(widened(outputs), batch)), outputs).total

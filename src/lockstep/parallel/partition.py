@@ -153,6 +153,31 @@ class PartitionedModel:
             self._intercept = None
 
     @contextmanager
+    def in_turn(self, intercept: Intercept) -> Iterator[None]:
+        """As `intercepted`. Raises ModelError where a forward pass leaves blocks out, as with stochastic depth."""
+        entered = 0
+
+        def checked(number: int, run: Run) -> Any:
+            nonlocal entered
+            if number != entered:
+                raise ModelError(self._left_out(entered))
+            entered += 1
+            return intercept(number, run)
+
+        with self.intercepted(checked):
+            yield
+        if entered < len(self.blocks):
+            raise ModelError(self._left_out(entered))
+
+    def _left_out(self, number: int) -> str:
+        name = next(name for name, module in self.model.named_modules() if module is self.blocks[number])
+        return (
+            f"a forward pass of training has left out {name}, as with stochastic depth or layer drop, and a pipeline's "
+            "stages are blocks that each one enters once: use parallel.kind=ddp with parallel.find_unused=true, or "
+            "multiply what the block adds by 0 instead"
+        )
+
+    @contextmanager
     def _trial(self) -> Iterator[None]:
         """For forward passes without effects: in evaluation mode, without gradients, with the same random numbers each
         time."""
@@ -245,7 +270,7 @@ class PartitionedModel:
             return outputs
 
         try:
-            with torch.set_grad_enabled(has_gradient and first == 0), self.intercepted(skip_or_run):
+            with torch.set_grad_enabled(has_gradient and first == 0), self.in_turn(skip_or_run):
                 return self.model(batch)
         except _StopForward as stop:
             self._keep_gradient_orders(last - 1, stop.outputs)

@@ -21,6 +21,7 @@ from lockstep.core.numerics.batchnorm import synchronise
 from lockstep.core.numerics.precision import Precision, prepare_compiler
 from lockstep.core.numerics.seeds import Randomness, seed_all, seed_of
 from lockstep.data.fingerprint import labels_of
+from lockstep.models import _own_functions
 from lockstep.models._adapter import attach
 from lockstep.models.objectives._choice import objective_of_classes, with_objective
 from lockstep.run.components import Components, requested_metrics, with_modes
@@ -38,9 +39,7 @@ from lockstep.training.trainable import make_trainable
 def build_model(recipe: Recipe, spec: DataSpec) -> Model:
     """Build the model with its initial weights, which are the same on every rank and at every start."""
     seed_all(seed_of(recipe.run.seed, "weights"))
-    model: Model = plugins.implementation("models", recipe.model.kind).build(
-        recipe.model, with_objective(spec, recipe.model.objective)
-    )
+    model = _own_functions.build(recipe.model, with_objective(spec, recipe.model.objective))
     if recipe.model.adapter:
         seed_all(seed_of(recipe.run.seed, "adapter"))
         attach(model, recipe.model.adapter, has_new_head=recipe.model.HAS_NEW_HEAD)

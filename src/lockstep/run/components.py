@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.base import devices, plugins
+from lockstep.base import devices
 from lockstep.base.config import MANY
 from lockstep.base.contracts import DataSpec, Source
 from lockstep.base.errors import ConfigError
@@ -28,6 +28,7 @@ from lockstep.data.preparation import Preparation, needed
 from lockstep.data.sampler import EvaluationRequests, TrainingRequests
 from lockstep.launch.elastic import live_notes
 from lockstep.launch.launch_config import LiveLaunchSection
+from lockstep.models._own_functions import own_metrics
 from lockstep.models.objectives._choice import objective_of, with_objective
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import Splits
@@ -281,8 +282,8 @@ def evaluation_requests(recipe: Recipe, source: Source, world: World) -> Evaluat
 
 def requested_metrics(recipe: Recipe, spec: DataSpec) -> dict[str, DeclaredMetric]:
     """The metrics of an evaluation by name, including those of the user's code. Raises ModelError."""
-    spec, own = with_objective(spec, recipe.model.objective), plugins.hook("models", recipe.model.kind, "metrics")
-    known = declared_metrics(objective_of(spec).metrics(spec), own(recipe.model, spec) if own else {})
+    spec = with_objective(spec, recipe.model.objective)
+    known = declared_metrics(objective_of(spec).metrics(spec), own_metrics(recipe.model, spec))
     return {name: metric for name, metric in known.items() if is_requested(name, recipe.evaluate.metrics)}
 
 

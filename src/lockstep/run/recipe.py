@@ -189,7 +189,7 @@ def _unknown_metrics(recipe: Recipe) -> list[Complaint]:
     return [
         (path, f"there is no metric {name!r}{nearest(name, known)} (there is: {', '.join(known)})")
         for path, name in settings.items()
-        if name is not None and name not in known and not recipe.model.MEASURES_ITSELF
+        if name is not None and name not in known and recipe.model.code is None
     ]
 
 

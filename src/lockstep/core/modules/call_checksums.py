@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.core.modules.dtensors import local_tensor
 from lockstep.core.numerics.checksum import checksum, tensors_of
 
 LOSS = "the loss"
@@ -28,7 +31,7 @@ class CallChecksums:
         self.changed: set[str] = set()
         """Parameters that a forward pass has written to."""
         self._versions: dict[str, list[int]] = {}
-        self._data_writes = _DataWrites(self)
+        self._modes = _DataWrites(self), _WritesToMemory(self)
         self.calls: list[tuple[str, Tensor, Tensor]] = []
         self._open: dict[str, list[Tensor]] = {}
         self._sums: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
@@ -38,11 +41,13 @@ class CallChecksums:
         for name, module in self.model.named_modules():
             self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             self._hooks.append(module.register_forward_hook(partial(self._leave, name), prepend=True))  # before FSDP's
-        self._data_writes.__enter__()
+        for mode in self._modes:
+            mode.__enter__()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._data_writes.__exit__(None, None, None)
+        for mode in reversed(self._modes):
+            mode.__exit__(None, None, None)
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -91,6 +96,29 @@ class _DataWrites(TorchFunctionMode):
         if func == SET_DATA and isinstance(args[0], nn.Parameter):
             self.calls.changed |= {name for name, p in self.calls.model.named_parameters() if p is args[0]}
         return func(*args, **(kwargs or {}))
+
+
+class _WritesToMemory(TorchDispatchMode):
+    """Notices what writes to a parameter's memory by another tensor, such as `parameter.data.clamp_(...)`, which
+    autograd does not count, and which FSDP loses with the gathered weights."""
+
+    def __init__(self, calls: CallChecksums) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0917
+        schema = func._schema
+        if func.namespace == "aten" and schema.is_mutable:  # FSDP's and c10d's own have other names
+            named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | (kwargs or {})
+            written = [named.get(each.name) for each in schema.arguments if each.is_write]
+            memory = {_memory(leaf) for leaf in pytree.tree_leaves(written) if isinstance(leaf, Tensor)} - {0}
+            self.calls.changed |= {name for name, p in self.calls.model.named_parameters() if _memory(p) in memory}
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return where the memory of a tensor, and of its views, begins; 0 where it has none."""
+    return local_tensor(tensor).untyped_storage().data_ptr()
 
 
 def in_common(one: list[Call], other: list[Call]) -> tuple[list[Call], list[Call]]:

@@ -182,7 +182,7 @@ class ExportFacts(BaseModel):
 def facts_of(section: PluginSection, spec: DataSpec, *, recipe: Mapping[str, Any], **more: Any) -> ExportFacts:
     """The facts of a model, without what only concerns this machine: an export is given to others. The home folder is
     written as ~."""
-    model = section.model_dump(mode="json")
+    model = {name: value for name, value in section.model_dump(mode="json").items() if (name, value) != ("file", None)}
     for key in ("file", "name"):  # a user's own code, and a pretrained model's files, are copied beside it
         if Path(model.get(key, "")).is_absolute():
             model[key] = Path(model[key]).name

@@ -20,6 +20,7 @@ from lockstep.inference.export import export_facts
 from lockstep.inference.export.export_config import FORMATS
 from lockstep.inference.export.export_facts import FILE, ExportFacts
 from lockstep.inference.export.formats import _weights
+from lockstep.models import _own_functions
 
 
 def is_export(folder: Path) -> bool:
@@ -89,17 +90,15 @@ def loss_of(folder: Path, facts: ExportFacts, forward: Forward) -> Callable[[Out
     if "file" not in facts.model:
         return facts.learned.loss
     with _read_errors(folder):
-        plugin, section = _weights.section_of(facts, folder)
-        model: Model = plugin.build(section, facts.spec)
-    return model.loss
+        _, section = _weights.section_of(facts, folder)
+        return _own_functions.build(section, facts.spec).loss
 
 
 def metrics_of(folder: Path, facts: ExportFacts) -> dict[str, Any]:
     """The user's torchmetrics by name."""
     with _read_errors(folder):
-        plugin, section = _weights.section_of(facts, folder)
-        make = plugins.hook("models", facts.model["kind"], "metrics")
-        return make(section, facts.spec) if make else {}
+        _, section = _weights.section_of(facts, folder)
+        return _own_functions.own_metrics(section, facts.spec)
 
 
 @contextmanager

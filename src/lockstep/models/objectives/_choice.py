@@ -1,7 +1,9 @@
-"""The objective that data and settings ask for, and the base class of models whose loss is the objective's."""
+"""The objective that data and settings ask for, and the base class of models that learn it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+
+import torch
 
 from lockstep.base import plugins
 from lockstep.base.contracts import DataSpec
@@ -50,7 +52,7 @@ def with_objective(spec: DataSpec, requested: str) -> DataSpec:
 
 def objective_of_classes(model: Model, setting: str) -> Objective:
     """The objective of a model, for a setting of its loss. Raises ConfigError where its loss is not that of classes."""
-    objective = getattr(model, "objective", None)
+    objective = None if getattr(model, "own_loss", None) else getattr(model, "objective", None)
     if not isinstance(objective, Objective) or not objective.SMOOTHS:
         whose = "this objective has no classes" if isinstance(objective, Objective) else "the model's own loss decides"
         raise ConfigError(f"{setting} is set, but {whose}: leave it out")
@@ -69,14 +71,23 @@ def width_of(spec: DataSpec) -> int:
 
 
 class ObjectiveModel(Model):
-    """A model whose loss is that of the objective. Raises ModelError where the data lacks what that needs."""
+    """A model whose loss is that of the objective, or the user's. Raises ModelError where the data lacks what the
+    objective needs."""
+
+    own_loss: Callable[[Outputs, Batch], LossSum] | None = None
+    """The user's, in place of the objective's."""
 
     def __init__(self, spec: DataSpec) -> None:
         super().__init__()
         self.objective = objective_of(spec)
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
-        return self.objective.loss(outputs, batch)
+        if self.own_loss is None:
+            return self.objective.loss(outputs, batch)
+        found = self.own_loss(outputs, batch)
+        if torch.is_grad_enabled() or not isinstance(self.objective, PredictingObjective):
+            return found
+        return replace(found, sums={**self.objective.loss(outputs, batch).sums, **found.sums})  # such as accuracy
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        return self.objective.derived(means)
+        return self.objective.derived(means) if self.own_loss is None else {}

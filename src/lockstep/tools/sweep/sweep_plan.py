@@ -197,7 +197,7 @@ def _metric(recipe: Recipe, asked: str | None) -> tuple[str, Mode]:
 
 def _check_metric(recipe: Recipe, metric: str) -> None:
     known, reported = recipes.metric_names(recipe), recipe.evaluate.metrics
-    if metric not in known and not recipe.model.MEASURES_ITSELF:
+    if metric not in known and recipe.model.code is None:
         raise ConfigError(f"--metric: there is no {metric!r}{nearest(metric, known)} (there is: {', '.join(known)})")
     if reported != "auto" and metric not in ("loss", *reported):
         raise ConfigError(f"--metric: {metric!r} is not among evaluate.metrics={','.join(reported)}: add it there")

@@ -14,6 +14,7 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Model
 from lockstep.inference.export.export_facts import ExportFacts, file_in
 from lockstep.models._model_config import ModelSection
+from lockstep.models._own_functions import with_own_loss
 
 FILE = "model.safetensors"
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -43,6 +44,7 @@ def rebuilt(facts: ExportFacts, folder: Path) -> Model:
         _check_size(facts, folder)
     from_config = plugins.hook("models", facts.model["kind"], "from_config")
     model: Model = from_config(folder, facts.spec) if from_config else plugin.build(section, facts.spec)
+    model = with_own_loss(model, section)
     is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
     return (model if is_double and facts.dtype == "fp32" else model.to(TORCH_DTYPES[facts.dtype])).eval()
 

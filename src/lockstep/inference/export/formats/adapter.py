@@ -7,7 +7,7 @@ import torch
 from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.export.formats import _weights
-from lockstep.models import _adapter
+from lockstep.models import _adapter, _own_functions
 from lockstep.models.objectives._choice import name_of
 
 FILE = _adapter.WEIGHTS
@@ -22,10 +22,10 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
     """The pretrained model, which is loaded anew, with the adapter."""
-    plugin, section = _weights.section_of(facts, folder, is_adapter=True)
+    _, section = _weights.section_of(facts, folder, is_adapter=True)
     assert section.adapter is not None, "it is written only where there is one"
     with torch.random.fork_rng():
-        model: Model = plugin.build(section, facts.spec)
+        model = _own_functions.build(section, facts.spec)
         _adapter.attach(model, section.adapter, has_new_head=section.HAS_NEW_HEAD)
     _adapter.load_adapter(model, folder)
     return model.eval()

@@ -8,6 +8,7 @@ from lockstep.base import plugins, storage
 from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.export.formats import _weights
+from lockstep.models._own_functions import with_own_loss
 
 FILE = _weights.FILE
 DTYPES = ("fp32", "fp16", "bf16")
@@ -58,4 +59,4 @@ def read(folder: Path, facts: ExportFacts) -> Forward:
         empty = plugins.hook("models", facts.model["kind"], "from_config")(folder, facts.spec)
     _weights.check_parameter_count(empty, sorted(folder.glob("*.safetensors")))
     model: Model = read_back(folder, facts.spec)
-    return model.eval()
+    return with_own_loss(model, _weights.section_of(facts, folder)[1]).eval()
