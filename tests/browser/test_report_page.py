@@ -36,6 +36,9 @@ def test_curves_are_drawn_and_moved_with_the_mouse(browser, runs):
     assert titles[0] == "loss" and {"accuracy", "learning rate", "gradient norm", "samples/s"} < set(titles)
     assert len(browser.find_elements("css selector", "figure canvas")) == len(titles)
     loss = figure_of(browser, "loss")
+    assert loss.find_element("css selector", ".readout").text == "training · test"
+    keys = [each.value_of_css_property("border-top-color") for each in loss.find_elements("css selector", ".key")]
+    assert len(set(keys)) == 2
     over = loss.find_element("css selector", ".u-over")
     ActionChains(browser).move_to_element(over).perform()
     readout = loss.find_element("css selector", ".readout").text
@@ -77,6 +80,12 @@ def test_runs_side_by_side(browser, runs, tmp_path):
     differing = browser.find_element("xpath", "//h2[.='Settings that differ']/following::table").text
     assert "optim.lr 0.001 0.003" in differing and "run.name" not in differing
     assert browser.execute_script("return data.charts[0].series.length") == 4
+    assert len(figure_of(browser, "loss").find_elements("css selector", ".key")) == 4
+    summary = browser.find_element("xpath", "//h2[.='Runs']/following::table")
+    assert [each.text for each in summary.find_elements("css selector", "th bdi")] == ["one", "two"]
+    browser.set_window_size(1280, 1000)
+    assert summary.rect["x"] + summary.rect["width"] < figure_of(browser, "loss").rect["x"]
+    keep(browser, "report-two-runs-phone", PHONE)
     keep(browser, "report-two-runs", DESK)
 
 
