@@ -7,6 +7,7 @@ import pytest
 from browsing import DESK, IN_BROWSER, PHONE, keep
 from running import SHORT, lockstep
 
+from lockstep.inference.evaluate import evaluation_page, figures
 from lockstep.observe.report import report_page, run_files
 
 pytestmark = IN_BROWSER
@@ -89,6 +90,22 @@ def test_runs_side_by_side(browser, runs, tmp_path):
     keep(browser, "report-two-runs", DESK)
 
 
+def test_an_evaluation_with_long_names_fits_a_phone(browser, tmp_path):
+    classes = [
+        {"label": label * 9, "precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1}
+        for label in ("a long name ", "longer")
+    ]
+    found = {"data": "the test split", "checkpoint": "runs/r", "step": 1, "digest": "0", "samples": 2, "metrics": {}}
+    page = tmp_path / "evaluation.html"
+    names = [each["label"] for each in classes]
+    page.write_text(
+        evaluation_page.html(found | {"classes": classes}, [], matrix=figures.confusion([[1, 0], [0, 1]], names))
+    )
+    browser.get(page.as_uri())
+    keep(browser, "evaluation-phone", PHONE)
+    assert min(each.rect["width"] for each in browser.find_elements("css selector", "td bdi")) > 100
+
+
 DEGENERATE = {
     "one step": [(2, 0.5)],
     "one far step": [(10**12, 2.0)],
@@ -103,6 +120,7 @@ DEGENERATE = {
     "widest": [(1, -1.7e308), (2, 1.7e308)],
     "widest logarithms": [(1, 5e-324), (2, 1.7e308)],
     "wide logarithms": [(1, 1e-99), (2, 1e99)],
+    "powers": [(1, 0.1), (2, 10.0), (3, 10.0), (4, 10.0)],
 }
 
 
