@@ -4,16 +4,25 @@ import json
 import signal
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from running import LONG, SHORT, lockstep, started, wait_for_steps, workers
 
 from lockstep.observe.report.charts import MOST_POINTS, shortened
 from lockstep.observe.report.goodput import goodput, starts
+from lockstep.observe.report.report_page import COLOURS
 from lockstep.observe.report.run_files import HistoryLine, LoggedCurve, read
 from lockstep.observe.report.timeline import timeline
 from lockstep.observe.run_history import RunHistory
 
 CONFIG = "data: {kind: digits}\nmodel: {kind: cnn}\n"
+DEFICIENCIES = (
+    (0.152286, 1.052583, -0.204868, 0.114503, 0.786281, 0.099216, -0.003882, -0.048116, 1.051998),
+    (0.367322, 0.860646, -0.227968, 0.280085, 0.672501, 0.047413, -0.011820, 0.042940, 0.968881),
+    (1.255528, -0.076749, -0.178779, -0.078411, 0.930809, 0.147602, 0.004733, 0.691367, 0.303900),
+)
+TO_XYZ = (0.4124, 0.3576, 0.1805, 0.2126, 0.7152, 0.0722, 0.0193, 0.1192, 0.9505)
+WHITE = (0.9505, 1.0, 1.089)
 
 
 def line(time, kind, step, **values):
@@ -142,3 +151,15 @@ def test_a_folder_that_is_no_run_and_files_that_are_broken(tmp_path):
     assert "<b>" not in page.replace("<b><bdi>", "")
     ran = lockstep(tmp_path, "report", "runs/r", "--out", str(tmp_path / "none" / "page.html"))
     assert ran.returncode == 2 and "name another file with --out" in ran.stderr
+
+
+def test_colours_of_curves_differ_for_all_eyes():
+    """Also as seen without red, green or blue cones (Machado, Oliveira and Fernandes, 2009), in CIELAB."""
+    sights = [np.eye(3), *(np.array(each).reshape(3, 3) for each in DEFICIENCIES)]
+    hexes = [[int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)] for colour in COLOURS]
+    linear = np.where(np.array(hexes) <= 0.04045, np.array(hexes) / 12.92, ((np.array(hexes) + 0.055) / 1.055) ** 2.4)
+    for sight in sights:
+        x, y, z = np.cbrt(np.clip(linear @ sight.T, 1e-4, 1) @ np.array(TO_XYZ).reshape(3, 3).T / WHITE).T
+        lab = np.stack([116 * y, 500 * (x - y), 200 * (y - z)], axis=1)
+        apart = [np.linalg.norm(lab[i] - lab[j]) for i in range(len(lab)) for j in range(i)]
+        assert min(apart) > 15 and apart[0] > 60

@@ -103,6 +103,16 @@ def test_the_reference_is_whole(site, pages):
     assert [name for name in [*offered, "Evaluated"] if f".{name}" not in named] == []
 
 
+def test_titles_in_the_navigation_are_headings():
+    """MkDocs takes the heading of a page without a title there."""
+    assert re.findall(r"^ +- (.+): \S+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE) == ["Overview"]
+
+
+def test_the_reference_begins_with_its_sections(pages):
+    leads = pages["reference/configuration.html"].leads
+    assert {f"#{name}" for name in Recipe.model_fields} | {"#train-epochs", "#model-gpt-layers"} <= set(leads)
+
+
 def test_lessons_and_readme_are_in_it(pages):
     leads = pages["lessons/index.html"].leads
     assert {f"{lesson.stem}.html" for lesson in LESSONS} <= set(leads)

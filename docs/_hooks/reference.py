@@ -30,26 +30,34 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def configuration() -> Iterator[str]:
-    """Every section of a config with its settings, and for the plugins of a family those of each kind."""
-    for name, field in Recipe.model_fields.items():
-        yield f"\n## {name}\n"
+    """A table of the sections, and each with its settings, and for the plugins of a family those of each kind."""
+    yield "| section | what it is about |\n|---|---|"
+    for name in Recipe.model_fields:
+        yield f"| [{name}](#{name}) | {escaped(first_paragraph(_section(name)))} |"
+    for name in Recipe.model_fields:
+        yield f"\n## {name}\n\n{escaped(first_paragraph(_section(name)))}\n"
         kind = kind_of(name)
         if kind:
             yield from _plugin_section(name, kind)
         else:
-            section = field.annotation
-            assert isinstance(section, type) and issubclass(section, Section), name
-            yield escaped(first_paragraph(section)) + "\n"
-            yield from _settings(name, section, list(section.model_fields))
+            yield from _settings(name, _section(name), list(_section(name).model_fields))
         if name in LISTED:
             yield from _listed(*LISTED[name], section=name)
 
 
+def _section(name: str) -> type[Section]:
+    """Its class; of a family of plugins, the one that all kinds inherit from."""
+    kind, section = kind_of(name), Recipe.model_fields[name].annotation
+    if kind:
+        return shared_base([kind.find(each) for each in kind.names()])
+    assert isinstance(section, type) and issubclass(section, Section), name
+    return section
+
+
 def _plugin_section(name: str, plugin: Kind) -> Iterator[str]:
     kinds = {kind: plugin.find(kind) for kind in plugin.names()}
-    base = shared_base(list(kinds.values()))
+    base = _section(name)
     common = [key for key in base.model_fields if key != "kind"]
-    yield f"{escaped(first_paragraph(base))}\n"
     links = ", ".join(f"[`{kind}`](#{name}-{kind})" for kind in kinds)
     yield setting(f"{name}.kind", f"one of {links}. Default: `{plugin.default}`.")
     yield from _settings(name, base, common)
@@ -71,6 +79,9 @@ def shared_base(configs: list[type[PluginSection]]) -> type[PluginSection]:
 
 def _settings(name: str, section: type[Section], keys: list[str], *, anchors: str = "") -> Iterator[str]:
     schema = section.model_json_schema()
+    anchors = anchors or name
+    if len(keys) > 1:
+        yield " · ".join(f"[`{key}`](#{anchors}-{key})" for key in keys) + "\n"
     for key in keys:
         about, field = schema["properties"][key], section.model_fields[key]
         default = "" if key in schema.get("required", []) else shown_default(field, about.get("default"))
@@ -79,7 +90,7 @@ def _settings(name: str, section: type[Section], keys: list[str], *, anchors: st
         if LISTED.get(name, ("",))[0] == key:
             kind = f"{'list of' if about['type'] == 'array' else 'one of'} the [names below](#{name}-{key}-names)"
         facts = f"{kind}. Default: {default}." if default else f"{kind}. **Required.**"
-        yield setting(f"{name}.{key}", facts, meaning=meaning, anchor=anchors and f"{anchors}-{key}")
+        yield setting(f"{name}.{key}", facts, meaning=meaning, anchor=f"{anchors}-{key}")
 
 
 def setting(name: str, facts: str, *, meaning: str = "", anchor: str = "") -> str:

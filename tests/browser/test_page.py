@@ -1,5 +1,6 @@
 """The page in a real browser: typed into, drawn on, without a mouse, on a phone; pictures of it are kept."""
 
+import json
 import re
 
 import numpy as np
@@ -117,3 +118,22 @@ def test_a_digit_is_drawn(browser, tmp_path):
         assert find(browser, "answer").text.startswith(told["label"])
         keep(browser, "image-desk", DESK)
         browser.get_log("browser")  # the browser's own line on the status 401
+
+
+def test_a_photo_is_chosen_and_not_drawn(browser, tmp_path):
+    facts = image_export(tmp_path / "photos") / "lockstep.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"recipe": {"data": {"kind": "files"}}}))
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(png(np.arange(64).reshape(8, 8) * 4))
+    with serving(facts.parent, variables={"LOCKSTEP_API_KEY": ""}) as server:
+        opened(browser, server)
+        assert find(browser, "file").accessible_name == "Image" and not find(browser, "canvas").is_displayed()
+        find(browser, "ask").click()
+        until(browser, "Choose an image first")
+        find(browser, "file").send_keys(str(picture))
+        until(browser, "% sure")
+        assert find(browser, "preview").is_displayed()
+        keep(browser, "photo-desk", DESK)
+        keep(browser, "photo-phone", PHONE)
+        find(browser, "clear").click()
+        assert not find(browser, "preview").is_displayed()

@@ -7,6 +7,7 @@ import pytest
 from browsing import DESK, IN_BROWSER, PHONE, keep
 from running import SHORT, lockstep
 
+from lockstep.inference.evaluate import evaluation_page, figures
 from lockstep.observe.report import report_page, run_files
 
 pytestmark = IN_BROWSER
@@ -36,6 +37,9 @@ def test_curves_are_drawn_and_moved_with_the_mouse(browser, runs):
     assert titles[0] == "loss" and {"accuracy", "learning rate", "gradient norm", "samples/s"} < set(titles)
     assert len(browser.find_elements("css selector", "figure canvas")) == len(titles)
     loss = figure_of(browser, "loss")
+    assert loss.find_element("css selector", ".readout").text == "training · test"
+    keys = [each.value_of_css_property("border-top-color") for each in loss.find_elements("css selector", ".key")]
+    assert len(set(keys)) == 2
     over = loss.find_element("css selector", ".u-over")
     ActionChains(browser).move_to_element(over).perform()
     readout = loss.find_element("css selector", ".readout").text
@@ -77,7 +81,29 @@ def test_runs_side_by_side(browser, runs, tmp_path):
     differing = browser.find_element("xpath", "//h2[.='Settings that differ']/following::table").text
     assert "optim.lr 0.001 0.003" in differing and "run.name" not in differing
     assert browser.execute_script("return data.charts[0].series.length") == 4
+    assert len(figure_of(browser, "loss").find_elements("css selector", ".key")) == 4
+    summary = browser.find_element("xpath", "//h2[.='Runs']/following::table")
+    assert [each.text for each in summary.find_elements("css selector", "th bdi")] == ["one", "two"]
+    browser.set_window_size(1280, 1000)
+    assert summary.rect["x"] + summary.rect["width"] < figure_of(browser, "loss").rect["x"]
+    keep(browser, "report-two-runs-phone", PHONE)
     keep(browser, "report-two-runs", DESK)
+
+
+def test_an_evaluation_with_long_names_fits_a_phone(browser, tmp_path):
+    classes = [
+        {"label": label * 9, "precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1}
+        for label in ("a long name ", "longer")
+    ]
+    found = {"data": "the test split", "checkpoint": "runs/r", "step": 1, "digest": "0", "samples": 2, "metrics": {}}
+    page = tmp_path / "evaluation.html"
+    names = [each["label"] for each in classes]
+    page.write_text(
+        evaluation_page.html(found | {"classes": classes}, [], matrix=figures.confusion([[1, 0], [0, 1]], names))
+    )
+    browser.get(page.as_uri())
+    keep(browser, "evaluation-phone", PHONE)
+    assert min(each.rect["width"] for each in browser.find_elements("css selector", "td bdi")) > 100
 
 
 DEGENERATE = {
@@ -94,6 +120,7 @@ DEGENERATE = {
     "widest": [(1, -1.7e308), (2, 1.7e308)],
     "widest logarithms": [(1, 5e-324), (2, 1.7e308)],
     "wide logarithms": [(1, 1e-99), (2, 1e99)],
+    "powers": [(1, 0.1), (2, 10.0), (3, 10.0), (4, 10.0)],
 }
 
 

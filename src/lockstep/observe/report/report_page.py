@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from lockstep.observe.run_lines import HistoryLine
 
 FILE = "report.html"
 LIBRARY = "observe/report/uplot"
-COLOURS = ("#2f6fb3", "#c8401f", "#1a7f4e", "#8a4fbf", "#b07d12", "#0f8b8d", "#b3396d", "#5c6570")
+COLOURS = ("#2f6fb3", "#d55e00", "#009e73", "#cc79a7", "#8800ff", "#8f5230", "#b01878", "#e85cf0")
+"""Of runs; the first two, of training and test where there is one run: clear without seeing red or green, too."""
 MOST_CLASSES = 30
 """In the confusion matrix; with more, the most frequent confusions are listed."""
 MOST_CONFUSIONS = 20
@@ -58,6 +60,7 @@ def html(runs: Sequence[RunFiles]) -> str:
             run_section(run, history, told) | {"name": name, "colour": COLOURS[number % len(COLOURS)]}
             for number, (run, name, history, told) in enumerate(zip(runs, names, histories, timelines, strict=True))
         ],
+        facts=_side_by_side([facts(run, goodput(history)) for run, history in zip(runs, histories, strict=True)]),
         differences=differences(runs),
     )
     return printable(page)
@@ -79,7 +82,6 @@ def run_section(run: RunFiles, history: Sequence[Start], told: Sequence[Happenin
     spent = goodput(history)
     began = history[0].began if history else 0.0
     return {
-        "facts": facts(run, spent),
         "parts": parts(spent) if spent else [],
         "goodput": spent,
         "timeline": [
@@ -94,6 +96,12 @@ def run_section(run: RunFiles, history: Sequence[Start], told: Sequence[Happenin
         "origin": run.summary.model_dump(include={"digest", "chain", "device", "torch_version"}, exclude_none=True),
         "notes": run.notes,
     }
+
+
+def _side_by_side(columns: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, list[str]]]:
+    """Each label with its values, one for each column."""
+    found = [dict(column) for column in columns]
+    return [(label, [column.get(label, "") for column in found]) for label in dict.fromkeys(chain(*found))]
 
 
 def facts(run: RunFiles, spent: Goodput | None) -> list[tuple[str, str]]:
