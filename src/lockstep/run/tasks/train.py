@@ -357,9 +357,15 @@ class TrainTask(WatchedTask):
             "numeric_recipe": self.numeric,
             **self.facts_of_end(),
         }
+        unwritten = None
         if self.world.is_main:
-            storage.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
+            try:
+                storage.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
+            except OSError as error:
+                unwritten = error
         self.bus.publish(RunEnded(status=status, summary=summary))
+        if unwritten is not None and status not in ("failed", "interrupted"):  # which have another error to tell
+            raise unwritten
         if self.world.is_main:
             self.write_report()
 
