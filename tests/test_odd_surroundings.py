@@ -157,3 +157,17 @@ def test_a_disk_without_inodes_is_told_in_one_line(tmp_path, at, said):
     told = [line for line in found.stderr.splitlines() if not line.startswith("warning: ")]
     assert said in told[0] and "60 inodes, and every file takes one: delete files there" in found.stderr
     assert len(told) == (2 if at == "RunStarted" else 1), told
+
+
+WORKER = 'python=$1; shift 4; exec "$python" -m lockstep.run.worker "$@"'
+
+
+@pytest.mark.parametrize("start", ["processes: 2", "processes: 1", "kind: spawn", "a worker by itself"])
+def test_a_loopback_that_is_down_is_told_in_one_line(tmp_path, start):
+    script, own = (WORKER, []) if start.startswith("a ") else ('exec "$@"', [f"launch={{{start}}}"])
+    found = trained_within(["--net"], script, tmp_path, "run.dir=runs", *own)
+    assert found.returncode == 2, found.stderr
+    assert found.stderr == (
+        "this machine cannot reach its own address 127.0.0.1, at which processes meet: bring its loopback interface "
+        "up (`ip link set lo up`)\n"
+    )
