@@ -166,10 +166,10 @@ def full_disk(error: BaseException) -> str | None:
     if not isinstance(error, OSError) or error.errno not in FULL:
         return None
     folder = Path(os.fsdecode(error.filename)).parent if error.filename else Path.cwd()
-    what = f"{error.filename} could not be written: " if error.filename else ""
+    what = f"{error.filename or 'a file'} could not be written: {error.strerror}"
     with suppress(OSError):
-        return f"{what}{error.strerror} ({free_space(folder)}): make room, and give the same command again"
-    return f"{what}{error.strerror}"
+        what += f" ({free_space(folder)})"
+    return f"{what}: make room, and give the same command again"
 
 
 def check_archive(file: IO[bytes], size: int) -> None:

@@ -103,8 +103,7 @@ class Splits:
         sizes = {} if self.mixture is None else {"data.samples_of_sources": list(self.mixture.sizes)}
         with generators_restored():
             for name in (CONTENTS, FULL) if self.recipe.data.fingerprint == "full" else (CONTENTS,):
-                found = contents_of(self.train, self._single, is_full=name == FULL, warn=warn)
-                if found is None:
+                if (found := contents_of(self.train, self._single, is_full=name == FULL, warn=warn)) is None:
                     break
                 facts[name] = found
         return facts | {"data.samples": len(self.train)} | window | sizes

@@ -36,8 +36,7 @@ WATCH_SECONDS = 1.0
 LOST = (OSError, EOFError)
 """What the loss of the other side leads to."""
 SILENT = (EOFError, ConnectionError, BlockingIOError)
-"""What that leads to which only looked whether somebody is here, or was killed or stopped before it could prove itself:
-no stranger for all we know."""
+"""What that leads to which only looked whether somebody is here, or was killed before it could prove itself."""
 STRANGE = (*LOST, ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError, AuthenticationError)
 """What that leads to which is none of ours."""
 

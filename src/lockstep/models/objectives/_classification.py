@@ -37,10 +37,17 @@ class Classification(PredictingObjective):
         label = class_indices(target_of(batch, "classes"), outputs)
         if self.classes is None and isinstance(outputs, Tensor) and outputs.ndim > 1:
             self.classes = outputs.shape[1]
-            if wrong := self.outside(batch):  # later ones are looked at before they are on a GPU, which would wait
-                raise DataError(wrong[1])
-        total, count = self.cross_entropy(outputs, label)
+            self.refuse_outside(batch)  # later ones are looked at before they are on a GPU, which would wait
+        try:
+            total, count = self.cross_entropy(outputs, label)
+        except IndexError:  # on a CPU
+            self.refuse_outside(batch)
+            raise
         return LossSum(total, count, {} if self.is_weighted else {"accuracy": (outputs.argmax(-1) == label).sum()})
+
+    def refuse_outside(self, batch: Batch) -> None:
+        if wrong := self.outside(batch):
+            raise DataError(wrong[1])
 
     def outside(self, batch: Batch) -> tuple[int, str] | None:
         label = batch.get(LABEL)
