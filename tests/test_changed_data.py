@@ -18,6 +18,8 @@ from lockstep.run.recipe import Recipe
 from lockstep.run.splits import open_splits
 
 SOURCE = """
+import os
+
 import numpy as np
 from lockstep import DataSpec
 import helper
@@ -33,6 +35,8 @@ class Rows:
         return len(self.x)
 
     def __getitems__(self, rows):
+        if helper.NOISY == "gone":
+            os._exit(1)
         noise = np.random.default_rng() if helper.NOISY else np.random  # Lockstep seeds the latter
         return {"x": self.x[list(rows)] + noise.random(), "label": np.zeros(len(rows), dtype=np.int64)}
 
@@ -101,11 +105,11 @@ def own(folder):
 KINDS = {each.__name__: each for each in (pictures, table, parquet, texts, saved, sounds, own)}
 
 
-def sums(data, cache, **settings):
+def sums(data, cache, warn=pytest.fail, **settings):
     """What a resume compares of the samples."""
     model = {"kind": "gpt"} if data["kind"] == "text" else {"kind": "cnn"}
     recipe = Recipe.model_validate({"data": {**data, "cache": cache, **settings}, "model": model})
-    found = open_splits(recipes._with_defaults(recipe)).numeric()
+    found = open_splits(recipes._with_defaults(recipe)).numeric(warn)
     return {name: found[name] for name in found if name in ("data.classes", "data.contents", "data.contents_full")}
 
 
@@ -184,7 +188,22 @@ def test_a_source_that_draws_its_own_numbers_has_no_sum(tmp_path):
     data = own(tmp_path / "data")
     (tmp_path / "data" / "helper.py").write_text("NOISY = True\n")
     trust.own(trust.code_with_imports(tmp_path / "data" / "source.py"))
-    assert sums(data, tmp_path) == {"data.classes": ["0", "1"]}
+    said = []
+    assert sums(data, tmp_path, warn=said.append, fingerprint="full") == {"data.classes": ["0", "1"]}
+    assert said == [
+        "the training samples are others each time they are fetched: draw random numbers from numpy.random; a resume "
+        "will not notice where samples have changed"
+    ]
+
+
+def test_a_sum_that_cannot_be_made_is_told(tmp_path):
+    data, said = own(tmp_path / "data"), []
+    (tmp_path / "data" / "helper.py").write_text("NOISY = 'gone'\n")
+    trust.own(trust.code_with_imports(tmp_path / "data" / "source.py"))
+    assert sums(data, tmp_path, workers=1, warn=said.append) == {"data.classes": ["0", "1"]}
+    (line,) = said
+    assert line.startswith("the training samples could not be fetched for a sum (RuntimeError: DataLoader worker ")
+    assert line.endswith("; a resume will not notice where samples have changed")
 
 
 def test_a_resume_names_what_has_changed(ranks, tmp_path):

@@ -58,8 +58,9 @@ class Points:
     lengths = None
     spec = DataSpec(modality="points", labels=("a", "b", "c"))
 
-    def __init__(self, n, kind):
+    def __init__(self, n, kind, split):
         self.n, self.kind = n, kind
+        self.wrong = int(kind.split()[1]) if kind.startswith(split) else None
 
     def __len__(self):
         return self.n
@@ -67,6 +68,7 @@ class Points:
     def __getitems__(self, rows):
         x = np.random.default_rng(0).normal(size=(self.n, 3, 4)).astype(np.float32)[list(rows)]
         y = x.sum(2).argmax(1)
+        y[np.array(rows) == self.wrong] = -1 if self.kind.endswith("minus") else 3
         return {"x": x, "label": {"ignored": np.where(y == 2, -100, y), "bytes": y.astype(np.uint16)}.get(self.kind, y)}
 
 
@@ -82,7 +84,7 @@ class Network(nn.Module):
 
 
 def source(options, split):
-    return Points(options["samples"], options["kind"])
+    return Points(options["samples"], options["kind"], split)
 
 
 def build(options, spec):
@@ -107,9 +109,26 @@ def train(ranks, tmp_path):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_lone_last_sample_is_refused_before_the_first_step(train, world, tmp_path):
     assert "BatchNorm needs more than one sample, and the last micro-batch of an epoch has one" in train("", 21, world)
-    assert not (tmp_path / "runs" / "a" / "metrics.jsonl").exists()
+    assert not (tmp_path / "a" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(("kind", "samples"), [("axes", 21), ("", 22), ("ignored", 22), ("bytes", 22)])
 def test_what_can_be_trained_is(train, kind, samples):
     assert train(kind, samples, 1)["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "split", "has_begun"),
+    [
+        ("train 13", 1, "the training split of data.kind=user", True),
+        ("train 17 minus", 2, "the training split of data.kind=user", False),
+        ("test 2", 2, "the test split", False),
+        ("test 22", 1, "the test split", True),
+    ],
+)
+def test_a_wrong_label_is_told_with_its_sample(train, tmp_path, kind, world, split, has_begun):
+    """Also where it comes late: by then steps with right ones were done."""
+    wrong = -1 if kind.endswith("minus") else 3
+    said = f"sample {kind.split()[1]} of {split}: the column 'label' holds {wrong}, but the model gives 3 classes"
+    assert f"DataError: {said}, whose indices are 0 to 2" in train(kind, 24, world)
+    assert (tmp_path / "a" / "metrics.jsonl").exists() == has_begun

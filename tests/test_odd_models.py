@@ -3,6 +3,10 @@
 import pytest
 from test_training import config_in, run_on_rank
 
+from lockstep.base.contracts import DataSpec
+from lockstep.models._user import build
+from lockstep.models.user import Config
+
 FILE = """
 import numpy as np
 import torch
@@ -88,6 +92,9 @@ class Network(nn.Module):
             self.layers[1][1] = nn.LazyBatchNorm1d(affine=False)
         if kind == "wrapped":
             self.layers[1] = nn.DataParallel(self.layers[1])
+        if kind == "compiled parts":
+            self.layers[1] = torch.compile(self.layers[1])
+            self.layers[0].compile()
         if kind == "meta":
             self.to("meta")
 
@@ -146,7 +153,8 @@ class Encoder(nn.Module):
 
 
 def build(options, spec):
-    return Encoder() if options["kind"] == "nested" else Network(options["kind"])
+    network = Encoder() if options["kind"] == "nested" else Network(options["kind"])
+    return torch.compile(network) if options["kind"] == "compiled" else network
 """
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "pipeline": 2}
 EQUAL = {
@@ -218,3 +226,17 @@ def test_the_bits_of_every_strategy_that_takes_it(train, kind):
 @pytest.mark.parametrize("case", REFUSED, ids=" ".join)
 def test_what_cannot_be_trained_is_refused_in_words(train, case):
     assert REFUSED[case] in str(train(*case))
+
+
+def notes_and_names(kind, file):
+    model = build(Config(kind="user", file=file, options={"kind": kind}), DataSpec(modality="points"))
+    return model._lockstep_notes, [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("compiled parts", "fsdp"), ("compiled", "pipeline")])
+def test_what_the_user_compiles_is_trained_as_it_is(train, ranks, tmp_path, kind, strategy):
+    assert train(kind, strategy)["digest"] == train("plain", "single")["digest"]
+    (((note,), names),) = ranks(1, notes_and_names, kind, tmp_path / "mine.py")
+    assert note.startswith("network.layers.1, network.layers.0 of " if "parts" in kind else "network of ")
+    assert "train.compile=true compiles the model's blocks" in note
+    assert not [name for name in names if "_orig_mod" in name]

@@ -84,3 +84,90 @@ def test_a_user_without_a_home_folder(tmp_path):
         pytest.skip("user namespaces cannot be made here")
     assert found.returncode == 2, found.stderr
     assert found.stderr.startswith("this user has no home folder (no HOME, no entry in /etc/passwd)")
+
+
+CONFIG = """
+run: {name: a, device: cpu, dir: small}
+data: {kind: digits, limit: 64}
+model: {kind: cnn}
+train: {steps: 1, global_batch: 32, micro_batch: 16}
+evaluate: {limit: 32}
+"""
+FILLING = """
+from pathlib import Path
+
+
+def fill():
+    number = 0
+    while True:
+        try:
+            Path("small", str(number)).touch()
+        except OSError:
+            return
+        number += 1
+
+
+class Filling:
+    def __init__(self, at):
+        self.at = at
+
+    def notice(self, event):
+        if type(event).__name__ == self.at:
+            fill()
+
+    def close(self):
+        pass
+
+
+def observers(options):
+    if options["at"] == "start":
+        fill()
+    return [Filling(options["at"])]
+"""
+"""An observer that takes the last inodes of a disk."""
+SMALL_DISK = 'mkdir -p small; mount -t tmpfs -o size=64m,nr_inodes=60 none small && exec "$@"'
+
+
+def trained_within(namespaces, script, folder, *overrides):
+    """What `lockstep train` says after a shell script in namespaces of its own."""
+    if not shutil.which("unshare"):
+        pytest.skip("user namespaces cannot be made here")
+    (folder / "c.yaml").write_text(CONFIG)
+    train = [sys.executable, "-m", "lockstep", "train", "c.yaml", *overrides]
+    line = ["unshare", "--map-root-user", *namespaces, "sh", "-c", script, "sh", *train]
+    found = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=100)
+    if "unshare:" in found.stderr or "mount:" in found.stderr:
+        pytest.skip("user namespaces cannot be made here")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        ("start", "/recipe.yaml could not be written: No space left on device ("),
+        ("RunStarted", "the last checkpoint, of step 1, could not be saved in "),
+        ("CheckpointSaved", "/summary.json could not be written: No space left on device ("),
+    ],
+)
+def test_a_disk_without_inodes_is_told_in_one_line(tmp_path, at, said):
+    (tmp_path / "filling.py").write_text(FILLING)
+    own = ["observe.file=filling.py", f"observe.options={{at: {at}}}"]
+    found = trained_within(["--mount"], SMALL_DISK, tmp_path, *own)
+    assert found.returncode == 2 and "Traceback" not in found.stderr, found.stderr
+    told = [line for line in found.stderr.splitlines() if not line.startswith("warning: ")]
+    assert said in told[0] and "60 inodes, and every file takes one: delete files there" in found.stderr
+    assert len(told) == (2 if at == "RunStarted" else 1), told
+
+
+WORKER = 'python=$1; shift 4; exec "$python" -m lockstep.run.worker "$@"'
+
+
+@pytest.mark.parametrize("start", ["processes: 2", "processes: 1", "kind: spawn", "a worker by itself"])
+def test_a_loopback_that_is_down_is_told_in_one_line(tmp_path, start):
+    script, own = (WORKER, []) if start.startswith("a ") else ('exec "$@"', [f"launch={{{start}}}"])
+    found = trained_within(["--net"], script, tmp_path, "run.dir=runs", *own)
+    assert found.returncode == 2, found.stderr
+    assert found.stderr == (
+        "this machine cannot reach its own address 127.0.0.1, at which processes meet: bring its loopback interface "
+        "up (`ip link set lo up`)\n"
+    )

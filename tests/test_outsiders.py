@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from conftest import FORKING
 from running import family, started, summary, wait_for_steps
+from torch.distributed import DistError
 
 from lockstep.base.errors import LaunchError, ModelError, PeerLost
 from lockstep.base.world import World
@@ -27,7 +28,8 @@ from lockstep.core.distributed import group_connections, process_group
 from lockstep.core.distributed.messages import decode, encode
 from lockstep.core.numerics import seeds
 from lockstep.launch.elastic import run_secret
-from lockstep.launch.elastic.store_client import connected
+from lockstep.launch.elastic.rendezvous import Endpoint, serve_store
+from lockstep.launch.elastic.store_client import StoreClient, connected
 
 STRICT = pathlib.Path(__file__).with_name("strict_lockstep.py")
 NOBODY = 65534
@@ -96,6 +98,38 @@ def test_processes_that_come_at_once_get_one_secret(tmp_path):
 
 
 # ---- meeting
+
+
+def connect_and_wait(port, ready, proves_first):
+    """A worker that is killed while it connects: before it has read the greeting, or the answer to its challenge."""
+    client = StoreClient("127.0.0.1", port, timeout=timedelta(seconds=60))
+    if proves_first:
+        client.read_greeting()
+        client._connection.send_bytes(b"null")
+    client._connection.poll(10)
+    ready.set()
+    time.sleep(100)
+
+
+@pytest.mark.parametrize("proves_first", [False, True])
+def test_a_worker_that_is_killed_while_it_connects_is_no_stranger(proves_first, capfd):
+    secret, store = b"x" * run_secret.BYTES, serve_store(Endpoint(host="127.0.0.1", port=0))
+    store.open_to(secret)
+    for _ in range(2):
+        ready = FORKING.Event()
+        worker = FORKING.Process(target=connect_and_wait, args=(store.port, ready, proves_first))
+        worker.start()
+        assert ready.wait(60)
+        worker.kill()
+        worker.join()
+    with pytest.raises(DistError, match="does not know the run's secret"):
+        connected("127.0.0.1", store.port, b"y" * len(secret), timeout=timedelta(seconds=60))
+    while store._strangers:
+        time.sleep(0.05)
+    store.close()
+    assert capfd.readouterr().err == (
+        f"1 connections to port {store.port} were refused: they did not know the run's secret\n"
+    )
 
 
 def ports(run):

@@ -26,6 +26,7 @@ TEXTS, MOST_TEXT_BYTES = (".json", ".jinja", ".txt"), 256 << 20
 """What libraries read whole: settings, tokenizers, templates."""
 FEW_INODES = 100
 """More files than a checkpoint has."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write(path: Path, text: str | bytes) -> None:
@@ -37,6 +38,9 @@ def write(path: Path, text: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
@@ -155,6 +159,17 @@ def free_space(folder: Path) -> str:
                 "every file takes one: delete files there, or choose another folder with run.dir"
             )
     return f"{free / 1e9:.1f} GB are free there"
+
+
+def full_disk(error: BaseException) -> str | None:
+    """For the user: what could not be written on a disk without space or inodes; None for another error."""
+    if not isinstance(error, OSError) or error.errno not in FULL:
+        return None
+    folder = Path(os.fsdecode(error.filename)).parent if error.filename else Path.cwd()
+    what = f"{error.filename or 'a file'} could not be written: {error.strerror}"
+    with suppress(OSError):
+        what += f" ({free_space(folder)})"
+    return f"{what}: make room, and give the same command again"
 
 
 def check_archive(file: IO[bytes], size: int) -> None:

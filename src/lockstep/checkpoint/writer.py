@@ -210,7 +210,7 @@ class Writer:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            return str(error)
+            return storage.full_disk(error) or str(error)
         return None
 
     def _with_free_space(self, reasons: str) -> str:

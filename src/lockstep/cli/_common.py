@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import platformdirs
 import typer
 
-from lockstep.base import ctrl_c, loading_line, remote_path, user_code
-from lockstep.base.errors import ConfigError, LaunchError, LockstepError, absence, printable
+from lockstep.base import ctrl_c, loading_line, remote_path, storage, user_code
+from lockstep.base.errors import ConfigError, LaunchError, LockstepError, UserError, absence, printable
 from lockstep.base.escaping_console import EscapingConsole
 
 if TYPE_CHECKING:
@@ -151,7 +151,10 @@ def _exit_code(command: Callable[[], int | None]) -> int | None:
         if ctrl_c.was_pressed():  # interrupted code may have replaced KeyboardInterrupt
             typer.echo("interrupted", err=True)
             return ctrl_c.EXIT_CODE
-        if not user_code.is_from_user(error):
+        if user_code.is_from_user(error):
+            typer.echo(printable(user_code.report(error)), err=True)
+            return 1
+        if (text := storage.full_disk(error)) is None:
             raise
-        typer.echo(printable(user_code.report(error)), err=True)
-        return 1
+        typer.echo(printable(text), err=True)
+        return UserError.exit_code

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from lockstep.base import storage
+from lockstep.base.errors import DataError
+from lockstep.base.model_contracts import Batch, MicroBatch
 
 MAX_IN_SUMMARY = 100
 """Samples named in the summary; the files name all."""
@@ -38,8 +40,15 @@ class Faults:
     """JSON Lines file of the samples left out."""
     warn: Callable[[str], None] = lambda _: None
     """Called once for each."""
+    outside: Callable[[Batch], tuple[int, str] | None] = lambda _: None
+    """Of a micro-batch on the CPU: the first sample whose target the model cannot give, and what is wrong."""
     known: set[int] = field(default_factory=set)
     """Samples left out so far."""
+
+    def refuse_outside(self, micro_batch: MicroBatch) -> None:
+        """Raise DataError, with the number of the sample, where `outside` finds one."""
+        if micro_batch.indices and (wrong := self.outside(micro_batch.batch)):
+            raise DataError(f"sample {micro_batch.indices[wrong[0]]} of {self.name}: {wrong[1]}")
 
     def record(self, file: Path, warn: Callable[[str], None]) -> None:
         """Start to list the samples left out in a file, and to warn of each."""

@@ -25,6 +25,10 @@ AGAIN = 8
 """Samples that are fetched twice: a source that gives others each time has no sum."""
 
 
+class Unsteady(Exception):
+    """A sample is another one when it is fetched again."""
+
+
 def labels_of(source: Source) -> np.ndarray | None:
     """Return the targets of all samples; None where they are not in memory, as of the user's own source."""
     if isinstance(source, Augmented | Tokens):
@@ -38,17 +42,21 @@ def labels_of(source: Source) -> np.ndarray | None:
     return source.labels if isinstance(source, Images | Texts | FileSamples) else None
 
 
-def contents_of(source: Source, load: Load, *, is_full: bool) -> str | None:
-    """Return a sum over the samples of a source, the same wherever its files lie and whatever their times are; None
-    where the samples are others each time, or an error of the source stands in the way, which training will meet, too.
+def contents_of(source: Source, load: Load, *, is_full: bool, warn: Callable[[str], None]) -> str | None:
+    """Return a sum over the samples of a source, the same wherever its files lie and whatever their times are; None,
+    with a warning, where the samples are others each time, or an error of the source stands in the way.
 
     All count that are in memory or in the token cache, and the sizes of all sounds; of the rest ROWS samples do, or all
     if it `is_full`.
     """
     try:
         return fingerprint(list(_parts(source, load, is_full=is_full)))
-    except Exception:
-        return None
+    except Unsteady:
+        what = "the training samples are others each time they are fetched: draw random numbers from numpy.random"
+    except Exception as error:
+        what = f"the training samples could not be fetched for a sum ({type(error).__name__}: {error})".splitlines()[0]
+    warn(f"{what}; a resume will not notice where samples have changed")
+    return None
 
 
 def _parts(source: Source, load: Load, *, is_full: bool) -> Iterator[Any]:
@@ -85,5 +93,5 @@ def _fetched(source: Source, rows: list[int], load: Load) -> str:
     for each in islice(found, len(rows) - len(again)):
         total = fingerprint([total, each])
     if [*found] != first:
-        raise ValueError("a sample is another one when it is fetched again")
+        raise Unsteady
     return total

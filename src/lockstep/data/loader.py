@@ -76,6 +76,7 @@ class Loader:
                     raise micro_batch
                 self.faults.note(micro_batch.left_out)
                 self._check_dtypes(micro_batch)
+                self.faults.refuse_outside(micro_batch)
                 yield self._moved(micro_batch)
         except Exception as error:
             if self.batches.num_workers == 0:

@@ -133,7 +133,8 @@ def launch(recipe: Recipe, arguments: tuple[str, ...], *, name: str = "launch") 
         if not is_training:
             return launcher.run(plan, logs)
         code = _with_resume_hint(recipe, lambda: launcher.run(plan, logs))
-        _write_note(recipe, launcher)
+        if recipe.launch.SUBMITS:
+            _write_note(recipe, launcher)
         return code
 
 

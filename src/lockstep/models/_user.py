@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.base import plugins
 from lockstep.base.contracts import DataSpec
-from lockstep.base.errors import ModelError
+from lockstep.base.errors import ModelError, few
 from lockstep.base.model_contracts import Averaged, Batch, LossSum, Model, Outputs
 from lockstep.core.modules.blocks import blocks_of
 from lockstep.core.modules.buffer_rules import declare
@@ -65,6 +65,7 @@ def build(config: Config, spec: DataSpec) -> Model:
     network = module.build(config.options, spec)
     if not isinstance(network, nn.Module):
         raise ModelError(f"build() in {config.file} returned {type(network).__name__}, not a torch.nn.Module")
+    network, compiled = uncompiled(network)
     if callable(getattr(module, "buffers", None)):
         declare(network, module.buffers(network))
     averages = averaged(network, module.averages(network)) if callable(getattr(module, "averages", None)) else ()
@@ -78,9 +79,28 @@ def build(config: Config, spec: DataSpec) -> Model:
         objective=objective if loss is None else None,
     )
     model._lockstep_averages = averages
+    if compiled:
+        model._lockstep_notes = (
+            f"{few(compiled)} of {config.file} is trained without your torch.compile, whose code depends on how the "
+            "model is divided among processes; train.compile=true compiles the model's blocks",
+        )
     if spec.documents and spec.vocabulary and not keeps_apart(model, model, vocabulary=spec.vocabulary):
         raise not_apart(f"the model in {config.file}, which gets them as batch['document'],")
     return model
+
+
+def uncompiled(network: nn.Module) -> tuple[nn.Module, list[str]]:
+    """A network without what torch.compile has made of its parts, and the names of these."""
+    root, names = nn.ModuleDict({"network": network}), list[str]()
+    for prefix, parent in [*root.named_modules()]:
+        for name, child in parent._modules.items():
+            while child is not None and (inner := child._modules.get("_orig_mod")) is not None:
+                names.append(f"{prefix}.{name}".lstrip("."))
+                parent._modules[name] = child = inner
+        if parent._compiled_call_impl is not None:  # of nn.Module.compile()
+            parent._compiled_call_impl = None
+            names.append(prefix)
+    return root["network"], list(dict.fromkeys(names))
 
 
 def averaged(network: nn.Module, rules: Any) -> tuple[Averaged, ...]:

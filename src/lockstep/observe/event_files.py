@@ -1,5 +1,6 @@
 """TensorBoard event files beside the one that a run appends to, written anew as a whole: a resume doubles nothing."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +13,25 @@ def remove(folder: Path, name: str) -> None:
         file.unlink(missing_ok=True)
 
 
+def opened(folder: Path, **options: Any) -> Any:
+    """A SummaryWriter, whose methods raise OSError where its thread could not write."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    threading.excepthook = _report
+    return SummaryWriter(str(folder), **options)
+
+
+def _report(error: Any) -> None:
+    """Leave out what the thread of a writer cannot write: `opened`."""
+    if not (isinstance(error.exc_value, OSError) and type(error.thread).__module__.startswith("tensorboard.")):
+        threading.__excepthook__(error)
+
+
 @contextmanager
 def replacing(folder: Path, name: str) -> Iterator[Any]:
     """A SummaryWriter for the file of that name, in the same run as the other files of the folder. Raises OSError."""
-    from torch.utils.tensorboard import SummaryWriter
-
     remove(folder, name)
-    writer = SummaryWriter(str(folder), filename_suffix=f".{name}")
+    writer = opened(folder, filename_suffix=f".{name}")
     try:
         yield writer
     finally:

@@ -114,6 +114,9 @@ def assemble(
             # The strategy materializes only its own shards. None where the model's constructor reads values.
             model = deferred(partial(build_model, recipe, data.train.spec))
         model = model or build_model(recipe, data.train.spec).to(device)
+        for faults in data.faults.values():
+            if (objective := getattr(model, "objective", None)) is not None:
+                faults.outside = objective.outside
         if (weights := recipe.train.class_weights) is not None:
             objective = objective_of_classes(model, "train.class_weights")
             objective.class_weights = torch.tensor(class_weights(weights, data.train), device=device)

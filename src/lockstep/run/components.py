@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.base import devices
 from lockstep.base.config import MANY
 from lockstep.base.contracts import DataSpec, Source
-from lockstep.base.errors import ConfigError
+from lockstep.base.errors import ConfigError, DataError
 from lockstep.base.model_contracts import MicroBatch, Model, Strategy
 from lockstep.base.world import World
 from lockstep.checkpoint.metric_modes import mode_by_name
@@ -120,7 +120,12 @@ class Components:
             requests = evaluation_requests(self.recipe, self.data.test, World())
             first = next(iter(self.data.test_loader(requests, self.device)))
         recipe, asked = self.recipe, self.recipe.evaluate.metrics
-        measured, are_all = trial_evaluation(replace(self.subject, requested="auto"), first)
+        try:
+            measured, are_all = trial_evaluation(replace(self.subject, requested="auto"), first)
+        except DataError:
+            with raise_on_all_ranks():
+                self.data.faults["test"].refuse_outside(first)  # which tells the sample
+            raise
         known = [name for name in measured if name == "loss" or is_requested(name.partition(".")[0], asked)]
         check("checkpoint.best", recipe.checkpoint.best, known, are_all=are_all)
         check("train.stop_metric", recipe.train.stop_metric, known, are_all=are_all)

@@ -91,7 +91,7 @@ class Splits:
         """The token id that short rows are padded with."""
         return self.tokenizer.pad_id if self.tokenizer else 0
 
-    def numeric(self) -> dict[str, Any]:
+    def numeric(self, warn: Callable[[str], None]) -> dict[str, Any]:
         """What of the samples themselves changes the weights, for the numeric recipe. Fetches some of them."""
         facts: dict[str, Any] = {}
         if labels := self.train.spec.labels:
@@ -103,8 +103,9 @@ class Splits:
         sizes = {} if self.mixture is None else {"data.samples_of_sources": list(self.mixture.sizes)}
         with generators_restored():
             for name in (CONTENTS, FULL) if self.recipe.data.fingerprint == "full" else (CONTENTS,):
-                if (found := contents_of(self.train, self._single, is_full=name == FULL)) is not None:
-                    facts[name] = found
+                if (found := contents_of(self.train, self._single, is_full=name == FULL, warn=warn)) is None:
+                    break
+                facts[name] = found
         return facts | {"data.samples": len(self.train)} | window | sizes
 
     def _single(self, source: Source, rows: Iterable[int]) -> Iterator[object]:

@@ -25,8 +25,8 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lockstep.base import closed_output, config, devices, plugins, trust, user_code
-from lockstep.base.errors import LockstepError, PeerLost, few, printable
+from lockstep.base import closed_output, config, devices, plugins, storage, trust, user_code
+from lockstep.base.errors import LockstepError, PeerLost, UserError, few, printable
 from lockstep.base.world import World
 from lockstep.checkpoint.writer import THREAD
 from lockstep.core.distributed import process_group
@@ -91,20 +91,34 @@ def main(argv: list[str]) -> int:
                 task.run(options.resume, allow_drift=options.allow_drift)
         except LockstepError as error:
             if not error.is_shared or error.rank == world.rank:
-                get_error_handler().record_exception(error)
+                record(error)
             if not error.is_shared:
                 sys.stderr.write(f"{error}\n")
             return error.exit_code
         except BaseException as error:  # also a KeyboardInterrupt or SystemExit, which only user code raises here
             if process_group.is_lost_peer(error):
                 return report_lost_peer(world, error)
-            get_error_handler().record_exception(error)  # for the agent, which reports the first failure
-            if user_code.is_from_user(error):
-                sys.stderr.write(f"{printable(user_code.report(error))}\n")
-            else:
-                traceback.print_exc()
-            return 1
+            return report(error)
     return 0
+
+
+def record(error: BaseException) -> None:
+    """For the agent, which reports the first failure; nothing on a full disk."""
+    with suppress(OSError):
+        get_error_handler().record_exception(error)
+
+
+def report(error: BaseException) -> int:
+    """Say what has ended this process; returns its exit code."""
+    record(error)
+    if user_code.is_from_user(error):
+        sys.stderr.write(f"{printable(user_code.report(error))}\n")
+    elif text := storage.full_disk(error):
+        sys.stderr.write(f"{printable(text)}\n")
+        return UserError.exit_code
+    else:
+        traceback.print_exc()
+    return 1
 
 
 def of_main_rank(recipe: recipes.Recipe, options: argparse.Namespace) -> recipes.Recipe:

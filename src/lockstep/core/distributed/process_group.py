@@ -21,7 +21,7 @@ from lockstep.core.distributed.group_attempts import INTERFACES, Attempts, authe
 from lockstep.core.distributed.proven_meeting import check_secrets, meet
 from lockstep.launch.elastic import run_secret
 from lockstep.launch.elastic.live_notes import is_live_worker, secret_of_run, slot_here
-from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, interface_to
+from lockstep.launch.elastic.rendezvous import LOOPBACK, Endpoint, check_reachable, interface_to
 
 if os.name != "nt":
     import resource
@@ -205,8 +205,11 @@ def joined() -> World:
 @contextmanager
 def on_loopback(*, is_single_node: bool) -> Iterator[None]:
     """On a single node, bind Gloo and NCCL to the loopback interface unless another is set: their default is the
-    interface of the machine's host name, which other machines may reach."""
-    loopback = interface_to(Endpoint(host=LOOPBACK, port=9)) if is_single_node else None
+    interface of the machine's host name, which other machines may reach. Raises LaunchError where it is down."""
+    own, loopback = Endpoint(host=LOOPBACK, port=9), None
+    if is_single_node:
+        check_reachable(own)
+        loopback = interface_to(own)
     ours = [name for name in INTERFACES if loopback and name not in os.environ]
     os.environ.update(dict.fromkeys(ours, loopback or ""))  # until exit: groups that are created later read them, too
     try:

@@ -76,7 +76,18 @@ def _listener(endpoint: Endpoint) -> socket.socket:
     except OSError as error:
         listener.close()
         raise LaunchError(_bind_error(endpoint, address, error), code="LS-NODE-04") from None
+    check_reachable(Endpoint(host=address, port=listener.getsockname()[1]))
     return listener
+
+
+def check_reachable(own: Endpoint) -> None:
+    """Raise LaunchError where this machine cannot reach an address of its own."""
+    if address_to(own) is None:
+        raise LaunchError(
+            f"this machine cannot reach its own address {own.host}, at which processes meet: bring its loopback "
+            "interface up (`ip link set lo up`)",
+            code="LS-NET-03",
+        )
 
 
 def _bind_error(endpoint: Endpoint, address: str, error: OSError) -> str:

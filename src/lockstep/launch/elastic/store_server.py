@@ -35,6 +35,8 @@ WATCH_SECONDS = 1.0
 """Between two looks at whether a client that waits is still there."""
 LOST = (OSError, EOFError)
 """What the loss of the other side leads to."""
+SILENT = (EOFError, ConnectionError, BlockingIOError)
+"""What that leads to which only looked whether somebody is here, or was killed before it could prove itself."""
 STRANGE = (*LOST, ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError, AuthenticationError)
 """What that leads to which is none of ours."""
 
@@ -62,7 +64,7 @@ class StoreServer(Store):
         super().__init__()
         self.port: int = listener.getsockname()[1]
         self.refused = 0
-        """Clients that did not prove to know the secret."""
+        """Clients that said something else than who knows the secret, or came when too many others did."""
         self.rejection: dict[str, str] | None = None
         """Why somebody cannot join the run, as it said itself, before it was admitted."""
         self._listener, self._timeout = listener, timeout
@@ -178,7 +180,7 @@ class StoreServer(Store):
                 return False
             deliver_challenge(connection, self._secret)
             answer_challenge(connection, self._secret)
-        except EOFError:  # it only looked whether somebody is here
+        except SILENT:
             return False
         except STRANGE:
             self.refused += 1

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,23 +27,39 @@ class Classification(PredictingObjective):
     PURPOSE = "that tells {count} classes of {samples} apart: {names}"
     CALIBRATES = True
     SMOOTHS = True
-    has_checked = False
-    """Whether labels were compared with the number of classes."""
+    classes: int | None = None
+    """Which the model gives; known from its first outputs."""
 
     def missing(self, spec: DataSpec) -> str:
         return "" if spec.labels else "a class for each sample"
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         label = class_indices(target_of(batch, "classes"), outputs)
-        if not self.has_checked and not torch.is_grad_enabled():  # the trial of an evaluation: later, a GPU would wait
-            refuse_outside(label, outputs)
-            self.has_checked = True
+        if self.classes is None and isinstance(outputs, Tensor) and outputs.ndim > 1:
+            self.classes = outputs.shape[1]
+            self.refuse_outside(batch)  # later ones are looked at before they are on a GPU, which would wait
         try:
             total, count = self.cross_entropy(outputs, label)
         except IndexError:  # on a CPU
-            refuse_outside(label, outputs)
+            self.refuse_outside(batch)
             raise
         return LossSum(total, count, {} if self.is_weighted else {"accuracy": (outputs.argmax(-1) == label).sum()})
+
+    def refuse_outside(self, batch: Batch) -> None:
+        if wrong := self.outside(batch):
+            raise DataError(wrong[1])
+
+    def outside(self, batch: Batch) -> tuple[int, str] | None:
+        label = batch.get(LABEL)
+        if label is None or self.classes is None:
+            return None
+        label = label.long()  # torch compares no uint16
+        if not (is_wrong := (label >= self.classes) | (label < 0) & (label != IGNORED)).any():
+            return None
+        return int(is_wrong.nonzero()[0, 0]), (
+            f"the column {LABEL!r} holds {int(label[is_wrong][0])}, but the model gives {self.classes} classes, whose "
+            f"indices are 0 to {self.classes - 1} ({IGNORED}: this sample does not count)"
+        )
 
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
         classes = len(spec.labels)
@@ -109,19 +124,6 @@ def class_indices(label: Tensor, logits: Any) -> Tensor:
             "model.objective=regression or multilabel"
         )
     return label.long()
-
-
-def refuse_outside(label: Tensor, logits: Any) -> None:
-    """Raise DataError for labels that are no indices of the classes of logits [m, K, ...]."""
-    if not isinstance(logits, Tensor) or logits.ndim < 2:
-        return
-    classes = logits.shape[1]
-    is_wrong = (label >= classes) | (label < 0) & (label != IGNORED)
-    if is_wrong.any():
-        raise DataError(
-            f"the column {LABEL!r} holds {int(label[is_wrong][0])}, but the model gives {classes} classes, whose "
-            f"indices are 0 to {classes - 1} ({IGNORED}: this sample does not count)"
-        )
 
 
 def classified(outputs: Outputs, batch: Batch, classes: int) -> tuple[Tensor, Tensor] | None:

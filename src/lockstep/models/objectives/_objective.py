@@ -54,6 +54,10 @@ class Objective(ABC):
     def missing(self, spec: DataSpec) -> str:
         """What the data lacks, such as "classes"; empty where it has all."""
 
+    def outside(self, batch: Batch) -> tuple[int, str] | None:
+        """The first sample of a micro-batch, by its place, whose target the model cannot give, and what is wrong."""
+        return None
+
     @abstractmethod
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
         """Sum the losses of a micro-batch. Raises ModelError for outputs of another shape than the targets."""

@@ -187,7 +187,8 @@ class ProgressSink:
         try:
             self.file = storage.append(logs / "rank-0.log")
         except OSError as error:
-            raise ConfigError(f"{logs / 'rank-0.log'} cannot be written: {error.strerror}; remove it") from None
+            text = f"{logs / 'rank-0.log'} cannot be written: {error.strerror}; remove it"
+            raise ConfigError(storage.full_disk(error) or text) from None
         self.outputs: list[ProgressLines] = [terminal(), LogLines(self.file)]
 
     def notice(self, event: object) -> None:

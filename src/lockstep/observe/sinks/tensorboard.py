@@ -46,10 +46,8 @@ class TensorBoard:
 
     def notice(self, event: object) -> None:
         if isinstance(event, RunStarted):
-            from torch.utils.tensorboard import SummaryWriter
-
             # also on a fresh start: the folder may hold steps of a run that was killed before its first checkpoint
-            self.writer = SummaryWriter(str(self.folder), purge_step=event.resumed_step + 1, flush_secs=10)
+            self.writer = event_files.opened(self.folder, purge_step=event.resumed_step + 1, flush_secs=10)
             self.world_size = event.world_size
             event_files.remove(self.folder, HYPERPARAMETERS)
             self._write_text("config", (self.folder.parent / "recipe.yaml"), event.resumed_step)

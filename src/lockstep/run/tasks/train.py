@@ -103,7 +103,7 @@ class TrainTask(WatchedTask):
         parts = self.parts = self.hooks.assembled(self.assemble())
         self.checks = UserCodeChecks(parts, self.warn)
         parts.check_training()
-        self.numeric |= parts.data.numeric()
+        self.numeric |= parts.data.numeric(self.warn)
         if parts.warm_start is not None:
             self.numeric["model.init_digest"] = parts.warm_start.digest
         checkpoint = self.load_checkpoint(resume, allow_drift=allow_drift)
@@ -357,9 +357,15 @@ class TrainTask(WatchedTask):
             "numeric_recipe": self.numeric,
             **self.facts_of_end(),
         }
+        unwritten = None
         if self.world.is_main:
-            storage.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
+            try:
+                storage.write(self.recipe.folder / "summary.json", json.dumps(summary, indent=1))
+            except OSError as error:
+                unwritten = error
         self.bus.publish(RunEnded(status=status, summary=summary))
+        if unwritten is not None and status not in ("failed", "interrupted"):  # which have another error to tell
+            raise unwritten
         if self.world.is_main:
             self.write_report()
 

@@ -145,7 +145,7 @@ class LiveTrainTask(TrainTask):
             return
         parts = self.parts = self.assemble()
         self.checks = UserCodeChecks(parts, self.warn)
-        self.numeric |= parts.data.numeric()
+        self.numeric |= parts.data.numeric(self.warn)
         if parts.warm_start is not None:
             self.numeric["model.init_digest"] = parts.warm_start.digest
         self.bus.subscribe(self.first_step)
