@@ -74,6 +74,19 @@ def test_the_loss_is_that_of_the_file(tmp_path):
     assert model(batch).shape == (6, 3)
 
 
+def test_targets_may_be_others(ranks, tmp_path):
+    """Here -1 for samples that the loss leaves out."""
+    text = FOCAL.replace('batch["label"]', 'batch["label"].clamp_min(0)').replace("def loss", "def own") + (
+        "def loss(outputs, batch):\n    return own(outputs, {**batch, 'label': batch['label'] - 1})\n"
+    )
+    batch = {"label": torch.tensor([-1, 0, 1, 2])}
+    spec = DataSpec(modality="image", image_shape=(1, 8, 8), labels=("a", "b", "c"))
+    model = build(Config(kind="cnn", file=written(tmp_path, text)), spec)
+    with torch.no_grad():
+        assert model.loss(torch.randn(4, 3), batch).sums.keys() == {"plain"}
+    assert run(ranks, tmp_path, written(tmp_path, text))["status"] == "finished"
+
+
 def test_a_language_model_tells_no_perplexity_of_another_loss(tmp_path):
     text = "from lockstep import LossSum\ndef loss(outputs, batch):\n    return LossSum(outputs.square().sum(), 1)\n"
     spec = DataSpec(modality="tokens", vocabulary=20, context=8)

@@ -114,8 +114,8 @@ def assemble(
             # The strategy materializes only its own shards. None where the model's constructor reads values.
             model = deferred(partial(build_model, recipe, data.train.spec))
         model = model or build_model(recipe, data.train.spec).to(device)
-        for faults in data.faults.values():
-            if (objective := getattr(model, "objective", None)) is not None:
+        if (objective := getattr(model, "objective", None)) is not None and getattr(model, "own_loss", None) is None:
+            for faults in data.faults.values():
                 faults.outside = objective.outside
         if (weights := recipe.train.class_weights) is not None:
             objective = objective_of_classes(model, "train.class_weights")

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lockstep.core.modules.buffer_rules import BufferEvidence, must_declare, rule_of
+from lockstep.core.modules.module_trace import class_of
 
 
 class TrackedBuffer:
@@ -14,13 +15,17 @@ class TrackedBuffer:
 
     `tensor` is the model's own; within a step `current` may take its place in the module. `version` is autograd's
     version counter of `current` when it was last looked at. `is_silent`: whether it is written to without advancing
-    that counter, through .data or NumPy, and so has to be compared by value.
+    that counter, as by F.batch_norm, through .data or NumPy, and so has to be compared by value. PyTorch's own BatchNorm
+    advances the counter of its batches with its statistics.
     """
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
         tensor = module._buffers[key]
         assert tensor is not None
-        self.name, self.module, self.key, self.is_silent = name, module, key, False
+        self.name, self.module, self.key = name, module, key
+        is_of_torch = class_of(module).__module__.startswith("torch.nn.")
+        self.counts = is_of_torch and isinstance(module, _BatchNorm)
+        self.is_silent = is_of_torch and isinstance(module, _NormBase) and not self.counts
         self.rule, is_checked = rule_of(module, key, tensor)
         self.evidence = BufferEvidence(self.rule) if is_checked else None
         self.adopt(tensor)
@@ -45,10 +50,14 @@ class TrackedBuffer:
         """Whether it was written to, or replaced, since it was last looked at."""
         if not self.is_summed:
             return True
-        value = self.value
-        if value is not self.current or value._version != self.version:
+        if self.value is not self.current or self._version != self.version:
             return True
         return self.is_silent and self.differs
+
+    @property
+    def _version(self) -> int:
+        batches = self.module._buffers["num_batches_tracked"] if self.counts else None
+        return self.current._version + (0 if batches is None else batches._version)
 
     @property
     def differs(self) -> bool:
@@ -77,7 +86,7 @@ class TrackedBuffer:
     def install(self, tensor: Tensor) -> None:
         """Put a tensor into the module."""
         self.module._buffers[self.key] = self.current = tensor
-        self.version = tensor._version
+        self.version = self._version
 
     @property
     def is_reset_in_place(self) -> bool:

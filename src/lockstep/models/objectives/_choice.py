@@ -1,13 +1,14 @@
 """The objective that data and settings ask for, and the base class of models that learn it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
 from lockstep.base import plugins
 from lockstep.base.contracts import DataSpec
-from lockstep.base.errors import ConfigError, ModelError
+from lockstep.base.errors import ConfigError, DataError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Model, Outputs
 from lockstep.models.objectives._objective import Objective, PredictingObjective
 
@@ -87,7 +88,9 @@ class ObjectiveModel(Model):
         found = self.own_loss(outputs, batch)
         if torch.is_grad_enabled() or not isinstance(self.objective, PredictingObjective):
             return found
-        return replace(found, sums={**self.objective.loss(outputs, batch).sums, **found.sums})  # such as accuracy
+        with suppress(DataError, ModelError):  # the user's targets may be others
+            found = replace(found, sums={**self.objective.loss(outputs, batch).sums, **found.sums})  # such as accuracy
+        return found
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         return self.objective.derived(means) if self.own_loss is None else {}
