@@ -34,6 +34,18 @@ from lockstep.base.yaml_text import (
 )
 
 MANY = 10**9
+ELSEWHERE = {
+    "batch_size": "train.global_batch, the samples of a step on all processes together, or train.micro_batch",
+    "learning_rate": "optim.lr",
+    "num_epochs": "train.epochs",
+    "max_steps": "train.steps",
+    "gradient_clipping": "optim.clip",
+    "fp16": "train.precision",
+    "bf16": "train.precision",
+    "num_workers": "data.workers",
+    "output_dir": "run.dir",
+}
+"""What other trainers call a setting -> what it is here."""
 """The upper limit of counts and times: steps, samples, seconds. Larger values are typing errors."""
 SMALLEST, LARGEST = 1e-30, 1e30
 """Limits of float settings: float32 ranges from 1.2e-38 to 3.4e38, and products have to fit, too."""
@@ -296,6 +308,8 @@ def _hint(root: type[Section], raw: dict[str, Any], path: KeyPath) -> str:
     *sections_above, key = path
     if sections_above and key in root.model_fields:
         return f" — {key} is a section of its own: indent it less"
+    if key in ELSEWHERE:
+        return f" — did you mean {ELSEWHERE[key]}?"
     for name in root.model_fields:
         section = _child(root, name, raw.get(name))
         if section is not None and key in section.model_fields:

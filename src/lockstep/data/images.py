@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import psutil
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from lockstep.base.errors import DataError
 from lockstep.core.host.pretrained_processors import ImageProcessor
@@ -186,7 +186,8 @@ def open_image(file: ImageFile, where: str, formats: tuple[str, ...] | None = No
     except Image.DecompressionBombError as error:
         raise TooLarge(f"{where} has more than {MAX_PIXELS:,} pixels") from error
     except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{where} cannot be read as an image ({error}): replace or remove it") from error
+        reason = "no image of a known format" if isinstance(error, UnidentifiedImageError) else error
+        raise DataError(f"{where} cannot be read as an image ({reason}): replace or remove it") from error
     return _plain(image)
 
 

@@ -160,4 +160,7 @@ def check_indexed(dataset: Any, where: str) -> None:
             "__len__ and __getitem__, whose samples can be asked for by number"
         ) from None
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__"):
-        raise DataError(f"{where} is a {type(dataset).__name__} without __getitem__ and __getitems__: add one")
+        raise DataError(
+            f"{where} is a {type(dataset).__name__} without __getitem__ and __getitems__: add one, or return the data "
+            "set of a DataLoader (its .dataset)"
+        )

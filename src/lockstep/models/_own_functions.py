@@ -76,7 +76,15 @@ def summed(loss: Loss, counts: TermCounts | None) -> Loss:
     """Check what a user's loss returns: it raises ModelError for no sums, or for terms without `term_counts`."""
 
     def own_loss(outputs: Outputs, batch: Batch) -> LossSum:
-        result = checked(loss(outputs, batch))
+        try:
+            result = loss(outputs, batch)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            error.add_note(
+                "loss(outputs, batch) gets what forward() has returned, and then the batch, a dict of tensors, here "
+                f"with: {', '.join(batch)}"
+            )
+            raise
+        result = checked(result)
         if result.terms and counts is None:
             raise ModelError(
                 f"the loss has the terms {sorted(result.terms)}, but there is no function term_counts(batch) beside "

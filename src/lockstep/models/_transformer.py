@@ -21,6 +21,8 @@ MIN_VOCABULARY = 3
 """Tokens besides the special ones; without tokenizer files, transformers makes up a tokenizer with 0 to 2."""
 SHORT = 256
 """Tokens up to which plain attention is faster on a CPU."""
+LONG = 4096
+"""Tokens up to which it is tried out whether a model takes them."""
 CHARACTERS_PER_TOKEN = 64
 """Only this much of a long text is tokenized at first; typical text has five characters per token."""
 
@@ -56,8 +58,26 @@ def build(config: Config, spec: DataSpec) -> Model:
             "which the model's config now names"
         )
     model = TextModel(network.float(), spec)
+    _check_length(model, config, text_config)
     model._lockstep_notes = tuple(notes)
     return model
+
+
+def _check_length(model: TextModel, config: Config, text_config: Any) -> None:
+    """Raise ModelError where the model has no positions for texts of model.max_length; tried out where that may be,
+    since positions need not be a table, and some models leave the first ones out."""
+    positions = getattr(text_config, "max_position_embeddings", None) or config.max_length
+    if config.max_length + 2 <= positions or config.max_length > LONG:
+        return
+    token = (text_config.pad_token_id + 1) % text_config.vocab_size
+    tokens = torch.full((1, config.max_length), token)
+    model.tried_out(
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)},
+        lambda reason: ModelError(
+            f"model.max_length={config.max_length} is more tokens than {config.name} has positions for "
+            f"({positions}; {reason}): set model.max_length to {positions} or less"
+        ),
+    )
 
 
 def _attention(config: Config) -> str | None:

@@ -41,7 +41,11 @@ class UserModel(Model):
 
     def forward(self, batch: Batch) -> Outputs:
         """Call the module; returns a tensor or a pytree of tensors."""
-        outputs = self.network(batch)
+        try:
+            outputs = self.network(batch)
+        except (AttributeError, KeyError, TypeError) as error:
+            error.add_note(f"forward(batch) gets a dict of tensors, here with: {', '.join(batch)}")
+            raise
         register(outputs)
         return outputs
 

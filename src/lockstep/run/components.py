@@ -230,7 +230,12 @@ def start_notes(parts: Components, world: World) -> list[str]:
     if parts.state.step > parts.total_steps:
         what = f"the checkpoint is one of step {parts.state.step:,}, but the run has {parts.total_steps:,} steps"
         notes.append(f"{what}: there is nothing left to train")
-    notes += _unprepared(parts) + parts.model._lockstep_notes + (parts.warm_start.notes if parts.warm_start else ())
+    notes += (
+        _wide_head(parts)
+        + _unprepared(parts)
+        + parts.model._lockstep_notes
+        + (parts.warm_start.notes if parts.warm_start else ())
+    )
     kind, launch = parts.recipe.parallel.kind, parts.recipe.launch
     is_open = isinstance(launch, LiveLaunchSection) and launch.recovery == "auto" and launch.max_restarts > 0
     if world.has_agent and world.size > 1 and is_open and parts.recipe.parallel.state_copies == 1:
@@ -248,6 +253,15 @@ def start_notes(parts: Components, world: World) -> list[str]:
     if parts.recipe.train.loss_is == "batch_wise":
         notes.append(LOSS_IS)
     return notes
+
+
+def _wide_head(parts: Components) -> tuple[str, ...]:
+    """That the model gives more outputs than the data has classes."""
+    classes, outputs = len(parts.data.train.spec.labels), getattr(getattr(parts.model, "objective", None), "classes", 0)
+    if (outputs or 0) <= classes:
+        return ()
+    what = f"the model gives {outputs:,} outputs for the {classes} classes of the data"
+    return (f"{what}: F1, the confusion matrix, predict and serve need one for each class",)
 
 
 def _unprepared(parts: Components) -> tuple[str, ...]:

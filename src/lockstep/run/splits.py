@@ -12,7 +12,7 @@ import torch
 
 from lockstep.base import plugins
 from lockstep.base.contracts import Source, Tokenizer
-from lockstep.base.errors import ConfigError, DataError
+from lockstep.base.errors import ConfigError, DataError, few
 from lockstep.base.events import Warned
 from lockstep.base.model_contracts import Batch, MicroBatch
 from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
@@ -32,7 +32,11 @@ from lockstep.data.processors import Processor, processor_of
 from lockstep.data.sampler import ShardRequest, TrainingRequests
 from lockstep.data.stream import Stream
 from lockstep.data.text_tokenizers import TextTokenizer, open_tokenizer
+from lockstep.models.objectives._choice import TAGS, name_of, with_objective
 from lockstep.run.recipe import Recipe
+
+MISSING = {"", "none", "null", "nan", "na", "n/a", "<na>"}
+"""What tables write where there is no value."""
 
 
 def check_stream(stream: Stream, first_samples: Callable[[], Batch]) -> str:
@@ -179,6 +183,11 @@ def open_splits(
     `is_checked` verifies every byte of tokens made before.
     """
     train, test = (open_source(recipe.data, split, publish=publish) for split in ("train", "test"))
+    if train.spec.labels and test.spec.labels and train.spec.labels != test.spec.labels:
+        raise DataError(
+            f"the classes of the training split are {few(train.spec.labels)}, and those of the test split are "
+            f"{few(test.spec.labels)}: give both the same, in the same order, also where no sample is of some"
+        )
     data, mixture = recipe.data, None
     if isinstance(train, Joined):
         limits = {"weights": data.weights, "samples_per_epoch": data.samples_per_epoch}
@@ -259,11 +268,36 @@ def prepare_splits(recipe: Recipe, publish: Callable[[object], None]) -> Splits:
         if is_class and recipe.model.code is recipe.data.code is None:  # the user's own may learn something else
             raise DataError(f"{message}; name data with more classes{_below(recipe.data, names[0])}")
         publish(Warned(message=message))
+    for message in (*_odd_texts(splits, recipe.model), *_missing_classes(names)):
+        publish(Warned(message=message))
     by_case: dict[str, str] = {}
     for name in names:
         if (other := by_case.setdefault(name.casefold(), name)) != name:
             publish(Warned(message=f"{other!r} and {name!r} are two classes, which differ only in case"))
     return splits
+
+
+def _missing_classes(names: Sequence[str]) -> Iterator[str]:
+    """Classes that are what tables write where there is no value."""
+    for name in names:
+        if name.strip().lower() in MISSING:
+            yield f"{name!r} is a class, of samples with that text as their label: remove the rows if it means no label"
+
+
+def _odd_texts(splits: Splits, model: Any) -> Iterator[str]:
+    """Training texts without words, and those that are cut."""
+    lengths, tokenizer = splits.train.lengths, splits.tokenizer
+    if lengths is None or not len(lengths) or not model.TAKES_TOKENS or splits.train.spec.modality != "text":
+        return
+    if name_of(with_objective(splits.train.spec, model.objective)) != TAGS and tokenizer is not None:
+        empty = np.flatnonzero(lengths <= len(tokenizer([""])[0]))
+        if len(empty):
+            yield f"{len(empty):,} of {len(lengths):,} training texts are empty, the first is sample {empty[0]}"
+    if (longest := getattr(model, "max_length", None)) and (cut := int((lengths >= longest).sum())):
+        yield (
+            f"{cut:,} of {len(lengths):,} training texts have {longest} tokens or more: what is beyond "
+            f"model.max_length={longest} is cut off"
+        )
 
 
 def _below(data: Any, name: str) -> str:

@@ -15,8 +15,8 @@ class TrackedBuffer:
 
     `tensor` is the model's own; within a step `current` may take its place in the module. `version` is autograd's
     version counter of `current` when it was last looked at. `is_silent`: whether it is written to without advancing
-    that counter, as by F.batch_norm, through .data or NumPy, and so has to be compared by value. PyTorch's own BatchNorm
-    advances the counter of its batches with its statistics.
+    that counter, as by F.batch_norm, .data or NumPy, and so has to be compared by value. PyTorch's own BatchNorm counts
+    its batches together with its statistics.
     """
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:

@@ -3,6 +3,7 @@
 from lockstep.base import plugins
 from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError
+from lockstep.core.numerics.seeds import generators_restored, seed_all
 from lockstep.data.preparation import preparation_of, with_inputs_known
 from lockstep.data.sources.user import Config
 from lockstep.data.torch_dataset import as_source
@@ -16,5 +17,8 @@ def build(config: Config, split: str) -> Source:
     collate = getattr(module, "collate", None)
     is_own = callable(collate) and not str(getattr(collate, "__module__", "")).startswith("lockstep.")
     where = f"the {split} split that source() in {config.file} returned"
-    source = as_source(module.source(config.options, split), collate if is_own else None, where)
+    with generators_restored():
+        seed_all(0)  # so that random_split() divides the data alike for both splits, in every process and run
+        made = module.source(config.options, split)
+    source = as_source(made, collate if is_own else None, where)
     return with_inputs_known(source, preparation_of(config.file))

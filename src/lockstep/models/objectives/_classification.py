@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.base.contracts import DataSpec
-from lockstep.base.errors import DataError
+from lockstep.base.errors import DataError, ModelError
 from lockstep.base.model_contracts import Batch, LossSum, Outputs
 from lockstep.core.modules.outputs import logits_of
 from lockstep.core.numerics.word_tokens import IGNORED
@@ -34,16 +34,23 @@ class Classification(PredictingObjective):
         return "" if spec.labels else "a class for each sample"
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
-        label = class_indices(target_of(batch, "classes"), outputs)
-        if self.classes is None and isinstance(outputs, Tensor) and outputs.ndim > 1:
-            self.classes = outputs.shape[1]
+        label, logits = target_of(batch, "classes"), logits_of(outputs)
+        if logits is None or logits.ndim < 2:
+            what = "several, with none named logits" if logits is None else f"{list(logits.shape)}"
+            raise ModelError(
+                f"the loss of classes takes outputs [samples, classes], and the model gives {what}: return them as one "
+                "tensor, or as `logits` among several, or write loss(outputs, batch) in the model's file"
+            )
+        label = class_indices(label, logits)
+        if self.classes is None:
+            self.classes = logits.shape[1]
             self.refuse_outside(batch)  # later ones are looked at before they are on a GPU, which would wait
         try:
-            total, count = self.cross_entropy(outputs, label)
+            total, count = self.cross_entropy(logits, label)
         except IndexError:  # on a CPU
             self.refuse_outside(batch)
             raise
-        return LossSum(total, count, {} if self.is_weighted else {"accuracy": (outputs.argmax(-1) == label).sum()})
+        return LossSum(total, count, {} if self.is_weighted else {"accuracy": (logits.argmax(1) == label).sum()})
 
     def refuse_outside(self, batch: Batch) -> None:
         if wrong := self.outside(batch):
@@ -111,10 +118,8 @@ class Classification(PredictingObjective):
         return spec.labels[best], float(scores[best])
 
 
-def class_indices(label: Tensor, logits: Any) -> Tensor:
+def class_indices(label: Tensor, logits: Tensor) -> Tensor:
     """Labels as int64. Raises DataError where they are no whole numbers, one for each of logits [m, K, ...]."""
-    if not isinstance(logits, Tensor) or logits.ndim < 2:
-        return label
     shape = [len(logits), *logits.shape[2:]]
     if label.is_floating_point() or list(label.shape) != shape:
         raise DataError(

@@ -1,0 +1,51 @@
+"""Texts that are empty or too long, and classes named like a missing value: a run says so at its start."""
+
+import csv
+
+import pytest
+from exporting import TEXTS, text_case
+from running import lockstep
+
+from lockstep.base.errors import ModelError
+from lockstep.models import _transformer as transformer
+
+SETTINGS = ["data.kind=files", "data.train=rows.csv", "data.test=rows.csv", "model.kind=transformer", "model.name=tiny"]
+SHORT = ["train.steps=2", "train.global_batch=8", "train.micro_batch=4", "launch.processes=1", "run.name=a"]
+
+
+@pytest.fixture
+def train(tmp_path, minilm):
+    text_case(tmp_path / "tiny", minilm)
+
+    def run(rows, *words):
+        with open(tmp_path / "rows.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("text", "label"), *rows])
+        (tmp_path / "c.yaml").write_text("")
+        done = lockstep(tmp_path, "train", "c.yaml", *SETTINGS, *SHORT, *words)
+        return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+    return run
+
+
+def test_what_is_odd_about_training_texts_is_told(train):
+    rows = [(f"this is text {n}", "no" if n % 2 else "yes") for n in range(20)]
+    rows[3], rows[7], rows[8] = ("", "no"), ("   ", "no"), ("a good word " * 40, "None")
+    code, said = train(rows, "model.max_length=24")
+    assert code == 0, said
+    assert "2 of 20 training texts are empty, the first is sample 3" in said
+    assert "1 of 20 training texts have 24 tokens or more: what is beyond model.max_length=24 is cut off" in said
+    assert "'None' is a class, of samples with that text as their label" in said
+
+
+def test_nothing_is_told_of_good_ones(train):
+    code, said = train([(f"this is text {n}", "no" if n % 2 else "yes") for n in range(20)], "model.max_length=24")
+    assert code == 0 and "training texts" not in said and "is a class" not in said, said
+
+
+def test_a_length_without_positions_is_refused(tmp_path, minilm):
+    """Also where every text is short."""
+    text_case(tmp_path / "tiny", minilm)
+    section = {"kind": "transformer", "name": str(tmp_path / "tiny")}
+    assert transformer.build(transformer.Config(**section, max_length=32), TEXTS) is not None
+    with pytest.raises(ModelError, match=r"model.max_length=33 is more tokens than .* has positions for \(32; "):
+        transformer.build(transformer.Config(**section, max_length=33), TEXTS)
