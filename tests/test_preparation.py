@@ -99,6 +99,26 @@ def test_files_pass_what_the_source_declares(tmp_path, way):
     assert found.dtype == expected.dtype and np.array_equal(found, expected)
 
 
+@pytest.mark.parametrize("form", ["image", "array", "tensor"])
+def test_a_source_may_crop_images_of_any_size(tmp_path, form):
+    """As training does, and not scaled without their proportions."""
+    file, made = (
+        tmp_path / "own.py",
+        {"image": "image", "array": "np.array(image)[None]", "tensor": "torch.tensor(np.array(image))[None]"},
+    )
+    crop = (
+        f"\nimport torch\ndef prepare_image(image):\n    image = image.crop((4, 0, 12, 8))\n    return {made[form]}\n"
+    )
+    file.write_text(FILE.format(way="plain", name="convert", call="convert") + crop)
+    trust.own(trust.code_with_imports(file))
+    config = Config(kind="user", file=file)
+    source, processor = _user.build(config, "test"), processor_of(config)
+    wide = np.random.default_rng(0).integers(256, size=(8, 20), dtype=np.uint8)
+    Image.fromarray(wide).save(tmp_path / "a.png")
+    found = reader_of(source.spec, processor)(tmp_path / "a.png", "a.png")
+    assert found.dtype == np.uint8 and np.array_equal(found, wide[None, :, 4:12])
+
+
 def test_a_source_that_does_not_call_it_is_told(tmp_path):
     with pytest.raises(DataError, match=r"makes float32 .* gives uint8 .* call prepare\(\) in source"):
         opened(tmp_path, "scaled", "prepare", call="np.asarray")

@@ -1,4 +1,4 @@
-"""How a file becomes what a user's source gives: `prepare` in the source's Python file."""
+"""How a file becomes what a user's source gives: `prepare` or `prepare_image` in the source's Python file."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -6,27 +6,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from lockstep.base import plugins, trust
 from lockstep.base.contracts import DataSpec, Source
 from lockstep.base.errors import DataError, ModelError
 from lockstep.data.collate import pixels
-from lockstep.data.images import ImageFile, ImageReader, Scaling
+from lockstep.data.images import ImageFile, ImageReader, Scaling, open_image
+
+PREPARE, PREPARE_IMAGE = "prepare", "prepare_image"
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """The user's `prepare`: of an image's pixels, uint8 [C, H, W], or of a text, it makes what the source gives."""
+    """The user's `prepare`: of an image's pixels, uint8 [C, H, W], or of a text, it makes what the source gives; or
+    `prepare_image`, of a PIL image of any size."""
 
     file: Path
     prepare: Callable[[Any], Any]
+    takes_image: bool = False
 
     def __call__(self, raw: Any, where: str) -> Any:
         """Raises DataError where it fails."""
         try:
             return self.prepare(raw)
         except Exception as error:
-            raise DataError(f"prepare() in {self.file} fails for {where}: {type(error).__name__}: {error}") from error
+            name = PREPARE_IMAGE if self.takes_image else PREPARE
+            raise DataError(f"{name}() in {self.file} fails for {where}: {type(error).__name__}: {error}") from error
 
     def texts(self, texts: Sequence[Any]) -> list[Any]:
         return [self(each, "a text") if isinstance(each, str) else each for each in texts]
@@ -47,16 +53,28 @@ class PreparedReader(ImageReader):
         self.preparation = preparation
 
     def __call__(self, file: ImageFile, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
+        if self.preparation.takes_image:
+            return self._prepared(open_image(file, where, formats), where)
         return np.asarray(self.preparation(super().__call__(file, where, formats=formats), where))
 
     def blank(self) -> np.ndarray:
+        if self.preparation.takes_image:
+            _, height, width = self.fit.shape
+            return self._prepared(Image.new("RGB", (width, height)), "a black image")
         return np.asarray(self.preparation(super().blank(), "a black image"))
+
+    def _prepared(self, image: Image.Image, where: str) -> np.ndarray:
+        made = self.preparation(image.convert("L" if self.fit.shape[0] == 1 else "RGB"), where)
+        return np.asarray(pixels(made) if isinstance(made, Image.Image) else made)
 
 
 def preparation_of(file: Path) -> Preparation | None:
-    """Return the file's `prepare`, if it has one."""
-    prepare = getattr(plugins.load_file(file, "data.file"), "prepare", None)
-    return Preparation(file, prepare) if callable(prepare) else None
+    """Return the file's `prepare_image` or `prepare`, if it has one."""
+    module = plugins.load_file(file, "data.file")
+    for name in (PREPARE_IMAGE, PREPARE):
+        if callable(prepare := getattr(module, name, None)):
+            return Preparation(file, prepare, takes_image=name == PREPARE_IMAGE)
+    return None
 
 
 def with_inputs_known(source: Source, preparation: Preparation | None) -> Source:
