@@ -131,6 +131,7 @@ def test_what_was_meant_is_told(train, kind, says):
         ("train.batch_size=32", "did you mean train.global_batch, the samples of a step on all processes together"),
         ("optim.learning_rate=0.1", "did you mean optim.lr?"),
         ("train.num_workers=2", "did you mean data.workers?"),
+        ("evaluate.metrics=[macro_f1]", "(there is: accuracy, loss, f1, confusion)"),
     ],
 )
 def test_names_of_other_trainers_lead_to_ours(train, setting, says):

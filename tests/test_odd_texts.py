@@ -42,6 +42,54 @@ def test_nothing_is_told_of_good_ones(train):
     assert code == 0 and "training texts" not in said and "is a class" not in said, said
 
 
+OWN = """
+import torch
+from torch import nn
+
+from lockstep import DataSpec
+
+
+class Texts:
+    spec, lengths = DataSpec(modality="text", labels=("a", "b")), None
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, row):
+        return {"text": f"text {row}", "label": row % 2}
+
+
+def collate(samples):
+    ids = torch.tensor([[ord(letter) % 7 for letter in sample["text"][:6]] for sample in samples])
+    return {"ids": ids, "label": torch.tensor([sample["label"] for sample in samples])}
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+
+    def forward(self, batch):
+        return self.layer(batch["ids"].float())
+
+
+def source(options, split):
+    return Texts()
+
+
+def build(options, spec):
+    return Network()
+"""
+
+
+def test_an_own_model_of_texts_is_said_to_be_for_training_alone(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "c.yaml").write_text("data: &own {kind: user, file: mine.py}\nmodel: *own\n")
+    done = lockstep(tmp_path, "train", "c.yaml", *SHORT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "predict and serve take texts where model.kind=transformer" in done.stdout + done.stderr
+
+
 def test_a_length_without_positions_is_refused(tmp_path, minilm):
     """Also where every text is short."""
     text_case(tmp_path / "tiny", minilm)

@@ -182,7 +182,7 @@ def _row_tensor(name: str, value: Any, sample: int | None) -> Tensor:
     if tensor is None:
         raise UnusableSample(
             f"the column {name!r} of {_sample_name(sample)} is {_type_name(value)}, which no tensor can hold: give "
-            "numbers or arrays of them, or leave the column out",
+            "numbers or arrays of them, leave the column out, or make numbers of it in collate(samples) of your file",
             sample,
         )
     return tensor.to(torch.int64) if tensor.ndim == 1 and tensor.dtype in TOKEN_DTYPES else tensor

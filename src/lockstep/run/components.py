@@ -130,8 +130,11 @@ class Components:
         check("checkpoint.best", recipe.checkpoint.best, known, are_all=are_all)
         check("train.stop_metric", recipe.train.stop_metric, known, are_all=are_all)
         check_modes(recipe)
-        for name in asked if asked != "auto" else ():
-            check("evaluate.metrics", name, measured, are_all=are_all)
+        if asked != "auto":
+            every = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"metrics": "auto"})})
+            measured = [*dict.fromkeys((*measured, *requested_metrics(every, self.data.test.spec)))]
+            for name in asked:
+                check("evaluate.metrics", name, measured, are_all=are_all)
 
     def replicated_tensors(self) -> list[tuple[str, Tensor]]:
         """This rank's weights and buffers, which must be equal on all ranks of `strategy.copies`."""
@@ -265,6 +268,9 @@ def _wide_head(parts: Components) -> tuple[str, ...]:
 
 
 def _unprepared(parts: Components) -> tuple[str, ...]:
+    """Why files cannot be predicted."""
+    if parts.data.train.spec.modality == "text" and parts.data.tokenizer is None:
+        return ("predict and serve take texts where model.kind=transformer has their tokenizer: not for this model",)
     message = needed(parts.data.test.spec)
     return (message,) if message and not isinstance(parts.data.processor, Preparation) else ()
 
