@@ -187,5 +187,6 @@ def serving(target, *options, variables=None, is_fresh=False):
 
 
 def asking(server, file=SLOWLY, **more):
-    """Ask for an image's label on a connection of its own."""
-    return httpx.post(server.url + "/predict", content=file, headers={"content-type": "image/png"}, timeout=30, **more)
+    """Ask for an image's label on a connection of its own; no certificates are read, which takes longer than asking."""
+    options = {"headers": {"content-type": "image/png"}, "timeout": 30, "verify": False}
+    return httpx.post(server.url + "/predict", content=file, **options, **more)

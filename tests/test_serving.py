@@ -287,7 +287,7 @@ def test_a_full_queue_and_a_late_answer(narrow):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: asking(narrow), range(8)))
     codes = sorted(each.status_code for each in found)
-    assert set(codes) == {200, 503, 504}, codes
+    assert {503, 504} <= set(codes) <= {200, 503, 504}, codes  # the first may be late, too
     assert codes.count(503) >= 4
     assert all(each.headers["retry-after"] == "1" for each in found if each.status_code == 503)
     assert asking(narrow, png(PICTURE)).status_code == 200
