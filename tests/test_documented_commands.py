@@ -97,6 +97,8 @@ def prepared(tmp_path_factory, minilm):
     for language, suffix in (("python", "py"), ("yaml", "yaml")):
         (images / f"spirals.{suffix}").write_text(blocks(ROOT / "docs" / "your-own.md", language)[0])
     (images / "my_model.py").write_text(blocks(ROOT / "README.md", "python")[0])
+    own_loss = next(each for each in blocks(ROOT / "docs" / "fine-tuning.md", "python") if each.startswith("# mine.py"))
+    (images / "mine.py").write_text(own_loss)
     lockstep(images, "train", "c.yaml", "run.name=NAME", "train.steps=123")
     lockstep(images, "export", "runs/NAME")
     for name in ("A", "B", "one"):

@@ -6,7 +6,8 @@ from torch import nn
 
 from lockstep.base.errors import ModelError
 from lockstep.core.modules.blocks import blocks_of
-from lockstep.models._user import own_blocks, own_loss
+from lockstep.models._own_functions import chosen_loss
+from lockstep.models._user import own_blocks
 
 HEAD = """
 import torch
@@ -113,10 +114,10 @@ def test_a_loss_is_a_function_of_outputs_and_batch():
     def own(outputs, batch):
         return None
 
-    assert own_loss(With(loss=own), None) is own
-    assert own_loss(With(loss=nn.CrossEntropyLoss()), own) is own
-    assert own_loss(With(loss=lambda x: x), own) is own
-    assert own_loss(With(loss=3.0), nn.CrossEntropyLoss()) is None
+    assert chosen_loss(With(loss=own).loss, None) is own
+    assert chosen_loss(With(loss=nn.CrossEntropyLoss()).loss, own) is own
+    assert chosen_loss(With(loss=lambda x: x).loss, own) is own
+    assert chosen_loss(With(loss=3.0).loss, nn.CrossEntropyLoss()) is None
     for loss in (nn.MSELoss(), nn.CrossEntropyLoss(label_smoothing=0.1)):
         with pytest.raises(ModelError, match="is a mean over the micro-batch"):
-            own_loss(With(loss=loss), None)
+            chosen_loss(With(loss=loss).loss, None)

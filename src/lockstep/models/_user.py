@@ -98,9 +98,9 @@ def uncompiled(network: nn.Module) -> tuple[nn.Module, list[str]]:
     root, names = nn.ModuleDict({"network": network}), list[str]()
     for prefix, parent in [*root.named_modules()]:
         for name, child in parent._modules.items():
-            while child is not None and (inner := child._modules.get("_orig_mod")) is not None:
+            while child is not None and "_orig_mod" in child._modules:
                 names.append(f"{prefix}.{name}".lstrip("."))
-                parent._modules[name] = child = inner
+                parent._modules[name] = child = child._modules["_orig_mod"]
         if parent._compiled_call_impl is not None:  # of nn.Module.compile()
             parent._compiled_call_impl = None
             names.append(prefix)
