@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from lockstep.base.errors import LockstepError
 from lockstep.core.modules.buffer_rules import declare
 from lockstep.core.modules.buffers import copied_buffers
+from lockstep.core.modules.tracked_buffer import TrackedBuffer
 
 OWN = pathlib.Path(__file__).parent / "own"
 LAYOUTS = [
@@ -154,3 +155,13 @@ def test_a_forward_pass_on_trial_leaves_no_trace():
     for name, buffer in model.named_buffers():
         assert buffer is before[name][0]
         assert torch.equal(buffer, before[name][1])
+
+
+def test_statistics_of_a_batchnorm_without_a_counter_are_written():
+    """PyTorch does not count these writes."""
+    for layer in (nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)):
+        layer.num_batches_tracked = None
+        buffer = TrackedBuffer("running_mean", layer, "running_mean")
+        assert not buffer.is_written
+        layer(torch.randn(4, 3, 5))
+        assert buffer.is_written

@@ -191,7 +191,7 @@ def test_a_source_that_draws_its_own_numbers_has_no_sum(tmp_path):
     said = []
     assert sums(data, tmp_path, warn=said.append, fingerprint="full") == {"data.classes": ["0", "1"]}
     assert said == [
-        "the training samples are others each time they are fetched: draw random numbers from numpy.random; a resume "
+        "the training samples differ each time they are fetched: draw from numpy.random, which is seeded; a resume "
         "will not notice where samples have changed"
     ]
 

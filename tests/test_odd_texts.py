@@ -87,7 +87,7 @@ def test_an_own_model_of_texts_is_said_to_be_for_training_alone(tmp_path):
     (tmp_path / "c.yaml").write_text("data: &own {kind: user, file: mine.py}\nmodel: *own\n")
     done = lockstep(tmp_path, "train", "c.yaml", *SHORT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "predict and serve take texts where model.kind=transformer" in done.stdout + done.stderr
+    assert "predict and serve cannot use this model: for texts they need the tokenizer" in done.stdout + done.stderr
 
 
 def test_a_length_without_positions_is_refused(tmp_path, minilm):

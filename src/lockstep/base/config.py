@@ -45,7 +45,7 @@ ELSEWHERE = {
     "num_workers": "data.workers",
     "output_dir": "run.dir",
 }
-"""What other trainers call a setting -> what it is here."""
+"""Name of a setting in other trainers -> its name here."""
 """The upper limit of counts and times: steps, samples, seconds. Larger values are typing errors."""
 SMALLEST, LARGEST = 1e-30, 1e30
 """Limits of float settings: float32 ranges from 1.2e-38 to 3.4e38, and products have to fit, too."""

@@ -162,7 +162,7 @@ def free_space(folder: Path) -> str:
 
 
 def full_disk(error: BaseException) -> str | None:
-    """For the user: what could not be written on a disk without space or inodes; None for another error."""
+    """Describe, for the user, what could not be written on a disk without space or inodes; None for another error."""
     if not isinstance(error, OSError) or error.errno not in FULL:
         return None
     folder = Path(os.fsdecode(error.filename)).parent if error.filename else Path.cwd()

@@ -52,7 +52,7 @@ def contents_of(source: Source, load: Load, *, is_full: bool, warn: Callable[[st
     try:
         return fingerprint(list(_parts(source, load, is_full=is_full)))
     except Unsteady:
-        what = "the training samples are others each time they are fetched: draw random numbers from numpy.random"
+        what = "the training samples differ each time they are fetched: draw from numpy.random, which is seeded"
     except Exception as error:
         what = f"the training samples could not be fetched for a sum ({type(error).__name__}: {error})".splitlines()[0]
     warn(f"{what}; a resume will not notice where samples have changed")

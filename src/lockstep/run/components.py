@@ -270,7 +270,7 @@ def _wide_head(parts: Components) -> tuple[str, ...]:
 def _unprepared(parts: Components) -> tuple[str, ...]:
     """Why files cannot be predicted."""
     if parts.data.train.spec.modality == "text" and parts.data.tokenizer is None:
-        return ("predict and serve take texts where model.kind=transformer has their tokenizer: not for this model",)
+        return ("predict and serve cannot use this model: for texts they need the tokenizer of model.kind=transformer",)
     message = needed(parts.data.test.spec)
     return (message,) if message and not isinstance(parts.data.processor, Preparation) else ()
 

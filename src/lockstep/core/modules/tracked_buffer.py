@@ -24,7 +24,8 @@ class TrackedBuffer:
         assert tensor is not None
         self.name, self.module, self.key = name, module, key
         is_of_torch = class_of(module).__module__.startswith("torch.nn.")
-        self.counts = is_of_torch and isinstance(module, _BatchNorm)
+        has_count = module._buffers.get("num_batches_tracked") is not None
+        self.counts = is_of_torch and has_count and isinstance(module, _BatchNorm)
         self.is_silent = is_of_torch and isinstance(module, _NormBase) and not self.counts
         self.rule, is_checked = rule_of(module, key, tensor)
         self.evidence = BufferEvidence(self.rule) if is_checked else None
@@ -55,9 +56,9 @@ class TrackedBuffer:
         return self.is_silent and self.differs
 
     @property
-    def _version(self) -> int:
-        batches = self.module._buffers["num_batches_tracked"] if self.counts else None
-        return self.current._version + (0 if batches is None else batches._version)
+    def _version(self) -> tuple[int, int]:
+        batches = self.module._buffers.get("num_batches_tracked") if self.counts else None
+        return self.current._version, 0 if batches is None else batches._version
 
     @property
     def differs(self) -> bool:
