@@ -301,6 +301,14 @@ def forgotten_user_code():
             del sys.modules[name]
 
 
+@pytest.fixture(autouse=True)
+def kept_denormals():
+    """A test whose code trains in this process, and so flushes denormals, leaves them to the next: Hypothesis, for one,
+    draws its numbers with them."""
+    yield
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture(scope="session")
 def standing_slurm(tmp_path_factory):
     """A Slurm cluster for all tests that want one. Its hosts inherit nothing of ours, and so are nobody's leak."""
