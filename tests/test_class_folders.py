@@ -100,6 +100,19 @@ def test_splits_are_no_classes(tmp_path, names):
     assert opened(train, test=tmp_path / names[-1])[0].train.spec.labels == ("cat", "dog")
 
 
+def test_folders_with_numbers_for_names_keep_them(tmp_path):
+    """The class in folder 10 is number 2, and its name remains 10."""
+    for name in ("0", "1", "2", "10", "100"):
+        pictures(tmp_path / name, 5)
+        Image.fromarray(np.full((SIZE, SIZE), 200 + int(name) // 2, dtype=np.uint8)).save(tmp_path / name / "5.png")
+    splits, _ = opened(tmp_path, test_fraction=0.2)
+    names = splits.train.spec.labels
+    assert sorted(names, key=int) == ["0", "1", "2", "10", "100"]
+    for split in (splits.train, splits.test):
+        for image, label in zip(split.images, split.labels, strict=True):
+            assert image.max() < 200 or image.max() == 200 + int(names[label]) // 2
+
+
 def test_one_class_is_nothing_to_learn(folder, tmp_path):
     assert f"data.train={folder}" in refusal(folder.parent)
     pictures(tmp_path / "one" / "train")

@@ -1,9 +1,12 @@
 """Mistakes of a first own model or data set that trained all the same, or ended in PyTorch's words."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
-from running import lockstep
+from running import lockstep, typed
 
 FILE = """
 import numpy as np
@@ -24,6 +27,12 @@ class Points(Dataset):
         return {"x": self.x[row], "label": int(self.x[row].sum() > 0), "number": row}
 
 
+class Named(Points):
+    def __getitem__(self, row):
+        name = ("cat", "dog", "owl", "fox", "bee")[row % 5]
+        return {"x": self.x[row], "label": self.classes.index(name)}
+
+
 class Network(nn.Module):
     def __init__(self, kind, classes):
         super().__init__()
@@ -42,6 +51,8 @@ def source(options, split):
     kind = options["kind"]
     if kind == "names" and split == "test":
         return Points("bac")
+    if kind == "set":
+        return Named(list({"cat", "dog", "owl", "fox", "bee"}))
     data = random_split(Points(), [0.8, 0.2])[split == "test"]
     data.classes = ["a", "b"]
     if kind == "split":
@@ -92,6 +103,25 @@ def test_a_random_split_divides_alike(train, tmp_path):
     rows = [{*(tmp_path / f"{split}.txt").read_text().splitlines()} for split in ("train", "test")]
     assert [len(each) for each in rows] == [1, 1]  # of all processes and runs
     assert not {*rows[0].pop().split()} & {*rows[1].pop().split()}
+
+
+def test_classes_in_the_order_of_a_set(train, tmp_path):
+    """By default each interpreter has another. Of a user's own seed the order is known to the checkpoint."""
+    train("set", "--dry-run")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = ["lockstep", "train", "c.yaml", "run.name=torchrun"]
+    found = subprocess.run([*torchrun, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr
+    for name, processes in (("one", 1), ("two", 2)):
+        done = typed(tmp_path, "train", "c.yaml", f"run.name={name}", f"launch.processes={processes}")
+        assert done.returncode == 0, done.stderr
+    assert len({summary(tmp_path, name)["digest"] for name in ("one", "two", "torchrun")}) == 1
+    assert summary(tmp_path, "torchrun")["world_size"] == 2
+    assert typed(tmp_path, "evaluate", "runs/one").returncode == 0
+    for command in ("evaluate", "export"):
+        other = typed(tmp_path, command, "runs/one", env={**os.environ, "PYTHONHASHSEED": "3"})
+        assert other.returncode == 2, other.stdout + other.stderr
+        assert "now: the same in another order, in which the model's outputs would be misread" in other.stderr
 
 
 def test_logits_among_several_outputs_need_no_loss(train, tmp_path):

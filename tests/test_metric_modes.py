@@ -41,10 +41,10 @@ def loss(outputs, batch):
     ("mode", "names"),
     [
         ("min", "loss val_loss mean_absolute_error perplexity nll valid/nll mape msle bits_per_byte wer val.cer"),
-        ("min", "brier_score fid kl_divergence smape eval-loss"),
+        ("min", "brier_score fid kl_divergence smape eval-loss mse val_rmse"),
         (
             "max",
-            "accuracy loss_free_accuracy f1 f1_micro exact_match entity_f1 r2 auroc bleu recall@5 psnr mAP top5_acc pearson",
+            "accuracy loss_free_accuracy f1 f1_micro val_f1 exact_match entity_f1 r2 auroc bleu recall@5 psnr mAP top5_acc pearson",
         ),
         (
             None,

@@ -97,3 +97,20 @@ def test_a_length_without_positions_is_refused(tmp_path, minilm):
     assert transformer.build(transformer.Config(**section, max_length=32), TEXTS) is not None
     with pytest.raises(ModelError, match=r"model.max_length=33 is more tokens than .* has positions for \(32; "):
         transformer.build(transformer.Config(**section, max_length=33), TEXTS)
+
+
+def test_the_end_that_is_cut_off_is_that_of_the_tokenizer_in_the_export_too(tmp_path, minilm):
+    """Of another end there are other tokens, also in the cache."""
+    from transformers import AutoTokenizer
+
+    found, text = {}, " ".join(["one two three four five six seven"] * 9)
+    for side in ("left", "right"):
+        text_case(tmp_path / side, minilm)
+        AutoTokenizer.from_pretrained(minilm, truncation_side=side).save_pretrained(tmp_path / side)
+        ours = transformer.tokenizer(transformer.Config(kind="transformer", name=str(tmp_path / side), max_length=12))
+        ours.save(tmp_path / f"{side}-export")
+        exported = AutoTokenizer.from_pretrained(tmp_path / f"{side}-export")
+        found[side] = ours.key, (ids := ours([text])[0].tolist())
+        assert exported(text, truncation=True)["input_ids"] == ids
+    assert len({key for key, _ in found.values()}) == 2
+    assert found["left"][1][1:-1] != found["right"][1][1:-1]

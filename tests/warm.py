@@ -58,7 +58,7 @@ class Server:
         if self.process is None:
             self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             line = [sys.executable, __file__, str(theirs.fileno())]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
             self.process = subprocess.Popen(line, pass_fds=[theirs.fileno()], env=environment)
             theirs.close()
         socket.send_fds(self.socket, [pickle.dumps(request)], descriptors)

@@ -4,12 +4,14 @@ import os
 import sys
 import time
 
-from lockstep.base import closed_output, ctrl_c, loading_line
+from lockstep.base import closed_output, ctrl_c, hash_seed, loading_line
 
 
 def main() -> None:
     began = time.time()
     ctrl_c.exit_at_once()
+    if sys.argv[1:2] != ["serve"]:  # strangers who know the seed could send it names that are slow to look up
+        hash_seed.fix()
     os.environ["PYTHONSAFEPATH"] = "1"  # noqa: TID251 (child processes import nothing from the working folder)
     closed_output.tolerate_lost_reader()
     loading_line.arm()

@@ -22,21 +22,27 @@ def command(
 ) -> int:
     """Train as the config says, and resume where an earlier run of the same name stopped.
 
-    On several machines: set launch.nodes, and give the same command on each, with --rendezvous and --node-rank.
+    Under torchrun, each process is one of the run's. On several machines: set launch.nodes, and give the same command
+    on each, with --rendezvous and --node-rank.
     """
+    from lockstep.launch.elastic import environment
     from lockstep.run import recipe as recipes
     from lockstep.run import recipe_trust
 
+    how = ("--resume", resume, *(["--allow-drift"] if allow_drift else []))
+    if environment.is_under_torchrun() and not dry_run:
+        from lockstep.run import worker
+
+        worker.run([str(path), *(overrides or []), *how, *(["--trust-code"] if trust_code else [])])
     recipe = recipes.load(path, overrides or [])
     trust = recipe_trust.authorize(recipe, path, trusts=trust_code, asks=not dry_run, known=known_code)
     from lockstep.launch import recovery
-    from lockstep.launch.elastic import environment
 
     environment.set_threads(recipe.run.threads)
     recovery.quieten_torch(recipe)
     from lockstep.launch import launch_run
 
-    arguments = ("--resume", resume, *(["--allow-drift"] if allow_drift else []), *trust)
+    arguments = (*how, *trust)
     node = launch_run.node_address(recipe, rendezvous, node_rank)
     if node is not None and not dry_run:
         return launch_run.launch_node(recipe, path, arguments, node=node)

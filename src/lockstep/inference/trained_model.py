@@ -29,7 +29,7 @@ from lockstep.models._adapter import merged
 from lockstep.models.objectives._choice import with_objective
 from lockstep.run import build, recipe_trust
 from lockstep.run.recipe import Recipe, joined
-from lockstep.run.splits import open_splits
+from lockstep.run.splits import check_classes, open_splits
 
 FIRST_BATCHES = (16, 1, 7)
 """Sizes of the batches that an export is compared on: several, as a graph may be specialized to the traced size."""
@@ -203,9 +203,10 @@ def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -
 
 def _model(recipe: Recipe, checkpoint: Path, spec: DataSpec, **more: Any) -> tuple[Model, ExportFacts]:
     """The model of a checkpoint, and its facts."""
+    manifest = layout.read_manifest(checkpoint)
+    check_classes(spec, manifest.numeric)
     model, spec = build.build_model(recipe, spec), with_objective(spec, recipe.model.objective)
     restore_model(model, checkpoint)
-    manifest = layout.read_manifest(checkpoint)
     digest = digest_of(model.state_dict())
     return model.eval(), export_facts.facts_of(
         recipe.model,

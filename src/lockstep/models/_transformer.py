@@ -122,7 +122,7 @@ class PretrainedTokenizer:
         self.pad_token = self.tokenizer.pad_token
         self.pad_id = int(self.tokenizer.pad_token_id or 0)
         vocabulary = self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else str(self.tokenizer)
-        form = "words " if self.has_words else ""
+        form = "words " if self.has_words else "" if self.tokenizer.truncation_side == "right" else "ends "
         self.key = hashlib.sha256(f"{form}{self.max_length} {vocabulary}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:

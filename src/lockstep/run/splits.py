@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lockstep.base import plugins
-from lockstep.base.contracts import Source, Tokenizer
+from lockstep.base.contracts import DataSpec, Source, Tokenizer
 from lockstep.base.errors import ConfigError, DataError, few
 from lockstep.base.events import Warned
 from lockstep.base.model_contracts import Batch, MicroBatch
@@ -65,11 +65,35 @@ def check_stream(stream: Stream, first_samples: Callable[[], Batch]) -> str:
 
 CONTENTS, FULL = "data.contents", "data.contents_full"
 """Of the numeric recipe: sums over the training samples, see data.fingerprint."""
+CLASSES = "data.classes"
+"""Of the numeric recipe: the classes in the order in which the model numbers them."""
 MOST_NAMES = 100
 """Of classes, in the numeric recipe; of more, there is a sum."""
+MOST_SHOWN = 10
+"""Of classes, in a message."""
 CHECKED_SAMPLES = 32
 """First samples of a stream that all ranks compare."""
 MANY_SAMPLES = sys.maxsize
+
+
+def _named(classes: Sequence[str]) -> list[str] | str:
+    return [*classes] if len(classes) <= MOST_NAMES else fingerprint(classes)
+
+
+def check_classes(spec: DataSpec, numeric: Mapping[str, Any]) -> None:
+    """Raise DataError where the data has other classes now than in a checkpoint's numeric recipe."""
+    now, then = spec.labels, numeric.get(CLASSES)
+    if then is None or not now or _named(now) == then:
+        return
+    known = then if isinstance(then, list) else []
+    why = "set the data back to what the model was trained on, or take an export that was made then, which keeps them"
+    if sorted(map(str, known)) == sorted(now):
+        why = (
+            "the same in another order, in which the model's outputs would be misread: a source has to give them in an "
+            "order of its own, as sorted() does, and not in that of a set or of a folder"
+        )
+    trained = f"were {few(known, MOST_SHOWN)}" if known else "were others"
+    raise DataError(f"the classes of the data {trained} in training, and are {few(now, MOST_SHOWN)} now: {why}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +123,7 @@ class Splits:
         """What of the samples themselves changes the weights, for the numeric recipe. Fetches some of them."""
         facts: dict[str, Any] = {}
         if labels := self.train.spec.labels:
-            facts = {"data.classes": [*labels] if len(labels) <= MOST_NAMES else fingerprint(labels)}
+            facts = {CLASSES: _named(labels)}
         if self.blocks is not None:
             samples = None if self.blocks.is_endless else self.blocks.samples
             return facts | self.first_samples | {"data.samples": samples, "data.shuffle_block": self.blocks.size}

@@ -8,9 +8,11 @@ One process by itself, or one of many under torchrun or any launcher that sets t
 # ruff: noqa: E402 (the imports take seconds, during which the launcher has to be watched already)
 import sys
 
+from lockstep.base import hash_seed
 from lockstep.base.lifetime import LAUNCHER, begin, has_imported
 
 if __name__ == "__main__":
+    hash_seed.fix()
     begin(sys.argv)
 
 import argparse

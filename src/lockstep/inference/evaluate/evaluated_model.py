@@ -24,6 +24,7 @@ from lockstep.inference.export.export_facts import Calibration
 from lockstep.inference.export.round_trip import outputs
 from lockstep.models.objectives._choice import objective_of, with_objective
 from lockstep.models.objectives._objective import Objective
+from lockstep.run.splits import check_classes
 from lockstep.run.tasks._task import WatchedTask
 from lockstep.training.evaluation import EvaluationTarget
 from lockstep.training.metrics.declared_metrics import declared_metrics, is_requested
@@ -56,7 +57,9 @@ class Opened:
 
 def of_run(job: WatchedTask, task: EvaluationRequest) -> Opened:
     """The model of a checkpoint, sharded by its strategy. Called by every rank. Raises UserError."""
-    components = job.assemble()
+    components, manifest = job.assemble(), layout.read_manifest(task.target)
+    with raise_on_all_ranks():
+        check_classes(components.data.train.spec, manifest.numeric)
     averaged = {
         name: components.strategy.sharded(name, p.detach()) for name, p in components.state.module.named_parameters()
     }
@@ -77,7 +80,7 @@ def of_run(job: WatchedTask, task: EvaluationRequest) -> Opened:
         spec=spec,
         source=source,
         tokenizer=tokenizer,
-        step=layout.read_manifest(task.target).step,
+        step=manifest.step,
         digest=digest,
         calibration=export_facts.kept_calibration(job.recipe.folder, digest=digest),
     )

@@ -26,6 +26,11 @@ def quieten_torch() -> None:
         os.environ.setdefault(CPP_LOG_LEVEL, "ERROR")
 
 
+def is_under_torchrun() -> bool:
+    """Whether torchrun started this process as one of several."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", RUN_ID) != RUN_ID and os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def environment(section: LaunchSection, *, threads: int, logs: Path, interface: str | None = None) -> dict[str, str]:
     """Variables for workers with `threads` threads that write traces to `logs`; `interface` is the network interface if
     the section names none. Sources: torch's tables of its environment variables, NCCL's user guide."""
