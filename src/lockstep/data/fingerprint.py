@@ -8,6 +8,8 @@ import numpy as np
 
 from lockstep.base import storage
 from lockstep.base.contracts import Source
+from lockstep.base.errors import DataError
+from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.modules.module_trace import fingerprint
 from lockstep.data.augment import Augmented
 from lockstep.data.dataset import EvenRows, Subset
@@ -57,6 +59,20 @@ def contents_of(source: Source, load: Load, *, is_full: bool, warn: Callable[[st
         what = f"the training samples could not be fetched for a sum ({type(error).__name__}: {error})".splitlines()[0]
     warn(f"{what}; a resume will not notice where samples have changed")
     return None
+
+
+def check_equal(found: object) -> None:
+    """Raise DataError, on all ranks, where they have other training samples: give it classes and contents. A
+    collective."""
+    ranks = all_gather_object(found)
+    if other := [rank for rank, each in enumerate(ranks) if each != ranks[0]]:
+        error = DataError(
+            f"rank {other[0]} has other training samples than rank 0, or other classes: all processes need the same "
+            "data, of which Lockstep gives each its share. Sort what comes out of a set or of a folder, whose order "
+            "differs between processes, and draw random numbers from generators with a seed"
+        )
+        error.is_shared = True
+        raise error
 
 
 def _parts(source: Source, load: Load, *, is_full: bool) -> Iterator[Any]:

@@ -176,3 +176,13 @@ class SampleLoader(Loader):
 
     def _check_dtypes(self, micro_batch: MicroBatch) -> None:
         """A collate function may return what it likes."""
+
+
+def one_by_one(
+    kind: type[Loader], source: Source, rows: Iterable[int], *, pad_id: int = 0, workers: int
+) -> Iterator[object]:
+    """Fetch samples as training does, but for their augmentation; in place of an error, its name."""
+    requests = (ShardRequest(step=-1, shard=0, epoch=-1, indices=(row,)) for row in rows)
+    loader = kind(source, requests, seed=0, pad_id=pad_id, workers=workers, device=torch.device("cpu"))
+    for found in loader.batches:
+        yield found.batch if isinstance(found, MicroBatch) else type(found).__name__

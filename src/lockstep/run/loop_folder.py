@@ -58,7 +58,7 @@ class LoopFolder:
     """Everything on disk, and the observers."""
 
     def __init__(self, settings: LoopSettings, world: World, numeric: Mapping[str, Any]) -> None:
-        self.settings, self.world, self.numeric = settings, world, numeric
+        self.settings, self.world, self.numeric = settings, world, dict(numeric)
         self.path, self.bus = settings.own.folder.absolute(), Bus()
         self.checkpoints = self.path / "checkpoints"
         self.lock = FileLock(self.path / ".lock", timeout=0)
@@ -114,8 +114,14 @@ class LoopFolder:
         return Saving(writer=writer, state=state, manifest=manifest, bus=self.bus)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json on rank 0; on a full disk say so, since the training itself is done."""
         if self.world.is_main:
-            storage.write(self.path / "summary.json", json.dumps(summary, indent=1))
+            try:
+                storage.write(self.path / "summary.json", json.dumps(summary, indent=1))
+            except OSError as error:
+                if (text := storage.full_disk(error)) is None:
+                    raise
+                self.warn(text)
 
     def close(self) -> None:
         self.bus.close()

@@ -1,11 +1,15 @@
-"""Sums over the processes of a script's own loop, without rounding errors."""
+"""Sums of a script's own loop: over its processes, without rounding errors, and over its data."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from lockstep.base.errors import ModelError
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.numerics.exact_sum import ExactSum, exact_sum
+from lockstep.core.numerics.seeds import generators_restored
+from lockstep.data.fingerprint import check_equal, contents_of
+from lockstep.data.loader import SampleLoader, Samples, one_by_one
 
 
 def measured(batches: Iterable[Any], measure: Callable[[Any], Mapping[str, Any]]) -> dict[str, float | int]:
@@ -25,3 +29,13 @@ def world_sums(own: Mapping[str, ExactSum]) -> dict[str, float | int]:
     everyone = all_gather_object(dict(own))
     names = sorted({name for each in everyone for name in each})
     return {name: sum((each.get(name, ExactSum()) for each in everyone), start=ExactSum()).value for name in names}
+
+
+def contents(dataset: Any, *, workers: int, warn: Callable[[str], None]) -> dict[str, str]:
+    """Return a sum over some samples for the numeric recipe; nothing, after a warning, where they differ each time. A
+    collective. Raises DataError where processes have other samples."""
+    fetch = partial(one_by_one, SampleLoader, workers=workers)
+    with generators_restored():
+        found = contents_of(Samples(dataset, list, "the data set"), fetch, is_full=False, warn=warn)
+    check_equal(found)
+    return {} if found is None else {"data.contents": found}

@@ -29,7 +29,7 @@ from lockstep.observe.diagnose.desync import RankComparison
 from lockstep.parallel.replicated import Stepwise
 from lockstep.run.loop_folder import LoopFolder
 from lockstep.run.loop_settings import Schedule, loop_settings
-from lockstep.run.loop_sums import measured, world_sums
+from lockstep.run.loop_sums import contents, measured, world_sums
 from lockstep.training import optim
 from lockstep.training.learning_rate import checked_factor
 from lockstep.training.loop import stepping
@@ -125,6 +125,7 @@ class Loop:
             )
         self._place(own, optimizer)
         try:
+            self._folder.numeric |= contents(dataset, workers=workers, warn=self._folder.warn)
             self._checkpoint = self._folder.resume(self._state, self._memory)
         except BaseException:
             self._folder.close()

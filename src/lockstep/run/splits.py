@@ -14,7 +14,7 @@ from lockstep.base import plugins
 from lockstep.base.contracts import DataSpec, Source, Tokenizer
 from lockstep.base.errors import ConfigError, DataError, few
 from lockstep.base.events import Warned
-from lockstep.base.model_contracts import Batch, MicroBatch
+from lockstep.base.model_contracts import Batch
 from lockstep.core.distributed.collectives import all_gather_object, raise_on_all_ranks
 from lockstep.core.modules.module_trace import fingerprint
 from lockstep.core.numerics.digest import digest
@@ -24,8 +24,8 @@ from lockstep.data.bad_samples import Faults
 from lockstep.data.chat import ChatTokenizer, Contents
 from lockstep.data.data_config import OwnFilesSection, StreamSection
 from lockstep.data.dataset import limited, measurable, open_source, packed, stream_of, with_tokens
-from lockstep.data.fingerprint import contents_of, labels_of
-from lockstep.data.loader import Loader
+from lockstep.data.fingerprint import check_equal, contents_of, labels_of
+from lockstep.data.loader import Loader, one_by_one
 from lockstep.data.mixture import Joined, Mixture
 from lockstep.data.order import Blocks, Order, StreamOrder
 from lockstep.data.processors import Processor, processor_of
@@ -119,6 +119,13 @@ class Splits:
         """The token id that short rows are padded with."""
         return self.tokenizer.pad_id if self.tokenizer else 0
 
+    def common_numeric(self, warn: Callable[[str], None]) -> dict[str, Any]:
+        """As `numeric`, once all ranks have found that they hold the same data. A collective. Raises DataError."""
+        with raise_on_all_ranks():
+            facts = self.numeric(warn)
+        check_equal([facts.get(name) for name in (CLASSES, CONTENTS)])
+        return facts
+
     def numeric(self, warn: Callable[[str], None]) -> dict[str, Any]:
         """What of the samples themselves changes the weights, for the numeric recipe. Fetches some of them."""
         facts: dict[str, Any] = {}
@@ -129,19 +136,13 @@ class Splits:
             return facts | self.first_samples | {"data.samples": samples, "data.shuffle_block": self.blocks.size}
         window = {} if self.train.lengths is None else {"data.group_by_length": self.recipe.data.group_by_length}
         sizes = {} if self.mixture is None else {"data.samples_of_sources": list(self.mixture.sizes)}
+        fetch = partial(one_by_one, Loader, pad_id=self.pad_id, workers=self.recipe.data.workers)
         with generators_restored():
             for name in (CONTENTS, FULL) if self.recipe.data.fingerprint == "full" else (CONTENTS,):
-                if (found := contents_of(self.train, self._single, is_full=name == FULL, warn=warn)) is None:
+                if (found := contents_of(self.train, fetch, is_full=name == FULL, warn=warn)) is None:
                     break
                 facts[name] = found
         return facts | {"data.samples": len(self.train)} | window | sizes
-
-    def _single(self, source: Source, rows: Iterable[int]) -> Iterator[object]:
-        """Fetch samples one by one, as training does, but for their augmentation; in place of an error, its name."""
-        requests = (ShardRequest(step=-1, shard=0, epoch=-1, indices=(row,)) for row in rows)
-        workers, cpu = self.recipe.data.workers, torch.device("cpu")
-        for found in Loader(source, requests, seed=0, pad_id=self.pad_id, workers=workers, device=cpu).batches:
-            yield found.batch if isinstance(found, MicroBatch) else type(found).__name__
 
     def order(self) -> Order:
         """The order in which training visits the samples."""

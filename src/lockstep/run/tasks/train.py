@@ -103,7 +103,7 @@ class TrainTask(WatchedTask):
         parts = self.parts = self.hooks.assembled(self.assemble())
         self.checks = UserCodeChecks(parts, self.warn)
         parts.check_training()
-        self.numeric |= parts.data.numeric(self.warn)
+        self.numeric |= parts.data.common_numeric(self.warn)
         if parts.warm_start is not None:
             self.numeric["model.init_digest"] = parts.warm_start.digest
         checkpoint = self.load_checkpoint(resume, allow_drift=allow_drift)
