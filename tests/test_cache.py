@@ -12,8 +12,10 @@ import pytest
 
 from lockstep.base.errors import DataError
 from lockstep.data import token_cache as token_cache
+from lockstep.data.chat import ChatTokenizer
 from lockstep.data.collate import collate
 from lockstep.data.in_memory import Texts
+from lockstep.data.text_tokenizers import open_tokenizer
 from lockstep.data.token_cache import tokenized, verify
 from lockstep.models import _transformer as transformer
 
@@ -151,6 +153,34 @@ def test_another_max_length_goes_to_another_folder(minilm, tmp_path):
     assert folders_after(tmp_path, *((texts(), tokenizer) for tokenizer in made)) == 2
     found = [tokenized(texts(), tokenizer, tmp_path).lengths.max() for tokenizer in made]
     assert found == [8, 16]
+
+
+CHANGES = {
+    "truncation_side": lambda tokenizer: setattr(tokenizer, "truncation_side", "left"),
+    "a token": lambda tokenizer: tokenizer.add_tokens(["zzz"]),
+    "a special token": lambda tokenizer: tokenizer.add_special_tokens({"additional_special_tokens": ["<x>"]}),
+    "the end token": lambda tokenizer: setattr(tokenizer, "sep_token", "[MASK]"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_change_of_a_tokenizer_changes_its_key(minilm, tmp_path, change):
+    """But for the side where long texts are cut, which documents and chats are not."""
+    from transformers import AutoTokenizer
+
+    found = []
+    for folder in (tmp_path / "before", tmp_path / "after", tmp_path / "elsewhere"):
+        plain = AutoTokenizer.from_pretrained(minilm)
+        if folder.name == "after":
+            CHANGES[change](plain)
+        plain.save_pretrained(folder)
+        section = transformer.Config(kind="transformer", name=str(folder), max_length=8)
+        packed = open_tokenizer(str(folder), texts(), vocabulary=0, cache=tmp_path)
+        found.append((transformer.tokenizer(section).key, ChatTokenizer(packed).key, packed.key))
+    before, after, elsewhere = found
+    assert before == elsewhere
+    is_side = change == "truncation_side"
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, is_side, is_side]
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,10 @@ class PartsOfWords:
         tokenizer.encode_special_tokens = True  # a text may hold the name of the end token
         self.tokenizer, self.pad_id, self.origin = tokenizer, end_id, origin
         self.template = Template(origin) if getattr(origin, "chat_template", None) else None
-        self.key = hashlib.sha256(f"texts hold no special tokens {tokenizer.to_str()}".encode()).hexdigest()
+        named = json.dumps(getattr(origin, "special_tokens_map", {}), sort_keys=True)  # templates write these
+        self.key = hashlib.sha256(
+            f"special tokens are text; {end_id} {named} {tokenizer.to_str()}".encode()
+        ).hexdigest()
         self.token_bytes = _token_bytes(tokenizer)
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:

@@ -1,6 +1,7 @@
 """Classifiers of texts and of words, and tokenizers, from transformers: load, check, save."""
 
 import hashlib
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,8 @@ class PretrainedTokenizer:
             self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.unk_token
         self.pad_token = self.tokenizer.pad_token
         self.pad_id = int(self.tokenizer.pad_token_id or 0)
-        vocabulary = self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else str(self.tokenizer)
-        form = "words " if self.has_words else "" if self.tokenizer.truncation_side == "right" else "ends "
-        self.key = hashlib.sha256(f"{form}{self.max_length} {vocabulary}".encode()).hexdigest()
+        form = f"{'words ' if self.has_words else ''}{self.max_length} {self.tokenizer.truncation_side}"
+        self.key = hashlib.sha256(f"{form} {contents_of(self.tokenizer)}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         """Return token ids with special tokens, int32 [T_i] per text, T_i <= max_length; multi-threaded. Of texts of
@@ -175,6 +175,13 @@ class PretrainedTokenizer:
         longest, self.tokenizer.model_max_length = self.tokenizer.model_max_length, self.max_length
         self.tokenizer.save_pretrained(folder)
         self.tokenizer.model_max_length = longest
+
+
+def contents_of(tokenizer: Any) -> str:
+    """Everything by which a tokenizer of transformers divides a text, before a length is given."""
+    if tokenizer.is_fast:
+        return str(tokenizer.backend_tokenizer.to_str())
+    return json.dumps([sorted(tokenizer.get_vocab().items()), str(tokenizer)])
 
 
 tokenizer, save, save_config = PretrainedTokenizer, TextModel.save, TextModel.save_config

@@ -37,5 +37,5 @@ def contents(dataset: Any, *, workers: int, warn: Callable[[str], None]) -> dict
     fetch = partial(one_by_one, SampleLoader, workers=workers)
     with generators_restored():
         found = contents_of(Samples(dataset, list, "the data set"), fetch, is_full=False, warn=warn)
-    check_equal(found)
+    check_equal((len(dataset), found))
     return {} if found is None else {"data.contents": found}

@@ -123,7 +123,7 @@ class Splits:
         """As `numeric`, once all ranks have found that they hold the same data. A collective. Raises DataError."""
         with raise_on_all_ranks():
             facts = self.numeric(warn)
-        check_equal([facts.get(name) for name in (CLASSES, CONTENTS)])
+        check_equal(facts)
         return facts
 
     def numeric(self, warn: Callable[[str], None]) -> dict[str, Any]:
