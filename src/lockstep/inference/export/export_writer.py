@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from lockstep.base import plugins, storage
 from lockstep.base.errors import ModelError
-from lockstep.base.model_contracts import Batch, Model
+from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.inference.export import export_facts, fresh_read, model_card
 from lockstep.inference.export.export_config import FORMATS, DType, ExportSection, check, file_of
 from lockstep.inference.export.export_facts import FILE, ExportFacts
@@ -178,7 +178,7 @@ def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSam
     written = _reduced(model, facts.dtype)
     plugins.find(FORMATS, facts.kind).write(written, folder, batch=samples.first[0], facts=facts)
     try:
-        again = forward_of(folder, facts)
+        again = _read_back(folder, facts)
         agreement = compare(model, again, samples.all() if is_reduced else samples.first)
     except ModelError as error:
         hints = [DTYPE_HINT.format(dtype=facts.dtype)] if is_reduced else []
@@ -196,6 +196,15 @@ def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSam
         fresh_read.check(folder, again, samples.first[0])
     storage.write(folder / model_card.FILE, model_card.text(facts))
     return facts
+
+
+def _read_back(folder: Path, facts: ExportFacts) -> Forward:
+    """Read what was just written. Raises ModelError."""
+    try:
+        return forward_of(folder, facts)
+    except ModelError as error:
+        cause = error.__cause__ or error
+        raise ModelError(f"the export cannot be read back ({type(cause).__name__}: {cause})") from error
 
 
 def _reduced(model: Model, dtype: DType) -> Model:
