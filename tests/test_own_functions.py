@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from running import typed
+from running import lockstep
 from test_training import config_in, run_on_rank
 
 from lockstep.base import trust
@@ -100,13 +100,13 @@ def test_an_export_is_evaluated_by_the_same_loss_and_metrics(tmp_path):
     written(tmp_path)
     (tmp_path / "c.yaml").write_text("data: {kind: digits, limit: 200}\nmodel: {kind: cnn, file: mine.py}\n")
     settings = ("run.name=a", "train.steps=8", "train.global_batch=32", "train.micro_batch=8", "checkpoint.best=top3")
-    done = typed(tmp_path, "train", "c.yaml", *settings)
+    done = lockstep(tmp_path, "train", "c.yaml", *settings)
     assert done.returncode == 0, done.stderr
-    done = typed(tmp_path, "export", "runs/a")
+    done = lockstep(tmp_path, "export", "runs/a")
     assert done.returncode == 0, done.stderr
     found = []
     for path in ("runs/a", "runs/a/export"):
-        done = typed(tmp_path, "evaluate", path, "--to", "evaluated")
+        done = lockstep(tmp_path, "evaluate", path, "--to", "evaluated")
         assert done.returncode == 0, done.stderr
         found.append(json.loads((tmp_path / "evaluated" / "evaluation.json").read_text())["metrics"])
     assert found[0] == pytest.approx(found[1], rel=1e-5)

@@ -55,7 +55,7 @@ def test_compiled_blocks_do_not_depend_on_the_number_of_processes(tmp_path):
 
 def test_a_killed_run_ends_with_the_weights_of_one_left_alone(tmp_path):
     """Kill -9 of the whole family after a checkpoint; resumed on another number of processes."""
-    base = [*recipe("mnist", tmp_path), "checkpoint.every_steps=4"]
+    base = [*recipe("mnist", tmp_path), "train.steps=31", "checkpoint.every_steps=4"]
     whole = trained(tmp_path, *base, *processes(1), "run.name=whole")
     words = ["train", *base, HERE, f"run.dir={tmp_path / 'runs'}", "run.name=killed"]
     process = command(*words, *processes(2), folder=tmp_path)
