@@ -30,7 +30,7 @@ test: setup
 
 # make test, test-browser and test-slurm in one go, and longer fuzzing: what CI runs after `make check`.
 test-all: setup packages
-	LOCKSTEP_FUZZ_SECONDS=60 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu"
+	LOCKSTEP_FUZZ_SECONDS=15 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu"
 
 # The test suite under the other versions of Python and torch that Lockstep supports, each in a venv of its own.
 test-versions:
