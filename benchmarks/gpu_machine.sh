@@ -9,8 +9,9 @@
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
-lacking=(annotated-types fastapi fastapi-offline httptools importlib-metadata nvidia-ml-py opentelemetry-api platformdirs pooch pydantic
-  pydantic-core python-multipart starlette typing-extensions typing-inspection uvicorn)
+lacking=(annotated-types certifi charset-normalizer fastapi fastapi-offline httptools idna importlib-metadata nvidia-ml-py
+  opentelemetry-api platformdirs pooch pydantic pydantic-core python-multipart requests starlette typing-extensions
+  typing-inspection urllib3 uvicorn)
 
 pack() {
   set -e
