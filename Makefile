@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 export VENV
 # Hundreds of processes import Lockstep: without its bytecode cache each of them would compile it.
 export PYTHONDONTWRITEBYTECODE :=
-# Files of tests are shared out to several processes: how many, and in what order, is said in tests/conftest.py.
+# Files of tests are shared out to several processes: how many, and in what order, is said in tests/conftest.py. With
+# several threads each, they would wait for one another.
 SHARED_OUT := -n auto --dist loadfile --no-loadscope-reorder
+ONE_THREAD := OMP_NUM_THREADS=1
 
 setup:
 	@./setup.sh
@@ -26,18 +28,18 @@ check: setup
 	$(BIN)/mypy
 
 test: setup
-	$(BIN)/python -m pytest $(SHARED_OUT)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(SHARED_OUT)
 
 # make test, test-browser and test-slurm in one go, and longer fuzzing: what CI runs after `make check`.
 test-all: setup packages
-	LOCKSTEP_FUZZ_SECONDS=15 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu"
+	$(ONE_THREAD) LOCKSTEP_FUZZ_SECONDS=15 $(BIN)/python -m pytest $(SHARED_OUT) -m "not matrix and not soak and not gpu"
 
 # The test suite under the other versions of Python and torch that Lockstep supports, each in a venv of its own.
 test-versions:
 	@.ci/versions
 
 test-matrix: setup packages
-	$(BIN)/python -m pytest $(SHARED_OUT) -m matrix
+	$(ONE_THREAD) $(BIN)/python -m pytest $(SHARED_OUT) -m matrix
 
 test-browser: setup
 	@tests/browser/packages.sh
