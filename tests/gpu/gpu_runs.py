@@ -40,7 +40,12 @@ def recipe(name, folder):
         return [str(folder / "encoder.yaml"), *COMMON, "train.steps=12"]
     settings = {
         "digits": ["train.steps=24", "data.limit=600"],
-        "mnist": [f"train.steps={31 if ON_GPU else 3}", "data.limit=4000", "evaluate.limit=200", "train.micro_batch=32"],
+        "mnist": [
+            f"train.steps={31 if ON_GPU else 3}",
+            "data.limit=4000",
+            "evaluate.limit=200",
+            "train.micro_batch=32",
+        ],
         "gpt": [
             "train.steps=12",
             "data.context=64",
