@@ -123,6 +123,17 @@ def test_what_does_not_fit_is_reported(folder):
     assert "in it, but not in the model: more.bias" in said
 
 
+@pytest.mark.parametrize("path", ["runs/a", "pretrained"])
+def test_other_classes_are_told(folder, path):
+    digits = DataSpec(modality="image", labels=tuple("0123456789"), image_shape=(1, 8, 8))
+    for classes in (digits.labels, digits.labels[::-1]):
+        notes = warm_start(cnn.build(cnn.Config(kind="cnn"), digits), folder / path, classes).notes
+        is_told = any(
+            "was trained on the classes 0, 1, 2 and 7 more, and the data has 9, 8, 7" in note for note in notes
+        )
+        assert is_told == (classes != digits.labels)
+
+
 def test_other_weights_are_another_run(folder):
     """A resume notices that the file holds other weights than those that the run began with."""
     for name in ("x", "y"):

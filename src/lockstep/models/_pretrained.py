@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.base.contracts import DataSpec, samples_of
-from lockstep.base.errors import LockstepError, ModelError
+from lockstep.base.errors import LockstepError, ModelError, few
 from lockstep.base.model_contracts import Batch, Model, TensorPlan
 from lockstep.core.host.hub_access import hub_answers
 from lockstep.core.host.pretrained_files import load, untrained
@@ -123,11 +122,16 @@ def from_pretrained(auto_class: Any, config: PretrainedSection, *, check: Callab
 def with_new_head(auto_class: Any, config: PretrainedSection, spec: DataSpec, **options: Any) -> tuple[Any, list[str]]:
     """A pretrained classifier with a new head for the data's targets, whose names go into the model's config, and notes
     on its weights. Raises ModelError."""
-    names = dict(enumerate(spec.labels or spec.numbers))
+    names, before = dict(enumerate(spec.labels or spec.numbers)), dict[int, str]()
+
+    def check(settings: Any) -> None:
+        check_task(auto_class, config, settings)
+        before.update(getattr(settings, "id2label", None) or {})
+
     network, loading = from_pretrained(
         auto_class,
         config,
-        check=partial(check_task, auto_class, config),
+        check=check,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
         num_labels=width_of(spec),
@@ -136,7 +140,29 @@ def with_new_head(auto_class: Any, config: PretrainedSection, spec: DataSpec, **
         problem_type=PROBLEM_TYPES.get(name_of(spec)),
         **options,
     )
-    return network, mismatches(loading, prefix=f"{network.base_model_prefix}.")  # the head is always new
+    notes = mismatches(loading, prefix=f"{network.base_model_prefix}.")
+    new = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    return network, [*notes, *_rows_by_name(network, [*before.values()], [*names.values()], new=new)]
+
+
+def _rows_by_name(network: Any, before: list[str], names: list[str], *, new: set[str]) -> list[str]:
+    """Have the rows of a trained head follow the names of its classes -> a note where they moved, or cannot."""
+    inner, rows = f"{network.base_model_prefix}.", len(names)
+    last = {name: p for name, p in network.named_parameters() if not name.startswith(inner) and len(p) == rows}
+    if before == names or new & last.keys() or not last:
+        return []
+    is_one_layer = len({name.rpartition(".")[0] for name in last}) == 1
+    if sorted(before) != sorted(names) or len(set(names)) < rows or not is_one_layer:
+        found = few(before) if not all(name.startswith("LABEL_") for name in before) else "unnamed"
+        return [
+            f"the checkpoint has a head for {rows} classes, {found}: it is taken over, its first output for "
+            f"{names[0]!r} and so on; what it has learned may be of no use for them"
+        ]
+    order = [before.index(name) for name in names]
+    with torch.no_grad():
+        for parameter in last.values():
+            parameter.copy_(parameter[order])
+    return ["the checkpoint has its classes in another order: the rows of its head follow their names"]
 
 
 def check_task(auto_class: Any, config: PretrainedSection, settings: Any) -> None:

@@ -122,7 +122,7 @@ def assemble(
             objective.class_weights = torch.tensor(class_weights(weights, data.train), device=device)
     if recipe.train.batchnorm == "sync" and world.size > 1:
         synchronise(model, device)
-    started = warm_start(model, recipe.model.init) if recipe.model.init else None
+    started = warm_start(model, recipe.model.init, data.train.spec.labels) if recipe.model.init else None
     flops = token_flops(model, recipe.data.context) if recipe.data.PACKS and world.is_main else None
     order = data.order()
     total_steps = recipe.train.total_steps(order.steps_per_epoch)

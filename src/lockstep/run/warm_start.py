@@ -1,6 +1,7 @@
 """Weights that a model starts with: from a run, an export, or a file of weights (model.init)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +11,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep.base import storage
-from lockstep.base.errors import ConfigError, ModelError
+from lockstep.base.errors import ConfigError, ModelError, few
 from lockstep.base.model_contracts import Model
+from lockstep.checkpoint import layout
 from lockstep.checkpoint.reader import contents, load
 from lockstep.checkpoint.weights import AVERAGE, MODEL
 from lockstep.core.host.remote_storage import here
 from lockstep.core.numerics.digest import digest
 from lockstep.launch.run_folder import is_run, run_of
+from lockstep.run.splits import CLASSES
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 WRAPPERS = ("state_dict", "model_state_dict", "model")
@@ -34,8 +37,9 @@ class WarmStart:
     """Of the weights that were taken over."""
 
 
-def warm_start(model: nn.Module, path: Path) -> WarmStart:
-    """Copy the weights and buffers at a path that have a name and a shape of the model's; report the others.
+def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> WarmStart:
+    """Copy the weights and buffers at a path that have a name and a shape of the model's; report the others, and where
+    the path was trained on other classes than these.
 
     Prefixes of wrappers, such as "module.", do not matter. Raises ConfigError where there are no weights, or none fits.
     """
@@ -66,7 +70,24 @@ def warm_start(model: nn.Module, path: Path) -> WarmStart:
         ("in it, but not in the model", unexpected),
     ):
         notes += [f"model.init: {what}: {_listing(names)}"] if names else []
+    if classes and (before := _classes_at(path)) and before != [*classes]:
+        notes.append(
+            f"model.init: it was trained on the classes {few(before, MAX_NAMES)}, and the data has "
+            f"{few(classes, MAX_NAMES)}: a head that was taken over gives each class what another has learned"
+        )
     return WarmStart(tuple(notes), digest(fitting))
+
+
+def _classes_at(path: Path) -> list[str] | None:
+    """The classes of the run or export at a path, where it tells them."""
+    path = here(path)
+    with suppress(OSError, ValueError, AttributeError):  # of a folder of somebody else
+        if is_run(path) and not path.is_file():
+            found = layout.read_manifest(run_of(path)[1]).numeric.get(CLASSES)
+        else:
+            found = storage.read_json(path / "lockstep.json").get("labels")
+        return [*map(str, found)] if isinstance(found, list) else None
+    return None
 
 
 def _size(tensor: Tensor) -> str:
