@@ -6,14 +6,23 @@ import sys
 VARIABLE = "PYTHONHASHSEED"
 
 
+def chosen() -> str:
+    """The seed that the user has set; else the one of all runs."""
+    found = os.environ.get(VARIABLE, "random")
+    return "0" if found == "random" else found
+
+
 def fix() -> None:
-    """Begin this process anew with a fixed hash seed, unless the user has set one.
+    """Begin the program that this process was started with anew, with a fixed hash seed, unless the user has set one.
 
     A user's file may number classes, or build layers, in the order of a set of names. Not on Windows, where the new
-    process would be another one, and not under a debugger, which would lose this one.
+    process would be another one, not under a debugger, which would lose this one, and not in a process that another
+    one has started with work of its own, as multiprocessing does.
     """
-    is_random = sys.flags.hash_randomization and os.environ.get(VARIABLE, "random") == "random"
-    can_begin_anew = sys.executable and os.name != "nt" and sys.gettrace() is None
+    arguments = sys.argv[1:]
+    is_program = sys.orig_argv[len(sys.orig_argv) - len(arguments) :] == arguments
+    can_begin_anew = is_program and sys.executable and os.name != "nt" and sys.gettrace() is None
+    is_random = sys.flags.hash_randomization and os.environ.get(VARIABLE) != chosen()
     if is_random and can_begin_anew and not sys.flags.ignore_environment:
-        os.environ[VARIABLE] = "0"
+        os.environ[VARIABLE] = chosen()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

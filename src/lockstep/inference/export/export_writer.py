@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from lockstep.base import plugins, storage
-from lockstep.base.errors import ModelError
+from lockstep.base.errors import LockstepError, ModelError
 from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.inference.export import export_facts, fresh_read, model_card
 from lockstep.inference.export.export_config import FORMATS, DType, ExportSection, check, file_of
@@ -204,7 +204,8 @@ def _read_back(folder: Path, facts: ExportFacts) -> Forward:
         return forward_of(folder, facts)
     except ModelError as error:
         cause = error.__cause__ or error
-        raise ModelError(f"the export cannot be read back ({type(cause).__name__}: {cause})") from error
+        reason = str(cause) if isinstance(cause, LockstepError) else f"{type(cause).__name__}: {cause}"
+        raise ModelError(f"the export cannot be read back ({reason})") from error
 
 
 def _reduced(model: Model, dtype: DType) -> Model:

@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.multiprocessing.spawn import start_processes
 
-from lockstep.base import ctrl_c, lifetime
+from lockstep.base import ctrl_c, hash_seed, lifetime
 from lockstep.base.contracts import Plan, Request
 from lockstep.base.errors import Interrupted, LaunchError
 from lockstep.base.world import environment
@@ -211,6 +211,7 @@ def _variables(processes: int, logs: Path, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(processes),
         "TORCHELASTIC_RUN_ID": RUN_ID,
         "TORCHELASTIC_RESTART_COUNT": "0",
+        hash_seed.VARIABLE: hash_seed.chosen(),
         run_secret.VARIABLE: str(logs.absolute()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store of this process, which outlives rank 0
     }
