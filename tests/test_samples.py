@@ -250,6 +250,7 @@ def test_image_files_that_cannot_be_read_are_left_out(ranks, tmp_path):
         ranks(3, run_on_rank, config("b", on_bad_sample="skip"))[0],
     ]
     assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["numeric_recipe"]["data.contents"] == found[1]["numeric_recipe"]["data.contents"]
     assert found[0]["bad_samples"] == found[1]["bad_samples"]
     assert sum(split["count"] for split in found[0]["bad_samples"].values()) == 3
     listed = (tmp_path / "a/logs/bad-samples-rank-0.jsonl").read_text()

@@ -134,6 +134,7 @@ def decode(
             if not section.skips:
                 raise
             unreadable[number] = str(error)
+            images[number] = 0  # sums over all samples include it
             continue
         images[number] = sized.pixels(image, place(number))
     return images, unreadable
