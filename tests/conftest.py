@@ -303,8 +303,7 @@ def forgotten_user_code():
 
 @pytest.fixture(autouse=True)
 def kept_denormals():
-    """A test whose code trains in this process, and so flushes denormals, leaves them to the next: Hypothesis, for one,
-    draws its numbers with them."""
+    """Undo the flushing of denormals by a test whose code trains in this process: Hypothesis draws such numbers."""
     yield
     torch.set_flush_denormal(False)
 

@@ -70,7 +70,6 @@ def test_other_names_are_told(classifier, names, said):
 
 
 def test_each_strategy_begins_with_the_same_rows(classifier, tmp_path):
-    """Also where the model is built without memory, and filled part by part."""
     folder, _ = classifier("so so", "bad", "good")
     (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"text {n},{OURS.labels[n % 3]}\n" for n in range(30)))
     words = ["data.kind=files", "data.train=rows.csv", "data.test=rows.csv", "model.kind=transformer"]

@@ -10,7 +10,7 @@ from lockstep.base import closed_output, ctrl_c, hash_seed, loading_line
 def main() -> None:
     began = time.time()
     ctrl_c.exit_at_once()
-    if sys.argv[1:2] != ["serve"]:  # strangers who know the seed could send it names that are slow to look up
+    if sys.argv[1:2] != ["serve"]:  # with a known seed, clients could send keys whose hashes collide
         hash_seed.fix()
     os.environ["PYTHONSAFEPATH"] = "1"  # noqa: TID251 (child processes import nothing from the working folder)
     closed_output.tolerate_lost_reader()

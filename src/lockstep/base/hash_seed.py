@@ -7,13 +7,13 @@ VARIABLE = "PYTHONHASHSEED"
 
 
 def chosen() -> str:
-    """The seed that the user has set; else the one of all runs."""
+    """Return the hash seed that the user has set, else 0."""
     found = os.environ.get(VARIABLE, "random")
     return "0" if found == "random" else found
 
 
 def fix() -> None:
-    """Begin the program that this process was started with anew, with a fixed hash seed, unless the user has set one.
+    """Restart this program with a fixed hash seed, unless the user has set one.
 
     A user's file may number classes, or build layers, in the order of a set of names. Not on Windows, where the new
     process would be another one, not under a debugger, which would lose this one, and not in a process that another

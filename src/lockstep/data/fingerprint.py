@@ -62,7 +62,7 @@ def contents_of(source: Source, load: Load, *, is_full: bool, warn: Callable[[st
 
 
 def check_equal(found: object) -> None:
-    """Raise DataError, on all ranks, where they have other training samples: give it sums and classes. A
+    """Raise DataError on all ranks where `found`, checksums and classes of the training data, differs between them. A
     collective."""
     ranks = all_gather_object(found)
     if other := [rank for rank, each in enumerate(ranks) if each != ranks[0]]:

@@ -123,7 +123,7 @@ class PretrainedTokenizer:
         self.pad_token = self.tokenizer.pad_token
         self.pad_id = int(self.tokenizer.pad_token_id or 0)
         form = f"{'words ' if self.has_words else ''}{self.max_length} {self.tokenizer.truncation_side}"
-        self.key = hashlib.sha256(f"{form} {contents_of(self.tokenizer)}".encode()).hexdigest()
+        self.key = hashlib.sha256(f"{form} {_state_of(self.tokenizer)}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         """Return token ids with special tokens, int32 [T_i] per text, T_i <= max_length; multi-threaded. Of texts of
@@ -177,8 +177,8 @@ class PretrainedTokenizer:
         self.tokenizer.model_max_length = longest
 
 
-def contents_of(tokenizer: Any) -> str:
-    """Everything by which a tokenizer of transformers divides a text, before a length is given."""
+def _state_of(tokenizer: Any) -> str:
+    """Return everything by which a tokenizer of transformers divides a text, except for the maximal length."""
     if tokenizer.is_fast:
         return str(tokenizer.backend_tokenizer.to_str())
     return json.dumps([sorted(tokenizer.get_vocab().items()), str(tokenizer)])

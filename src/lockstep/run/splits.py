@@ -66,11 +66,11 @@ def check_stream(stream: Stream, first_samples: Callable[[], Batch]) -> str:
 CONTENTS, FULL = "data.contents", "data.contents_full"
 """Of the numeric recipe: sums over the training samples, see data.fingerprint."""
 CLASSES = "data.classes"
-"""Of the numeric recipe: the classes in the order in which the model numbers them."""
+"""Name in the numeric recipe of the list of classes, in the order in which the model numbers them."""
 MOST_NAMES = 100
 """Of classes, in the numeric recipe; of more, there is a sum."""
 MOST_SHOWN = 10
-"""Of classes, in a message."""
+"""Number of classes named in a message."""
 CHECKED_SAMPLES = 32
 """First samples of a stream that all ranks compare."""
 MANY_SAMPLES = sys.maxsize

@@ -70,7 +70,8 @@ def warm_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> War
         ("in it, but not in the model", unexpected),
     ):
         notes += [f"model.init: {what}: {_listing(names)}"] if names else []
-    if classes and (before := _classes_at(path)) and before != [*classes]:
+    before = _classes_at(path) or []
+    if len(before) == len(classes) and before != [*classes]:  # a head of another size is not taken over
         notes.append(
             f"model.init: it was trained on the classes {few(before, MAX_NAMES)}, and the data has "
             f"{few(classes, MAX_NAMES)}: a head that was taken over gives each class what another has learned"

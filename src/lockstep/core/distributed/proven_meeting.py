@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep.base.errors import LaunchError, LockstepError
+from lockstep.base.errors import LaunchError, PeerLost
 from lockstep.base.world import World
 from lockstep.core.distributed.group_attempts import wait_for_all
 from lockstep.launch.elastic import run_secret
@@ -37,7 +37,7 @@ def check_secrets(store: dist.Store, world: World, secret: bytes | None, *, time
     if len(set(map(bytes, store.multi_get(keys)))) > 1:
         store.set(f"told-{world.rank}", "")
         if world.is_main:  # it holds the store, which the others have to read before it ends
-            with suppress(LockstepError):
+            with suppress(PeerLost):
                 wait_for_all(store, [f"told-{rank}" for rank in range(world.size)], timeout)
         raise LaunchError(
             f"the processes of this run have different secrets: set {run_secret.VARIABLE} to one folder, on all "
