@@ -20,6 +20,8 @@ from lockstep.run.recipe import Recipe, kind_of, settings
 
 ROOT = pathlib.Path(__file__).parents[1]
 LESSONS = sorted((ROOT / "docs" / "lessons").glob("[0-9]*.md"))
+SECTION = "reference/configuration/{}.html"
+"""A section's page of the configuration reference."""
 WIDE = (1280, 1000)
 LOADING = {"stylesheet", "icon", "preload", "preconnect", "dns-prefetch", "modulepreload", "manifest"}
 """Kinds of <link> that make a browser ask for something."""
@@ -91,12 +93,12 @@ def test_links_lead_to_pages_and_places_that_exist(site, pages):
 
 
 def test_the_reference_is_whole(site, pages):
-    anchors = pages["reference/configuration.html"].anchors
     plugin_sections = {name: kind_of(name) for name in Recipe.model_fields if kind_of(name)}
     assert set(plugin_sections) == {"data", "model", "parallel", "launch"}
-    assert {f"{name}-{each}" for name, kind in plugin_sections.items() for each in kind.names()} <= anchors
-    text = (site / "reference" / "configuration.html").read_text()
-    assert {name for name in settings() if f"<code>{name}</code>" not in text} == set()
+    for name, kind in plugin_sections.items():
+        assert {f"{name}-{each}" for each in kind.names()} <= pages[SECTION.format(name)].anchors
+    texts = {name: (site / SECTION.format(name)).read_text() for name in Recipe.model_fields}
+    assert {name for name in settings() if f"<code>{name}</code>" not in texts[name.partition(".")[0]]} == set()
     assert set(plugins.names("cli")) <= pages["reference/commands.html"].anchors
     named = " ".join(pages["reference/python.html"].anchors)
     offered = [name for name in lockstep.__all__ if not name.startswith("__")]
@@ -109,8 +111,11 @@ def test_titles_in_the_navigation_are_headings():
 
 
 def test_the_reference_begins_with_its_sections(pages):
-    leads = pages["reference/configuration.html"].leads
-    assert {f"#{name}" for name in Recipe.model_fields} | {"#train-epochs", "#model-gpt-layers"} <= set(leads)
+    assert {f"configuration/{name}.html" for name in Recipe.model_fields} <= set(
+        pages["reference/configuration.html"].leads
+    )
+    assert "#train-epochs" in pages[SECTION.format("train")].leads
+    assert {"#model-gpt", "#model-gpt-layers"} <= set(pages[SECTION.format("model")].leads)
 
 
 def test_lessons_and_readme_are_in_it(pages):
@@ -163,7 +168,7 @@ def test_every_diagram_is_drawn(browser, site, address):
 @pytest.mark.parametrize(
     "page",
     [
-        *("index", "lessons/02-processes", "reference/configuration"),
+        *("index", "lessons/02-processes", "reference/configuration", "reference/configuration/train"),
         *(pytest.param(page, marks=pytest.mark.matrix) for page in ("overview", "coming-from")),
     ],
 )

@@ -1,4 +1,7 @@
-"""MkDocs hook: fills the pages of docs/reference/ from the code, where they say `<!-- generated: NAME -->`."""
+"""MkDocs hook: fills the pages of docs/reference/ from the code, where they say `<!-- generated: NAME -->`.
+
+Each section of a config has a page of its own, docs/reference/configuration/SECTION.md, which exists on the site only.
+"""
 
 import html
 import inspect
@@ -8,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 
 import lockstep
 from lockstep.base import plugins
@@ -16,6 +21,7 @@ from lockstep.cli._app import contexts
 from lockstep.run.recipe import Recipe, kind_of
 
 SPECIAL = re.compile(r"([\\*_\[\]#])")
+CONFIGURATION = "reference/configuration.md"
 MARK = re.compile(r"<!-- generated: (\w+) -->")
 LISTED = {"observe": ("sinks", "observe.sinks"), "export": ("kind", "inference.export.formats")}
 """Section -> a setting that names plugins without settings of their own, and their family."""
@@ -24,25 +30,56 @@ BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "exclusiveMaximum"
 """Key of JSON schema -> words, in the order in which they are said."""
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the pages of the sections below the configuration reference."""
+    _list_sections(config.nav)
+    return config
+
+
+def _list_sections(entries: Any) -> None:
+    for place, entry in enumerate(entries):
+        if entry == CONFIGURATION:
+            entries[place] = {"Configuration": [CONFIGURATION, *map(section_page, Recipe.model_fields)]}
+        elif isinstance(entry, dict):
+            for below in entry.values():
+                if isinstance(below, list):
+                    _list_sections(below)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for each section of a config."""
+    for name in Recipe.model_fields:
+        files.append(File.generated(config, section_page(name), content="\n".join(section(name))))
+    return files
+
+
+def section_page(name: str) -> str:
+    """Return the path of a section's page below docs/."""
+    return f"{CONFIGURATION.removesuffix('.md')}/{name}.md"
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace each mark of a page by what is generated for it."""
     return MARK.sub(lambda mark: "\n".join(GENERATORS[mark[1]]()), markdown)
 
 
 def configuration() -> Iterator[str]:
-    """A table of the sections, and each with its settings, and for the plugins of a family those of each kind."""
+    """Yield a table of the sections."""
     yield "| section | what it is about |\n|---|---|"
     for name in Recipe.model_fields:
-        yield f"| [{name}](#{name}) | {escaped(first_paragraph(_section(name)))} |"
-    for name in Recipe.model_fields:
-        yield f"\n## {name}\n\n{escaped(first_paragraph(_section(name)))}\n"
-        kind = kind_of(name)
-        if kind:
-            yield from _plugin_section(name, kind)
-        else:
-            yield from _settings(name, _section(name), list(_section(name).model_fields))
-        if name in LISTED:
-            yield from _listed(*LISTED[name], section=name)
+        yield f"| [{name}](configuration/{name}.md) | {escaped(first_paragraph(_section(name)))} |"
+
+
+def section(name: str) -> Iterator[str]:
+    """Yield a section's page: its settings, and for a family of plugins those of each kind."""
+    yield f"# {name}\n\n{escaped(first_paragraph(_section(name)))}\n"
+    kind = kind_of(name)
+    if kind:
+        yield from _plugin_section(name, kind)
+    else:
+        yield from _settings(name, _section(name), list(_section(name).model_fields))
+    if name in LISTED:
+        yield from _listed(*LISTED[name], section=name)
 
 
 def _section(name: str) -> type[Section]:
@@ -62,7 +99,7 @@ def _plugin_section(name: str, plugin: Kind) -> Iterator[str]:
     yield setting(f"{name}.kind", f"one of {links}. Default: `{plugin.default}`.")
     yield from _settings(name, base, common)
     for kind, config in kinds.items():
-        yield f"\n### {name}.kind: {kind} {{ #{name}-{kind} }}\n"
+        yield f"\n## {name}.kind: {kind} {{ #{name}-{kind} }}\n"
         yield escaped(first_paragraph(config)) + "\n"
         described = base.model_json_schema()["properties"]
         own = config.model_json_schema()["properties"]
@@ -139,7 +176,7 @@ def number(value: float) -> str:
 
 
 def _listed(key: str, family: str, *, section: str) -> Iterator[str]:
-    yield f"\n### {section}.{key}: the names {{ #{section}-{key}-names }}\n"
+    yield f"\n## {section}.{key}: the names {{ #{section}-{key}-names }}\n"
     for name in plugins.names(family):
         module = inspect.getdoc(plugins.find(family, name)) or ""
         yield f"`{name}`\n\n:   {escaped(' '.join(module.split(chr(10) * 2)[0].split()))}\n"
