@@ -17,9 +17,9 @@ FILE = pathlib.Path(__file__).parent / "own" / "copies.py"
 SPREADS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
 
 
-def config(folder, odd, kind, world, **model):
+def config(folder, odd, kind, world, *, steps=5, **model):
     model = {"kind": "user", "file": str(FILE), "options": {"odd": odd}, **model}
-    sections = {"train": {"epochs": None, "steps": 5}, "evaluate": {"every_epochs": None}}
+    sections = {"train": {"epochs": None, "steps": steps}, "evaluate": {"every_epochs": None}}
     return config_in(folder, f"{odd}-{kind}-{world}", model=model, parallel={"kind": kind}, **sections)
 
 
@@ -32,6 +32,29 @@ def test_what_changes_by_itself_is_refused_by_name(ranks, tmp_path, odd):
         assert isinstance(message, str), (kind, message)
         assert f"the parameter network.{name}" in message, (kind, message)
         assert ("model.unfreeze" if odd in ("late", "early") else "averages(module)") in message
+
+
+@pytest.mark.parametrize(
+    ("odd", "name"), [("late-data", "parameter network.head.weight"), ("late-buffer", "buffer network.level")]
+)
+def test_what_begins_to_change_late_and_past_autograd_is_refused(ranks, tmp_path, odd, name):
+    """At the next comparison by value."""
+    for kind, world in [("single", 1), ("ddp", 2)]:
+        message = ranks(world, run_on_rank, config(tmp_path, odd, kind, world, steps=60))[0]
+        assert isinstance(message, str), (kind, message)
+        assert f"the {name}" in message, (kind, message)
+
+
+def test_weights_that_no_loss_reaches_are_named(ranks, tmp_path):
+    """Also where nothing refuses them; not those that are frozen, or trained from a later step on."""
+    for kind, world, parallel in [("single", 1, {}), ("ddp", 2, {"find_unused": True}), ("fsdp", 2, {})]:
+        made = config(tmp_path, "spare", kind, world, steps=7)
+        made["parallel"] |= parallel
+        ranks(world, run_on_rank, made)
+        history = (tmp_path / f"spare-{kind}-{world}" / "history.jsonl").read_text()
+        assert "network.spare.bias, network.spare.weight had no gradient in the first 5 steps" in history, kind
+    ranks(1, run_on_rank, config(tmp_path / "held", "config", "single", 1, steps=7, unfreeze={"online": 7}))
+    assert "no gradient" not in (tmp_path / "held" / "config-single-1" / "history.jsonl").read_text()
 
 
 def test_a_declared_copy_gives_one_digest(ranks, tmp_path):

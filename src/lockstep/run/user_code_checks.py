@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lockstep.base.errors import ModelError
+from lockstep.base.errors import ModelError, few
 from lockstep.base.model_contracts import MicroBatch
 from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.modules.buffers import WATCHED_STEPS
 from lockstep.run.components import Components
+from lockstep.training import gradient_watch
 from lockstep.training.findings import Finding
+from lockstep.training.gradient_watch import GradientWatch
 
 
 class UserCodeChecks:
@@ -35,8 +37,11 @@ class UserCodeChecks:
         for number, micro_batches in enumerate(self.parts.steps(start)):
             if number == 0:
                 self._check_micro_batch(micro_batches[0])
+                gradients = GradientWatch(self.parts.state.module, self.parts.state.optimizer)
             if number == WATCHED_STEPS:
                 self._check_buffers()
+            if number == gradient_watch.STEPS:
+                self._check_gradients(gradients)
             yield micro_batches
 
     def _check_micro_batch(self, micro_batch: MicroBatch) -> None:
@@ -54,3 +59,15 @@ class UserCodeChecks:
         for sentence in dict.fromkeys(note for rank in all_gather_object(own) for note in rank):
             self.findings = [*(self.findings or ()), Finding(kind="buffer", where="a buffer", message=sentence)]
             self.warn(sentence)
+
+    def _check_gradients(self, watch: GradientWatch) -> None:
+        """Warn of parameters that no loss has reached on any rank, and that are not held back on purpose."""
+        unreached = watch.finish()
+        ranks = all_gather_object(({*watch.names.values()}, unreached))
+        reached = set[str](self.parts.state.held).union(*(names.difference(own) for names, own in ranks))
+        if names := sorted({name for _, own in ranks for name in own} - reached):
+            self.warn(
+                f"{few(names)} had no gradient in the first {gradient_watch.STEPS} steps: the loss does not depend on "
+                "them, or only through what autograd does not follow (detach(), .data, argmax, reentrant checkpoints "
+                "of inputs without gradients); leave them out of the model, or freeze them with model.freeze"
+            )

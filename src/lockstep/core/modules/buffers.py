@@ -29,6 +29,9 @@ from lockstep.core.reduction.tree import TreeSum
 WATCHED_STEPS = 2
 """In the first steps buffers are compared by value, later by autograd's version counter, which costs nothing."""
 
+COMPARED_EVERY = 50
+"""Number of steps from one in which buffers are compared by value, after the first steps, to the next."""
+
 
 class BufferUpdates:
     """The buffers of some modules, by name, through steps and their shards.
@@ -80,12 +83,24 @@ class BufferUpdates:
         """Remember the values at the start of the step."""
         if self.steps <= WATCHED_STEPS:
             self._find_buffers()
+        elif self.steps % COMPARED_EVERY == 0:
+            self._check_silent()
         self.refresh()
         self.all_reduce, self.finished_shards, self.new = all_reduce, [], set()
         self.updated[:] = self.ordered.buffers
         if self.ordered.buffers:
             self.ordered.start_step(all_reduce)
         self.sums = [(buffers, self._tree()) for buffers in self._by_dtype()]
+
+    def _check_silent(self) -> None:
+        """Raise ModelError where forward passes have begun to change a buffer without autograd's knowledge."""
+        for buffer in self._reducible:
+            if not buffer.is_written and buffer.differs:
+                raise ModelError(
+                    f"the buffer {buffer.name} ({origin(buffer.module)}) has begun to change after the first steps, in "
+                    "a way that autograd does not see (F.batch_norm, .data, NumPy), so that each process has its own: "
+                    "let it change from the first step on, or write to it with copy_() or add_()"
+                )
 
     def _by_dtype(self) -> list[list[TrackedBuffer]]:
         """The changing ones, in the same order on every rank."""

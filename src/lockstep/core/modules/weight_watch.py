@@ -1,25 +1,37 @@
 """Weights that a forward pass changes, or that begin or cease to be trained, while training goes on."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from lockstep.base.errors import ModelError
+from lockstep.core.numerics.checksum import checksum
+
+READ_EVERY = 50
+"""Number of forward passes from one that compares also the bits of weights to the next."""
 
 
 class WeightWatch:
     """Compares weights before and after each forward pass, by autograd's counter of their versions, without reading
-    them; and their requires_grad with that of the first one."""
+    them, and now and then by their bits, since writes through .data do not advance it; and their requires_grad with
+    that of the first one."""
 
     def __init__(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self.weights, self.trained = weights, dict[str, bool]()
+        self.num_passes = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around a forward pass. Raises ModelError."""
         before = {name: weight._version for name, weight in self.weights()}
+        self.num_passes += 1
+        reads = self.num_passes % READ_EVERY == 0
+        sums = self._checksums() if reads else {}
         yield
+        if reads and (changed := _differing(sums, self._checksums())):
+            raise ModelError(changed_weight(changed))
         for name, weight in self.weights():
             if weight._version != before.get(name, weight._version):
                 raise ModelError(changed_weight(name))
@@ -30,6 +42,19 @@ class WeightWatch:
                     "trained is fixed when it starts: set model.unfreeze={PATTERN: STEP} to train a part from a step "
                     "on, or model.freeze for one that is never trained"
                 )
+
+    def _checksums(self) -> dict[str, Tensor]:
+        """Return those of the weights that are in memory: FSDP frees gathered ones."""
+        return {name: checksum(weight) for name, weight in self.weights() if weight.untyped_storage().size()}
+
+
+def _differing(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> str | None:
+    """Return the first name under which both have another checksum; waits for the device once."""
+    names = [name for name in before if name in after]
+    if not names:
+        return None
+    same = torch.stack([before[name] == after[name] for name in names]).tolist()
+    return next((name for name, is_same in zip(names, same, strict=True) if not is_same), None)
 
 
 def changed_weight(name: str) -> str:
