@@ -87,6 +87,47 @@ def test_pixels_are_read_as_they_are(tmp_path, way):
     assert reader_of(source.spec, processor).blank().dtype == np.uint8
 
 
+TENSORS = """
+
+import torch
+
+from lockstep import LossSum
+
+
+class Images(torch.utils.data.Dataset):
+    spec = Digits.spec if {has_labels} else DataSpec(modality="image", image_shape=(1, 8, 8))
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        image = torch.full((1, 8, 8), 5 * index, dtype=torch.uint8)
+        return {{"image": image, "label": torch.tensor(index % 10) if {has_labels} else (image[0] > 100).long()}}
+
+
+def source(options, split):
+    return Images()
+
+
+def loss(outputs, batch):
+    return LossSum(outputs.square().sum(), len(outputs))
+"""
+
+
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_images_that_are_tensors_are_pixels(tmp_path, has_labels):
+    """Samples with an image for a label are told to be no predictions when the training starts."""
+    text = FILE.format(way="plain", name="convert", call="convert") + TENSORS.format(has_labels=has_labels)
+    (tmp_path / "own.py").write_text(text)
+    own = {"kind": "user", "file": "own.py"}
+    (tmp_path / "c.yaml").write_text(json.dumps({"data": own, "model": own, "launch": {"processes": 1}}))
+    done = lockstep(tmp_path, "train", "c.yaml", "run.name=a")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = " ".join(done.stdout.split())
+    assert "files cannot be predicted" not in said
+    assert ("predict and serve cannot use this model: its data has neither labels" in said) != has_labels
+
+
 @pytest.mark.parametrize("way", ["scaled", "standardised", "last", "double"])
 def test_files_pass_what_the_source_declares(tmp_path, way):
     source, processor = opened(tmp_path, way)

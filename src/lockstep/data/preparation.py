@@ -85,7 +85,7 @@ def with_inputs_known(source: Source, preparation: Preparation | None) -> Source
         return source
     try:
         first = source.__getitems__([0])["image"][0]
-        image = first if isinstance(first, np.ndarray) else np.asarray(pixels(first))
+        image = np.asarray(pixels(first) if isinstance(first, Image.Image) else first)
     except Exception:  # such as an unreadable sample, which training reports
         return source
     if preparation is not None:

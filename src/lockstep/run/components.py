@@ -30,6 +30,7 @@ from lockstep.launch.elastic import live_notes
 from lockstep.launch.launch_config import LiveLaunchSection
 from lockstep.models._own_functions import own_metrics
 from lockstep.models.objectives._choice import objective_of, with_objective
+from lockstep.models.objectives._objective import PredictingObjective
 from lockstep.run.recipe import Recipe
 from lockstep.run.splits import Splits
 from lockstep.run.warm_start import WarmStart
@@ -269,8 +270,12 @@ def _wide_head(parts: Components) -> tuple[str, ...]:
 
 def _unprepared(parts: Components) -> tuple[str, ...]:
     """Why files cannot be predicted."""
-    if parts.data.train.spec.modality == "text" and parts.data.tokenizer is None:
+    spec = parts.data.train.spec
+    if spec.modality == "text" and parts.data.tokenizer is None:
         return ("predict and serve cannot use this model: for texts they need the tokenizer of model.kind=transformer",)
+    objective = objective_of(spec)
+    if spec.image_shape and not objective.GENERATES and not isinstance(objective, PredictingObjective):
+        return ("predict and serve cannot use this model: its data has neither labels nor numbers for each sample",)
     message = needed(parts.data.test.spec)
     return (message,) if message and not isinstance(parts.data.processor, Preparation) else ()
 
