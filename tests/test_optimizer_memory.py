@@ -60,10 +60,16 @@ class Noisy(Momentum):
 
 
 class Counting(Momentum):
+    every = 5
+
     def step(self, closure=None):
         self.t = getattr(self, "t", 0) + 1
-        if self.t % 5:
+        if self.t % self.every:
             super().step()
+
+
+class Seldom(Counting):
+    every = 100
 
 
 class Warming(Momentum):
@@ -151,6 +157,7 @@ def test_what_is_in_the_state_is_enough(make, use):
             r"Counting remembers something that no checkpoint holds .*self\.t.* self\.state\[parameter\]",
         ),
         (Counting, of_script, "Counting remembers"),
+        (Seldom, of_config, r"Seldom remembers .*self\.t"),
         (Lookahead, of_config, r"Lookahead remembers .*self\.slow"),
         (Lookahead, of_script, "Lookahead remembers"),
         (Wrapping, of_config, "Wrapping remembers"),

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lockstep.base.errors import ConfigError, LockstepError
 from lockstep.core.numerics.seeds import generators_restored
 
-STEPS = 12
-"""Before and after the comparison begins: more than the period of most optimizers that do something every few steps,
-such as Lookahead's 5 or 10."""
+STEPS = 113
+"""Number of steps before the comparison begins, and after: more than the period of most optimizers that do something
+every few steps, such as Lookahead's 5 or 10, or the 100 of a preconditioner; a prime, so no multiple of any period."""
 MEMBERS = 2
 """Parameters of each group in a copy."""
 WIDTH = 4
