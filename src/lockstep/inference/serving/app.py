@@ -15,7 +15,7 @@ from lockstep.base.errors import LockstepError
 from lockstep.base.templates import render
 from lockstep.inference.generation.generator import Generator
 from lockstep.inference.predictor import Predictor
-from lockstep.inference.serving import generation_routes, openapi
+from lockstep.inference.serving import generation_routes, openai_routes, openapi
 from lockstep.inference.serving.batcher import Full
 from lockstep.inference.serving.middleware import BUSY, Middleware, is_loopback
 from lockstep.inference.serving.request_inputs import FILE_TYPES, FORM, JSON, InvalidInput, json_inputs
@@ -24,7 +24,7 @@ from lockstep.inference.serving.serving_config import Settings
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
 """Headers of proxies, and of pages in a browser, which may come from anywhere."""
-ROUTES = ("/predict", "/predict/batch", "/generate")
+ROUTES = ("/predict", "/predict/batch", "/generate", "/v1/chat/completions", "/v1/completions", "/v1/models")
 """Of models of one kind or another."""
 
 
@@ -54,6 +54,7 @@ def _application(service: Service) -> Any:
     app = FastAPIOffline(title=title, lifespan=lifespan, **openapi.about(service.settings))
     if isinstance(service, GenerationService):
         generation_routes.add(app, service)
+        openai_routes.add(app, service)
     elif isinstance(service, PredictionService):
         _add_prediction(app, service)
     _add_status(app, service)
@@ -137,31 +138,39 @@ def _add_reload(app: Any, service: Service) -> None:
 def _add_error_handlers(app: Any, answers_at: str) -> None:
     """Answer every error with one sentence, in JSON."""
     from fastapi import Request
-    from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
 
-    async def invalid(_: Request, error: InvalidInput) -> JSONResponse:
+    async def invalid(request: Request, error: InvalidInput) -> Any:
         faults = [{"field": field, "reason": _encodable(reason)} for field, reason in error.faults]
-        first = faults[0]
-        return JSONResponse({"error": f"{first['field']}: {first['reason']}", "detail": faults}, error.status)
+        return _problem(request, f"{faults[0]['field']}: {faults[0]['reason']}", error.status, detail=faults)
 
-    async def full(_: Request, __: Full) -> JSONResponse:
-        return JSONResponse({"error": "too many requests wait; try again"}, 503, BUSY)
+    async def full(request: Request, _: Full) -> Any:
+        return _problem(request, "too many requests wait; try again", 503, headers=BUSY)
 
-    async def timed_out(_: Request, __: TimeoutError) -> JSONResponse:
-        return JSONResponse({"error": "the answer took too long; try again"}, 504)
+    async def timed_out(request: Request, _: TimeoutError) -> Any:
+        return _problem(request, "the answer took too long; try again", 504)
 
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+    async def refused(request: Request, error: HTTPException) -> Any:
         is_other_kind = error.status_code == 404 and request.url.path in ROUTES
         reason = f"this model does not answer here, but to POST {answers_at}" if is_other_kind else str(error.detail)
-        return JSONResponse({"error": reason}, error.status_code, error.headers)
+        return _problem(request, reason, error.status_code, headers=error.headers)
 
-    async def failed(_: Request, __: Exception) -> JSONResponse:  # the traceback goes to the log
-        return JSONResponse({"error": "the model failed on this; the server's log says how"}, 500)
+    async def failed(request: Request, _: Exception) -> Any:  # the traceback goes to the log
+        return _problem(request, "the model failed on this; the server's log says how", 500)
 
     handlers = {InvalidInput: invalid, Full: full, TimeoutError: timed_out, HTTPException: refused, Exception: failed}
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
+
+
+def _problem(request: Any, reason: str, status: int, **more: Any) -> Any:
+    """Return the response for an error; `more`: the faults as `detail`, and `headers`."""
+    from fastapi.responses import JSONResponse
+
+    headers, fields = more.pop("headers", None), [fault["field"] for fault in more.get("detail", [])]
+    if request.url.path.startswith(openai_routes.PREFIX):
+        return JSONResponse(openai_routes.problem(reason, status, field=next(iter(fields), None)), status, headers)
+    return JSONResponse({"error": reason, **more}, status, headers)
 
 
 async def inputs_of(request: Any, takes: str, *, several: bool) -> tuple[list[Any], str]:

@@ -4,9 +4,9 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from lockstep.inference.generation.generated import Generated, generated
 from lockstep.inference.generation.sampling import Sampling
@@ -17,6 +17,7 @@ from lockstep.inference.serving.service import GenerationService
 EVENTS = "text/event-stream"
 MOST_TOKENS, MOST_STOPS = 4096, 16
 MOST_SEED = 2**31
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
 class ChatMessage(Body):
@@ -66,7 +67,7 @@ def add(app: Any, service: GenerationService) -> None:
     @app.post("/generate", **described)  # type: ignore[untyped-decorator]
     async def generate(request: Request) -> Any:
         """The text that follows a prompt."""
-        asked = await _request(request)
+        asked = await body_of(request, GenerationRequest)
         generator, completion = await asyncio.to_thread(service.begun, asked.given, _sampling(asked))
         pieces = service.pieces(generator, completion)
         if not asked.stream:
@@ -81,13 +82,13 @@ def add(app: Any, service: GenerationService) -> None:
         return StreamingResponse(_events(first, pieces, last), media_type=EVENTS)
 
 
-async def _request(request: Any) -> GenerationRequest:
-    """Raises InvalidInput, which names the fields."""
+async def body_of(request: Any, kind: type[AnyBody]) -> AnyBody:
+    """Return the JSON body of a request. Raises InvalidInput, which names the fields."""
     media_type = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if media_type != JSON:
         raise InvalidInput([("content-type", f"should be {JSON}")], status=415)
     try:
-        return GenerationRequest.model_validate_json(await request.body())
+        return kind.model_validate_json(await request.body())
     except ValidationError as error:
         raise InvalidInput(faults_of(error)) from None
 
@@ -102,16 +103,17 @@ async def _events(first: str, pieces: AsyncIterator[str], last: Callable[[], dic
     """{"text": piece} for each piece, then the facts of the completion without its text; or {"error": why}."""
     try:
         if first:
-            yield _event({"text": first})
+            yield event({"text": first})
         async for piece in pieces:
-            yield _event({"text": piece})
-        yield _event(last())
+            yield event({"text": piece})
+        yield event(last())
     except TimeoutError:
-        yield _event({"error": "the completion took too long"})
+        yield event({"error": "the completion took too long"})
     except Exception:  # the response has begun: its status cannot change
-        yield _event({"error": "the model failed on this; the server's log says how"})
+        yield event({"error": "the model failed on this; the server's log says how"})
         raise
 
 
-def _event(content: dict[str, Any]) -> str:
+def event(content: dict[str, Any]) -> str:
+    """Return a server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

@@ -1,0 +1,285 @@
+"""POST /v1/chat/completions and /v1/completions, GET /v1/models: the protocol that clients of OpenAI's API speak.
+
+Source: https://platform.openai.com/docs/api-reference. Its own documentation describes the bodies; fields that have no
+meaning here are ignored, and named in the header `x-ignored-fields`.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lockstep.inference.generation.generator import Completion, Generator
+from lockstep.inference.generation.sampling import Sampling
+from lockstep.inference.serving.generation_routes import EVENTS, MOST_SEED, MOST_STOPS, MOST_TOKENS, body_of, event
+from lockstep.inference.serving.request_inputs import Filled, InvalidInput
+from lockstep.inference.serving.service import GenerationService
+
+PREFIX, IGNORED = "/v1/", "x-ignored-fields"
+MOST_CHOICES, MOST_NAMED = 16, 20
+FINISH = {"end": "stop", "stop": "stop", "length": "length"}
+"""Reason why a completion ended -> its name in the protocol."""
+ROLES = {"developer": "system"}
+"""Role of newer clients -> what chat templates call it."""
+Prompt = str | list[dict[str, str]]
+
+
+class Tolerant(BaseModel):
+    """An object that may have more fields than are used."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of the fields that were given a value and are not used."""
+        return [name for name, value in (self.model_extra or {}).items() if value is not None]
+
+
+class StreamOptions(Tolerant):
+    """What a stream holds besides the pieces of text."""
+
+    include_usage: bool = False
+
+
+class TextPart(Tolerant):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ClientMessage(Tolerant):
+    """A message of a chat."""
+
+    role: Filled
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """Return the message as chat templates take it."""
+        parts = self.content if isinstance(self.content, list) else []
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
+        named = {"name": self.name} if self.name is not None else {}
+        return {"role": ROLES.get(self.role, self.role), "content": content, **named}
+
+
+class ClientRequest(Tolerant):
+    """What both kinds of completions are asked for with."""
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=10)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = None
+    stop: Filled | Annotated[list[Filled], Field(max_length=MOST_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def sampling(self, generator: Generator, number: int) -> Sampling:
+        """Return how choice `number` is drawn; where nothing limits it, it may fill the model's context."""
+        longest = min(MOST_TOKENS, generator.context)
+        seed = secrets.randbelow(MOST_SEED) if self.seed is None else self.seed + number
+        return Sampling(
+            max_tokens=longest if self.max_tokens is None else min(self.max_tokens, MOST_TOKENS),
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=seed % MOST_SEED,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+        )
+
+
+class ChatRequest(ClientRequest):
+    """The messages of a chat, which the model answers."""
+
+    messages: Annotated[list[ClientMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    def prompts(self) -> list[Prompt]:
+        """Return the one chat."""
+        return [[each.plain() for each in self.messages]]
+
+    @property
+    def ignored(self) -> list[str]:
+        inner = {name: None for message in self.messages for name in message.ignored}
+        return [*super().ignored, *(f"messages.{name}" for name in inner)]
+
+
+class CompletionRequest(ClientRequest):
+    """Texts, which the model continues."""
+
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
+
+    def prompts(self) -> list[Prompt]:
+        """Return the texts."""
+        return [self.prompt] if isinstance(self.prompt, str) else [*self.prompt]
+
+
+class Answer:
+    """The choices of one request while they are generated, as the protocol shows them."""
+
+    def __init__(self, service: GenerationService, asked: ChatRequest | CompletionRequest) -> None:
+        """Begin the completions. Raises InvalidInput."""
+        generator = service.model.current
+        assert isinstance(generator, Generator)
+        facts, choices = generator.facts, asked.n or 1
+        check_name(generator, asked.model)
+        if isinstance(asked, ChatRequest) and asked.max_completion_tokens:
+            asked.max_tokens = asked.max_completion_tokens
+        self.is_chat, self.asked = isinstance(asked, ChatRequest), asked
+        begun = [
+            service.begun(prompt, asked.sampling(generator, number))
+            for prompt in asked.prompts()
+            for number in range(choices)
+        ]
+        self.completions: list[Completion] = [completion for _, completion in begun]
+        self.prompts = self.completions[::choices]
+        self.pieces = [service.pieces(*each) for each in begun]
+        self.common = {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": facts.name,
+            "system_fingerprint": facts.title,
+        }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Header that names what was ignored."""
+        names = self.asked.ignored
+        return {IGNORED: ", ".join(quote(name) for name in names[:MOST_NAMED])} if names else {}
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer, once all completions have ended."""
+        choices = [
+            {"index": number, **self._text(each.text), "logprobs": None, "finish_reason": FINISH[each.finish]}
+            for number, each in enumerate(self.completions)
+        ]
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {**self.common, "object": kind, "choices": choices, "usage": self._usage()}
+
+    async def events(self, first: tuple[int, str] | None, rest: AsyncIterator[tuple[int, str]]) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events, whose pieces have begun to arrive."""
+        try:
+            for number in range(len(self.completions)) if self.is_chat else ():
+                yield self._chunk(number, {"delta": {"role": "assistant", "content": ""}})
+            if first:
+                yield self._piece(*first)
+            async for number, text in rest:
+                yield self._piece(number, text)
+            for number, each in enumerate(self.completions):
+                yield self._chunk(number, self._text("", is_piece=True), finish=FINISH[each.finish])
+            if self.asked.stream_options and self.asked.stream_options.include_usage:
+                yield event({**self._about(), "choices": [], "usage": self._usage()})
+            yield "data: [DONE]\n\n"
+        except TimeoutError:
+            yield event(problem("the completion took too long", 504))
+        except Exception:  # the response has begun: its status cannot change
+            yield event(problem("the model failed on this; the server's log says how", 500))
+            raise
+
+    def _text(self, text: str, *, is_piece: bool = False) -> dict[str, Any]:
+        if not self.is_chat:
+            return {"text": text}
+        return {"delta": {"content": text} if text else {}} if is_piece else {"message": _said(text)}
+
+    def _piece(self, number: int, text: str) -> str:
+        return self._chunk(number, self._text(text, is_piece=True))
+
+    def _chunk(self, number: int, content: dict[str, Any], finish: str | None = None) -> str:
+        choice = {"index": number, **content, "logprobs": None, "finish_reason": finish}
+        return event({**self._about(), "choices": [choice]})
+
+    def _about(self) -> dict[str, Any]:
+        return {**self.common, "object": "chat.completion.chunk" if self.is_chat else "text_completion"}
+
+    def _usage(self) -> dict[str, int]:
+        read, made = sum(len(each.prompt) for each in self.prompts), sum(len(each.tokens) for each in self.completions)
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+
+def _said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "refusal": None}
+
+
+def problem(reason: str, status: int, *, field: str | None = None) -> dict[str, Any]:
+    """Return the body of an error in the protocol."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": reason, "type": kind, "param": field, "code": None}}
+
+
+def add(app: Any, service: GenerationService) -> None:
+    """Add the routes."""
+    from fastapi import Request
+
+    @app.post("/v1/chat/completions", include_in_schema=False)  # type: ignore[untyped-decorator]
+    async def chat(request: Request) -> Any:
+        return await _answered(service, await body_of(request, ChatRequest))
+
+    @app.post("/v1/completions", include_in_schema=False)  # type: ignore[untyped-decorator]
+    async def complete(request: Request) -> Any:
+        return await _answered(service, await body_of(request, CompletionRequest))
+
+    @app.get("/v1/models", include_in_schema=False)  # type: ignore[untyped-decorator]
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    @app.get("/v1/models/{name:path}", include_in_schema=False)  # type: ignore[untyped-decorator]
+    async def model(name: str) -> dict[str, Any]:
+        check_name(service.model.current, name)
+        return _model(service)
+
+
+async def _answered(service: GenerationService, asked: ChatRequest | CompletionRequest) -> Any:
+    from fastapi.responses import JSONResponse, StreamingResponse
+
+    answer = await asyncio.to_thread(Answer, service, asked)
+    arriving = together(answer.pieces)
+    if not asked.stream:
+        async for _ in arriving:
+            pass
+        return JSONResponse(answer.whole(), headers=answer.headers)
+    first = await anext(arriving, None)  # raises Full before the response has begun
+    return StreamingResponse(answer.events(first, arriving), media_type=EVENTS, headers=answer.headers)
+
+
+def check_name(model: Any, name: str | None) -> None:
+    """Raise InvalidInput for the name of another model; its name may be left out."""
+    if name not in (None, "", model.facts.name, model.facts.title):
+        raise InvalidInput([("model", f"this server has {model.facts.name}, and no {name!r}")], status=404)
+
+
+def _model(service: GenerationService) -> dict[str, Any]:
+    return {"id": service.model.current.facts.name, "object": "model", "created": 0, "owned_by": "lockstep"}
+
+
+async def together(iterators: Sequence[AsyncGenerator[str]]) -> AsyncGenerator[tuple[int, str]]:
+    """Yield what all of them yield, as it comes, with the number of each. Raises what the first to fail raises; ending
+    the iteration ends theirs."""
+    arrived: asyncio.Queue[tuple[int, str] | Exception | None] = asyncio.Queue()
+
+    async def feed(number: int, pieces: AsyncGenerator[str]) -> None:
+        try:
+            async for piece in pieces:
+                arrived.put_nowait((number, piece))
+            arrived.put_nowait(None)
+        except Exception as error:
+            arrived.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(feed(*each)) for each in enumerate(iterators)]
+    remaining = len(tasks)
+    try:
+        while remaining:
+            found = await arrived.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                remaining -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
