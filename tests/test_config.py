@@ -148,6 +148,12 @@ def test_impossible_combination_is_told_with_its_place(case):
     assert_said(complaints(before, *overrides), f"command line: {said}")
 
 
+@pytest.mark.parametrize("name", ["#x", "a #b"])
+def test_an_override_has_no_comments(name):
+    (line,) = complaints("", f"run.name={name}")
+    assert f"(value {name!r})" in line
+
+
 def test_every_contradiction_is_told_at_once():
     lines = complaints("train:\n  micro_batch: 99\n  epochs: 1\n  steps: 1\nmodel:\n  kind: transformer\n")
     assert [line.split(": ")[:2] for line in lines] == [

@@ -1,6 +1,8 @@
 """`lockstep predict`: the same bytes for any number of processes, through kills and signals; what cannot be predicted."""
 
+import gzip
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -219,12 +221,34 @@ def test_other_columns_of_json_lines_leave_as_they_came(predict, texts_model):
     for out in ("out.jsonl", "out.parquet"):
         predict(texts_model, "in.jsonl", "--out", out)
     found = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
-    assert [{name: row[name] for name in before} for row, before in zip(found, rows, strict=True)] == rows
-    assert found[0]["late"] is None
+    kept = [{name: row[name] for name in row if name not in ("label", "confidence")} for row in found]
+    assert list(map(json.dumps, kept)) == list(map(json.dumps, rows))  # 1 is not 1.0, no key is filled in
     assert [row["late"] for row in parquet.read_table("out.parquet").to_pylist()][-1] == {"deep": [1]}
     assert "column 'tags' of the input is list" in " ".join(
         predict(texts_model, "in.jsonl", "--out", "out.csv", code=2).split()
     )
+
+
+def test_rows_of_json_may_hold_anything(predict, texts_model):
+    """Whatever mixture their values are, in JSON lines, in a list, and compressed; a column that is there already is
+    told."""
+    odd = [1, 1.0, "1", None, math.nan, True, 2**70, {}, {"k": [1, "a"]}, [[], [1, {"z": None}]], "\u2028"]
+    rows = [{"text": f"a bank {n}", "x": value} for n, value in enumerate(odd)]
+    lines, listed = "\n".join(map(json.dumps, rows)), json.dumps(rows, indent=2)
+    written = {"a.jsonl": lines, "b.json": listed, "c.json": lines, "d.jsonl.gz": lines, "e.json.gz": listed}
+    for name, text in written.items():
+        Path(name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+        predict(texts_model, name, "--out", "out.jsonl")
+        found = [json.loads(line) for line in Path("out.jsonl").read_text().split("\n") if line]
+        assert all(row.pop("label") and row.pop("confidence") > 0 for row in found)
+        assert list(map(json.dumps, found)) == list(map(json.dumps, rows)), name
+    Path("out.csv").unlink(missing_ok=True)
+    Path("f.csv.gz").write_bytes(gzip.compress(b"text;n\na bank;007\n"))
+    predict(texts_model, "f.csv.gz", "--out", "out.csv")
+    assert Path("out.csv").read_text().splitlines()[1].startswith('"a bank","007"')
+    Path("g.jsonl").write_text('{"text": "a", "label": 1}\n')
+    said = " ".join(predict(texts_model, "g.jsonl", "--out", "out.jsonl", code=2).split())
+    assert "g.jsonl has a column 'label' already" in said
 
 
 @pytest.fixture

@@ -147,12 +147,15 @@ def read(text: str, locations: KeyLocations, path: KeyPath = ()) -> Any:
 
 
 def scalar_or_text(text: str, path: KeyPath) -> Any:
-    """Parse the value of an override as YAML; what is not YAML is text. Raises ConfigError."""
+    """Parse the value of an override as YAML; what is not YAML is text, and so is what YAML would leave out as a
+    comment. Raises ConfigError."""
     _check_text("".join(path), f"{COMMAND_LINE}: a key ")
     _check_text(text, f"{COMMAND_LINE}: {_at(path)}")
     try:
         node = yaml.compose(text, Loader=YamlLoader)
     except (yaml.YAMLError, RecursionError):
+        return text
+    if (node.end_mark.index if node else 0) < len(text.rstrip()):
         return text
     return None if node is None else _value(node, path, KeyLocations(COMMAND_LINE))
 

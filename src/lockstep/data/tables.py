@@ -5,6 +5,7 @@ blocks of CSV (702 MB instead of 144); its JSON reader turns texts that look lik
 report line numbers.
 """
 
+import gzip
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TextIO, TypeVar
 
 import pyarrow as pa
 from pyarrow import csv, parquet
@@ -21,6 +22,8 @@ from lockstep.base.errors import DataError
 
 MAX_LINE_CHARACTERS = 1 << 25
 """Of JSON lines: a file of zeros is one endless line."""
+MAX_SPACES = 1 << 12
+"""Most characters of white space before the list in a .json file."""
 LARGE_BLOCK_BYTES = 1 << 26
 """Of CSV, for tables that are held in memory as a whole; the reader's default of 1 MiB is less than a book."""
 BLOCK_BYTES, BATCH_ROWS = 1 << 23, 1 << 12
@@ -115,8 +118,8 @@ def _csv_options(path: Path, check: Check, *, columns: Sequence[str], block_byte
     """How to read, parse and convert: "NA" and "007" stay texts. By default of all columns. Where the first line has no
     separator of the file's suffix, but another one, that one separates, as in the CSV of many a spreadsheet."""
     reading = csv.ReadOptions(use_threads=False, block_size=block_bytes)
-    usual = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8", errors="replace") as file:
+    usual = "\t" if form_of(path) == ".tsv" else ","
+    with open_text(path, errors="replace") as file:
         head = file.readline(MAX_LINE_CHARACTERS)
     other = next((each for each in ";\t|" if each in head), usual)
     parsing = csv.ParseOptions(delimiter=usual if usual in head else other, newlines_in_values=True)
@@ -158,20 +161,49 @@ def _first_page_bytes(file: BinaryIO, chunk: Any) -> int:
     return sum((byte & 127) << 7 * place for place, byte in enumerate(fields[1])) >> 1
 
 
+def form_of(path: Path) -> str:
+    """Return the suffix of a file, in lower case, without .gz."""
+    return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
+
+
+def open_text(path: Path, errors: str = "strict") -> TextIO:
+    """Open a text file, or one in a gzip archive."""
+    opener: Any = gzip.open if path.suffix.lower() == ".gz" else open
+    return opener(path, "rt", encoding="utf-8-sig", errors=errors)
+
+
 def json_rows(path: Path, check: Check) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row with its line number, from 1; empty lines are skipped. Raises ValueError, which names the line."""
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_CHARACTERS), ""), 1):
-            if len(line) == MAX_LINE_CHARACTERS:
-                raise ValueError(f"line {number} has more than {MAX_LINE_CHARACTERS:,} characters: one line is one row")
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-                raise ValueError(f"line {number}: {reason}") from None
+    """Yield each row of JSON lines with its line number, from 1, or of a list in one .json file with its number; empty
+    lines are skipped. Raises ValueError, which names the line."""
+    with open_text(path) as file:
+        is_list = form_of(path) == ".json" and file.read(MAX_SPACES).lstrip().startswith("[")
+        file.seek(0)
+        what, rows = ("row", _listed_rows(file, path)) if is_list else ("line", _line_rows(file))
+        for number, row in rows:
             if not isinstance(row, dict):
-                raise ValueError(f'line {number} is not an object such as {{"text": "..."}}')
-            check(list(row), f"line {number} of {path}")
+                raise ValueError(f'{what} {number} is not an object such as {{"text": "..."}}')
+            check(list(row), f"{what} {number} of {path}")
             yield number, row
+
+
+def _line_rows(file: TextIO) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE_CHARACTERS), ""), 1):
+        if len(line) == MAX_LINE_CHARACTERS:
+            raise ValueError(f"line {number} has more than {MAX_LINE_CHARACTERS:,} characters: one line is one row")
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise ValueError(f"line {number}: {reason}") from None
+
+
+def _listed_rows(file: TextIO, path: Path) -> Iterator[tuple[int, Any]]:
+    text = file.read(most_bytes(path))
+    if file.read(1):
+        raise ValueError(f"it has more than {most_bytes(path):,} characters: write it as JSON lines, a row on each")
+    try:
+        yield from enumerate(json.loads(text), 1)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -60,7 +60,8 @@ def predict(options: PredictOptions, console: Console) -> None:
     output_writer.writer_of(options.out)
     options = replace(options, model=here(options.model), input=here(options.input))
     model = resolve(options.model)
-    source = open_input(options.input, options.text_column or text_column(model), modality_of(model))
+    column = options.text_column or text_column(model)
+    source = open_input(options.input, column, modality_of(model), out=options.out)
     if options.out.exists() and options.out.samefile(options.input):
         raise DataError(f"{options.out} is the input, which is not overwritten: name another --out")
     processes = _processes(options)
@@ -165,7 +166,7 @@ class BulkPrediction:
                 "name another column with --text-column"
             )
         fields = self.pool.task.columns.fields(model)
-        clash = next((field.name for field in fields if field.name in scan.schema.names), None)
+        clash = next((field.name for field in fields if field.name in source.names.union(scan.schema.names)), None)
         if clash is not None:
             raise DataError(
                 f"{source.path} has a column {clash!r} already: rename it there, or have the names of the new columns "

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,8 @@ CSV_BLOCK_BYTES = 1 << 22
 """Limits the length of a row. The reader holds up to 0.3 GB; with blocks of 16 MB it is 1.2 GB."""
 FILE_COLUMN = "file"
 """The column of paths, relative to the input folder."""
+ROW = "\x1frow"
+"""Column with a whole row of JSON, where the output keeps it as it is: besides it only the texts are a column."""
 Reader = Callable[[Path, str], Iterable[pa.Table]]
 
 
@@ -35,6 +37,8 @@ class PredictionInput:
     """Of the texts, or of the files' paths."""
     reader: Reader
     modality: str = "text"
+    names: set[str] = field(default_factory=set)
+    """Names in the rows of JSON that have been read for an output that keeps them."""
 
     def chunks(self) -> Iterator[pa.Table]:
         """All rows, CHUNK_ROWS in each table but the last; column types are inferred for each chunk separately.
@@ -50,9 +54,9 @@ class PredictionInput:
         return first is None or first.num_rows < CHUNK_ROWS
 
 
-def open_input(path: Path, text_column: str, modality: str = "text") -> PredictionInput:
+def open_input(path: Path, text_column: str, modality: str = "text", *, out: Path | None = None) -> PredictionInput:
     """The input at a path, of a folder the files of a modality, else images; raises DataError where there is none, or
-    one of an unknown format."""
+    one of an unknown format. Where `out` is JSON lines, rows of JSON are kept as they are."""
     if not path.exists():
         raise DataError(f"there is no file or folder {path}: correct the path of what is to be predicted")
     if path.is_dir():
@@ -61,12 +65,16 @@ def open_input(path: Path, text_column: str, modality: str = "text") -> Predicti
         return PredictionInput(path=path, column=FILE_COLUMN, reader=reader, modality=modality)
     if not path.is_file():
         raise DataError(f"{path} is a pipe or a device: give a file or a folder")
-    if path.suffix.lower() not in READERS:
+    form = tables.form_of(path)
+    if form not in READERS:
         raise DataError(
             f"{path} is of no known form: name it after its form ({', '.join(READERS)}), or give a folder of images "
             "or sounds"
         )
-    return PredictionInput(path=path, column=text_column, reader=READERS[path.suffix.lower()])
+    if READERS[form] is _read_json and out is not None and out.suffix.lower() == ".jsonl":
+        names: set[str] = set()
+        return PredictionInput(path=path, column=text_column, reader=partial(_read_rows, names=names), names=names)
+    return PredictionInput(path=path, column=text_column, reader=READERS[form])
 
 
 def _rechunked(blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -121,20 +129,30 @@ def _read_csv(path: Path, column: str) -> Iterator[pa.Table]:
         yield pa.Table.from_batches([batch])
 
 
-def _read_json_lines(path: Path, column: str) -> Iterator[pa.Table]:
+def _read_json(path: Path, column: str) -> Iterator[pa.Table]:
+    """Columns of JSON: a row that lacks a name has null there."""
     rows = map(_encodable, tables.json_rows(path, partial(_check_columns, column)))
-    while chunk := list(islice(rows, CHUNK_ROWS)):
+    while chunk := [row for row, _ in islice(rows, CHUNK_ROWS)]:
         yield _table(chunk)
 
 
-def _encodable(numbered: tuple[int, dict[str, Any]]) -> dict[str, Any]:
-    """Raise ValueError for half of a surrogate pair, which no output can hold."""
+def _read_rows(path: Path, column: str, names: set[str]) -> Iterator[pa.Table]:
+    """The texts of JSON, each beside its whole row; adds to `names`."""
+    rows = map(_encodable, tables.json_rows(path, partial(_check_columns, column)))
+    while chunk := list(islice(rows, CHUNK_ROWS)):
+        names.update(name for row, _ in chunk for name in row)
+        yield _table([{column: row[column], ROW: text} for row, text in chunk])
+
+
+def _encodable(numbered: tuple[int, dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    """Return a row and its JSON. Raises ValueError for half of a surrogate pair, which no output can hold."""
     number, row = numbered
     try:
-        json.dumps(row, ensure_ascii=False).encode()
+        text = json.dumps(row, ensure_ascii=False)
+        text.encode()
     except ValueError as error:
         raise ValueError(f"line {number}: {error}") from None
-    return row
+    return row, text
 
 
 def _table(rows: list[dict[str, Any]]) -> pa.Table:
@@ -173,7 +191,8 @@ def _read_folder(path: Path, column: str, modality: str) -> Iterator[pa.Table]:
 READERS: dict[str, Reader] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
-    ".jsonl": _read_json_lines,
+    ".jsonl": _read_json,
+    ".json": _read_json,
     ".parquet": _read_parquet,
     ".txt": _read_lines,
 }

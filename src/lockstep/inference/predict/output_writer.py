@@ -16,6 +16,7 @@ from pyarrow import csv, parquet
 
 from lockstep.base import storage
 from lockstep.base.errors import DataError
+from lockstep.inference.predict.input_rows import ROW
 
 GROUP_BYTES = 1 << 26
 """Of rows that are written at once: a row group of Parquet."""
@@ -88,7 +89,8 @@ def _write_json_lines(file: IO[bytes], _: pa.Schema, tables: Iterable[pa.Table])
     for table in tables:
         for batch in table.to_batches(max_chunksize=1024):
             for row in batch.to_pylist():
-                values = {name: _finite(value) for name, value in row.items()}
+                kept = json.loads(row.pop(ROW, "{}"))
+                values = kept | {name: _finite(value) for name, value in row.items()}
                 file.write(f"{json.dumps(values, ensure_ascii=False, default=str)}\n".encode())
 
 
