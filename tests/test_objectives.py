@@ -157,6 +157,11 @@ def test_metrics_are_those_of_scikit_learn_on_the_predictions(folder, objective,
     with (folder / f"{objective}.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 90
+    if objective == "multilabel":  # a list where the form has lists
+        listed = f"{objective}.jsonl"
+        assert lockstep(folder, "predict", export.name, "test.csv", "--out", listed).returncode == 0
+        lists = [json.loads(line)["labels"] for line in (folder / listed).read_text().splitlines()]
+        assert [";".join(labels) for labels in lists] == [row["said_labels"] for row in rows]
     if objective == "regression":
         true, said = (np.array([float(row[name]) for row in rows]) for name in ("stars", "said_stars"))
         expected = {

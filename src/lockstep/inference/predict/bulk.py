@@ -76,6 +76,7 @@ def predict(options: PredictOptions, console: Console) -> None:
             source=source.column,
             prefix=options.prefix,
             has_probabilities=options.has_probabilities,
+            takes_lists=options.out.suffix.lower() != ".csv",
             sampling=options.sampling,
         ),
         files=options.input if source.modality != "text" else None,

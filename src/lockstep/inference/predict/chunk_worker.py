@@ -41,6 +41,8 @@ class PredictedColumns:
     """Of the new columns' names."""
     has_probabilities: bool = False
     """Whether to add a column for each class."""
+    takes_lists: bool = True
+    """Whether the output can hold several labels of a sample as a list; else they are joined in a text."""
     sampling: Sampling = Sampling(max_tokens=64, temperature=0)
     """Of a language model, which adds a column of completions."""
 
@@ -48,10 +50,17 @@ class PredictedColumns:
         """The new columns for the scores of texts, or of files by their paths."""
         assert isinstance(facts.learned, PredictingObjective)
         found = facts.learned.columns(scores, facts.spec, texts=texts, every=self.has_probabilities)
-        return {
-            f"{self.prefix}{name}": pa.array(column, pa.string() if column.dtype == object else None)
-            for name, column in found.items()
-        }
+        separator = facts.learned.JOINED
+        return {f"{self.prefix}{name}": self._arrow(column, separator) for name, column in found.items()}
+
+    def _arrow(self, column: np.ndarray, separator: str) -> pa.Array:
+        if column.dtype != object:
+            return pa.array(column)
+        if not separator:
+            return pa.array(column, pa.string())
+        if self.takes_lists:
+            return pa.array([*column], pa.list_(pa.string()))
+        return pa.array([separator.join(labels) for labels in column], pa.string())
 
     def fields(self, facts: ExportFacts) -> list[pa.Field]:
         """The new columns, without rows. Raises ModelError for a model that does not predict samples."""

@@ -21,13 +21,13 @@ from lockstep.training.metrics.declared_metrics import DeclaredMetric, SummedMet
 
 LEAST = 0.5
 """A class fits if its probability is more than this."""
-SEPARATOR = ";"
 """Between the labels of a sample, in the column of a table."""
 
 
 class Multilabel(PredictingObjective):
     Answer = ClassesAnswer
     WHAT = "which of its labels fit"
+    JOINED = ";"
     PURPOSE = "that says which of {count} labels fit {samples}: {names}"
 
     def missing(self, spec: DataSpec) -> str:
@@ -64,8 +64,9 @@ class Multilabel(PredictingObjective):
     def columns(
         self, scores: np.ndarray, spec: DataSpec, *, texts: Sequence[str], every: bool
     ) -> dict[str, np.ndarray]:
-        joined = [SEPARATOR.join(self._fitting(row, spec)) for row in scores]
-        found = {"labels": np.array(joined, dtype=object)}
+        labels = np.empty(len(scores), dtype=object)
+        labels[:] = [self._fitting(row, spec) for row in scores]
+        found = {"labels": labels}
         return found | {f"probability_{x}": scores[:, i] for i, x in enumerate(spec.labels)} if every else found
 
     def _fitting(self, scores: np.ndarray, spec: DataSpec) -> list[str]:

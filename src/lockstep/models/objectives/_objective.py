@@ -104,6 +104,9 @@ class PredictingObjective(Objective):
     CALIBRATES: ClassVar[bool] = False
     """Whether predictions are probabilities of classes that exclude each other, which a temperature can calibrate."""
 
+    JOINED: ClassVar[str] = ""
+    """Separator of the labels of a sample in a text; empty where a sample has one, or none."""
+
     def width(self, spec: DataSpec) -> int:
         """K: how many numbers a model gives for each sample, by default one for each class."""
         return len(spec.labels)
@@ -164,7 +167,7 @@ class PredictingObjective(Objective):
         self, scores: np.ndarray, spec: DataSpec, *, texts: Sequence[str], every: bool
     ) -> dict[str, np.ndarray]:
         """Columns of a table for scores [n, K] of texts, or of images by their paths; with `every` also the
-        probability of each class."""
+        probability of each class. Several labels of a sample are a list."""
 
     @abstractmethod
     def target(self, target: Tensor, spec: DataSpec) -> str:

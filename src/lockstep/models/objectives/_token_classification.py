@@ -72,6 +72,7 @@ NO_TAG = "_"
 class TokenClassification(PredictingObjective):
     Answer = WordsAnswer
     WHAT = "the class of each token"
+    JOINED = " "
     PURPOSE = "that gives each word of {samples} one of {count} labels: {names}"
     TASK = "token-classification"
     WORDS: ClassVar[bool] = True
@@ -154,7 +155,7 @@ class TokenClassification(PredictingObjective):
         found = np.empty(len(texts), dtype=object)
         for number, (row, text) in enumerate(zip(scores, texts, strict=True)):
             labels = [spec.labels[best] for best in row.argmax(-1)]
-            found[number] = " ".join(labels + [NO_TAG] * (len(words_of(text)) - len(labels)))
+            found[number] = labels + [NO_TAG] * (len(words_of(text)) - len(labels))
         return {"tags": found}
 
     def target(self, target: Tensor, spec: DataSpec) -> str:
