@@ -121,6 +121,22 @@ def test_plain_peft_and_transformers_read_them(folder):
     torch.testing.assert_close(merged, ours, rtol=1e-4, atol=1e-5)
 
 
+def test_an_adapter_answers_with_its_moved_base(folder):
+    (folder / "llama").rename(folder / "moved")
+    try:
+        said = run(folder, "evaluate", "adapter", "--to", "measured", code=2)
+        assert f"no longer in {folder / 'llama'}: name its folder with --base" in said
+        run(folder, "evaluate", "adapter", "--to", "measured", "--base", "moved")
+        (folder / "prompts.txt").write_text("number 3\n")
+        asked = ("predict", "adapter", "prompts.txt", "--out", "answers.jsonl", "--processes", "1", "--max-tokens", "3")
+        run(folder, *asked, "--base", "moved")
+    finally:
+        (folder / "moved").rename(folder / "llama")
+    measured = json.loads((folder / "measured" / "evaluation.json").read_text())["metrics"]["loss"]
+    assert measured == pytest.approx(summary(folder, "one")["evaluation"]["loss"], abs=1e-5)
+    assert json.loads((folder / "answers.jsonl").read_text())["completion"]
+
+
 def test_a_resume_and_a_warm_start(folder):
     """The run goes on with the same bits; a second task starts with the first one's adapter."""
     run(folder, "train", "c.yaml", "run.name=half", "train.steps=3", "schedule.shape=constant")

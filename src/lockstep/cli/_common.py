@@ -73,6 +73,9 @@ NodeRank = Annotated[
 DType = Annotated[
     Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Convert the weights; default: as they are.")
 ]
+Base = Annotated[
+    str | None, typer.Option(help="Folder, or hub name, of the model that an exported adapter belongs to, if it moved.")
+]
 TrustCode = Annotated[
     bool,
     typer.Option("--trust-code", help="Execute the code that lies in a folder which somebody else may have made."),

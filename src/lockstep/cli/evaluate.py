@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import Overrides, Trained, TrustCode, console, reports_errors
+from lockstep.cli._common import Base, Overrides, Trained, TrustCode, console, reports_errors
 
 
 @reports_errors
@@ -19,6 +19,7 @@ def command(
     worst: Annotated[int, typer.Option(help="How many of the worst samples to show.", min=0)] = 20,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Fit a temperature, and store it.")] = False,
     to: Annotated[Path | None, typer.Option(help="Folder for the results; default: the run's or export's.")] = None,
+    base: Base = None,
     trust_code: TrustCode = False,
 ) -> int:
     """Measure a run's best or newest checkpoint, or an export: every sample once, on any number of processes.
@@ -32,6 +33,6 @@ def command(
     from lockstep.inference.evaluate import evaluate_model
 
     options = evaluate_model.EvaluateOptions(
-        split=split, file=file, worst=worst, calibrates=calibrate, to=to, trusts=trust_code
+        split=split, file=file, worst=worst, calibrates=calibrate, to=to, base=base, trusts=trust_code
     )
     return evaluate_model.evaluate(target, overrides or [], options, console=console)

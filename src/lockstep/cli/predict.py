@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from lockstep.cli._common import DType, Trained, TrustCode, console, reports_errors
+from lockstep.cli._common import Base, DType, Trained, TrustCode, console, reports_errors
 
 
 @reports_errors
@@ -33,6 +33,7 @@ def command(
         float, typer.Option(help="Of a language model; 0 takes the most probable token.", min=0)
     ] = 0.0,
     prefix: Annotated[str, typer.Option(help="Prefix of the names of new columns.")] = "",
+    base: Base = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Predict a whole file, or folder of images or sounds: its rows and columns, with those of the prediction added.
@@ -54,6 +55,7 @@ def command(
         processes=processes,
         device=device,
         dtype=dtype,
+        base=base,
         batch=batch,
         text_column=text_column,
         has_probabilities=probabilities,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli._common import DType, Trained, TrustCode, console, reports_errors
+from lockstep.cli._common import Base, DType, Trained, TrustCode, console, reports_errors
 
 
 @reports_errors
@@ -23,6 +23,7 @@ def command(
     api_key: Annotated[
         str | None, typer.Option(help="Required as Authorization: Bearer KEY.", envvar="LOCKSTEP_API_KEY")
     ] = None,
+    base: Base = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Answer POST /predict, or POST /generate with a language model, and show a page to try it on.
@@ -45,5 +46,5 @@ def command(
         api_key=api_key,
     )
     trained_model.authorize(target, (), trusts=trust_code)
-    load = trained_model.loader(target, device=device, dtype=dtype)
+    load = trained_model.loader(target, device=device, dtype=dtype, base=base)
     server.serve(load, settings, lambda line: console.print(line, soft_wrap=True))

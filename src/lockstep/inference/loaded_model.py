@@ -173,15 +173,21 @@ class LoadedModel:
 
 
 def load(
-    path: str | os.PathLike[str], *, device: str = "cpu", dtype: DTypeName | None = None, trust_code: bool = False
+    path: str | os.PathLike[str],
+    *,
+    device: str = "cpu",
+    dtype: DTypeName | None = None,
+    base: str | None = None,
+    trust_code: bool = False,
 ) -> LoadedModel:
     """Open an export, the best or newest checkpoint of a run, or a checkpoint, to predict with.
 
-    `device` is auto (a GPU if there is one), cpu, cuda or cuda:N; `dtype` converts the weights; `trust_code` executes
-    the code that lies in a folder which somebody else may have made. Raises UserError for what cannot be opened.
+    `device` is auto (a GPU if there is one), cpu, cuda or cuda:N; `dtype` converts the weights; `base` is where
+    the model of an exported adapter is now, a folder or a name on the hub; `trust_code` executes the code that lies in
+    a folder which somebody else may have made. Raises UserError for what cannot be opened.
     """
     trained_model.authorize(Path(path), None, trusts=trust_code)
-    return LoadedModel(trained_model.loader(Path(path), device=device, dtype=dtype)())
+    return LoadedModel(trained_model.loader(Path(path), device=device, dtype=dtype, base=base)())
 
 
 def _image(pixels: np.ndarray, which: str) -> Image.Image:

@@ -25,7 +25,6 @@ from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.generation.generator import Generator, generator
 from lockstep.inference.predictor import DTypeName, Predictor, predictor
 from lockstep.launch.run_folder import is_run, locate, run_of
-from lockstep.models._adapter import merged
 from lockstep.models.objectives._choice import with_objective
 from lockstep.run import build, recipe_trust
 from lockstep.run.recipe import Recipe, joined
@@ -58,8 +57,6 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
     data = open_splits(joined(recipe))  # in use, a model reads one document
     preparation = {"prepare": data.processor.file.name} if isinstance(data.processor, Preparation) else {}
     model, facts = _model(recipe, checkpoint, data.train.spec, **preparation)
-    if recipe.export.kind != "adapter":
-        model = merged(model)
 
     def batches() -> Iterator[Batch]:
         rows = range(len(data.test))
@@ -103,12 +100,13 @@ def export_space(path: Path, overrides: Sequence[str] | None, to: Path | None) -
 
 
 def open_predictor(
-    path: Path, *, device: torch.device | None = None, dtype: DTypeName | None = None
+    path: Path, *, device: torch.device | None = None, dtype: DTypeName | None = None, base: str | None = None
 ) -> Predictor | Generator:
-    """What answers with an export, a run or a checkpoint: for a language model a generator. Raises UserError."""
+    """What answers with an export, a run or a checkpoint: for a language model a generator; `base` is where the model
+    of an exported adapter is now, a folder or a name on the hub. Raises UserError."""
     folder = resolve(path)
     if export_reader.is_export(folder):
-        facts, forward, tokenizer, processor = _read(folder)
+        facts, forward, tokenizer, processor = _read(folder, base)
         return _opened(facts, forward, tokenizer, processor=processor, device=device, dtype=dtype)
     recipe, checkpoint = run_of(folder)
     if recipe.data.PACKS:
@@ -136,12 +134,12 @@ def _opened(
     return predictor(facts, forward, tokenizer, processor=processor, device=device, dtype=dtype)
 
 
-def _read(folder: Path) -> tuple[ExportFacts, Forward, Tokenizer | None, Processor | None]:
+def _read(folder: Path, base: str | None) -> tuple[ExportFacts, Forward, Tokenizer | None, Processor | None]:
     """Read an export, again if another one replaced it meanwhile."""
     while True:
         before = _version(folder)
         try:
-            facts = export_facts.read(folder)
+            facts = export_facts.read(folder, base)
             forward, tokenizer = export_reader.forward_of(folder, facts), export_reader.tokenizer_of(folder, facts)
             processor = export_reader.processor_of(folder, facts)
         except ModelError:
@@ -189,7 +187,9 @@ def modality_of(path: Path) -> str:
     return str(run_of(folder)[0].data.modality)
 
 
-def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -> Callable[[], Predictor | Generator]:
+def loader(
+    path: Path, *, device: str = "cpu", dtype: DTypeName | None = None, base: str | None = None
+) -> Callable[[], Predictor | Generator]:
     """A function that opens a predictor, for reloading; on a GPU, if there is one, where the device is `auto`. Raises
     LaunchError for an unavailable device."""
     try:
@@ -198,7 +198,7 @@ def loader(path: Path, *, device: str = "cpu", dtype: DTypeName | None = None) -
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise LaunchError(f"device {device} cannot be used ({reason}); there is auto, cpu, and cuda on a GPU") from None
-    return partial(open_predictor, path, device=opened, dtype=dtype)
+    return partial(open_predictor, path, device=opened, dtype=dtype, base=base)
 
 
 def _model(recipe: Recipe, checkpoint: Path, spec: DataSpec, **more: Any) -> tuple[Model, ExportFacts]:

@@ -1,23 +1,29 @@
 """Adapters: peft puts small trained matrices beside the frozen layers of a model."""
 
-from collections.abc import Iterator
+import copy
+import warnings
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lockstep.base import plugins
 from lockstep.base.errors import ConfigError, ModelError
 from lockstep.base.model_contracts import Model
 from lockstep.base.name_patterns import matching
+from lockstep.core.host.pretrained_files import check_folder
+from lockstep.core.numerics.digest import digest_of, line
 from lockstep.models._model_config import AdapterSection
 from lockstep.models.objectives._choice import TAGS
 
 NAME, BASE, PREFIX = "default", ".base_layer", "base_model.model."
-"""peft's name of a single adapter, of what it replaces, and of the model in its files."""
+"""peft's name of a single adapter, of what it is beside, and of the model in its files."""
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of LoRA's init_lora_weights that change the weights beside it, too."""
 CLASSES = {"lora": "LoraConfig", "loha": "LoHaConfig", "lokr": "LoKrConfig", "ia3": "IA3Config"}
 TASKS = {"classification": "SEQ_CLS", "causal_lm": "CAUSAL_LM", TAGS: "TOKEN_CLS"}
 
@@ -31,29 +37,50 @@ def attach(model: Model, section: AdapterSection, *, has_new_head: bool) -> None
     plugins.require("adapters", "peft", what="model.adapter")
     import peft
 
-    network = _network(model)
-    names, trained = [name for name, _ in network.named_parameters()], set[str]()
+    network, options = _network(model), dict(section.options)
+    names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
+    trained = matching(section.train, names, setting="model.adapter.train")
+    ends = [f"*{end}" for end in options.pop("modules_to_save", None) or ()]  # so peft finds them
+    trained |= matching(ends, names, setting="model.adapter.options.modules_to_save")
     if has_new_head:
         trained |= {name for name in names if not name.startswith(f"{network.base_model_prefix}.")}  # not the body
-    if section.train:
-        trained |= matching(section.train, names, setting="model.adapter.train")
-    config = _config(section, _targets(network, section))
-    weights = {name: parameter for name, parameter in network.named_parameters() if name in trained}
+    whole = {network.get_parameter(name) for name in trained}
+    config = _config(section, options, _targets(network, section, whole))
     try:
-        peft.inject_adapter_in_model(config, network, NAME)
+        with warnings.catch_warnings(action="ignore"):  # that what is tied is saved in another way: see save_adapter
+            peft.inject_adapter_in_model(config, network, NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"model.adapter: {str(error).splitlines()[0]}") from error
-    for parameter in weights.values():
+    for parameter in whole:
         parameter.requires_grad = True
-    network.lockstep_adapter = config
 
 
 def merged(model: Model) -> Model:
-    """The same model with its adapter added to the weights, in place; one without an adapter is left as it is."""
-    for parent, name, layer in list(_adapted(model)):
+    """A copy with the adapter added to the weights, which shares the memory of all others; a model without an adapter
+    is left as it is.
+
+    A weight with an adapter that is tied to another, such as a head's to the embeddings, is untied.
+    """
+    if not any(_adapted(model)):
+        return model
+    made = copy.deepcopy(model, {id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()})
+    for parent, name, layer in list(_adapted(made)):
+        base = layer.get_base_layer()
+        if len(_names(made).get(getattr(base, "weight", None), ())) > 1:
+            base.weight = nn.Parameter(base.weight.data, requires_grad=False)
+            settings: Any = _network(made).config
+            settings.tie_word_embeddings = settings.get_text_config().tie_word_embeddings = False
         layer.merge(safe_merge=True)
         setattr(parent, name, layer.get_base_layer())
-    return model
+    return made
+
+
+def _names(network: nn.Module) -> dict[Any, list[str]]:
+    """The names of each parameter, several of one that is tied."""
+    found: dict[Any, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return found
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -68,12 +95,13 @@ def _network(model: Model) -> nn.Module:
     return getattr(model, "network", model)
 
 
-def _targets(network: nn.Module, section: AdapterSection) -> list[str]:
-    """Names of the layers that get an adapter. Raises ConfigError where there is none."""
+def _targets(network: nn.Module, section: AdapterSection, whole: set[nn.Parameter]) -> list[str]:
+    """Names of the layers that get an adapter: none whose weight is trained as a whole. Raises ConfigError where there
+    is none."""
     from transformers.pytorch_utils import Conv1D
 
     kinds = (nn.Linear, Conv1D) if section.kind in ("lora", "ia3") else (nn.Linear,)
-    linear = [name for name, module in network.named_modules() if isinstance(module, kinds)]
+    linear = [name for name, each in network.named_modules() if isinstance(each, kinds) and each.weight not in whole]
     if section.targets:
         return sorted(matching(section.targets, linear, setting="model.adapter.targets"))
     inside = [name for name in linear if any(part.isdigit() for part in name.split("."))]
@@ -85,8 +113,8 @@ def _targets(network: nn.Module, section: AdapterSection) -> list[str]:
     return inside
 
 
-def _config(section: AdapterSection, targets: list[str]) -> Any:
-    """peft's config. Raises ConfigError."""
+def _config(section: AdapterSection, options: dict[str, Any], targets: list[str]) -> Any:
+    """peft's config, with further options. Raises ConfigError."""
     import peft
 
     made: dict[str, Any] = {"target_modules": targets}
@@ -101,40 +129,117 @@ def _config(section: AdapterSection, targets: list[str]) -> Any:
         raise ConfigError(f"model.adapter: {section.kind} has no dropout")
     if section.kind == "lora":
         made["lora_dropout"] = section.dropout
-    if "megatron_config" in section.options:
+    if "megatron_config" in options:
         raise ConfigError("model.adapter.options: megatron_config would import a module that it names: leave it out")
     try:
-        return getattr(peft, CLASSES[section.kind])(**made, **section.options)
+        return getattr(peft, CLASSES[section.kind])(**made, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model.adapter.options: {error}") from error
 
 
-def save_adapter(model: Model, folder: Path, *, base: str | None, objective: str) -> None:
-    """Write what was trained, as peft's PeftModel.from_pretrained reads it."""
+def save_adapter(model: Model, folder: Path, *, base: str | None, revision: str | None, objective: str) -> None:
+    """Write what was trained, as peft reads it beside the model `base`."""
     network: Any = _network(model)
-    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
-    whole = {name for name in trained if f".{NAME}" not in name}
-    config = network.lockstep_adapter
-    config.base_model_name_or_path, config.inference_mode = base, True
-    config.task_type = TASKS.get(objective)
-    if config.peft_type != "IA3" or whole:
-        config.modules_to_save = sorted({name.rpartition(".")[0] for name in whole}) or None
+    config, state = _trained(network)
+    config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
+    config.task_type = TASKS.get(objective) if hasattr(network, "base_model_prefix") else None
     config.target_modules = sorted(config.target_modules)
     config.save_pretrained(folder)
-    save_file({_file_name(name): p.detach().contiguous() for name, p in trained.items()}, folder / WEIGHTS)
+    save_file({PREFIX + name: each.detach().clone() for name, each in state.items()}, folder / WEIGHTS)
 
 
-def load_adapter(model: Model, folder: Path) -> None:
-    """Fill what was trained from a file that `save_adapter` wrote. Raises ModelError."""
-    trained = {_file_name(name): p for name, p in _network(model).named_parameters() if p.requires_grad}
-    found: dict[str, Tensor] = load_file(folder / WEIGHTS)
-    wrong = sorted(found.keys() ^ trained.keys()) or [n for n in found if found[n].shape != trained[n].shape]
-    if wrong:
+def _trained(network: Any) -> tuple[Any, dict[str, Tensor]]:
+    """peft's config, and what was trained by peft's names: the adapter, and modules as a whole."""
+    config, modules = copy.deepcopy(network.peft_config[NAME]), []
+    state = _adapter_weights(network)
+    for parameter, names in _names(network).items():
+        if not parameter.requires_grad or any(f".{NAME}" in name or name in state for name in names):
+            continue
+        owners = [owner for name in names if (owner := _outermost(network, name))]
+        if not owners:  # peft loads it by its name
+            state[names[0]] = parameter
+        elif len(owners) > 1 and hasattr(config, "ensure_weight_tying"):
+            config.ensure_weight_tying = True
+        modules += owners[:1] if getattr(config, "ensure_weight_tying", False) else owners
+        for owner in owners:
+            inner = network.get_submodule(owner).state_dict()
+            state |= {f"{owner}.{key}": value for key, value in inner.items()}
+    config.modules_to_save = sorted({*modules}) or None
+    return config, state
+
+
+def base_digest(model: Model) -> str:
+    """Hex sha256 of the weights of the model that an adapter was trained beside, as far as they are as before."""
+    network = _network(model)
+    config, state = _trained(network)
+    return _digest_beside(network, config, state)
+
+
+def _digest_beside(network: nn.Module, config: Any, names: Container[str]) -> str:
+    """Hex sha256 of the weights that an adapter's file lacks, whatever their names, which change between versions."""
+    begins = str(getattr(config, "init_lora_weights", ""))
+    changed = {layer.get_base_layer() for *_, layer in _adapted(network)} if begins.startswith(CHANGING) else set()
+    left_out = {p for layer in changed for p in layer.parameters()}
+    return digest_of(
+        line("", parameter)
+        for parameter, own in _names(network).items()
+        if parameter not in left_out and not any(f".{NAME}" in name or name in names for name in own)
+    )
+
+
+def _adapter_weights(network: nn.Module) -> dict[str, Tensor]:
+    """The adapter's weights, and biases that peft trains with it, by the names of its files."""
+    import peft
+
+    found: dict[str, Tensor] = peft.get_peft_model_state_dict(
+        network, network.state_dict(), adapter_name=NAME, save_embedding_layers=False
+    )
+    return found
+
+
+def _outermost(network: nn.Module, name: str) -> str | None:
+    """The largest module with a parameter in which all are trained, and none is an adapter's: peft saves such modules,
+    and a classifier's head only as a whole. None where that is the network itself, or a layer with an adapter."""
+    owner = name.rpartition(".")[0]
+    if not owner or BASE in owner:
+        return None
+    while outer := owner.rpartition(".")[0]:
+        inside = network.get_submodule(outer)
+        if any(_adapted(inside)) or not all(p.requires_grad for p in inside.parameters()):
+            break
+        owner = outer
+    return owner
+
+
+def load_adapter(model: Model, folder: Path, digest: str = "") -> None:
+    """Put the adapter in a folder into the model that it belongs to, as peft does. Raises ModelError, also where
+    `base_digest` is known and differs."""
+    import peft
+    from peft.utils.other import ModulesToSaveWrapper
+
+    check_folder(folder)
+    network: Any = _network(model)
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        found = {*file.keys()}
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            config = peft.PeftConfig.from_pretrained(str(folder))
+            if type(config).__name__ not in CLASSES.values():
+                raise ModelError(f"{folder / CONFIG} is of {type(config).__name__}, which Lockstep does not train")
+            peft.PeftModel.from_pretrained(network, str(folder), config=config, torch_device="cpu")
+    except (KeyError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{folder / WEIGHTS} is of another model: {reason}") from error
+    state = _adapter_weights(network)
+    for parent in [*network.modules()]:
+        for name, child in [*parent.named_children()]:
+            if isinstance(child, ModulesToSaveWrapper):
+                setattr(parent, name, child.modules_to_save[NAME])
+    known = {PREFIX + name for name in (*state, *network.state_dict())}
+    if wrong := sorted({PREFIX + name for name in state} - found) or sorted(found - known):
         raise ModelError(f"{folder / WEIGHTS} is of another model: {wrong[0]} does not fit")
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.copy_(found[name])
-
-
-def _file_name(name: str) -> str:
-    return PREFIX + name.replace(f".{NAME}", "")
+    if digest and digest != _digest_beside(network, config, {name.removeprefix(PREFIX) for name in found}):
+        raise ModelError(
+            "the adapter was trained beside other weights than those of this model, which has changed, or is another: "
+            "name the folder of the model that it was trained beside with --base"
+        )

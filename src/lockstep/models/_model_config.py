@@ -29,7 +29,8 @@ class AdapterSection(Section):
     """Layers that get an adapter: names of modules, or shell patterns of them, such as "*.q_proj"; by default all
     linear layers of the numbered layers, such as those of attention and feed-forward blocks."""
     train: Patterns = ()
-    """What is trained besides, as a whole: names of parameters or modules. A new head always is."""
+    """What is trained besides, as a whole and in place of an adapter: names of parameters or modules; what is tied to
+    them stays so. A new head always is."""
     options: dict[str, Any] = {}
     """Further arguments of peft's config class."""
 

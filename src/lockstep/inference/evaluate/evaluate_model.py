@@ -41,6 +41,8 @@ class EvaluateOptions:
     worst: int = 20
     calibrates: bool = False
     to: Path | None = None
+    base: str | None = None
+    """Where the model of an exported adapter is now, a folder or a name on the hub."""
     trusts: bool = False
     """Whether to execute the target's own code even if it is unknown."""
 
@@ -88,6 +90,7 @@ def measure(target: Path, overrides: Sequence[str], options: EvaluateOptions, *,
             label_column=columns.get(LABEL) or recipe.data.table_columns[1],
             worst=options.worst,
             calibrates=options.calibrates,
+            base=options.base,
             to=_writable(to.absolute()),
         )
         return _launch(recipe, request, allowed=allowed, launch=launch), request.to

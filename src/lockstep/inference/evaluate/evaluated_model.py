@@ -90,7 +90,7 @@ def of_export(job: WatchedTask, task: EvaluationRequest) -> Opened:
     """The model of an export, whole in each process. Called by every rank. Raises UserError."""
     folder, requested = task.target, job.recipe.evaluate.metrics
     with raise_on_all_ranks():
-        facts = export_facts.read(folder)
+        facts = export_facts.read(folder, task.base)
         forward = export_reader.forward_of(folder, facts)
         tokenizer = export_reader.tokenizer_of(folder, facts)
         processor = export_reader.processor_of(folder, facts)

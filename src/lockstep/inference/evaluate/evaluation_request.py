@@ -21,6 +21,8 @@ class EvaluationRequest(BaseModel):
     worst: int
     """Number of samples with the highest loss to show."""
     calibrates: bool
+    base: str | None = None
+    """See EvaluateOptions."""
     to: Path
     """The output folder."""
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from lockstep.base import storage
 from lockstep.base.config import PluginSection
 from lockstep.base.contracts import DataSpec
-from lockstep.base.errors import ModelError
+from lockstep.base.errors import ConfigError, ModelError
 from lockstep.data.data_config import Origin
 from lockstep.inference.export.export_config import DType
 from lockstep.models.objectives._choice import AUTO, objective_of
@@ -148,6 +148,10 @@ class ExportFacts(BaseModel):
     """ISO 639 codes of the texts."""
     base_model: str | None = None
     """The hub's name of the model that training started from."""
+    base: Text = ""
+    """Of an adapter: the model that it was trained beside, a name on the hub or a folder."""
+    base_digest: Annotated[str, Field(max_length=128)] = ""
+    """Of the weights of that model which have not changed."""
     agreement: RoundTrip | None = None
     calibration: Calibration | None = None
 
@@ -228,10 +232,11 @@ def write(facts: ExportFacts, folder: Path) -> None:
     storage.write(folder / FILE, json.dumps(facts.model_dump(mode="json"), indent=1, ensure_ascii=False))
 
 
-def read(folder: Path) -> ExportFacts:
-    """Read them from an export's folder; raises ModelError."""
+def read(folder: Path, base: str | None = None) -> ExportFacts:
+    """Read them from an export's folder; `base` is where the model of an adapter is now. Raises ModelError, and
+    ConfigError for an export that has no such model."""
     try:
-        return ExportFacts.model_validate_json(storage.read_regular(folder / FILE, storage.MOST_JSON_BYTES))
+        facts = ExportFacts.model_validate_json(storage.read_regular(folder / FILE, storage.MOST_JSON_BYTES))
     except FileNotFoundError:
         raise ModelError(f"{folder} is no export: there is no {FILE} in it; `lockstep export RUN` writes one") from None
     except OSError as error:
@@ -243,3 +248,8 @@ def read(folder: Path) -> ExportFacts:
             f"{folder / FILE} cannot be used ({reason}): it is damaged, or written by a newer version of Lockstep; "
             "export the run again, into another folder, or update"
         ) from None
+    if base is None:
+        return facts
+    if facts.kind != "adapter":
+        raise ConfigError(f"--base names the model of an adapter, but {folder} holds a whole model: leave it out")
+    return facts.model_copy(update={"base": str(Path(base).absolute()) if Path(base).is_dir() else base})

@@ -20,6 +20,7 @@ from lockstep.inference.export.export_facts import FILE, ExportFacts
 from lockstep.inference.export.export_reader import forward_of
 from lockstep.inference.export.formats import _graph, _weights
 from lockstep.inference.export.round_trip import compare, judge, same_weights
+from lockstep.models._adapter import base_digest, merged
 
 DTYPE_HINT = (
     "As {dtype}, forward() has to turn its inputs into its weights' dtype, as x.to(self.layer.weight.dtype) does, and\n"
@@ -173,9 +174,12 @@ def _copy(source: Path | str, to: Path | str, *, follow_symlinks: bool = True) -
 
 
 def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSamples) -> ExportFacts:
-    """Write weights, facts and card, and compare -> the complete facts."""
+    """Write weights, facts and card, and compare with the model as it was trained -> the complete facts."""
     is_reduced = facts.dtype != "fp32"
-    written = _reduced(model, facts.dtype)
+    if is_adapter := facts.kind == "adapter":
+        base = str(facts.recipe["model"].get("name", ""))
+        facts = facts.model_copy(update={"base": base, "base_digest": base_digest(model)})
+    written = _reduced(model if is_adapter else merged(model), facts.dtype)
     plugins.find(FORMATS, facts.kind).write(written, folder, batch=samples.first[0], facts=facts)
     try:
         again = _read_back(folder, facts)
@@ -186,7 +190,7 @@ def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSam
         raise ModelError("\n  ".join([str(error), *hints])) from error
     if not is_reduced:  # else the differences are only recorded and reported
         judge(agreement)
-    if facts.dtype in _weights.TORCH_DTYPES:
+    if facts.dtype in _weights.TORCH_DTYPES and not (is_adapter and is_reduced):  # whose base stays in fp32
         is_same = same_weights(written, again, is_reduced=is_reduced)
         agreement = agreement.model_copy(update={"same_weights": is_same})
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

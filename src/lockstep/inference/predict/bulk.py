@@ -46,6 +46,8 @@ class PredictOptions:
     """By default one for each core, or each GPU."""
     device: str = "cpu"
     dtype: DTypeName | None = None
+    base: str | None = None
+    """See open_predictor."""
     batch: int = 64
 
 
@@ -71,6 +73,7 @@ def predict(options: PredictOptions, console: Console) -> None:
         model=model,
         device=torch.device(options.device),
         dtype=options.dtype,
+        base=options.base,
         batch=options.batch,
         columns=PredictedColumns(
             source=source.column,

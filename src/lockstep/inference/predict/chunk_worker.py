@@ -80,6 +80,8 @@ class ChunkTask:
     model: Path
     device: torch.device
     dtype: DTypeName | None
+    base: str | None
+    """See open_predictor."""
     batch: int
     columns: PredictedColumns
     files: Path | None
@@ -139,7 +141,7 @@ def run_worker(task: ChunkTask, pipe: Connection) -> None:
 def open_table(task: ChunkTask, send: Callable[[Message], None]) -> "ChunkTable":
     """Open the model on one core. Raises UserError."""
     _use_one_core()
-    model = open_predictor(task.model, device=task.device, dtype=task.dtype)
+    model = open_predictor(task.model, device=task.device, dtype=task.dtype, base=task.base)
     if isinstance(model, Generator):
         return ChunkCompleter(model=model, task=task, send=send)
     return ChunkPredictor(model=model, task=task, send=send)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Forward, Model
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.export.formats import _weights
@@ -17,15 +18,26 @@ PROGRAM = None
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
     """With the name of the model that it belongs to."""
-    _adapter.save_adapter(model, folder, base=facts.model.get("name"), objective=name_of(facts.spec))
+    revision = facts.model.get("revision") if facts.base_model else None
+    base = _place(facts.base) or None
+    _adapter.save_adapter(model, folder, base=base, revision=revision, objective=name_of(facts.spec))
 
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
-    """The pretrained model, which is loaded anew, with the adapter."""
+    """The pretrained model, which is loaded anew, with the adapter. Raises ModelError."""
+    if base := _place(facts.base):
+        if Path(base).is_absolute() and not Path(base).is_dir():
+            raise ModelError(
+                f"the model that the adapter was trained beside is no longer in {base}: name its folder with --base"
+            )
+        facts = facts.model_copy(update={"model": facts.model | {"name": base}})
     _, section = _weights.section_of(facts, folder, is_adapter=True)
-    assert section.adapter is not None, "it is written only where there is one"
     with torch.random.fork_rng():
         model = _own_functions.build(section, facts.spec)
-        _adapter.attach(model, section.adapter, has_new_head=section.HAS_NEW_HEAD)
-    _adapter.load_adapter(model, folder)
+        _adapter.load_adapter(model, folder, facts.base_digest)
     return model.eval()
+
+
+def _place(base: str) -> str:
+    """A name on the hub, or a folder with the user's home folder in full."""
+    return str(Path(base).expanduser()) if base.startswith("~") else base
