@@ -1,6 +1,7 @@
 """Causal language models from transformers: load, start anew, check. m = samples, T = tokens of one, V = vocabulary."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
-from lockstep.base.model_contracts import Batch, Cache, Model
+from lockstep.base.model_contracts import Batch, Cache, LossSum, Model, Outputs
 from lockstep.core.host.pretrained_files import untrained
 from lockstep.models._documents import DOCUMENT, are_close, keeps_apart, not_apart, positions_of, visible_of
 from lockstep.models._pretrained import NetworkModel, from_pretrained, mismatches, reported
@@ -18,6 +19,10 @@ from lockstep.models.causal_lm import Config
 OWN = 0.9
 """A tokenizer with fewer of the model's tokens than this is another model's; embeddings are padded by up to 2 %."""
 FULL = "full_attention"
+ROUTER = "router_loss"
+"""Among outputs and logged sums: how unevenly a mixture of experts divides the tokens of a micro-batch."""
+ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
+"""What transformers' models call the weight with which they add it to their loss."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -40,6 +45,10 @@ class CausalTransformer(NetworkModel):
     AUTO_CLASS: ClassVar[str] = "AutoModelForCausalLM"
     apart: Callable[[Tensor], dict[str, Tensor]] = staticmethod(by_positions)
     """The arguments with which the network keeps documents apart."""
+    router_weight: float = 0.0
+    """Of the router's loss, which is a mean over the tokens of a micro-batch, in the loss of training."""
+    routers: int = 0
+    """Layers that it is of."""
 
     def __init__(self, network: nn.Module, spec: DataSpec) -> None:
         super().__init__(network, spec)
@@ -48,13 +57,39 @@ class CausalTransformer(NetworkModel):
         """T at most; None where nothing tells."""
         self.attention_width = _attention_width(settings.get_text_config())
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Tokens int64 [m, T], none of which is padding -> logits [m, T, V]. Raises ModelError for too large a T."""
+    def forward(self, batch: Batch) -> Outputs:
+        """Tokens int64 [m, T], none of which is padding -> logits [m, T, V], in training with the router's loss where
+        the model's config asks for it. Raises ModelError for too large a T."""
         tokens, document = batch["input_ids"], batch.get(DOCUMENT)
         if not torch.compiler.is_compiling():
             _check_length(self.longest, tokens.shape[1])
         more = {} if document is None else self.apart(document)
-        return self.network(input_ids=tokens, use_cache=False, **more).logits
+        if not self.router_weight or not self.training or self.own_loss is not None:
+            return self.network(input_ids=tokens, use_cache=False, **more, **self._without_router()).logits
+        outputs = self.network(input_ids=tokens, use_cache=False, **more, output_router_logits=True)
+        if len(outputs.router_logits or ()) != self.routers:
+            raise ModelError(
+                "the model's config asks for the router's loss (output_router_logits), which is of all layers in one "
+                "forward pass: set parallel.kind=ddp or fsdp and train.compile=false, or output_router_logits to false"
+            )
+        return {"logits": outputs.logits, ROUTER: outputs.aux_loss}
+
+    def _without_router(self) -> dict[str, bool]:
+        return {"output_router_logits": False} if self.router_weight else {}
+
+    def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
+        """With the router's loss, where there is one: its mean over micro-batches, weighted by their counts."""
+        found = super().loss(outputs, batch)
+        if not isinstance(outputs, dict) or ROUTER not in outputs:
+            return found
+        router = outputs[ROUTER].float() * found.count
+        return replace(
+            found, total=found.total + self.router_weight * router, sums={**found.sums, ROUTER: router.detach()}
+        )
+
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """Of the tokens' loss alone."""
+        return super().derived({**means, "loss": means["loss"] - self.router_weight * means.get(ROUTER, 0.0)})
 
     @property
     def CACHES(self) -> bool:  # type: ignore[override]
@@ -75,6 +110,7 @@ class CausalTransformer(NetworkModel):
             position_ids=positions,
             past_key_values=known,
             use_cache=True,
+            **self._without_router(),
         )
         return outputs.logits[:, -1], [(layer.keys, layer.values) for layer in outputs.past_key_values.layers]
 
@@ -89,8 +125,34 @@ def build(config: Config, spec: DataSpec) -> Model:
     _check_causality(config, model)
     if spec.documents:
         _keep_apart(config, model, spec.vocabulary)
+    if getattr(network.config.get_text_config(), "output_router_logits", False):
+        notes += _add_router_loss(config, model)
     model._lockstep_notes = tuple(notes)
     return model
+
+
+def _add_router_loss(config: Config, model: CausalTransformer) -> list[str]:
+    """Have the loss of training hold the router's as the network's own class adds it -> a note. Raises ModelError where
+    its weight is not known."""
+    network: Any = model.network
+    owners = (network, network.config, network.config.get_text_config())
+    weights = [getattr(owner, name, None) for owner in owners for name in ROUTER_WEIGHTS]
+    weight = next((float(each) for each in weights if each is not None), 0.0)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    model.eval()
+    with torch.no_grad():
+        plain, added = (
+            network(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=wanted)
+            for wanted in (False, True)
+        )
+    model.train()
+    asks = f"the config of {config.name} asks for the router's loss (output_router_logits)"
+    if (router := getattr(added, "aux_loss", None)) is None and torch.equal(plain.loss, added.loss):
+        return [f"{asks}, but {type(network).__name__} of transformers adds none: training is without it"]
+    if router is None or not are_close(plain.loss + weight * router, added.loss):
+        raise ModelError(f"{asks}, whose weight is not known: set output_router_logits to false in its config.json")
+    model.router_weight, model.routers = weight, len(added.router_logits or ())
+    return [f"{asks}: it is added, of each micro-batch, {weight:g} times; evaluations are without it"]
 
 
 def _trained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
