@@ -9,10 +9,12 @@ import torch
 from running import lockstep, summary
 from test_causal_lm import saved
 
+from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ConfigError
 from lockstep.base.world import World
 from lockstep.inference import trained_model
 from lockstep.inference.generation.sampling import Sampling
+from lockstep.models import _adapter, _causal_lm, causal_lm
 from lockstep.run import build
 from lockstep.run import recipe as recipes
 
@@ -132,8 +134,12 @@ def test_an_adapter_answers_with_its_moved_base(folder):
         run(folder, *asked, "--base", "moved")
     finally:
         (folder / "moved").rename(folder / "llama")
-    measured = json.loads((folder / "measured" / "evaluation.json").read_text())["metrics"]["loss"]
-    assert measured == pytest.approx(summary(folder, "one")["evaluation"]["loss"], abs=1e-5)
+    run(folder, "evaluate", "merged", "--to", "expected")
+    alone, merged = (
+        json.loads((folder / name / "evaluation.json").read_text())["metrics"]["loss"]
+        for name in ("measured", "expected")
+    )
+    assert alone == pytest.approx(merged, abs=1e-5)
     assert json.loads((folder / "answers.jsonl").read_text())["completion"]
 
 
@@ -213,6 +219,31 @@ def test_mistakes_are_answered_with_the_repair(lone, folder, settings, says, mon
     config = CONFIG | {"model": {"kind": "causal_lm", "name": "llama", **settings}}
     with pytest.raises(ConfigError, match=re.compile(says, re.DOTALL)):
         build.assemble(recipes.of_sections(config), World(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "v_proj"], "all-linear", r".*\.layers\.0\..*(q|v)_proj", ["1.mlp.up_proj"], ["lm_head"]]
+)
+def test_targets_mean_what_they_mean_to_peft(lone, folder, targets):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    config = causal_lm.Config(kind="causal_lm", name=str(folder / "llama"), adapter={"targets": targets})
+    ours = _causal_lm.build(config, DataSpec(modality="tokens", vocabulary=257)).network
+    _adapter.attach(ours, config.adapter, has_new_head=False)
+    theirs = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM"), theirs)
+    adapted = [{name for name, _ in each.named_modules() if name.endswith(".lora_A")} for each in (ours, theirs)]
+    assert adapted[0] == adapted[1] != set()
+
+
+def test_an_initialisation_that_transposes_wrongly_is_refused(lone, tmp_path):
+    saved(tmp_path / "gpt2", "gpt2")
+    options = {"options": {"init_lora_weights": "olora"}}
+    config = causal_lm.Config(kind="causal_lm", name=str(tmp_path / "gpt2"), adapter=options)
+    model = _causal_lm.build(config, DataSpec(modality="tokens", vocabulary=257))
+    with pytest.raises(ConfigError, match="olora does not fit the transposed layers"):
+        _adapter.attach(model, config.adapter, has_new_head=False)
 
 
 def test_what_cannot_be_is_refused(folder):

@@ -1,6 +1,7 @@
 """Adapters: peft puts small trained matrices beside the frozen layers of a model."""
 
 import copy
+import re
 import warnings
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of LoRA's init_lora_weights that change the weights beside it, too."""
 CLASSES = {"lora": "LoraConfig", "loha": "LoHaConfig", "lokr": "LoKrConfig", "ia3": "IA3Config"}
+ALL_LINEAR = "all-linear"
 TASKS = {"classification": "SEQ_CLS", "causal_lm": "CAUSAL_LM", TAGS: "TOKEN_CLS"}
 
 
@@ -45,7 +47,14 @@ def attach(model: Model, section: AdapterSection, *, has_new_head: bool) -> None
     if has_new_head:
         trained |= {name for name in names if not name.startswith(f"{network.base_model_prefix}.")}  # not the body
     whole = {network.get_parameter(name) for name in trained}
-    config = _config(section, options, _targets(network, section, whole))
+    targets = _targets(network, section, whole)
+    config = _config(section, options, targets)
+    is_transposed = any(type(network.get_submodule(name)).__name__ == "Conv1D" for name in targets)
+    if is_transposed and options.get("init_lora_weights") == "olora":  # which peft would transpose wrongly
+        raise ConfigError(
+            "model.adapter.options: init_lora_weights=olora does not fit the transposed layers (Conv1D) of GPT-2: set "
+            "pissa, or leave it out"
+        )
     try:
         with warnings.catch_warnings(action="ignore"):  # that what is tied is saved in another way: see save_adapter
             peft.inject_adapter_in_model(config, network, NAME)
@@ -103,7 +112,8 @@ def _targets(network: nn.Module, section: AdapterSection, whole: set[nn.Paramete
     kinds = (nn.Linear, Conv1D) if section.kind in ("lora", "ia3") else (nn.Linear,)
     linear = [name for name, each in network.named_modules() if isinstance(each, kinds) and each.weight not in whole]
     if section.targets:
-        return sorted(matching(section.targets, linear, setting="model.adapter.targets"))
+        chosen = [name for each in section.targets for name in _chosen(each, linear, network)]
+        return sorted(matching(chosen, linear, setting="model.adapter.targets"))
     inside = [name for name in linear if any(part.isdigit() for part in name.split("."))]
     if not inside:
         raise ConfigError(
@@ -111,6 +121,20 @@ def _targets(network: nn.Module, section: AdapterSection, whole: set[nn.Paramete
             "that get an adapter with model.adapter.targets"
         )
     return inside
+
+
+def _chosen(target: str, linear: list[str], network: Any) -> list[str]:
+    """Layers that peft's users mean: all but the head, the end of a name, or a regular expression; else the target
+    itself, where it is a pattern as of other settings."""
+    if target == ALL_LINEAR:
+        head = getattr(network, "get_output_embeddings", lambda: None)()
+        return [name for name in linear if network.get_submodule(name) is not head]
+    if ends := [name for name in linear if f".{target}." in f".{name}."]:
+        return ends
+    try:
+        return [name for name in linear if re.fullmatch(target, name)] or [target]
+    except re.error:
+        return [target]
 
 
 def _config(section: AdapterSection, options: dict[str, Any], targets: list[str]) -> Any:

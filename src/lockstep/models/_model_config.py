@@ -26,8 +26,9 @@ class AdapterSection(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Of what goes into the matrices; lora only."""
     targets: Patterns = ()
-    """Layers that get an adapter: names of modules, or shell patterns of them, such as "*.q_proj"; by default all
-    linear layers of the numbered layers, such as those of attention and feed-forward blocks."""
+    """Layers that get an adapter: names of modules or their ends, such as q_proj, shell patterns of them, such as
+    "*.q_proj", a regular expression, or all-linear, which is all but the head; by default all linear layers of the
+    numbered layers, such as those of attention and feed-forward blocks."""
     train: Patterns = ()
     """What is trained besides, as a whole and in place of an adapter: names of parameters or modules; what is tied to
     them stays so. A new head always is."""
