@@ -1,11 +1,14 @@
 """Chats: the assistant's words alone are learned, with a plain template or that of the tokenizer; answers by a server."""
 
+import datetime
 import json
+import os
 
 import psutil
 import pytest
-from running import lockstep, summary
+from running import lockstep, summary, typed
 from served import serving
+from tokenizers import decoders, normalizers
 
 from lockstep.base.errors import DataError
 from lockstep.core.numerics.word_tokens import ids_of
@@ -101,6 +104,63 @@ def test_templates_that_cannot_be_used(folder, template, message):
         templated(folder, template)([json.dumps(CHATS[2])])
 
 
+DATED = (
+    "{{ '<|start|>system\n' + strftime_now('%d %b %Y %H:%M') + ['a', 'b', 'c', 'd', 'e', 'f'] | random + lipsum(n=1, html=false, min=2, max=4) }}"
+    + TEMPLATE
+)
+
+
+def test_a_template_is_told_the_day_of_training_and_draws_the_same_each_time(folder):
+    day, other = datetime.date(2024, 7, 26), datetime.date(2024, 7, 27)
+    inner = templated(folder, DATED).inner
+    on_day, again, on_other = (ChatTokenizer(inner, day=each) for each in (day, day, other))
+    (ids,) = on_day([json.dumps(CHATS[2])])
+    learned, every = said(on_day, ids)
+    assert learned == "two\nyou are welcome\n" and every.startswith("system\n26 Jul 2024 00:00")
+    assert ids.tolist() == again([json.dumps(CHATS[2])])[0].tolist() != on_other([json.dumps(CHATS[2])])[0].tolist()
+    assert on_day.key == again.key != on_other.key
+    assert on_day.prompt([ASK], on=day) == ids_of(ids)[: len(on_day.prompt([ASK], on=day))].tolist()
+    now = on_day.decode(on_day.prompt([ASK]))
+    assert now.startswith(f"system\n{datetime.date.today():%d %b %Y}"), "answers are given on the day it is"
+    undated = templated(folder).inner
+    assert len({ChatTokenizer(undated, day=each).key for each in (day, other, None)}) == 1
+
+
+def test_the_day_of_the_first_start_is_kept(folder, monkeypatch):
+    """Where the clock shows UTC+14 and UTC-12, it is never the same day."""
+    monkeypatch.chdir(folder)
+    for name, template in (("dated", DATED), ("undated", TEMPLATE)):
+        templated(folder, template)
+        (folder / "tokenizer").rename(folder / name)
+
+    def trained(name, *settings, zone="Etc/GMT-14", code=0, tokenizer="dated"):
+        more = [
+            "launch.processes=1",
+            "schedule.shape=constant",
+            "data.cache=cache",
+            f"data.tokenizer={folder / tokenizer}",
+            *settings,
+        ]
+        environment = os.environ | {"TZ": zone}  # which only a new interpreter reads
+        done = typed(folder, "train", "c.yaml", *SETTINGS, f"run.name={name}", *more, env=environment)
+        assert done.returncode == code, done.stdout + done.stderr
+        return " ".join((done.stdout + done.stderr).split()), summary(folder, name)
+
+    told, first = trained("day", "train.steps=2")
+    day = first["numeric_recipe"]["data.date"]
+    assert f"data.date={day}" in told and f"date: '{day}'" in (folder / "runs" / "day" / "recipe.yaml").read_text()
+    _, resumed = trained("day", "train.steps=4", zone="Etc/GMT+12")
+    _, whole = trained("whole", "train.steps=4", f"data.date={day}", zone="Etc/GMT+12")
+    _, later = trained("later", "train.steps=4", zone="Etc/GMT+12")
+    assert resumed["digest"] == whole["digest"] != later["digest"]
+    told, _ = trained("day", "train.steps=6", "data.date=2020-02-02", code=2)
+    assert f"data.date: '{day}' in the checkpoint, '2020-02-02' now" in told, told
+    _, without = trained("without", "train.steps=2", tokenizer="undated")
+    assert "data.date" not in without["numeric_recipe"]
+    told, _ = trained("without", "train.steps=4", "data.date=2020-02-02", tokenizer="undated")
+    assert "2020" not in told
+
+
 ENDLESS = [
     "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{{ messages }}{% endfor %}{% endfor %}",
@@ -185,3 +245,36 @@ def test_wrong_chats_are_named_by_their_line(folder, tmp_path, line, message):
     done = lockstep(folder, "train", "c.yaml", f"data.train={tmp_path / 'bad.jsonl'}", "run.name=bad")
     told = " ".join((done.stdout + done.stderr).split())
     assert done.returncode != 0 and message in told and "line 2" in told and "Traceback" not in told, told
+
+
+SEAMS = {
+    "a space before the answer": "{% for m in messages %}{{ m.role + ': ' + m.content + '<|stop|>' }}{% endfor %}",
+    "a line break": "{% for m in messages %}{{ '### ' + m.role + '\n\n' + m.content + '\n\n' }}{% endfor %}",
+}
+SAID = ["two", " two", "\n\ntwo", "1", "\u00e9t\u00e9", "Two, three", ": :", ""]
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+@pytest.mark.parametrize("is_llama", [False, True])
+def test_what_is_asked_begins_what_was_learned(folder, seam, is_llama):
+    """Token by token, whatever the answer begins with, and whether the tokenizer puts a space before each text."""
+    prompt = "{% if add_generation_prompt %}{{ '### assistant\n\n' }}{% endif %}"
+    prompt = prompt if "###" in SEAMS[seam] else "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer = templated(folder, SEAMS[seam] + prompt)
+    if is_llama:
+        inner = tokenizer.inner.tokenizer
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        inner.decoder = decoders.Sequence(
+            [decoders.ByteLevel(), decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)]
+        )
+    for first, second in ((first, second) for first in SAID for second in SAID[:4]):
+        answers = [{"role": "assistant", "content": each} for each in (first, second)]
+        chat = [ASK, answers[0], THANK, answers[1]]
+        (ids,) = tokenizer([json.dumps(chat)])
+        every = ids_of(ids).tolist()
+        asked = tokenizer.prompt(chat[:1]), tokenizer.prompt(chat[:3])
+        assert all(every[: len(each)] == each for each in asked), (first, second)
+        learned = [ids[len(each) :].tolist() for each in asked]
+        assert all(row[0] >= 0 for row in learned if first and second), "its first token is learned"
+        whole = tokenizer.decode(ids[ids >= 0].tolist())
+        assert whole.replace("\n\n", "").replace(" ", "") == (first + second).replace("\n\n", "").replace(" ", "")

@@ -81,6 +81,7 @@ HOOKS = {
         "read_back": "(folder, spec) -> Model: the reverse of save",
         "save_config": "(model, folder): the model's architecture, where its settings do not determine it",
         "from_config": "(folder, spec) -> Model: the reverse of save_config, with arbitrary weights",
+        "settle_tokens": "(model, *, ends, bos, pad, kept) -> token ids that end a text; names them in its settings",
     },
     "launch.launchers": {
         "on_nodes": "(config, threads, words) -> the words of a command that runs `lockstep WORDS` on each machine of "

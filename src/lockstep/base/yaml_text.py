@@ -189,10 +189,16 @@ def _key(node: yaml.Node, path: KeyPath, locations: KeyLocations) -> str:
     return str(node.value)
 
 
+def _date(text: str, prefix: str, *, is_meant: bool) -> str:
+    if not is_meant:
+        raise ConfigError(f"{prefix}{short(text)} is a date to YAML: put it in quotes, if it is meant as text")
+    return text
+
+
 def _scalar(node: yaml.ScalarNode, path: KeyPath, locations: KeyLocations) -> Any:
     prefix, kind = f"{locations.line(node)}: {_at(path)}", node.tag.rpartition(":")[2]
     if node.tag == TIMESTAMP and node.style is None:
-        raise ConfigError(f"{prefix}{short(node.value)} is a date to YAML: put it in quotes, if it is meant as text")
+        return _date(node.value, prefix, is_meant=path[-1:] == ("date",))
     if node.tag not in SCALARS:
         raise ConfigError(f"{prefix}the tag {short(node.tag)} is not known: leave it out")
     if kind == "int" and OCTAL.match(node.value):

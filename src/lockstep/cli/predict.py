@@ -1,5 +1,6 @@
 """`lockstep predict`."""
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -32,6 +33,10 @@ def command(
     temperature: Annotated[
         float, typer.Option(help="Of a language model; 0 takes the most probable token.", min=0)
     ] = 0.0,
+    date: Annotated[
+        datetime | None,
+        typer.Option(help="The day that a chat template is told; default: the day it is.", formats=["%Y-%m-%d"]),
+    ] = None,
     prefix: Annotated[str, typer.Option(help="Prefix of the names of new columns.")] = "",
     base: Base = None,
     trust_code: TrustCode = False,
@@ -59,7 +64,7 @@ def command(
         batch=batch,
         text_column=text_column,
         has_probabilities=probabilities,
-        sampling=Sampling(max_tokens=max_tokens, temperature=temperature),
+        sampling=Sampling(max_tokens=max_tokens, temperature=temperature, date=date.date() if date else None),
         prefix=prefix,
     )
     bulk.predict(options, console)

@@ -46,7 +46,7 @@ def command(
     node = launch_run.node_address(recipe, rendezvous, node_rank)
     if node is not None and not dry_run:
         return launch_run.launch_node(recipe, path, arguments, node=node)
-    recipe = recipes.with_run_name(recipe, path)
+    recipe = recipes.begun(recipe, path)
     if dry_run:
         return launch_run.show_plan(recipe, arguments, console, node=node, shows_recipe=verbose)
     return launch_run.launch(recipe, arguments)

@@ -3,7 +3,10 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,17 @@ from lockstep.base.errors import DataError
 from lockstep.core.host.limited_process import limited
 from lockstep.core.numerics.word_tokens import ids_of, marked
 from lockstep.data.packing import END
-from lockstep.data.text_tokenizers import Template, TextTokenizer
+from lockstep.data.text_tokenizers import PLAIN, Special, Template, TextTokenizer
 
 ASSISTANT = "assistant"
 TEMPLATE, SECONDS = "the chat template", 10.0
 """A template of somebody else, and how long it may take."""
+ASKED, ANSWERED, REPLIED = "Hello", "Zebra", "Thanks"
+"""What is said in the chat that shows how a template ends an answer."""
+LEADS = ("\n", "\0", "x", "1", ".")
+"""Texts that another follows, of which one does not join with it to a token."""
+AT_ONCE = 64
+"""Chats whose beginnings are tokenised together."""
 Message = dict[str, str]
 Piece = tuple[str, bool]
 """A part of a chat, and whether it is learned."""
@@ -36,14 +45,26 @@ def fault(messages: Any) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class _Ending:
+    """What ends an answer."""
+
+    tokens: tuple[int, ...] = ()
+    texts: tuple[str, ...] = ()
+    has_token: bool = True
+    """Whether a token follows the last answer of a chat. Where none does, the tokenizer's end token is learned."""
+
+
 class ChatTokenizer:
     """A TextTokenizer of chats, each a JSON list of messages; only what the assistant says has a target."""
 
-    def __init__(self, inner: TextTokenizer) -> None:
+    def __init__(self, inner: TextTokenizer, *, day: date | None = None) -> None:
+        """`day`: the one that the template is told where chats are learned."""
         self.inner, self.pad_id, self.token_bytes = inner, inner.pad_id, inner.token_bytes
         self.template: Template | None = inner.template
-        how = "plain" if self.template is None else self.template.text
-        self.key = hashlib.sha256(f"chat {how} {inner.key}".encode()).hexdigest()
+        self.day = day if self.template is not None and self.template.asks_for_date else None
+        how = "plain" if self.template is None else f"{self.template.text}{self.day or ''}"
+        self.key = hashlib.sha256(f"chat, ended {how} {inner.key}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         """Tokens of each chat, int32 [T_i]; multi-threaded. Raises DataError where the template does not take the
@@ -53,23 +74,31 @@ class ChatTokenizer:
             return self._encoded([_plain(messages) for messages in chats])
         seconds = SECONDS + len(chats) / 10
         rendered = limited(lambda: [self._rendered(messages) for messages in chats], TEMPLATE, seconds=seconds)
-        encoded = self._with_special.encode_batch([whole for whole, _ in rendered], add_special_tokens=False)
-        return [_marked(spans, each) for (_, spans), each in zip(rendered, encoded, strict=True)]
+        rows = [_marked(parts) for parts in self._seamless([_cut(*each) for each in rendered])]
+        if self._ending.has_token:
+            return rows
+        ends = [[self.pad_id] * (messages[-1]["role"] == ASSISTANT) for messages in chats]
+        return [np.append(row, np.array(end, dtype=np.int32)) for row, end in zip(rows, ends, strict=True)]
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens up to where the assistant answers. Raises DataError."""
+    def prompt(self, messages: Sequence[Message], *, on: date | None = None) -> list[int]:
+        """Tokens up to where the assistant answers, on a day or else at the moment it is. Raises DataError."""
         if self.template is None:
-            (row,) = self._encoded([[*_plain(messages), (f"{ASSISTANT}: ", False)]])
+            (row,) = self._encoded([_plain(messages, is_prompt=True)])
             return ids_of(row).tolist()
-        render = partial(self.template.render, messages, is_prompt=True)
-        text = limited(render, TEMPLATE, seconds=SECONDS)
-        return list(self._with_special.encode(text, add_special_tokens=False).ids)
+        whole, spans = limited(partial(self._asked, messages, on), TEMPLATE, seconds=SECONDS)
+        ((*parts,),) = self._seamless([_cut(whole, spans)])
+        return [token for part in parts for token in part]
 
     def decode(self, ids: list[int]) -> str:
         return self.inner.decode(ids)
 
-    def save(self, folder: Path) -> None:
-        self.inner.save(folder)
+    def special(self) -> Special:
+        """With what ends an answer, by the template."""
+        own, ending = self.inner.special(), self._ending
+        return replace(own, ends=tuple(dict.fromkeys([*own.ends, *ending.tokens])), end_texts=ending.texts)
+
+    def save(self, folder: Path, *, longest: int | None = None, template: str | None = None) -> None:
+        self.inner.save(folder, longest=longest, template=PLAIN if self.template is None else template)
 
     def _encoded(self, chats: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
         """Marked tokens of pieces of chats."""
@@ -80,14 +109,56 @@ class ChatTokenizer:
     def _rendered(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat, as the template renders it, and where its answers are."""
         assert self.template is not None
-        whole = self.template.render(messages)
-        return whole, [self._span(messages, n, whole) for n, each in enumerate(messages) if each["role"] == ASSISTANT]
+        whole = self.template.render(messages, on=self.day)
+        return whole, self._spans(messages, whole, self.day)
 
-    def _span(self, messages: Sequence[Message], number: int, whole: str) -> tuple[int, int]:
+    def _asked(self, messages: Sequence[Message], on: date | None) -> tuple[str, list[tuple[int, int]]]:
+        """The text up to where the assistant answers, and where its earlier answers are, if that is certain."""
+        assert self.template is not None
+        whole = self.template.render(messages, is_prompt=True, on=on)
+        try:
+            return whole, self._spans(messages, whole, on)
+        except DataError:
+            return whole, []
+
+    def _spans(self, messages: Sequence[Message], whole: str, on: date | None) -> list[tuple[int, int]]:
+        numbers = [number for number, each in enumerate(messages) if each["role"] == ASSISTANT]
+        return [self._span(messages, number, whole, on=on) for number in numbers]
+
+    def _seamless(self, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+        """Tokens of each part of texts. Those of a part do not depend on what follows, which in use is not known: where
+        a token of the whole text would reach over a seam, the part after it is tokenised alone."""
+        tokens = list[list[list[int]]]()
+        for first in range(0, len(texts), AT_ONCE):
+            some = texts[first : first + AT_ONCE]
+            beginnings = [beginning for parts in some for beginning in accumulate(parts)]
+            encoded = iter(self._with_special.encode_batch(beginnings, add_special_tokens=False))
+            for parts in some:
+                found, before = list[list[int]](), list[int]()
+                for part in parts:
+                    ids = next(encoded).ids
+                    found.append(ids[len(before) :] if ids[: len(before)] == before else self._alone(part))
+                    before += found[-1]
+                tokens.append(found)
+        return tokens
+
+    def _alone(self, text: str) -> list[int]:
+        """Tokens of what follows another text: without a space that a tokenizer puts before all texts."""
+        for lead in LEADS:
+            encoded = self._with_special.encode(lead + text, add_special_tokens=False)
+            after = [start >= len(lead) for start, _ in encoded.offsets]
+            is_apart = all(
+                is_after or stop <= len(lead) for is_after, (_, stop) in zip(after, encoded.offsets, strict=True)
+            )
+            if is_apart and after == sorted(after):
+                return [id for id, is_after in zip(encoded.ids, after, strict=True) if is_after]
+        return list(self._with_special.encode(text, add_special_tokens=False).ids)
+
+    def _span(self, messages: Sequence[Message], number: int, whole: str, *, on: date | None) -> tuple[int, int]:
         """Where an answer starts and stops in the text of a chat, as the template renders its beginnings."""
         assert self.template is not None
-        before = self.template.render(messages[:number], is_prompt=True)
-        after = self.template.render(messages[: number + 1])
+        before = self.template.render(messages[:number], is_prompt=True, on=on)
+        after = self.template.render(messages[: number + 1], on=on)
         if not whole.startswith(before) or not whole.startswith(after):
             raise DataError(
                 "the chat template changes earlier messages when later ones follow, so what the assistant says cannot "
@@ -96,30 +167,63 @@ class ChatTokenizer:
         return len(before), len(after)
 
     @cached_property
+    def _ending(self) -> "_Ending":
+        """What the template writes after an answer, the last one and another."""
+        if self.template is None:
+            return _Ending()
+        try:
+            last, within = limited(partial(self._after_answers, self.template), TEMPLATE, seconds=SECONDS)
+        except DataError:  # it takes chats of another form
+            return _Ending()
+        written = self._added(last)[:1]
+        text = "" if written else last.rstrip()
+        return _Ending((*written, *self._added(within)[:1]), (text,) if text else (), has_token=bool(written))
+
+    def _after_answers(self, template: Template) -> list[str]:
+        roles = ("user", ASKED), (ASSISTANT, ANSWERED), ("user", REPLIED)
+        said = [{"role": role, "content": content} for role, content in roles]
+        found = [template.render(said[:count], on=self.day).rpartition(ANSWERED) for count in (2, 3)]
+        if not all(answer for _, answer, _ in found):
+            raise DataError("the chat template writes no answers")
+        return [after.partition(REPLIED)[0] for *_, after in found]
+
+    def _added(self, text: str) -> list[int]:
+        """The tokens of a text that are no parts of words."""
+        known = self._with_special.get_added_tokens_decoder()
+        ids = self._with_special.encode(text, add_special_tokens=False).ids
+        return [each for each in ids if each in known and known[each].content.strip(" \n\t\u2581")]
+
+    @cached_property
     def _with_special(self) -> Tokenizer:
         """Where a template names special tokens, these are meant."""
         inner: Any = self.inner
         return Tokenizer.from_str(inner.tokenizer.to_str())
 
 
-def _marked(spans: Sequence[tuple[int, int]], encoded: Any) -> np.ndarray:
-    """Marked tokens of the text of a chat."""
-    ids, offsets = np.array(encoded.ids, dtype=np.int32), np.array(encoded.offsets).reshape(-1, 2)
-    is_learned = np.zeros(len(ids), dtype=bool)
-    for start, stop in spans:
-        is_learned |= (offsets[:, 0] >= start) & (offsets[:, 1] <= stop) & (offsets[:, 1] > offsets[:, 0])
-    return marked(ids, is_learned)
+def _cut(whole: str, spans: Sequence[tuple[int, int]]) -> list[str]:
+    """The parts of a text: before an answer, the answer, before the next one, and so on."""
+    places = [0, *(place for span in spans for place in span), len(whole)]
+    return [whole[start:stop] for start, stop in pairwise(places)]
 
 
-def _plain(messages: Sequence[Message]) -> list[Piece]:
-    """`role: content` in lines, with the end token after each answer, which is learned with it."""
-    pieces: list[Piece] = []
+def _marked(parts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Marked tokens of the parts of a chat, of which every other is an answer."""
+    ids = np.array([token for part in parts for token in part], dtype=np.int32)
+    return marked(ids, np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts]))
+
+
+def _plain(messages: Sequence[Message], *, is_prompt: bool = False) -> list[Piece]:
+    """`role: content` in lines, with the end token after each answer, which is learned with it: what is not learned is
+    one text, as in a prompt that others tokenise."""
+    pieces, before = list[Piece](), ""
     for message in messages:
-        is_answer = message["role"] == ASSISTANT
-        pieces.append((f"{message['role']}: ", False))
-        pieces.append((message["content"] + END * is_answer, is_answer))
-        pieces.append(("\n", False))
-    return pieces
+        before += f"{message['role']}: "
+        if message["role"] == ASSISTANT:
+            pieces += [(before, False), (message["content"] + END, True)]
+            before = "\n"
+        else:
+            before += message["content"] + "\n"
+    return [*pieces, (before + f"{ASSISTANT}: " * is_prompt, False)]
 
 
 class Contents:

@@ -1,11 +1,16 @@
 """Tokenizers of data.kind=text: bytes, parts of words learned from the training texts, or one of transformers."""
 
+import copy
 import hashlib
 import json
+import random
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date, datetime, time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -35,16 +40,63 @@ class Template:
     def text(self) -> str:
         return str(self.tokenizer.chat_template)
 
-    def render(self, messages: Sequence[dict[str, str]], *, is_prompt: bool = False) -> str:
-        """The text of messages, as a prompt up to where the assistant answers. Raises DataError for messages that the
-        template does not take, such as an unknown role."""
+    @property
+    def asks_for_date(self) -> bool:
+        """Whether its text may hold the date."""
+        return "strftime_now" in self.text
+
+    def render(self, messages: Sequence[dict[str, str]], *, is_prompt: bool = False, on: date | None = None) -> str:
+        """The text of messages, as a prompt up to where the assistant answers; `on`: the day that it is told, else the
+        moment it is. Raises DataError for messages that the template does not take, such as an unknown role."""
         try:
-            rendered = self.tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=is_prompt)
+            with _surroundings(on):
+                rendered = self.tokenizer.apply_chat_template(
+                    [*messages], tokenize=False, add_generation_prompt=is_prompt
+                )
         except MemoryError:
             raise
         except Exception as error:  # of Jinja, and of transformers
             raise DataError(f"the chat template does not take this chat: {error}") from error
         return str(rendered)
+
+
+@contextmanager
+def _surroundings(day: date | None) -> Iterator[None]:
+    """Inside, templates are told this day, if there is one, and draw the same random choices each time.
+
+    transformers hands no function of ours on to a template, so it is its clock that is set.
+    """
+    from transformers.utils import chat_template_utils
+
+    theirs: Any = chat_template_utils
+    clock, state = theirs.datetime, random.getstate()
+    if day is not None:
+        theirs.datetime = SimpleNamespace(now=lambda: datetime.combine(day, time()))
+    random.seed(0)
+    try:
+        yield
+    finally:
+        theirs.datetime = clock
+        random.setstate(state)
+
+
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% if m['role'] == 'assistant' %}"
+    "{{ eos_token or sep_token }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""The template of tokenizers that have none, for others to read: see lockstep.data.chat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Special:
+    """Tokens with a meaning of their own."""
+
+    ends: tuple[int, ...]
+    """Each of them ends a text or an answer; that of the tokenizer comes first."""
+    end_texts: tuple[str, ...] = ()
+    """Texts that do so, where a template writes no token."""
+    bos: int | None = None
+    pad: int | None = None
 
 
 @runtime_checkable
@@ -65,8 +117,12 @@ class TextTokenizer(Protocol):
     def decode(self, ids: list[int]) -> str:
         """The text of some tokens."""
 
-    def save(self, folder: Path) -> None:
-        """Write it in the form of transformers."""
+    def special(self) -> Special:
+        """Its special tokens."""
+
+    def save(self, folder: Path, *, longest: int | None = None, template: str | None = None) -> None:
+        """Write it in the form of transformers, for texts of at most so many tokens, with a chat template where it has
+        none."""
 
 
 class Bytes:
@@ -87,11 +143,14 @@ class Bytes:
     def decode(self, ids: list[int]) -> str:
         return bytes(each for each in ids if each < 256).decode("utf-8", "replace")
 
-    def save(self, folder: Path) -> None:
+    def special(self) -> Special:
+        return Special(ends=(self.pad_id,))
+
+    def save(self, folder: Path, *, longest: int | None = None, template: str | None = None) -> None:
         """Write a byte-pair encoding without pairs, which gives the same tokens."""
         tokenizer = _byte_level(models.BPE(vocab={letter: byte for byte, letter in enumerate(_letters())}, merges=[]))
         tokenizer.add_special_tokens([END_TOKEN])
-        _save(tokenizer, folder)
+        _save(_of_transformers(tokenizer), folder, longest=longest, template=template)
 
 
 class PartsOfWords:
@@ -101,7 +160,8 @@ class PartsOfWords:
         """`origin` is the tokenizer of transformers that it is taken from."""
         tokenizer.encode_special_tokens = True  # a text may hold the name of the end token
         self.tokenizer, self.pad_id, self.origin = tokenizer, end_id, origin
-        self.template = Template(origin) if getattr(origin, "chat_template", None) else None
+        has_template = getattr(origin, "chat_template", None) not in (None, PLAIN)
+        self.template = Template(origin) if has_template else None
         named = json.dumps(getattr(origin, "special_tokens_map", {}), sort_keys=True)  # templates write these
         self.key = hashlib.sha256(
             f"special tokens are text; {end_id} {named} {tokenizer.to_str()}".encode()
@@ -116,11 +176,17 @@ class PartsOfWords:
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))
 
-    def save(self, folder: Path) -> None:
-        if self.origin is not None:
-            self.origin.save_pretrained(folder)
-        else:
-            _save(self.tokenizer, folder)
+    def special(self) -> Special:
+        bos, pad = (getattr(self.origin, name, None) for name in ("bos_token_id", "pad_token_id"))
+        return Special(ends=(self.pad_id,), bos=bos, pad=pad)
+
+    def save(self, folder: Path, *, longest: int | None = None, template: str | None = None) -> None:
+        _save(
+            copy.copy(self.origin) if self.origin else _of_transformers(self.tokenizer),
+            folder,
+            longest=longest,
+            template=template,
+        )
 
 
 def open_tokenizer(kind: str, train: Source, *, vocabulary: int, cache: Path) -> TextTokenizer:
@@ -192,10 +258,19 @@ def _letters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def _save(tokenizer: Tokenizer, folder: Path) -> None:
+def _of_transformers(tokenizer: Tokenizer) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TOKEN).save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TOKEN)
+
+
+def _save(tokenizer: Any, folder: Path, *, longest: int | None, template: str | None) -> None:
+    """Write a tokenizer of transformers."""
+    if longest is not None:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, longest)
+    if template is not None:
+        tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
 
 
 def _sample(train: Source) -> Iterator[str]:

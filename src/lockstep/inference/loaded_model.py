@@ -1,5 +1,6 @@
 """A trained model in Python: from texts, images, sounds or prompts to typed answers."""
 
+import datetime
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float
     seed: int
     stop: Sequence[str]
+    date: datetime.date | None
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,10 @@ class LoadedModel:
     ) -> Generated | list[Generated]:
         """Go on from a prompt, a list of prompts, or the messages of a chat.
 
-        `options` are those of a Sampling: max_tokens=128, temperature=0.8, top_p=1.0, seed=0, stop=(); the same seed
-        gives the same text again, and each further prompt of a list takes the next seed. Raises UserError for a model
-        that generates nothing, and for options and prompts that cannot be used.
+        `options` are those of a Sampling: max_tokens=128, temperature=0.8, top_p=1.0, seed=0, stop=(), date=None (the
+        day that a chat template is told); the same seed gives the same text again, and each further prompt of a list
+        takes the next seed. Raises UserError for a model that generates nothing, and for options and prompts that
+        cannot be used.
         """
         sampling = Sampling(**options)
         is_list = isinstance(prompt, list | tuple) and not (prompt and isinstance(prompt[0], Mapping))

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.base import plugins, storage, trust
@@ -56,7 +57,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
     export_writer.check(recipe.export)
     data = open_splits(joined(recipe))  # in use, a model reads one document
     preparation = {"prepare": data.processor.file.name} if isinstance(data.processor, Preparation) else {}
-    model, facts = _model(recipe, checkpoint, data.train.spec, **preparation)
+    model, facts = _model(recipe, checkpoint, data.train.spec, tokenizer=data.tokenizer, **preparation)
 
     def batches() -> Iterator[Batch]:
         rows = range(len(data.test))
@@ -67,8 +68,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
 
     def write_more(folder: Path) -> None:
         """The tokenizer's files, the user's own code."""
-        if data.tokenizer is not None:
-            data.tokenizer.save(folder)
+        _save_tokenizer(data.tokenizer, folder, longest=getattr(model, "longest", None) or facts.context)
         if recipe.model.code is not None:
             trust.copy_with_imports(recipe.model.code, folder)
         if data.processor is not None:
@@ -111,7 +111,7 @@ def open_predictor(
     recipe, checkpoint = run_of(folder)
     if recipe.data.PACKS:
         data = open_splits(joined(recipe))
-        model, facts = _model(recipe, checkpoint, data.train.spec)
+        model, facts = _model(recipe, checkpoint, data.train.spec, tokenizer=data.tokenizer)
         return _opened(facts, model, data.tokenizer, device=device, dtype=dtype)
     model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
     takes_tokens = recipe.model.TAKES_TOKENS and facts.modality == "text"
@@ -201,7 +201,30 @@ def loader(
     return partial(open_predictor, path, device=opened, dtype=dtype, base=base)
 
 
-def _model(recipe: Recipe, checkpoint: Path, spec: DataSpec, **more: Any) -> tuple[Model, ExportFacts]:
+def _save_tokenizer(tokenizer: Tokenizer | None, folder: Path, *, longest: int | None) -> None:
+    """`longest`: the tokens of a text at most, for tokenizers of language models."""
+    if isinstance(tokenizer, TextTokenizer):
+        tokenizer.save(folder, longest=longest)
+    elif tokenizer is not None:
+        tokenizer.save(folder)
+
+
+def _ends(recipe: Recipe, model: Model, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """The tokens that end a text; the settings of a model of transformers then name them, too."""
+    if not isinstance(tokenizer, TextTokenizer):
+        return ()
+    special, settle = tokenizer.special(), plugins.hook("models", recipe.model.kind, "settle_tokens")
+    if settle is None:
+        return special.ends
+    is_own = recipe.data.tokenizer == recipe.model.own_tokenizer
+    kept = np.flatnonzero(tokenizer.token_bytes == 0).tolist() if is_own else []
+    found: list[int] = settle(model, ends=special.ends, bos=special.bos, pad=special.pad, kept=kept)
+    return found
+
+
+def _model(
+    recipe: Recipe, checkpoint: Path, spec: DataSpec, *, tokenizer: Tokenizer | None = None, **more: Any
+) -> tuple[Model, ExportFacts]:
     """The model of a checkpoint, and its facts."""
     manifest = layout.read_manifest(checkpoint)
     check_classes(spec, manifest.numeric)
@@ -219,6 +242,7 @@ def _model(recipe: Recipe, checkpoint: Path, spec: DataSpec, **more: Any) -> tup
         metrics=manifest.metrics,
         torch_version=str(manifest.numeric.get("torch_version", "")),
         recipe=recipe.model_dump(mode="json"),
+        ends=_ends(recipe, model, tokenizer),
         **_about(recipe),
         **more,
     )

@@ -172,7 +172,7 @@ def launch_node(
         using_devices(recipe),
         fork_server.serving(worker_modules(recipe, arguments), recipe.launch, threads=recipe.run.threads) as server,
     ):
-        named = recipes.with_run_name(recipe, path)
+        named = recipes.begun(recipe, path)
         folder = named.folder
         """Of the run, unless node 0 gives it another name."""
 

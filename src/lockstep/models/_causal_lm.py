@@ -1,6 +1,6 @@
 """Causal language models from transformers: load, start anew, check. m = samples, T = tokens of one, V = vocabulary."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -113,6 +113,31 @@ class CausalTransformer(NetworkModel):
             **self._without_router(),
         )
         return outputs.logits[:, -1], [(layer.keys, layer.values) for layer in outputs.past_key_values.layers]
+
+
+def settle_tokens(
+    model: Any, *, ends: Sequence[int], bos: int | None, pad: int | None, kept: Collection[int]
+) -> list[int]:
+    """Name the special tokens of the data's tokenizer in the settings of a model -> all tokens that end a text.
+
+    `kept`: those that the settings may name besides; none where the model came with another tokenizer.
+    """
+    network: Any = model.network
+    every, settings = [*ends], (network.generation_config, network.config, network.config.get_text_config())
+    for each in settings:
+        named: Any = getattr(each, "eos_token_id", None)
+        every += [id for id in (named if isinstance(named, list | tuple) else [named]) if id in kept]
+    every = [*dict.fromkeys(every)]
+    known = {*kept} if pad is None or pad in every else {*kept, pad}
+    padding = [
+        id for id in (pad, settings[0].pad_token_id, settings[1].pad_token_id) if id in known and id not in every
+    ]
+    for each in settings:
+        each.eos_token_id = every if len(every) > 1 else every[0]
+        each.bos_token_id = bos if bos is not None or each.bos_token_id not in kept else each.bos_token_id
+        each.pad_token_id = padding[0] if padding else None  # the embedding of a token that pads is never trained
+    settings[0].pad_token_id = padding[0] if padding else every[0]
+    return every
 
 
 def build(config: Config, spec: DataSpec) -> Model:

@@ -119,7 +119,7 @@ def train(
         recipe, path = recipes.of_sections(config, overrides), Path("spawn")
     else:
         recipe, path = recipes.load(Path(config), overrides), Path(config)
-    recipe = recipes.with_run_name(recipe, path)
+    recipe = recipes.begun(recipe, path)
     trust = recipe_trust.authorize(recipe, path, trusts=trust_code)
     drift = ["--allow-drift"] if allow_drift else []
     launch_here(recipe, ("--resume", resume, *drift, *trust))

@@ -21,6 +21,7 @@ from lockstep.core.numerics.batchnorm import check_synchronised, has_batchnorm
 from lockstep.core.numerics.digest import digest, digest_of, world_lines
 from lockstep.core.numerics.precision import check_format
 from lockstep.data.bad_samples import Faults
+from lockstep.data.chat import ChatTokenizer
 from lockstep.data.dataset import spread_evenly
 from lockstep.data.loader import Loader
 from lockstep.data.order import Order
@@ -237,6 +238,7 @@ def start_notes(parts: Components, world: World) -> list[str]:
     notes += (
         _wide_head(parts)
         + _unprepared(parts)
+        + _dated(parts)
         + parts.model._lockstep_notes
         + (parts.warm_start.notes if parts.warm_start else ())
     )
@@ -278,6 +280,13 @@ def _unprepared(parts: Components) -> tuple[str, ...]:
         return ("predict and serve cannot use this model: its data has neither labels nor numbers for each sample",)
     message = needed(parts.data.test.spec)
     return (message,) if message and not isinstance(parts.data.processor, Preparation) else ()
+
+
+def _dated(parts: Components) -> tuple[str, ...]:
+    """Which day a chat template is told."""
+    if not isinstance(tokenizer := parts.data.tokenizer, ChatTokenizer) or tokenizer.day is None:
+        return ()
+    return (f"the chat template writes the date: chats are learned with data.date={tokenizer.day}, on any day",)
 
 
 def evaluate_source(

@@ -4,7 +4,8 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from contextlib import suppress
+from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -18,6 +19,7 @@ from lockstep.checkpoint.layout import CheckpointSection
 from lockstep.data.data_config import AUTO, BYTES, NO_PROCESSOR, AudioSection, PixelSection
 from lockstep.inference.export.export_config import ExportSection
 from lockstep.observe.observe_config import ObserveSection
+from lockstep.observe.run_settings import known_settings
 from lockstep.training.optim_config import WHOLE_TENSORS, OptimSection, ScheduleSection
 from lockstep.training.training_config import EvaluateSection, TrainSection
 
@@ -84,7 +86,7 @@ class Recipe(Section):
 
     @property
     def folder(self) -> Path:
-        assert self.run.name is not None, "the run has no name yet: see with_run_name()"
+        assert self.run.name is not None, "the run has no name yet: see begun()"
         return self.run.dir / self.run.name
 
 
@@ -258,13 +260,19 @@ def joined(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"documents": "joined"})})
 
 
-def with_run_name(recipe: Recipe, path: Path) -> Recipe:
-    """The recipe with a run name: its own or, by default, the config file's name and the time."""
-    if recipe.run.name is not None:
-        return recipe
-    stem = re.sub(r"[^\w-]+", "-", path.stem).strip("-") or "run"
-    name = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
+def begun(recipe: Recipe, path: Path) -> Recipe:
+    """The recipe with what the first start of a run settles, where its settings do not: its name, which is the config
+    file's and the time, and the day that chat templates are told."""
+    if recipe.run.name is None:
+        stem = re.sub(r"[^\w-]+", "-", path.stem).strip("-") or "run"
+        name = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
+    if recipe.data.CHATS and recipe.data.date is None:
+        day = date.today()
+        with suppress(ValueError, TypeError):  # no run yet, or of an earlier version
+            day = date.fromisoformat(known_settings(recipe.folder).get("data", {}).get("date"))
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"date": day})})
+    return recipe
 
 
 def numeric_recipe(recipe: Recipe, facts: dict[str, Any], *, processes: int = 1) -> dict[str, Any]:

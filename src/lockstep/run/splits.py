@@ -1,5 +1,6 @@
 """The data of a run: its opened train and test split, and the batches loaded from them."""
 
+import datetime
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ CONTENTS, FULL = "data.contents", "data.contents_full"
 """Of the numeric recipe: sums over the training samples, see data.fingerprint."""
 CLASSES = "data.classes"
 """Name in the numeric recipe of the list of classes, in the order in which the model numbers them."""
+DATE = "data.date"
+"""Name in the numeric recipe of the day that a chat template is told, where it asks for it."""
 MOST_NAMES = 100
 """Of classes, in the numeric recipe; of more, there is a sum."""
 MOST_SHOWN = 10
@@ -131,6 +134,8 @@ class Splits:
         facts: dict[str, Any] = {}
         if labels := self.train.spec.labels:
             facts = {CLASSES: _named(labels)}
+        if isinstance(self.tokenizer, ChatTokenizer) and self.tokenizer.day is not None:
+            facts[DATE] = str(self.tokenizer.day)
         if self.blocks is not None:
             samples = None if self.blocks.is_endless else self.blocks.samples
             return facts | self.first_samples | {"data.samples": samples, "data.shuffle_block": self.blocks.size}
@@ -278,7 +283,8 @@ def _packing_tokenizer(section: Any, train: Source) -> TextTokenizer:
     """The tokenizer of data that is packed. Raises DataError."""
     options = {"vocabulary": section.vocabulary, "cache": section.cache}
     if section.CHATS:
-        return ChatTokenizer(open_tokenizer(section.tokenizer, Contents(train), **options))
+        day = section.date or datetime.date.today()
+        return ChatTokenizer(open_tokenizer(section.tokenizer, Contents(train), **options), day=day)
     return open_tokenizer(section.tokenizer, train, **options)
 
 

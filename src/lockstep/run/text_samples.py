@@ -1,6 +1,7 @@
 """Texts that a language model generates at an evaluation."""
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -36,7 +37,8 @@ def text_samples(parts: Components) -> tuple[TextSample, ...]:
             for row, token in zip(made, tokens, strict=True):
                 row.append(token)
             decoding.read(tokens)
-    ended = [row[: row.index(tokenizer.pad_id)] if tokenizer.pad_id in row else row for row in made]
+    ends = tokenizer.special().ends
+    ended = [[*takewhile(lambda token: token not in ends, row)] for row in made]
     return tuple(
         TextSample(prompt=tokenizer.decode(prompt), text=tokenizer.decode(row))
         for prompt, row in zip(prompts, ended, strict=True)

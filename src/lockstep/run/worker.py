@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     append_to_logs()
     with signals.watching():
         try:
-            recipe = recipes.with_run_name(recipes.load(options.config, options.overrides), options.config)
+            recipe = recipes.begun(recipes.load(options.config, options.overrides), options.config)
             authorize(recipe, options)
             devices.choose(recipe.run.device, shares_gpus=recipe.launch.share_gpus)
             devices.check(recipe.run.device)

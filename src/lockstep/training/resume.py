@@ -16,7 +16,7 @@ from lockstep.checkpoint.layout import Count
 from lockstep.core.distributed.collectives import broadcast_object, raise_on_all_ranks
 from lockstep.training.state import BestSoFar, TrainState
 
-SUMS = re.compile(r"data\.(contents|contents_full|classes)|.*_imports")
+SUMS = re.compile(r"data\.(contents|contents_full|classes|date)|.*_imports")
 """Fields of the numeric recipe that are compared where both have them: a checkpoint of an earlier version lacks them,
 and so does one of another data.fingerprint."""
 

@@ -1,5 +1,6 @@
 """Settings of chats for language models."""
 
+import datetime
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ class Config(PackedSection):
 
     CHATS: ClassVar[bool] = True
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"train": "data/chats.jsonl"}}
-    incidental: ClassVar[frozenset[str]] = PackedSection.incidental | {"train", "test"}
+    incidental: ClassVar[frozenset[str]] = PackedSection.incidental | {"train", "test", "date"}  # see Splits.numeric
 
     train: DataPath
     """A .jsonl file with a chat in each line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
@@ -25,6 +26,9 @@ class Config(PackedSection):
     """How much of `train` is held out when there is no `test`: always the same chats, whatever the seed."""
     messages_column: str = "messages"
     """The name of the list of messages."""
+    date: datetime.date | None = None
+    """The day that a chat template is told in training, such as 2026-07-01, where it writes the date of today; by
+    default that of the run's first start. Answers are given on the day it is."""
 
     def origin(self) -> Origin:
         return Origin(name=self.train.stem or self.train.name)

@@ -129,6 +129,8 @@ class ExportFacts(BaseModel):
     """Number of tokens of a language model."""
     context: Annotated[int, Field(ge=1, le=2**31)] | None = None
     """Tokens of a sample that it was trained with."""
+    ends: tuple[Count, ...] = ()
+    """Tokens that end a text."""
     inputs: tuple[str, ...] = ()
     """Columns of a batch, in the order in which a traced graph takes them."""
     outputs: tuple[str, ...] = ()

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
 from lockstep.base.errors import DataError, LockstepError, ModelError
 from lockstep.base.model_contracts import Forward, Model
 from lockstep.data.chat import ChatTokenizer, Message
-from lockstep.data.text_tokenizers import TextTokenizer
+from lockstep.data.text_tokenizers import Special, TextTokenizer
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.generation.decoding import Decoding, decoding_of
 from lockstep.inference.generation.sampling import Sampling, next_token
@@ -58,7 +59,7 @@ class Generator:
             raise DataError("this model has not learned chats: give a prompt")
         if isinstance(self.tokenizer, ChatTokenizer):
             said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tokens = self.tokenizer.prompt([_encodable(message) for message in said])
+            tokens = self.tokenizer.prompt([_encodable(message) for message in said], on=sampling.date)
         else:
             assert isinstance(prompt, str)
             (encoded,) = self.tokenizer([_checked(prompt)])
@@ -69,6 +70,12 @@ class Generator:
     def is_chat(self) -> bool:
         """Whether it has learned to answer in chats."""
         return isinstance(self.tokenizer, ChatTokenizer)
+
+    @cached_property
+    def special(self) -> Special:
+        """What ends a text: by the tokenizer, by a chat's template, and by the model's own settings."""
+        special = self.tokenizer.special()
+        return replace(special, ends=tuple({*special.ends, *self.facts.ends}))
 
     @property
     def longest_prompt(self) -> int:
@@ -129,19 +136,20 @@ class GeneratedBatch:
             self.decoding.keep(kept)
 
     def _add(self, row: Completion, token: int) -> None:
-        tokenizer, sampling = self.generator.tokenizer, row.sampling
-        if token == tokenizer.pad_id:
+        special, sampling = self.generator.special, row.sampling
+        if token in special.ends:
             row.finish = "end"
         else:
             row.tokens.append(token)
-        whole = tokenizer.decode(row.tokens)
-        places = [place for stop in sampling.stop if (place := whole.find(stop)) >= 0]
+        whole, stops = self.generator.tokenizer.decode(row.tokens), (*special.end_texts, *sampling.stop)
+        places = [(place, stop) for stop in stops if (place := whole.find(stop)) >= 0]
         if places:
-            row.text, row.finish = whole[: min(places)], "stop"
+            place, stop = min(places)
+            row.text, row.finish = whole[:place], "end" if stop in special.end_texts else "stop"
         elif row.finish or len(row.tokens) >= sampling.max_tokens or self._is_full(row):
             row.text, row.finish = whole, row.finish or "length"
         else:
-            row.text = _certain(whole, sampling.stop)
+            row.text = _certain(whole, stops)
 
     def _is_full(self, row: Completion) -> bool:
         forward = self.generator.forward

@@ -1,5 +1,6 @@
 """How the next token is drawn."""
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ class Sampling:
     seed: int = 0
     stop: Sequence[str] = ()
     """Texts before which a completion ends."""
+    date: datetime.date | None = None
+    """The day that a chat template is told; by default the day it is."""
 
     def __post_init__(self) -> None:
         bounds = {

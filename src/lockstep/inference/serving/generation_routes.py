@@ -1,6 +1,7 @@
 """POST /generate: the completion of a prompt, whole or as a stream of server-sent events."""
 
 import asyncio
+import datetime
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -39,6 +40,7 @@ class GenerationRequest(Body):
     top_p: float = Field(1.0, gt=0, le=1, description="Draw only from the most probable tokens that add up to this.")
     seed: int | None = Field(None, ge=0, lt=MOST_SEED, description="The same seed gives the same text again.")
     stop: list[Filled] = Field([], max_length=MOST_STOPS, description="Texts before which the completion ends.")
+    date: datetime.date | None = Field(None, description="The day that a chat template is told; else the day it is.")
     stream: bool = Field(False, description="Send pieces of the text as server-sent events.")  # noqa: FBT003
 
     @model_validator(mode="after")
@@ -95,7 +97,7 @@ async def body_of(request: Any, kind: type[AnyBody]) -> AnyBody:
 
 def _sampling(asked: GenerationRequest) -> Sampling:
     seed = secrets.randbelow(MOST_SEED) if asked.seed is None else asked.seed
-    values = asked.model_dump(include={"max_tokens", "temperature", "top_p"})
+    values = asked.model_dump(include={"max_tokens", "temperature", "top_p", "date"})
     return Sampling(seed=seed, stop=tuple(asked.stop), **values)
 
 
