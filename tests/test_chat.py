@@ -278,3 +278,45 @@ def test_what_is_asked_begins_what_was_learned(folder, seam, is_llama):
         assert all(row[0] >= 0 for row in learned if first and second), "its first token is learned"
         whole = tokenizer.decode(ids[ids >= 0].tolist())
         assert whole.replace("\n\n", "").replace(" ", "") == (first + second).replace("\n\n", "").replace(" ", "")
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Tell it.", "parameters": {}}}
+
+
+def test_what_is_not_to_be_learned_and_functions(folder, tmp_path):
+    """As plain transformers renders them; `train: false` and `weight: 0` are context alone."""
+    left_out = [
+        ASK,
+        ANSWER | {"train": False},
+        ASK,
+        ANSWER | {"weight": 0},
+        THANK,
+        WELCOME | {"weight": 1, "train": True},
+    ]
+    rows = [
+        {"messages": left_out, "tools": [WEATHER], "id": 7},
+        {"messages": CHATS[0], "tools": json.dumps([WEATHER])},
+        {"messages": CHATS[0], "tools": None, "source": "x"},
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "test.jsonl").write_text(json.dumps({"messages": CHATS[0]}))
+    config = chat.Config(kind="chat", train=tmp_path / "chats.jsonl", test=tmp_path / "test.jsonl")
+    source = _chat.build(config, "train")
+    assert [*source.remarks] == ["of chats.jsonl nothing but 'messages' and 'tools' is used: not id, source"]
+    texts = source.__getitems__(range(3))["text"]
+    tools = "{% if tools %}{{ '<|start|>tools\n' + tools[0].function.name + '<|stop|>' }}{% endif %}"
+    tokenizer = templated(folder, tools + TEMPLATE)
+    theirs, found = tokenizer.template.tokenizer, tokenizer(texts)
+    for row, given, ids in zip(rows, ([WEATHER], [WEATHER], None), found, strict=True):
+        whole = theirs.apply_chat_template(row["messages"], tools=given, tokenize=True, return_dict=True)["input_ids"]
+        assert ids_of(ids).tolist() == whole
+    assert [said(tokenizer, ids)[0] for ids in found] == ["you are welcome\n", "two\n", "two\n"]
+    plain = ChatTokenizer(Bytes())
+    assert said(plain, plain(texts)[0])[0] == "you are welcome"
+    assert "one or two?" in Contents(source).__getitems__([0])["text"][0]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": left_out[:4]}))
+    with pytest.raises(DataError, match="nothing is learned of it"):
+        _chat.build(config, "train")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHATS[0], "tools": "weather"}))
+    with pytest.raises(DataError, match="line 1 .*'tools' is no list of the schemas of functions"):
+        _chat.build(config, "train")

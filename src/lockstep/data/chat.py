@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property, partial
@@ -55,8 +55,20 @@ class _Ending:
     """Whether a token follows the last answer of a chat. Where none does, the tokenizer's end token is learned."""
 
 
+def is_learned(message: dict[str, Any]) -> bool:
+    """Whether a message is an answer that is learned: `train: false` and `weight: 0` leave one out, as in Axolotl."""
+    return bool(message["role"] == ASSISTANT and message.get("train") is not False and message.get("weight", 1) != 0)
+
+
+def _read(text: str) -> tuple[list[Message], Any]:
+    """The messages of a chat, and the schemas of the functions that its assistant can call."""
+    chat = json.loads(text)
+    return (chat["messages"], chat["tools"]) if isinstance(chat, dict) else (chat, None)
+
+
 class ChatTokenizer:
-    """A TextTokenizer of chats, each a JSON list of messages; only what the assistant says has a target."""
+    """A TextTokenizer of chats, each a JSON list of messages, or an object with `messages` and `tools`; only what the
+    assistant says has a target."""
 
     def __init__(self, inner: TextTokenizer, *, day: date | None = None) -> None:
         """`day`: the one that the template is told where chats are learned."""
@@ -69,15 +81,16 @@ class ChatTokenizer:
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         """Tokens of each chat, int32 [T_i]; multi-threaded. Raises DataError where the template does not take the
         messages."""
-        chats = [json.loads(text) for text in texts]
+        chats = [_read(text) for text in texts]
         if self.template is None:
-            return self._encoded([_plain(messages) for messages in chats])
+            return self._encoded([_plain(messages) for messages, _ in chats])
         seconds = SECONDS + len(chats) / 10
-        rendered = limited(lambda: [self._rendered(messages) for messages in chats], TEMPLATE, seconds=seconds)
-        rows = [_marked(parts) for parts in self._seamless([_cut(*each) for each in rendered])]
+        rendered = limited(lambda: [self._rendered(*chat) for chat in chats], TEMPLATE, seconds=seconds)
+        parted = self._seamless([_cut(*each) for each in rendered])
+        rows = [_marked(parts, messages) for parts, (messages, _) in zip(parted, chats, strict=True)]
         if self._ending.has_token:
             return rows
-        ends = [[self.pad_id] * (messages[-1]["role"] == ASSISTANT) for messages in chats]
+        ends = [[self.pad_id] * is_learned(messages[-1]) for messages, _ in chats]
         return [np.append(row, np.array(end, dtype=np.int32)) for row, end in zip(rows, ends, strict=True)]
 
     def prompt(self, messages: Sequence[Message], *, on: date | None = None) -> list[int]:
@@ -106,24 +119,22 @@ class ChatTokenizer:
         found = [[ids if is_learned else ~ids for (_, is_learned), ids in zip(p, rows, strict=False)] for p in chats]
         return [np.concatenate(pieces) for pieces in found]
 
-    def _rendered(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+    def _rendered(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat, as the template renders it, and where its answers are."""
         assert self.template is not None
-        whole = self.template.render(messages, on=self.day)
-        return whole, self._spans(messages, whole, self.day)
+        render = partial(self.template.render, on=self.day, tools=tools)
+        whole = render(messages)
+        return whole, _spans(messages, whole, render)
 
     def _asked(self, messages: Sequence[Message], on: date | None) -> tuple[str, list[tuple[int, int]]]:
         """The text up to where the assistant answers, and where its earlier answers are, if that is certain."""
         assert self.template is not None
-        whole = self.template.render(messages, is_prompt=True, on=on)
+        render = partial(self.template.render, on=on)
+        whole = render(messages, is_prompt=True)
         try:
-            return whole, self._spans(messages, whole, on)
+            return whole, _spans(messages, whole, render)
         except DataError:
             return whole, []
-
-    def _spans(self, messages: Sequence[Message], whole: str, on: date | None) -> list[tuple[int, int]]:
-        numbers = [number for number, each in enumerate(messages) if each["role"] == ASSISTANT]
-        return [self._span(messages, number, whole, on=on) for number in numbers]
 
     def _seamless(self, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
         """Tokens of each part of texts. Those of a part do not depend on what follows, which in use is not known: where
@@ -153,18 +164,6 @@ class ChatTokenizer:
             if is_apart and after == sorted(after):
                 return [id for id, is_after in zip(encoded.ids, after, strict=True) if is_after]
         return list(self._with_special.encode(text, add_special_tokens=False).ids)
-
-    def _span(self, messages: Sequence[Message], number: int, whole: str, *, on: date | None) -> tuple[int, int]:
-        """Where an answer starts and stops in the text of a chat, as the template renders its beginnings."""
-        assert self.template is not None
-        before = self.template.render(messages[:number], is_prompt=True, on=on)
-        after = self.template.render(messages[: number + 1], on=on)
-        if not whole.startswith(before) or not whole.startswith(after):
-            raise DataError(
-                "the chat template changes earlier messages when later ones follow, so what the assistant says cannot "
-                "be found in it: take another tokenizer, or data.tokenizer=bpe, which uses a plain template"
-            )
-        return len(before), len(after)
 
     @cached_property
     def _ending(self) -> "_Ending":
@@ -200,16 +199,32 @@ class ChatTokenizer:
         return Tokenizer.from_str(inner.tokenizer.to_str())
 
 
+def _spans(messages: Sequence[Message], whole: str, render: Callable[..., str]) -> list[tuple[int, int]]:
+    """Where answers start and stop in the text of a chat, as its template renders its beginnings. Raises DataError."""
+    spans = []
+    for number in (number for number, each in enumerate(messages) if each["role"] == ASSISTANT):
+        before, after = render(messages[:number], is_prompt=True), render(messages[: number + 1])
+        if not whole.startswith(before) or not whole.startswith(after):
+            raise DataError(
+                "the chat template changes earlier messages when later ones follow, so what the assistant says cannot "
+                "be found in it: take another tokenizer, or data.tokenizer=bpe, which uses a plain template"
+            )
+        spans.append((len(before), len(after)))
+    return spans
+
+
 def _cut(whole: str, spans: Sequence[tuple[int, int]]) -> list[str]:
     """The parts of a text: before an answer, the answer, before the next one, and so on."""
     places = [0, *(place for span in spans for place in span), len(whole)]
     return [whole[start:stop] for start, stop in pairwise(places)]
 
 
-def _marked(parts: Sequence[Sequence[int]]) -> np.ndarray:
+def _marked(parts: Sequence[Sequence[int]], messages: Sequence[Message]) -> np.ndarray:
     """Marked tokens of the parts of a chat, of which every other is an answer."""
     ids = np.array([token for part in parts for token in part], dtype=np.int32)
-    return marked(ids, np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts]))
+    has_target = np.zeros(len(parts), dtype=bool)
+    has_target[1::2] = [is_learned(each) for each in messages if each["role"] == ASSISTANT]
+    return marked(ids, np.repeat(has_target, [len(part) for part in parts]))
 
 
 def _plain(messages: Sequence[Message], *, is_prompt: bool = False) -> list[Piece]:
@@ -219,7 +234,7 @@ def _plain(messages: Sequence[Message], *, is_prompt: bool = False) -> list[Piec
     for message in messages:
         before += f"{message['role']}: "
         if message["role"] == ASSISTANT:
-            pieces += [(before, False), (message["content"] + END, True)]
+            pieces += [(before, False), (message["content"] + END, is_learned(message))]
             before = "\n"
         else:
             before += message["content"] + "\n"
@@ -239,5 +254,5 @@ class Contents:
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
         """{"text": m strings}."""
-        chats = map(json.loads, self.chats.__getitems__(indices)["text"])
-        return {"text": ["\n".join(message["content"] for message in chat) for chat in chats]}
+        chats = map(_read, self.chats.__getitems__(indices)["text"])
+        return {"text": ["\n".join(message["content"] for message in messages) for messages, _ in chats]}

@@ -72,6 +72,8 @@ class PlainTexts:
     """Texts to learn a language from."""
 
     lengths: np.ndarray | None = None
+    remarks: tuple[str, ...] = ()
+    """On what is not used, for the user."""
     spec = DataSpec(modality="tokens")
 
     def __init__(self, texts: Sequence[str]) -> None:

@@ -45,13 +45,16 @@ class Template:
         """Whether its text may hold the date."""
         return "strftime_now" in self.text
 
-    def render(self, messages: Sequence[dict[str, str]], *, is_prompt: bool = False, on: date | None = None) -> str:
+    def render(
+        self, messages: Sequence[dict[str, str]], *, is_prompt: bool = False, on: date | None = None, tools: Any = None
+    ) -> str:
         """The text of messages, as a prompt up to where the assistant answers; `on`: the day that it is told, else the
-        moment it is. Raises DataError for messages that the template does not take, such as an unknown role."""
+        moment it is; `tools`: schemas of functions. Raises DataError for messages that the template does not take, such
+        as an unknown role."""
         try:
             with _surroundings(on):
                 rendered = self.tokenizer.apply_chat_template(
-                    [*messages], tokenize=False, add_generation_prompt=is_prompt
+                    [*messages], tokenize=False, add_generation_prompt=is_prompt, tools=tools
                 )
         except MemoryError:
             raise

@@ -19,7 +19,7 @@ class Config(PackedSection):
 
     train: DataPath
     """A .jsonl file with a chat in each line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
-    "content": "..."}]}. The tokenizer's chat template joins them, or else a plain one."""
+    "content": "..."}]}, and maybe "tools". The tokenizer's chat template joins them, or else a plain one."""
     test: DataPath | None = None
     """What to test on, in the same form; without it a part of `train` is held out."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
