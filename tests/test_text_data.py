@@ -15,7 +15,7 @@ from running import lockstep
 
 from lockstep.base.errors import DataError
 from lockstep.data.dataset import with_tokens
-from lockstep.data.packing import END, Windows
+from lockstep.data.packing import BEGIN, END, Windows
 from lockstep.data.sources import _text as source
 from lockstep.data.sources.text import Config
 from lockstep.data.text_tokenizers import open_tokenizer
@@ -38,7 +38,10 @@ def whole(path):
 
 
 def texts(pieces):
-    return pieces.__getitems__(range(len(pieces)))["text"]
+    """Without BEGIN, which stands at the first and behind each that ends."""
+    found = pieces.__getitems__(range(len(pieces)))["text"]
+    assert [each.startswith(BEGIN) for each in found] == [True, *(each.endswith(END) for each in found[:-1])]
+    return [each.removeprefix(BEGIN) for each in found]
 
 
 def lines_of(generator, count, longest):
@@ -90,7 +93,7 @@ def test_pieces_hold_every_character_once_and_break_at_lines(tmp_path, text):
 
 def test_any_piece_is_read_by_itself(tmp_path):
     pieces = whole(written(tmp_path / "a.txt", random_text(3)))
-    found = texts(pieces)
+    found = pieces.__getitems__(range(len(pieces)))["text"]
     for indices in ([len(pieces) - 1, 0], np.array([1, 1]), []):
         assert pieces.__getitems__(indices)["text"] == [found[index] for index in indices]
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from running import lockstep, summary
 
 from lockstep.base.errors import DataError
-from lockstep.data.packing import END
+from lockstep.data.packing import BEGIN, END
 from lockstep.data.sources import _hub, _text, hub
 from lockstep.data.sources.text import Config
 from lockstep.run.recipe import Recipe, load
@@ -44,7 +44,9 @@ def config(name, **settings):
 
 
 def texts(source):
-    return source.__getitems__(range(len(source)))["text"]
+    found = source.__getitems__(range(len(source)))["text"]
+    assert all(not each or each.startswith(BEGIN) for each in found)
+    return [each.removeprefix(BEGIN) for each in found]
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl", "saved", "splits"])
@@ -55,7 +57,7 @@ def test_every_form_gives_the_rows(folder, form):
     train, test = (_text.build(config(folder / form, **settings), split) for split in ("train", "test"))
     assert texts(train) == [each + END for each in STORIES[6:24]]
     assert texts(test) == [each + END for each in STORIES[54:]]
-    assert train.__getitems__([3, 0])["text"] == [STORIES[9] + END, STORIES[6] + END]
+    assert train.__getitems__([3, 0])["text"] == [BEGIN + STORIES[9] + END, BEGIN + STORIES[6] + END]
 
 
 def test_splits_of_a_saved_data_set(folder):

@@ -17,7 +17,7 @@ from lockstep.base.contracts import Columns, Source
 from lockstep.base.errors import DataError
 from lockstep.core.host.limited_process import limited
 from lockstep.core.numerics.word_tokens import ids_of, marked
-from lockstep.data.packing import END
+from lockstep.data.packing import BEGIN, END
 from lockstep.data.text_tokenizers import PLAIN, Special, Template, TextTokenizer
 
 ASSISTANT = "assistant"
@@ -104,6 +104,9 @@ class ChatTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self.inner.decode(ids)
+
+    def text_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        return self.inner.text_after(prompt, ids)
 
     def special(self) -> Special:
         """With what ends an answer, by the template."""
@@ -192,11 +195,11 @@ class ChatTokenizer:
         ids = self._with_special.encode(text, add_special_tokens=False).ids
         return [each for each in ids if each in known and known[each].content.strip(" \n\t\u2581")]
 
-    @cached_property
+    @property
     def _with_special(self) -> Tokenizer:
         """Where a template names special tokens, these are meant."""
         inner: Any = self.inner
-        return Tokenizer.from_str(inner.tokenizer.to_str())
+        return inner.with_special
 
 
 def _spans(messages: Sequence[Message], whole: str, render: Callable[..., str]) -> list[tuple[int, int]]:
@@ -230,7 +233,7 @@ def _marked(parts: Sequence[Sequence[int]], messages: Sequence[Message]) -> np.n
 def _plain(messages: Sequence[Message], *, is_prompt: bool = False) -> list[Piece]:
     """`role: content` in lines, with the end token after each answer, which is learned with it: what is not learned is
     one text, as in a prompt that others tokenise."""
-    pieces, before = list[Piece](), ""
+    pieces, before = list[Piece](), BEGIN
     for message in messages:
         before += f"{message['role']}: "
         if message["role"] == ASSISTANT:

@@ -13,6 +13,8 @@ from lockstep.base.remote_path import DataPath
 
 AUTO, BYTES, LEARNED = "auto", "bytes", "bpe"
 """Of data.tokenizer; other values name a tokenizer of transformers."""
+AddBos = Annotated[bool, Field(strict=True)] | Literal["auto"]
+"""Of data.add_bos."""
 NO_PROCESSOR = "none"
 """Of data.image_processor and data.feature_extractor; other values name a model of transformers."""
 OBJECTIVES = {
@@ -153,6 +155,10 @@ class PackedSection(DataSection):
     tokenizer: str = AUTO
     """bytes: each byte is a token; bpe: parts of words, learned from the training texts; a tokenizer of transformers:
     its hub name, or a folder; auto: that of a model of transformers, else bytes."""
+    add_bos: AddBos = "auto"
+    """What a text, and a prompt, begins with. auto: what the tokenizer puts before every text, such as the BOS token of
+    Llama and Gemma; true: its BOS token, also where it puts none there; false: nothing. A chat template writes its
+    own."""
     vocabulary: int = Field(2048, ge=300, le=2**20)
     """Number of tokens of bpe."""
     context: int = Field(256, ge=2, le=2**20)

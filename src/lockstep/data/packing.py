@@ -10,8 +10,8 @@ from lockstep.base.errors import DataError
 from lockstep.core.numerics.word_tokens import IGNORED, ids_of
 from lockstep.data.token_cache import Tokens
 
-END = "\uffff"
-"""Ends a text, in place of the tokenizer's end token: no character, so it is in no text."""
+BEGIN = END = "\uffff"
+"""Begins and ends a text, in place of the tokenizer's own tokens: no character, so it is in no text."""
 UNREADABLE = "\ufffd"
 """What stands for what is no text."""
 
@@ -29,6 +29,17 @@ def held_out_rows(
     return np.flatnonzero(is_held == (split == "test"))
 
 
+def unmarked(text: str) -> tuple[bool, str, bool]:
+    """A text without BEGIN and END, and whether each was there."""
+    ended = text.removesuffix(END)
+    return ended.startswith(BEGIN), ended.removeprefix(BEGIN), ended != text
+
+
+def is_begun(ends: np.ndarray) -> np.ndarray:
+    """Where a document begins: at the first piece, and behind each that ends one."""
+    return np.append(True, ends[:-1])  # noqa: FBT003 (a value)
+
+
 @runtime_checkable
 class Pieced(Protocol):
     """A source of texts that may go on in the next one."""
@@ -40,7 +51,7 @@ class Pieced(Protocol):
 def document_starts(tokens: Tokens) -> np.ndarray:
     """The first token of each document, int64, in order."""
     starts = tokens.offsets[:-1]
-    return starts[np.append(True, tokens.source.ends[:-1])] if isinstance(tokens.source, Pieced) else starts
+    return starts[is_begun(tokens.source.ends)] if isinstance(tokens.source, Pieced) else starts
 
 
 class Windows:

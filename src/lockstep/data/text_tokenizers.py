@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, datetime, time
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
@@ -20,12 +21,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError
 from lockstep.core.host.pretrained_files import load
-from lockstep.data.data_config import AUTO, BYTES, LEARNED
-from lockstep.data.packing import END
+from lockstep.data.data_config import AUTO, BYTES, LEARNED, AddBos
+from lockstep.data.packing import unmarked
 from lockstep.data.token_cache import fingerprint
 
 SAMPLE = 64 << 20
 """Characters of training text from which parts of words are learned."""
+NEAR = 16
+"""Tokens before an answer that its text may depend on."""
 END_TOKEN = "<|end|>"
 FILE = "tokenizer.json"
 
@@ -115,10 +118,14 @@ class TextTokenizer(Protocol):
     """Of each token, how many bytes of text it stands for, int64 [V]; all 0 where the tokenizer does not tell."""
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """Tokens of each text, with the end token for END, int32 [T_i]."""
+        """Tokens of each text, int32 [T_i], with the end token for END, and for BEGIN with what begins a text."""
 
     def decode(self, ids: list[int]) -> str:
         """The text of some tokens."""
+
+    def text_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """The text of tokens that follow others: behind the text of these it is the text of all. A character that is
+        not whole is U+FFFD; what further tokens add stands behind the rest."""
 
     def special(self) -> Special:
         """Its special tokens."""
@@ -137,14 +144,16 @@ class Bytes:
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         rows = []
-        for text in texts:
-            body, end = text.removesuffix(END), text.endswith(END)
+        for _, body, is_ended in map(unmarked, texts):
             row = np.frombuffer(body.encode("utf-8", "replace"), np.uint8).astype(np.int32)
-            rows.append(np.append(row, np.int32(256)) if end else row)
+            rows.append(np.append(row, np.int32(256)) if is_ended else row)
         return rows
 
     def decode(self, ids: list[int]) -> str:
         return bytes(each for each in ids if each < 256).decode("utf-8", "replace")
+
+    def text_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        return self.decode([*ids])
 
     def special(self) -> Special:
         return Special(ends=(self.pad_id,))
@@ -163,18 +172,25 @@ class PartsOfWords:
         """`origin` is the tokenizer of transformers that it is taken from."""
         tokenizer.encode_special_tokens = True  # a text may hold the name of the end token
         self.tokenizer, self.pad_id, self.origin = tokenizer, end_id, origin
-        has_template = getattr(origin, "chat_template", None) not in (None, PLAIN)
-        self.template = Template(origin) if has_template else None
+        has_own = not (getattr(origin, "chat_template", None) or PLAIN).endswith(PLAIN)
+        self.template = Template(origin) if has_own else None
+        self.begin = _begin(tokenizer)
+        """The tokens that it puts before every text, such as BOS."""
         named = json.dumps(getattr(origin, "special_tokens_map", {}), sort_keys=True)  # templates write these
         self.key = hashlib.sha256(
-            f"special tokens are text; {end_id} {named} {tokenizer.to_str()}".encode()
+            f"special tokens are text; {self.begin} {end_id} {named} {tokenizer.to_str()}".encode()
         ).hexdigest()
-        self.token_bytes = _token_bytes(tokenizer)
+        self.pieces = _pieces(tokenizer)
+        size = range(tokenizer.get_vocab_size())
+        self.token_bytes = np.array([len((self.pieces or {}).get(id, b"")) for id in size])
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        encoded = self.tokenizer.encode_batch([text.removesuffix(END) for text in texts], add_special_tokens=False)
-        ends = [[self.pad_id] if text.endswith(END) else [] for text in texts]
-        return [np.array(row.ids + end, dtype=np.int32) for row, end in zip(encoded, ends, strict=True)]
+        marks = [*map(unmarked, texts)]
+        encoded = self.tokenizer.encode_batch([text for _, text, _ in marks], add_special_tokens=False)
+        return [
+            np.array(self.begin * begins + row.ids + [self.pad_id] * ends, dtype=np.int32)
+            for row, (begins, _, ends) in zip(encoded, marks, strict=True)
+        ]
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))
@@ -184,21 +200,49 @@ class PartsOfWords:
         return Special(ends=(self.pad_id,), bos=bos, pad=pad)
 
     def save(self, folder: Path, *, longest: int | None = None, template: str | None = None) -> None:
-        _save(
-            copy.copy(self.origin) if self.origin else _of_transformers(self.tokenizer),
-            folder,
-            longest=longest,
-            template=template,
-        )
+        begun = "".join(self.tokenizer.id_to_token(id) or "" for id in self.begin)
+        if template == PLAIN and begun:
+            template = f"{{{{ {json.dumps(begun, ensure_ascii=False)} }}}}{PLAIN}"
+        tokenizer = copy.copy(self.origin) if self.origin else _of_transformers(self.tokenizer)
+        _save(tokenizer, folder, longest=longest, template=template)
+
+    def text_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        if self.pieces is None:
+            before = [*prompt[-NEAR:]]
+            return self.decode([*before, *ids])[len(self.decode(before)) :]
+        found = b"".join(self.pieces.get(id, b"") for id in ids)
+        if found.startswith(b" ") and self._is_begun(prompt):
+            found = found[1:]
+        return found.decode("utf-8", "replace")
+
+    def _is_begun(self, prompt: Sequence[int]) -> bool:
+        """Whether the tokenizer itself puts a space before what follows a prompt."""
+        assert self.pieces is not None
+        if not any(id in self.pieces for id in prompt):
+            return self._spaces("")
+        return prompt[-1] not in self.pieces and self._spaces(self.tokenizer.id_to_token(prompt[-1]) or "")
+
+    def _spaces(self, special: str) -> bool:
+        """Whether a text behind a special token, or one that begins, gets a space."""
+        assert self.pieces is not None
+        ids = self.with_special.encode(f"{special}x", add_special_tokens=False).ids
+        return b"".join(self.pieces.get(id, b"") for id in ids).startswith(b" ")
+
+    @cached_property
+    def with_special(self) -> Tokenizer:
+        """The same, but for names of special tokens, which stand for these."""
+        return Tokenizer.from_str(self.tokenizer.to_str())
 
 
-def open_tokenizer(kind: str, train: Source, *, vocabulary: int, cache: Path) -> TextTokenizer:
+def open_tokenizer(
+    kind: str, train: Source, *, vocabulary: int, cache: Path, add_bos: AddBos = "auto"
+) -> TextTokenizer:
     """The tokenizer that data.tokenizer names; `bpe` is learned once and kept in the cache. Raises DataError."""
-    if kind in (BYTES, AUTO):
-        return Bytes()
-    if kind == LEARNED:
-        return _learned(train, vocabulary, cache)
-    return _pretrained(kind)
+    if kind not in (BYTES, AUTO, LEARNED):
+        return _pretrained(kind, add_bos)
+    if add_bos is True:
+        raise DataError(f"data.add_bos=true, but data.tokenizer={kind} has no such token: leave it out")
+    return _learned(train, vocabulary, cache) if kind == LEARNED else Bytes()
 
 
 def _learned(train: Source, vocabulary: int, cache: Path) -> PartsOfWords:
@@ -222,29 +266,38 @@ def _learned(train: Source, vocabulary: int, cache: Path) -> PartsOfWords:
     return PartsOfWords(Tokenizer.from_file(str(file)), 0)
 
 
-def saved_tokenizer(kind: str, folder: Path) -> TextTokenizer:
+def saved_tokenizer(kind: str, folder: Path, *, add_bos: AddBos = False) -> TextTokenizer:
     """The tokenizer that `save` wrote; `kind` is data.tokenizer. Raises DataError."""
     if kind == BYTES:
         return Bytes()
     if kind == LEARNED:
         return PartsOfWords(Tokenizer.from_file(str(folder / FILE)), 0)
-    return _pretrained(str(folder))
+    return _pretrained(str(folder), add_bos)
 
 
-def _token_bytes(tokenizer: Tokenizer) -> np.ndarray:
-    """Of byte-level tokenizers, whose letters stand for a byte each, and of those of SentencePiece."""
+def _begin(tokenizer: Tokenizer) -> list[int]:
+    """The special tokens that it puts before a text."""
+    whole = tokenizer.encode("a")
+    return list(whole.ids[: whole.special_tokens_mask.index(0)])
+
+
+def _pieces(tokenizer: Tokenizer) -> dict[int, bytes] | None:
+    """What each token adds to a text, where it adds anything: of byte-level tokenizers, whose letters stand for a byte
+    each, and of those of SentencePiece. None for others."""
     decoder = str(json.loads(tokenizer.to_str())["decoder"])
+    if not any(name in decoder for name in ("ByteLevel", "ByteFallback", "Metaspace")):
+        return None
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    letters = {letter: byte for byte, letter in enumerate(_letters())}
 
-    def size(id: int) -> int:
-        token = tokenizer.id_to_token(id) or ""
-        if id in special or not ("ByteLevel" in decoder or "ByteFallback" in decoder or "Metaspace" in decoder):
-            return 0
+    def piece(token: str) -> bytes:
         if "ByteLevel" in decoder:
-            return len(token)
-        return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else len(token.replace("\u2581", " ").encode())
+            return bytes(letters[each] for each in token) if letters.keys() >= {*token} else token.encode()
+        is_byte = re.fullmatch("<0x[0-9A-F]{2}>", token)
+        return bytes.fromhex(token[3:5]) if is_byte else token.replace("\u2581", " ").encode()
 
-    return np.array([size(id) for id in range(tokenizer.get_vocab_size())])
+    found = {id: piece(token) for token, id in tokenizer.get_vocab().items() if id not in special}
+    return {id: text for id, text in found.items() if text}
 
 
 def _byte_level(model: Any) -> Tokenizer:
@@ -282,17 +335,18 @@ def _sample(train: Source) -> Iterator[str]:
     stride = 997 if rows % 997 else 991  # visits every text once
     for number in range(rows):
         (text,) = train.__getitems__([number * stride % rows])["text"]
-        yield text.removesuffix(END)
+        yield unmarked(text)[1]
         characters += len(text)
         if characters > SAMPLE:
             return
 
 
-def _pretrained(name: str) -> PartsOfWords:
+def _pretrained(name: str, add_bos: AddBos) -> PartsOfWords:
     from transformers import AutoTokenizer
 
+    options = {} if add_bos == "auto" else {"add_bos_token": add_bos}
     try:
-        found: Any = load(AutoTokenizer, name)
+        found: Any = load(AutoTokenizer, name, **options)
     except Exception as error:  # a damaged file can raise anything inside the libraries
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise DataError(
@@ -303,4 +357,7 @@ def _pretrained(name: str) -> PartsOfWords:
         raise DataError(f"data.tokenizer={name} has no end token, or no {FILE}: use bytes, bpe or another one")
     found.backend_tokenizer.no_truncation()
     found.backend_tokenizer.no_padding()
-    return PartsOfWords(found.backend_tokenizer, int(end), found)
+    made = PartsOfWords(found.backend_tokenizer, int(end), found)
+    if add_bos is True and not made.begin:
+        raise DataError(f"data.add_bos=true, but data.tokenizer={name} has no BOS token: leave it out")
+    return made

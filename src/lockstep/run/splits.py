@@ -281,11 +281,13 @@ def _blocks(recipe: Recipe, train: Source) -> Blocks | None:
 
 def _packing_tokenizer(section: Any, train: Source) -> TextTokenizer:
     """The tokenizer of data that is packed. Raises DataError."""
-    options = {"vocabulary": section.vocabulary, "cache": section.cache}
-    if section.CHATS:
-        day = section.date or datetime.date.today()
-        return ChatTokenizer(open_tokenizer(section.tokenizer, Contents(train), **options), day=day)
-    return open_tokenizer(section.tokenizer, train, **options)
+    options = {"vocabulary": section.vocabulary, "cache": section.cache, "add_bos": section.add_bos}
+    if not section.CHATS:
+        return open_tokenizer(section.tokenizer, train, **options)
+    tokenizer = open_tokenizer(section.tokenizer, Contents(train), **options)
+    if tokenizer.template is not None and section.add_bos != "auto":
+        raise DataError("data.add_bos is of plain texts, and the chat template writes its own BOS token: leave it out")
+    return ChatTokenizer(tokenizer, day=section.date or datetime.date.today())
 
 
 def prepare_splits(recipe: Recipe, publish: Callable[[object], None]) -> Splits:

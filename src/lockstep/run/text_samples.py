@@ -40,7 +40,7 @@ def text_samples(parts: Components) -> tuple[TextSample, ...]:
     ends = tokenizer.special().ends
     ended = [[*takewhile(lambda token: token not in ends, row)] for row in made]
     return tuple(
-        TextSample(prompt=tokenizer.decode(prompt), text=tokenizer.decode(row))
+        TextSample(prompt=tokenizer.decode(prompt), text=tokenizer.text_after(prompt, row))
         for prompt, row in zip(prompts, ended, strict=True)
     )
 

@@ -15,7 +15,7 @@ from lockstep.base.errors import DataError
 from lockstep.data.columns import Place, require, rows_of, texts_of
 from lockstep.data.huggingface import load_split
 from lockstep.data.in_memory import PlainTexts
-from lockstep.data.packing import END, UNREADABLE, held_out_rows
+from lockstep.data.packing import BEGIN, END, UNREADABLE, held_out_rows, is_begun
 from lockstep.data.sources.text import SUFFIXES, Config, text_files
 
 MOST, LEAST = 16 << 10, 256
@@ -27,7 +27,8 @@ BEGINNING = 512
 
 
 class Pieces:
-    """Pieces of text files, in order; END follows those that the next one does not continue."""
+    """Pieces of text files, in order; BEGIN stands before those that continue none, END behind those that the next one
+    does not continue."""
 
     lengths: np.ndarray | None = None
     spec = DataSpec(modality="tokens")
@@ -38,6 +39,7 @@ class Pieces:
         self.files, self.table, self.repairs = files, table, repairs
         continued = (table[1:, 0] == table[:-1, 0]) & (table[1:, 1] == table[:-1, 2])
         self.ends = np.append(~continued, True)  # noqa: FBT003 (a value)
+        self.begins = is_begun(self.ends)
         digest = hashlib.sha256(table.tobytes())
         for file in files:
             found = file.stat()
@@ -49,7 +51,10 @@ class Pieces:
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
         """{"text": m strings}. Raises DataError for what is not text."""
-        return {"text": [self._text(*self.table[i].tolist()) + END * bool(self.ends[i]) for i in indices]}
+        texts = (self._text(*self.table[i].tolist()) for i in indices)
+        begins, ends = self.begins[np.asarray(indices, np.int64)], self.ends[np.asarray(indices, np.int64)]
+        marks = zip(begins.tolist(), texts, ends.tolist(), strict=True)
+        return {"text": [BEGIN * begins + text + END * ends for begins, text, ends in marks]}
 
     def _text(self, number: int, start: int, stop: int) -> str:
         path = self.files[number]
@@ -98,7 +103,8 @@ class TextRows:
         cells = self.table[rows][self.column]
         if not self.repairs:
             texts_of(cells, lambda number: self.place(int(rows[number])))
-        return {"text": [each.replace(END, UNREADABLE) + END if isinstance(each, str) else "" for each in cells]}
+        texts = (each.replace(END, UNREADABLE) if isinstance(each, str) else None for each in cells)
+        return {"text": ["" if text is None else BEGIN + text + END for text in texts]}
 
 
 def build(config: Config, split: str) -> Pieces | PlainTexts | TextRows:
@@ -106,7 +112,7 @@ def build(config: Config, split: str) -> Pieces | PlainTexts | TextRows:
     if config.name is not None:
         return _rows(config.name, config, split)
     if config.train is None:
-        texts = [text + END for _, text in sorted(pydoc_data.topics.topics.items())]
+        texts = [BEGIN + text + END for _, text in sorted(pydoc_data.topics.topics.items())]
         return PlainTexts([texts[row] for row in held_out_rows(len(texts), config.test_fraction, split)])
     try:
         return _pieces(config, split)

@@ -9,6 +9,7 @@ import torch
 from lockstep.base.errors import DataError, LockstepError, ModelError
 from lockstep.base.model_contracts import Forward, Model
 from lockstep.data.chat import ChatTokenizer, Message
+from lockstep.data.packing import BEGIN
 from lockstep.data.text_tokenizers import Special, TextTokenizer
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.generation.decoding import Decoding, decoding_of
@@ -62,7 +63,7 @@ class Generator:
             tokens = self.tokenizer.prompt([_encodable(message) for message in said], on=sampling.date)
         else:
             assert isinstance(prompt, str)
-            (encoded,) = self.tokenizer([_checked(prompt)])
+            (encoded,) = self.tokenizer([BEGIN + _checked(prompt)])
             tokens = encoded.tolist()
         return Completion(prompt=tokens[-self.longest_prompt :] or [self.tokenizer.pad_id], sampling=sampling)
 
@@ -141,7 +142,10 @@ class GeneratedBatch:
             row.finish = "end"
         else:
             row.tokens.append(token)
-        whole, stops = self.generator.tokenizer.decode(row.tokens), (*special.end_texts, *sampling.stop)
+        whole = (
+            row.text + self.generator.tokenizer.text_after(row.prompt, row.tokens)[len(row.text) :]
+        )  # what was told stays
+        stops = (*special.end_texts, *sampling.stop)
         places = [(place, stop) for stop in stops if (place := whole.find(stop)) >= 0]
         if places:
             place, stop = min(places)
