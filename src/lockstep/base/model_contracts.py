@@ -130,7 +130,9 @@ class Model(nn.Module, ABC):
     CACHES: ClassVar[bool] = False
     """Whether it is a language model that has `decode`."""
     SLIDES: ClassVar[bool] = False
-    """Whether `decode` can go on after the oldest entries of the cache were dropped."""
+    """Whether it goes on beyond the tokens that it was trained with: the last ones of these are then read anew."""
+    longest: int | None = None
+    """Of a language model: for how many tokens it has positions, as far as it tells."""
 
     @abstractmethod
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:

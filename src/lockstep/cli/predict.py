@@ -64,7 +64,9 @@ def command(
         batch=batch,
         text_column=text_column,
         has_probabilities=probabilities,
-        sampling=Sampling(max_tokens=max_tokens, temperature=temperature, date=date.date() if date else None),
+        sampling=Sampling(
+            max_tokens=max_tokens, temperature=temperature, date=date.date() if date else None, truncate=True
+        ),
         prefix=prefix,
     )
     bulk.predict(options, console)

@@ -73,6 +73,7 @@ class ChatTokenizer:
     def __init__(self, inner: TextTokenizer, *, day: date | None = None) -> None:
         """`day`: the one that the template is told where chats are learned."""
         self.inner, self.pad_id, self.token_bytes = inner, inner.pad_id, inner.token_bytes
+        self.begin = inner.begin
         self.template: Template | None = inner.template
         self.day = day if self.template is not None and self.template.asks_for_date else None
         how = "plain" if self.template is None else f"{self.template.text}{self.day or ''}"

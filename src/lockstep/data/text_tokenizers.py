@@ -112,6 +112,8 @@ class TextTokenizer(Protocol):
     key: str
     pad_id: int
     """The end token: there is no padding in what is packed."""
+    begin: list[int]
+    """The tokens that it puts before every text, such as BOS."""
     template: Template | None
     """Of chats; None where it has none."""
     token_bytes: np.ndarray
@@ -139,6 +141,7 @@ class Bytes:
     """Tokens 0..255 are bytes of UTF-8, 256 is the end of a text."""
 
     key, pad_id = BYTES, 256
+    begin: list[int] = []
     template: Template | None = None
     token_bytes = np.array([1] * 256 + [0])
 
@@ -175,7 +178,6 @@ class PartsOfWords:
         has_own = not (getattr(origin, "chat_template", None) or PLAIN).endswith(PLAIN)
         self.template = Template(origin) if has_own else None
         self.begin = _begin(tokenizer)
-        """The tokens that it puts before every text, such as BOS."""
         named = json.dumps(getattr(origin, "special_tokens_map", {}), sort_keys=True)  # templates write these
         self.key = hashlib.sha256(
             f"special tokens are text; {self.begin} {end_id} {named} {tokenizer.to_str()}".encode()

@@ -54,7 +54,6 @@ class CausalTransformer(NetworkModel):
         super().__init__(network, spec)
         settings: Any = network.config
         self.longest = _longest(settings)
-        """T at most; None where nothing tells."""
         self.attention_width = _attention_width(settings.get_text_config())
 
     def forward(self, batch: Batch) -> Outputs:

@@ -13,6 +13,9 @@ from torch import Tensor
 from lockstep.base.model_contracts import Cache, Forward, Model
 from lockstep.core.modules.outputs import logits_of
 
+KEPT = 3 / 4
+"""Of a full context: what is read again, and the rest is room for what follows."""
+
 
 class Decoding(Protocol):
     """Token rows, and the logits of what follows each."""
@@ -35,11 +38,13 @@ class CachedDecoding:
 
     def __init__(self, model: Model, context: int, device: torch.device) -> None:
         self.model, self.context, self.device = model, context, device
+        self.rows: list[list[int]] = []
         self.cache: Cache = []
         self.mask = torch.zeros(0, 0, dtype=torch.bool, device=device)
         self.logits = torch.zeros(0, 0, device=device)
 
     def join(self, prompts: Sequence[list[int]]) -> None:
+        self.rows = [*self.rows, *([*prompt] for prompt in prompts)]
         length = max(map(len, prompts))
         tokens = torch.zeros(len(prompts), length, dtype=torch.int64)
         mask = torch.zeros(len(prompts), length, dtype=torch.bool)
@@ -60,16 +65,29 @@ class CachedDecoding:
         self.logits = torch.cat([self.logits, logits])
 
     def keep(self, rows: list[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
         self.mask, self.logits = self.mask[rows], self.logits[rows]
         padding = int((~self.mask).all(0).sum()) if rows else 0  # before the longest of the rows that are left
         self.mask = self.mask[:, padding:]
         self.cache = [(keys[rows, :, padding:], values[rows, :, padding:]) for keys, values in self.cache]
 
     def read(self, tokens: list[int]) -> None:
-        if self.model.SLIDES and self.mask.shape[1] >= self.context:
-            surplus = self.mask.shape[1] - self.context + 1
-            self.mask = self.mask[:, surplus:]
-            self.cache = [(keys[:, :, surplus:], values[:, :, surplus:]) for keys, values in self.cache]
+        full = [row for row, read in enumerate(self.rows) if self.model.SLIDES and len(read) >= self.context]
+        if not full:
+            self._append(tokens)
+            return
+        # without its first tokens a cache still holds what the others have read of them: the model goes astray
+        again = [[*self.rows[row], tokens[row]][-int(self.context * KEPT) :] for row in full]
+        going_on = [row for row in range(len(self.rows)) if row not in full]
+        self.keep(going_on)
+        if going_on:
+            self._append([tokens[row] for row in going_on])
+        self.join(again)
+        order = [*going_on, *full]
+        self.keep([order.index(row) for row in range(len(order))])
+
+    def _append(self, tokens: list[int]) -> None:
+        self.rows = [[*row, token] for row, token in zip(self.rows, tokens, strict=True)]
         self.mask = F.pad(self.mask, (0, 1), value=True)
         column = torch.tensor(tokens, device=self.device)[:, None]
         self.logits, self.cache = self.model.decode(column, self.mask, self.cache)

@@ -9,8 +9,12 @@ class Generated(BaseModel):
     """A completion."""
 
     text: str
-    finish: str = Field(description="end: the text is complete; stop: a stop text came; length: max_tokens.")
+    finish: str = Field(
+        description="end: the text is complete; stop: a stop text came; length: max_tokens, or the context is full."
+    )
     tokens: int
+    prompt_tokens: int = Field(description="Those that the model has read of the prompt.")
+    truncated: bool = Field(description="Whether the prompt was too long, and its beginning left out.")
     seed: int
     model: str = Field(description="Name and digest.")
 
@@ -21,6 +25,8 @@ def generated(generator: Generator, completion: Completion) -> Generated:
         text=completion.text,
         finish=completion.finish,
         tokens=len(completion.tokens),
+        prompt_tokens=len(completion.prompt),
+        truncated=completion.is_truncated,
         seed=completion.sampling.seed,
         model=generator.facts.title,
     )

@@ -12,7 +12,7 @@ from lockstep.data.chat import ChatTokenizer, Message
 from lockstep.data.packing import BEGIN
 from lockstep.data.text_tokenizers import Special, TextTokenizer
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.generation.decoding import Decoding, decoding_of
+from lockstep.inference.generation.decoding import KEPT, Decoding, decoding_of
 from lockstep.inference.generation.sampling import Sampling, next_token
 from lockstep.inference.predictor import DTypeName, placed
 
@@ -28,6 +28,8 @@ class Completion:
 
     prompt: list[int]
     sampling: Sampling
+    is_truncated: bool = False
+    """Whether the beginning of the prompt was left out."""
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     """What is certain of it: without a character that is not whole yet, or what may become a stop text."""
@@ -48,13 +50,13 @@ class Generator:
     tokenizer: TextTokenizer
     device: torch.device
     context: int
-    """T: most tokens that the model reads at once."""
+    """T: most tokens that the model reads at once, those of a prompt among them."""
 
     def completion(self, prompt: str | Sequence[Message], sampling: Sampling) -> Completion:
-        """Begin a completion of a text, or of a chat; of a long one only the end is read.
+        """Begin a completion of a text, or of a chat.
 
-        A model of chats takes a text as what the user says. Raises DataError for an unencodable text, and for a chat
-        where the model is none of chats.
+        A model of chats takes a text as what the user says. Raises DataError for an unencodable text, for one that is
+        too long where the sampling does not truncate it, and for a chat where the model is none of chats.
         """
         if not isinstance(prompt, str) and not self.is_chat:
             raise DataError("this model has not learned chats: give a prompt")
@@ -65,7 +67,15 @@ class Generator:
             assert isinstance(prompt, str)
             (encoded,) = self.tokenizer([BEGIN + _checked(prompt)])
             tokens = encoded.tolist()
-        return Completion(prompt=tokens[-self.longest_prompt :] or [self.tokenizer.pad_id], sampling=sampling)
+        is_long = len(tokens) > self.context
+        if is_long and not sampling.truncate:
+            raise DataError(
+                f"the prompt has {len(tokens):,} tokens, more than the {self.context:,} that the model reads: shorten "
+                "it, or set truncate=true, which leaves out its beginning"
+            )
+        if is_long:
+            tokens = self._truncated(tokens, sampling.max_tokens)
+        return Completion(prompt=tokens or [self.tokenizer.pad_id], sampling=sampling, is_truncated=is_long)
 
     @property
     def is_chat(self) -> bool:
@@ -78,10 +88,11 @@ class Generator:
         special = self.tokenizer.special()
         return replace(special, ends=tuple({*special.ends, *self.facts.ends}))
 
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens: something must be left of the context to complete it."""
-        return max(1, self.context * 3 // 4)
+    def _truncated(self, tokens: list[int], room: int) -> list[int]:
+        """The end of a prompt, behind what begins a text; some of the context is left to complete it."""
+        size = max(1, int(self.context * KEPT), self.context - room)
+        begin = self.tokenizer.begin if [*tokens[: len(self.tokenizer.begin)]] == self.tokenizer.begin else []
+        return [*begin, *tokens[len(begin) :][-max(1, size - len(begin)) :]]
 
     def batch(self) -> "GeneratedBatch":
         return GeneratedBatch(self)
@@ -192,6 +203,8 @@ def generator(
     fails."""
     forward, device = placed(facts, forward, device=device, dtype=dtype)
     context = int(facts.recipe.get("data", {}).get("context", CONTEXT))
+    if isinstance(forward, Model) and not facts.model.get("from_config"):  # others know no positions beyond it
+        context = forward.longest or context
     made = Generator(facts=facts, forward=forward, tokenizer=tokenizer, device=device, context=context)
     try:
         made.complete(["a", "ab"], Sampling(max_tokens=2))

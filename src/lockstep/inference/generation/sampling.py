@@ -27,6 +27,8 @@ class Sampling:
     """Texts before which a completion ends."""
     date: datetime.date | None = None
     """The day that a chat template is told; by default the day it is."""
+    truncate: bool = False
+    """Whether the beginning of a prompt is left out where it is longer than the model reads, instead of an error."""
 
     def __post_init__(self) -> None:
         bounds = {

@@ -40,7 +40,7 @@ class PredictOptions:
     prefix: str = ""
     """Of the new columns' names."""
     has_probabilities: bool = False
-    sampling: Sampling = Sampling(max_tokens=64, temperature=0)
+    sampling: Sampling = Sampling(max_tokens=64, temperature=0, truncate=True)
     """Of a language model."""
     processes: int | None = None
     """By default one for each core, or each GPU."""
@@ -155,6 +155,9 @@ class BulkPrediction:
         )
         with progress_bar.counting(self.console, "predicting", "rows", total=scan.rows, done=rows_before) as progress:
             self.pool.predict(requests, count, progress.add)
+        if cut := self.pool.cut_prompts:
+            longer = "prompts are longer" if cut > 1 else "prompt is longer"
+            self.print(f"{cut:,} {longer} than the model's context: their beginnings are cut off")
         return f", {progress.speed:,.0f} rows/s"
 
     def schema(self, scan: InputScan, model: ExportFacts) -> pa.Schema:

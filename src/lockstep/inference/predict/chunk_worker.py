@@ -43,7 +43,7 @@ class PredictedColumns:
     """Whether to add a column for each class."""
     takes_lists: bool = True
     """Whether the output can hold several labels of a sample as a list; else they are joined in a text."""
-    sampling: Sampling = Sampling(max_tokens=64, temperature=0)
+    sampling: Sampling = Sampling(max_tokens=64, temperature=0, truncate=True)
     """Of a language model, which adds a column of completions."""
 
     def added(self, facts: ExportFacts, scores: np.ndarray, texts: list[str]) -> dict[str, pa.Array]:
@@ -109,6 +109,13 @@ class ChunkDone:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptsCut:
+    """Of so many prompts the model has read only the end."""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerError:
     """An error that would occur in any other process, too."""
 
@@ -116,9 +123,9 @@ class WorkerError:
     message: str
 
 
-Message = ExportFacts | int | ChunkDone | WorkerError
+Message = ExportFacts | int | PromptsCut | ChunkDone | WorkerError
 """What a worker sends: the model's facts once it is open; then for each chunk the number of rows predicted since the
-last message, and that it is done."""
+last message, what was cut of them, and that it is done."""
 
 
 def run_worker(task: ChunkTask, pipe: Connection) -> None:
@@ -208,6 +215,8 @@ class ChunkCompleter(ChunkTable):
             made = self.model.complete(values[start : start + task.batch], seeded)
             texts += [each.text for each in made]
             self.send(len(made))
+            if cut := sum(each.is_truncated for each in made):
+                self.send(PromptsCut(count=cut))
         return {f"{task.columns.prefix}{COMPLETION}": pa.array(texts, pa.string())}
 
 

@@ -19,6 +19,7 @@ from lockstep.inference.predict.chunk_worker import (
     ChunkRequest,
     ChunkTask,
     Message,
+    PromptsCut,
     WorkerError,
     explanation,
     open_table,
@@ -61,6 +62,7 @@ class WorkerPool:
         self.orphaned: deque[ChunkRequest] = deque()
         """Chunks of workers that died."""
         self.deaths: Counter[str] = Counter()
+        self.cut_prompts = 0
         can_fork = "forkserver" in multiprocessing.get_all_start_methods() and self.task.device.type == "cpu"
         self.context: Any = multiprocessing.get_context("forkserver" if can_fork else "spawn")
         self.context.set_forkserver_preload([*PRELOADED, *(PRELOADED_FOR_TEXTS if self.task.files is None else [])])
@@ -144,6 +146,8 @@ class WorkerPool:
             if self.facts not in (None, message):
                 raise ModelError("the model was changed while it was opened: give the same command again")
             self.facts, worker.is_open = message, True
+        elif isinstance(message, PromptsCut):
+            self.cut_prompts += message.count
         elif isinstance(message, ChunkDone):
             worker.request = None
         else:
@@ -194,6 +198,8 @@ class CommandProcess(WorkerPool):
     def _receive_own(self, message: Message) -> None:
         if isinstance(message, int):
             self.report_rows(message)
+        elif isinstance(message, PromptsCut):
+            self.cut_prompts += message.count
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

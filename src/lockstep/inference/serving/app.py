@@ -205,6 +205,8 @@ def info(model: Predictor | Generator, settings: Settings) -> dict[str, Any]:
     limits = asdict(settings)
     for name in ("api_key", "host", "port"):
         del limits[name]
+    if isinstance(model, Generator):
+        limits["context"] = model.context
     return {
         "title": model.facts.title,
         **model.facts.model_dump(mode="json", exclude={"file", "files", "inputs"}),

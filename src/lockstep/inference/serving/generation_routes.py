@@ -31,7 +31,7 @@ class ChatMessage(Body):
 class GenerationRequest(Body):
     """A prompt, or the messages of a chat, and how to go on from it."""
 
-    prompt: str | None = Field(None, description="Of a long one, the model reads the end.")
+    prompt: str | None = Field(None, description="A text to go on from.")
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = Field(
         None, description="In place of a prompt, for a model that has learned chats."
     )
@@ -41,6 +41,10 @@ class GenerationRequest(Body):
     seed: int | None = Field(None, ge=0, lt=MOST_SEED, description="The same seed gives the same text again.")
     stop: list[Filled] = Field([], max_length=MOST_STOPS, description="Texts before which the completion ends.")
     date: datetime.date | None = Field(None, description="The day that a chat template is told; else the day it is.")
+    truncate: bool = Field(
+        False,  # noqa: FBT003
+        description="Leave out the beginning of a prompt that is longer than the model's context, instead of an error.",
+    )
     stream: bool = Field(False, description="Send pieces of the text as server-sent events.")  # noqa: FBT003
 
     @model_validator(mode="after")
@@ -97,7 +101,7 @@ async def body_of(request: Any, kind: type[AnyBody]) -> AnyBody:
 
 def _sampling(asked: GenerationRequest) -> Sampling:
     seed = secrets.randbelow(MOST_SEED) if asked.seed is None else asked.seed
-    values = asked.model_dump(include={"max_tokens", "temperature", "top_p", "date"})
+    values = asked.model_dump(include={"max_tokens", "temperature", "top_p", "date", "truncate"})
     return Sampling(seed=seed, stop=tuple(asked.stop), **values)
 
 
