@@ -62,7 +62,7 @@ def test_together_alone_and_without_a_cache(generator, monkeypatch):
     within = texts_of(generator, PROMPTS, replace(GREEDY, max_tokens=20))
     monkeypatch.setattr(
         "lockstep.inference.generation.generator.decoding_of",
-        lambda forward, context, device: decoding.RecomputedDecoding(forward, context, device),
+        lambda forward, context, device, *, caches: decoding.RecomputedDecoding(forward, context, device),
     )
     assert within == texts_of(generator, PROMPTS, replace(GREEDY, max_tokens=20))
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.base.contracts import Tokenizer, samples_of
 from lockstep.base.errors import DataError, LockstepError, ModelError
@@ -19,12 +20,14 @@ from lockstep.data.collate import collate
 from lockstep.data.preparation import Preparation
 from lockstep.data.processors import FileReader, Processor, reader_of
 from lockstep.inference.export.export_facts import ExportFacts
+from lockstep.models._documents import are_close
 from lockstep.models.objectives._objective import PredictingObjective
 
 Input = str | bytes | Path | Image.Image
 """A text; an image or sound file, or its bytes; an image of Pillow."""
 Sample = np.ndarray
 """Token ids int32 [T], of words marked ones; an image uint8 [C, H, W]; features of a sound, float32 [T] or [T, B]."""
+TRIED = "one text, alone and together"
 DTypeName = Literal["fp32", "fp16", "bf16"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -43,6 +46,8 @@ class Predictor:
     objective: PredictingObjective
     preparation: Preparation | None = None
     """Of texts."""
+    bears_padding: bool = True
+    """Whether texts of different lengths can be read together."""
 
     @property
     def is_parallel(self) -> bool:
@@ -67,15 +72,18 @@ class Predictor:
     def outputs(self, samples: Sequence[Sample]) -> Tensor:
         """Outputs for one batch, float32 [m, K] or [m, T, K], on the CPU. Raises ModelError for those of another
         shape."""
+        column = "input_ids" if self.reader is None else self.reader.column
         if self.reader is None:
-            return self._batch_outputs("input_ids", [ids_of(sample) for sample in samples])
-        if self.reader.spec.get("masks"):
-            return self._batch_outputs(self.reader.column, samples)
+            samples = [ids_of(sample) for sample in samples]
+        if self.bears_padding and (self.reader is None or self.reader.spec.get("masks")):
+            return self._batch_outputs(column, samples)
         rows: dict[int, list[int]] = {}
         for row, sample in enumerate(samples):
             rows.setdefault(len(sample), []).append(row)
-        found = [self._batch_outputs(self.reader.column, [samples[row] for row in group]) for group in rows.values()]
-        return torch.cat(found)[np.argsort(np.concatenate([*rows.values()]))]
+        found: dict[int, Tensor] = {}
+        for group in rows.values():
+            found |= zip(group, self._batch_outputs(column, [samples[row] for row in group]), strict=True)
+        return pad_sequence([found[row] for row in range(len(samples))], batch_first=True)
 
     def _batch_outputs(self, column: str, samples: Sequence[Sample]) -> Tensor:
         """Outputs for samples that are padded to one length; without a mask, the padding changes them."""
@@ -134,7 +142,7 @@ def predictor(
         preparation=processor if isinstance(processor, Preparation) else None,
     )
     _check(made)
-    return made
+    return made if reader is not None or _bears_padding(made) else replace(made, bears_padding=False)
 
 
 def placed(
@@ -164,6 +172,19 @@ def _check(predictor: Predictor) -> None:
     except Exception as error:  # of any library, and of a user's code
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"{facts.title} cannot predict a blank sample ({type(error).__name__}: {reason})") from error
+
+
+def _bears_padding(predictor: Predictor) -> bool:
+    """Whether outputs of a text are the same alone and beside a longer one; also where rounding would hide it."""
+    forward = predictor.forward
+    if not isinstance(forward, nn.Module) or any(each.dtype != torch.float32 for each in forward.parameters()):
+        return True
+    try:
+        samples = predictor.encode([TRIED, " ".join([TRIED] * 4)])
+    except DataError:  # of the user's preparation
+        return True
+    (alone,), (together, _) = predictor.outputs(samples[:1]), predictor.outputs(samples)
+    return are_close(together[: len(alone)], alone)
 
 
 def _with_lock(forward: Forward) -> Forward:

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.numerics.word_tokens import marked, words_of
+from lockstep.models._documents import are_close
 from lockstep.models._pretrained import NetworkModel, check_task, from_pretrained, with_new_head
 from lockstep.models.objectives._choice import TAGS, name_of
 from lockstep.models.transformer import Config
@@ -31,6 +32,12 @@ CHARACTERS_PER_TOKEN = 64
 class TextModel(NetworkModel):
     """A classifier of texts, or of each token."""
 
+    def __init__(self, network: nn.Module, spec: DataSpec) -> None:
+        super().__init__(network, spec)
+        summary = getattr(network, "sequence_summary", None)
+        self.reads_last = getattr(summary, "summary_type", None) == "last"
+        """Whether it classifies a text by what stands last in its row, as XLNet does: its padding is at the left."""
+
     @classmethod
     def auto_class(cls, spec: DataSpec | None) -> Any:
         from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -40,7 +47,11 @@ class TextModel(NetworkModel):
 
     def forward(self, batch: Batch) -> Tensor:
         """Token ids and mask, int64 [m, T] -> outputs [m, K], such as logits of classes, or [m, T, K]."""
-        return self.network(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        tokens, mask = batch["input_ids"], batch["attention_mask"]
+        if self.reads_last:
+            order = torch.arange(tokens.shape[1], device=tokens.device) + mask.sum(1, keepdim=True)
+            tokens, mask = (each.gather(1, order % tokens.shape[1]) for each in (tokens, mask))
+        return self.network(input_ids=tokens, attention_mask=mask).logits
 
 
 def build(config: Config, spec: DataSpec) -> Model:
@@ -60,6 +71,11 @@ def build(config: Config, spec: DataSpec) -> Model:
         )
     model = TextModel(network.float(), spec)
     _check_length(model, config, text_config)
+    if not _bears_padding(model, text_config):
+        notes.append(
+            f"with {config.name} padding changes the outputs: in training a text depends a little on those beside it; "
+            "where the model is used, texts of the same length are read together"
+        )
     model._lockstep_notes = tuple(notes)
     return model
 
@@ -79,6 +95,21 @@ def _check_length(model: TextModel, config: Config, text_config: Any) -> None:
             f"({positions}; {reason}): set model.max_length to {positions} or less"
         ),
     )
+
+
+def _bears_padding(model: TextModel, text_config: Any) -> bool:
+    """Whether outputs of a text are the same alone and beside a longer one; also where it cannot be tried out."""
+    tokens = torch.full((2, 16), (text_config.pad_token_id + 1) % text_config.vocab_size)
+    mask = torch.ones_like(tokens)
+    tokens[0, 5:], mask[0, 5:] = text_config.pad_token_id, 0
+    try:
+        together, alone = (
+            model.tried_out({"input_ids": tokens[:, :size], "attention_mask": mask[:, :size]}, ModelError)
+            for size in (16, 5)
+        )
+    except ModelError:  # some take no such tokens
+        return True
+    return together is None or are_close(together[0].float()[:5], alone[0].float()[:5])
 
 
 def _attention(config: Config) -> str | None:

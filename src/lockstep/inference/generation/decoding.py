@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep.base.model_contracts import Cache, Forward, Model
 from lockstep.core.modules.outputs import logits_of
+from lockstep.models._documents import are_close
 
 KEPT = 3 / 4
 """Of a full context: what is read again, and the rest is room for what follows."""
@@ -121,11 +122,29 @@ class RecomputedDecoding:
         self.logits = torch.stack([logits[number, len(row) - 1] for number, row in enumerate(self.rows)])
 
 
-def decoding_of(forward: Forward, context: int, device: torch.device) -> Decoding:
-    """The fastest way that a model has."""
-    if isinstance(forward, Model) and forward.CACHES:
+def decoding_of(forward: Forward, context: int, device: torch.device, *, caches: bool = True) -> Decoding:
+    """The fastest way that a model has; without `caches`, the one that every model has."""
+    if caches and isinstance(forward, Model) and forward.CACHES:
         return CachedDecoding(forward, context, device)
     return RecomputedDecoding(forward, context, device)
+
+
+def caches_well(forward: Forward, context: int, device: torch.device) -> bool:
+    """Whether a cache gives the logits that a model has without one, for prompts of different lengths together: not
+    where positions count from the padding, as those of BART, or where there is none, as with OpenAI's first GPT."""
+    found = []
+    with torch.inference_mode():
+        for caches in (False, True):
+            decoding = decoding_of(forward, context, device, caches=caches)
+            try:
+                decoding.join([[1, 2, 3, 4, 5][: context - 1], [1]])
+                decoding.read([2, 3])
+            except Exception:
+                if not caches:
+                    raise
+                return False
+            found.append(decoding.logits)
+    return are_close(found[1], found[0])
 
 
 def _padded(tensor: Tensor, length: int, *, dim: int) -> Tensor:

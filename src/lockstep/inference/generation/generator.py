@@ -12,7 +12,7 @@ from lockstep.data.chat import ChatTokenizer, Message
 from lockstep.data.packing import BEGIN
 from lockstep.data.text_tokenizers import Special, TextTokenizer
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.generation.decoding import KEPT, Decoding, decoding_of
+from lockstep.inference.generation.decoding import KEPT, Decoding, caches_well, decoding_of
 from lockstep.inference.generation.sampling import Sampling, next_token
 from lockstep.inference.predictor import DTypeName, placed
 
@@ -51,6 +51,8 @@ class Generator:
     device: torch.device
     context: int
     """T: most tokens that the model reads at once, those of a prompt among them."""
+    caches: bool = True
+    """Whether keys and values can be cached."""
 
     def completion(self, prompt: str | Sequence[Message], sampling: Sampling) -> Completion:
         """Begin a completion of a text, or of a chat.
@@ -117,7 +119,9 @@ class GeneratedBatch:
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self.rows: list[Completion] = []
-        self.decoding: Decoding = decoding_of(generator.forward, generator.context, generator.device)
+        self.decoding: Decoding = decoding_of(
+            generator.forward, generator.context, generator.device, caches=generator.caches
+        )
 
     def join(self, completions: Sequence[Completion]) -> None:
         """Read prompts, and add their completions."""
@@ -207,6 +211,8 @@ def generator(
         context = forward.longest or context
     made = Generator(facts=facts, forward=forward, tokenizer=tokenizer, device=device, context=context)
     try:
+        if isinstance(forward, Model) and forward.CACHES:
+            made = replace(made, caches=caches_well(forward, context, device))
         made.complete(["a", "ab"], Sampling(max_tokens=2))
     except LockstepError:
         raise
