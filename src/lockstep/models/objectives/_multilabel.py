@@ -21,7 +21,6 @@ from lockstep.training.metrics.declared_metrics import DeclaredMetric, SummedMet
 
 LEAST = 0.5
 """A class fits if its probability is more than this."""
-"""Between the labels of a sample, in the column of a table."""
 
 
 class Multilabel(PredictingObjective):
@@ -65,7 +64,8 @@ class Multilabel(PredictingObjective):
         self, scores: np.ndarray, spec: DataSpec, *, texts: Sequence[str], every: bool
     ) -> dict[str, np.ndarray]:
         labels = np.empty(len(scores), dtype=object)
-        labels[:] = [self._fitting(row, spec) for row in scores]
+        for number, row in enumerate(scores):
+            labels[number] = self._fitting(row, spec)
         found = {"labels": labels}
         return found | {f"probability_{x}": scores[:, i] for i, x in enumerate(spec.labels)} if every else found
 

@@ -103,7 +103,6 @@ class PredictingObjective(Objective):
     """A prediction in words, such as "which class fits"."""
     CALIBRATES: ClassVar[bool] = False
     """Whether predictions are probabilities of classes that exclude each other, which a temperature can calibrate."""
-
     JOINED: ClassVar[str] = ""
     """Separator of the labels of a sample in a text; empty where a sample has one, or none."""
 
