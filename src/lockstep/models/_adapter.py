@@ -15,7 +15,7 @@ from lockstep.base import plugins
 from lockstep.base.errors import ConfigError, ModelError
 from lockstep.base.model_contracts import Model
 from lockstep.base.name_patterns import matching
-from lockstep.core.host.pretrained_files import check_folder
+from lockstep.core.host.pretrained_files import add_adapter, read_adapter
 from lockstep.core.numerics.digest import digest_of, line
 from lockstep.models._model_config import AdapterSection
 from lockstep.models.objectives._choice import TAGS
@@ -238,22 +238,20 @@ def _outermost(network: nn.Module, name: str) -> str | None:
 def load_adapter(model: Model, folder: Path, digest: str = "") -> None:
     """Put the adapter in a folder into the model that it belongs to, as peft does. Raises ModelError, also where
     `base_digest` is known and differs."""
-    import peft
     from peft.utils.other import ModulesToSaveWrapper
 
-    check_folder(folder)
     network: Any = _network(model)
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        found = {*file.keys()}
     try:
         with warnings.catch_warnings(action="ignore"):
-            config = peft.PeftConfig.from_pretrained(str(folder))
+            config = read_adapter(folder)
             if type(config).__name__ not in CLASSES.values():
                 raise ModelError(f"{folder / CONFIG} is of {type(config).__name__}, which Lockstep does not train")
-            peft.PeftModel.from_pretrained(network, str(folder), config=config, torch_device="cpu")
+            add_adapter(network, folder, config)
     except (KeyError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"{folder / WEIGHTS} is of another model: {reason}") from error
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        found = {*file.keys()}
     state = _adapter_weights(network)
     for parent in [*network.modules()]:
         for name, child in [*parent.named_children()]:

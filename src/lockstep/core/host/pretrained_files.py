@@ -44,6 +44,21 @@ def untrained(auto_class: Any, settings: Any, **options: Any) -> Any:
     return auto_class.from_config(settings, **options, trust_remote_code=False)
 
 
+def read_adapter(folder: Path) -> Any:
+    """Return the config of peft in a folder. Raises ModelError for settings that name code, and what peft raises."""
+    import peft
+
+    check_folder(folder)
+    return peft.PeftConfig.from_pretrained(str(folder))
+
+
+def add_adapter(network: Any, folder: Path, config: Any) -> None:
+    """Put the adapter in a folder into a network, by the config that `read_adapter` has returned."""
+    import peft
+
+    peft.PeftModel.from_pretrained(network, str(folder), config=config, torch_device="cpu")
+
+
 def _refuse_kernels(auto_class: Any) -> None:
     """Let no model of transformers load kernels from the hub, which are code: a setting of the model may name any."""
     if auto_class.__name__.startswith("AutoModel"):  # the others are loaded without torch
