@@ -97,35 +97,53 @@ from lockstep import LossSum
 class Images(torch.utils.data.Dataset):
     spec = Digits.spec if {has_labels} else DataSpec(modality="image", image_shape=(1, 8, 8))
 
+    def __init__(self, digits):
+        self.digits = digits
+
     def __len__(self):
-        return 40
+        return len(self.digits)
 
     def __getitem__(self, index):
-        image = torch.full((1, 8, 8), 5 * index, dtype=torch.uint8)
-        return {{"image": image, "label": torch.tensor(index % 10) if {has_labels} else (image[0] > 100).long()}}
+        image = torch.from_numpy(self.digits.image[index])
+        return {{"image": image, "label": self.digits.label[index] if {has_labels} else (image[0] > 100).long()}}
 
 
 def source(options, split):
-    return Images()
-
+    return Images(Digits(split))
+"""
+OWN_LOSS = """
 
 def loss(outputs, batch):
     return LossSum(outputs.square().sum(), len(outputs))
 """
 
 
+def write_pictures(folder):
+    """The digits of the test split as files, in a folder for each class."""
+    digits = load_digits()
+    for number in range(1000, 1060):
+        picture = folder / "pictures" / str(digits.target[number]) / f"{number}.png"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((digits.data[number] * 15).astype(np.uint8).reshape(8, 8)).save(picture)
+
+
 @pytest.mark.parametrize("has_labels", [True, False])
 def test_images_that_are_tensors_are_pixels(tmp_path, has_labels):
-    """Samples with an image for a label are told to be no predictions when the training starts."""
+    """Files are predicted as well as samples. A label that is an image is told when the training starts."""
     text = FILE.format(way="plain", name="convert", call="convert") + TENSORS.format(has_labels=has_labels)
-    (tmp_path / "own.py").write_text(text)
+    (tmp_path / "own.py").write_text(text + OWN_LOSS * (not has_labels))
     own = {"kind": "user", "file": "own.py"}
-    (tmp_path / "c.yaml").write_text(json.dumps({"data": own, "model": own, "launch": {"processes": 1}}))
+    sections = {"optim": {"lr": 0.01}, "train": {"epochs": 5, "global_batch": 32}, "launch": {"processes": 1}}
+    (tmp_path / "c.yaml").write_text(json.dumps({"data": own, "model": own, **sections}))
     done = lockstep(tmp_path, "train", "c.yaml", "run.name=a")
     assert done.returncode == 0, done.stdout + done.stderr
     said = " ".join(done.stdout.split())
     assert "files cannot be predicted" not in said
     assert ("predict and serve cannot use this model: its data has neither labels" in said) != has_labels
+    if has_labels:
+        write_pictures(tmp_path)
+        assert accuracy(tmp_path, "runs/a") == pytest.approx(summary(tmp_path, "a")["evaluation"]["accuracy"])
+        assert accuracy(tmp_path, "runs/a") > 0.8
 
 
 @pytest.mark.parametrize("way", ["scaled", "standardised", "last", "double"])
@@ -183,11 +201,7 @@ def accuracy(tmp_path, model):
 
 
 def test_a_run_and_its_export_predict_files_as_well_as_samples(tmp_path):
-    digits = load_digits()
-    for number in range(1000, 1060):
-        picture = tmp_path / "pictures" / str(digits.target[number]) / f"{number}.png"
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((digits.data[number] * 15).astype(np.uint8).reshape(8, 8)).save(picture)
+    write_pictures(tmp_path)
     (tmp_path / "both.py").write_text(FILE.format(way="standardised", name="prepare", call="prepare"))
     (tmp_path / "undeclared.py").write_text(FILE.format(way="standardised", name="convert", call="convert"))
     sections = {"optim": {"lr": 0.01}, "train": {"epochs": 5, "global_batch": 32}, "launch": {"processes": 1}}

@@ -132,7 +132,7 @@ class Model(nn.Module, ABC):
     SLIDES: ClassVar[bool] = False
     """Whether it goes on beyond the tokens that it was trained with: the last ones of these are then read anew."""
     longest: int | None = None
-    """Of a language model: for how many tokens it has positions, as far as it tells."""
+    """Number of tokens that a language model has positions for; None where it does not tell."""
 
     @abstractmethod
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:

@@ -24,7 +24,7 @@ ASSISTANT = "assistant"
 TEMPLATE, SECONDS = "the chat template", 10.0
 """A template of somebody else, and how long it may take."""
 ASKED, ANSWERED, REPLIED = "Hello", "Zebra", "Thanks"
-"""What is said in the chat that shows how a template ends an answer."""
+"""Texts of the chat that shows how a template ends an answer."""
 LEADS = ("\n", "\0", "x", "1", ".")
 """Texts that another follows, of which one does not join with it to a token."""
 AT_ONCE = 64
@@ -47,7 +47,7 @@ def fault(messages: Any) -> str:
 
 @dataclass(frozen=True)
 class _Ending:
-    """What ends an answer."""
+    """Tokens and texts that end an answer."""
 
     tokens: tuple[int, ...] = ()
     texts: tuple[str, ...] = ()
@@ -56,12 +56,12 @@ class _Ending:
 
 
 def is_learned(message: dict[str, Any]) -> bool:
-    """Whether a message is an answer that is learned: `train: false` and `weight: 0` leave one out, as in Axolotl."""
+    """Return whether a message is a learned answer: `train: false` and `weight: 0` leave one out, as in Axolotl."""
     return bool(message["role"] == ASSISTANT and message.get("train") is not False and message.get("weight", 1) != 0)
 
 
 def _read(text: str) -> tuple[list[Message], Any]:
-    """The messages of a chat, and the schemas of the functions that its assistant can call."""
+    """Return the messages of a chat, and the schemas of the functions that its assistant can call."""
     chat = json.loads(text)
     return (chat["messages"], chat["tools"]) if isinstance(chat, dict) else (chat, None)
 
@@ -131,7 +131,7 @@ class ChatTokenizer:
         return whole, _spans(messages, whole, render)
 
     def _asked(self, messages: Sequence[Message], on: date | None) -> tuple[str, list[tuple[int, int]]]:
-        """The text up to where the assistant answers, and where its earlier answers are, if that is certain."""
+        """Return the text up to where the assistant answers, and where its earlier answers are, if that is certain."""
         assert self.template is not None
         render = partial(self.template.render, on=on)
         whole = render(messages, is_prompt=True)
@@ -171,7 +171,7 @@ class ChatTokenizer:
 
     @cached_property
     def _ending(self) -> "_Ending":
-        """What the template writes after an answer, the last one and another."""
+        """Tokens and texts that the template writes after an answer, the last one and another."""
         if self.template is None:
             return _Ending()
         try:
@@ -191,7 +191,7 @@ class ChatTokenizer:
         return [after.partition(REPLIED)[0] for *_, after in found]
 
     def _added(self, text: str) -> list[int]:
-        """The tokens of a text that are no parts of words."""
+        """Return the tokens of a text that are no parts of words."""
         known = self._with_special.get_added_tokens_decoder()
         ids = self._with_special.encode(text, add_special_tokens=False).ids
         return [each for each in ids if each in known and known[each].content.strip(" \n\t\u2581")]
@@ -218,7 +218,7 @@ def _spans(messages: Sequence[Message], whole: str, render: Callable[..., str]) 
 
 
 def _cut(whole: str, spans: Sequence[tuple[int, int]]) -> list[str]:
-    """The parts of a text: before an answer, the answer, before the next one, and so on."""
+    """Return the parts of a text: before an answer, the answer, before the next one, and so on."""
     places = [0, *(place for span in spans for place in span), len(whole)]
     return [whole[start:stop] for start, stop in pairwise(places)]
 

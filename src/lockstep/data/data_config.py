@@ -14,7 +14,7 @@ from lockstep.base.remote_path import DataPath
 AUTO, BYTES, LEARNED = "auto", "bytes", "bpe"
 """Of data.tokenizer; other values name a tokenizer of transformers."""
 AddBos = Annotated[bool, Field(strict=True)] | Literal["auto"]
-"""Of data.add_bos."""
+"""Values of data.add_bos."""
 NO_PROCESSOR = "none"
 """Of data.image_processor and data.feature_extractor; other values name a model of transformers."""
 OBJECTIVES = {

@@ -113,7 +113,7 @@ class TextTokenizer(Protocol):
     pad_id: int
     """The end token: there is no padding in what is packed."""
     begin: list[int]
-    """The tokens that it puts before every text, such as BOS."""
+    """Tokens that it puts before every text, such as BOS."""
     template: Template | None
     """Of chats; None where it has none."""
     token_bytes: np.ndarray
@@ -130,7 +130,7 @@ class TextTokenizer(Protocol):
         not whole is U+FFFD; what further tokens add stands behind the rest."""
 
     def special(self) -> Special:
-        """Its special tokens."""
+        """Return its special tokens."""
 
     def save(self, folder: Path, *, longest: int | None = None, template: str | None = None) -> None:
         """Write it in the form of transformers, for texts of at most so many tokens, with a chat template where it has
@@ -218,21 +218,21 @@ class PartsOfWords:
         return found.decode("utf-8", "replace")
 
     def _is_begun(self, prompt: Sequence[int]) -> bool:
-        """Whether the tokenizer itself puts a space before what follows a prompt."""
+        """Return whether the tokenizer itself puts a space before what follows a prompt."""
         assert self.pieces is not None
         if not any(id in self.pieces for id in prompt):
             return self._spaces("")
         return prompt[-1] not in self.pieces and self._spaces(self.tokenizer.id_to_token(prompt[-1]) or "")
 
     def _spaces(self, special: str) -> bool:
-        """Whether a text behind a special token, or one that begins, gets a space."""
+        """Return whether a text behind a special token, or one that begins, gets a space."""
         assert self.pieces is not None
         ids = self.with_special.encode(f"{special}x", add_special_tokens=False).ids
         return b"".join(self.pieces.get(id, b"") for id in ids).startswith(b" ")
 
     @cached_property
     def with_special(self) -> Tokenizer:
-        """The same, but for names of special tokens, which stand for these."""
+        """The tokenizer in which names of special tokens stand for these."""
         return Tokenizer.from_str(self.tokenizer.to_str())
 
 
@@ -278,7 +278,7 @@ def saved_tokenizer(kind: str, folder: Path, *, add_bos: AddBos = False) -> Text
 
 
 def _begin(tokenizer: Tokenizer) -> list[int]:
-    """The special tokens that it puts before a text."""
+    """Return the special tokens that a tokenizer puts before a text."""
     whole = tokenizer.encode("a")
     return list(whole.ids[: whole.special_tokens_mask.index(0)])
 

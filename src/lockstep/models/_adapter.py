@@ -85,7 +85,7 @@ def merged(model: Model) -> Model:
 
 
 def _names(network: nn.Module) -> dict[Any, list[str]]:
-    """The names of each parameter, several of one that is tied."""
+    """Return the names of each parameter, several of one that is tied."""
     found: dict[Any, list[str]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         found.setdefault(parameter, []).append(name)

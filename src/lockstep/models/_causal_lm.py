@@ -22,7 +22,7 @@ FULL = "full_attention"
 ROUTER = "router_loss"
 """Among outputs and logged sums: how unevenly a mixture of experts divides the tokens of a micro-batch."""
 ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
-"""What transformers' models call the weight with which they add it to their loss."""
+"""Names that models of transformers give the weight with which they add it to their loss."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -46,7 +46,7 @@ class CausalTransformer(NetworkModel):
     apart: Callable[[Tensor], dict[str, Tensor]] = staticmethod(by_positions)
     """The arguments with which the network keeps documents apart."""
     router_weight: float = 0.0
-    """Of the router's loss, which is a mean over the tokens of a micro-batch, in the loss of training."""
+    """Weight of the router's loss, which is a mean over the tokens of a micro-batch, in the loss of training."""
     routers: int = 0
     """Layers that it is of."""
 

@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 document, changes 1e-2."""
 
 COARSE = 0.05
-"""The same, in a format of 16 bits."""
+"""Largest difference in a format of 16 bits, as a part of the largest logit."""
 
 
 def positions_of(document: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def build(config: Config, split: str) -> PlainTexts:
 
 
 def _read(path: Path, column: str) -> tuple[list[str], list[str]]:
-    """The chats, and the names of columns that are not used."""
+    """Return the chats, and the names of columns that are not used."""
     if not path.is_file():
         raise DataError(f"there is no file {path}: correct data.train or data.test")
     chats, names = [], dict[str, None]()
@@ -49,7 +49,7 @@ def _read(path: Path, column: str) -> tuple[list[str], list[str]]:
 
 
 def _tools(given: Any, where: str) -> Any:
-    """The schemas of functions, which some files hold as JSON in a text. Raises DataError."""
+    """Return the schemas of functions, which some files hold as JSON in a text. Raises DataError."""
     try:
         tools = json.loads(given) if isinstance(given, str) and given else given
     except ValueError:

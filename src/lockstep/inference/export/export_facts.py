@@ -153,7 +153,7 @@ class ExportFacts(BaseModel):
     base: Text = ""
     """Of an adapter: the model that it was trained beside, a name on the hub or a folder."""
     base_digest: Annotated[str, Field(max_length=128)] = ""
-    """Of the weights of that model which have not changed."""
+    """Digest of the weights of that model which have not changed."""
     agreement: RoundTrip | None = None
     calibration: Calibration | None = None
 

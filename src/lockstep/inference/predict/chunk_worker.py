@@ -110,7 +110,7 @@ class ChunkDone:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsCut:
-    """Of so many prompts the model has read only the end."""
+    """Number of prompts of which the model has read only the end."""
 
     count: int
 

@@ -40,7 +40,7 @@ class Tolerant(BaseModel):
 
 
 class StreamOptions(Tolerant):
-    """What a stream holds besides the pieces of text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
@@ -68,7 +68,7 @@ class ClientMessage(Tolerant):
 
 
 class ClientRequest(Tolerant):
-    """What both kinds of completions are asked for with."""
+    """Fields of both kinds of completions."""
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
