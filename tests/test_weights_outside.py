@@ -1,9 +1,11 @@
 """Weights that change outside of the optimizer: by a declared rule, with the value of one process; else refused by name."""
 
+import json
 import pathlib
 
 import pytest
 import torch
+from running import lockstep
 from test_strategies import Network, images, prepared
 from test_training import config_in, run_on_rank
 from torch import nn
@@ -14,11 +16,13 @@ from lockstep.models._user import averaged
 from lockstep.training.step import step
 
 FILE = pathlib.Path(__file__).parent / "own" / "copies.py"
+LATE = FILE.with_name("late.py")
 SPREADS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
+EVERYWHERE = [*SPREADS, ("fsdp", 1), ("pipeline", 2), ("pipeline", 3)]
 
 
-def config(folder, odd, kind, world, *, steps=5, **model):
-    model = {"kind": "user", "file": str(FILE), "options": {"odd": odd}, **model}
+def config(folder, odd, kind, world, *, steps=5, file=FILE, **model):
+    model = {"kind": "user", "file": str(file), "options": {"odd": odd}, **model}
     sections = {"train": {"epochs": None, "steps": steps}, "evaluate": {"every_epochs": None}}
     return config_in(folder, f"{odd}-{kind}-{world}", model=model, parallel={"kind": kind}, **sections)
 
@@ -34,25 +38,28 @@ def test_what_changes_by_itself_is_refused_by_name(ranks, tmp_path, odd):
         assert ("model.unfreeze" if odd in ("late", "early") else "averages(module)") in message
 
 
-@pytest.mark.parametrize(
-    ("odd", "name"), [("late-data", "parameter network.head.weight"), ("late-buffer", "buffer network.level")]
-)
+@pytest.mark.parametrize(("odd", "name"), [("weight", "the parameter"), ("level", "the buffer")])
 def test_what_begins_to_change_late_and_past_autograd_is_refused(ranks, tmp_path, odd, name):
     """At the next comparison by value."""
-    for kind, world in [("single", 1), ("ddp", 2)]:
-        message = ranks(world, run_on_rank, config(tmp_path, odd, kind, world, steps=60))[0]
-        assert isinstance(message, str), (kind, message)
-        assert f"the {name}" in message, (kind, message)
+    for kind, world in EVERYWHERE:
+        made = config(tmp_path, odd, kind, world, steps=60, file=LATE)
+        if kind == "pipeline":  # one stage alone runs the layer
+            (tmp_path / "run.yaml").write_text(json.dumps(made))
+            message = lockstep(tmp_path, "train", "run.yaml", f"launch.processes={world}").stderr
+        else:
+            message = ranks(world, run_on_rank, made)[0]
+        assert f"{name} network.head.{odd}" in message, (kind, world, message)
 
 
 def test_weights_that_no_loss_reaches_are_named(ranks, tmp_path):
     """Also where nothing refuses them; not those that are frozen, or trained from a later step on."""
-    for kind, world, parallel in [("single", 1, {}), ("ddp", 2, {"find_unused": True}), ("fsdp", 2, {})]:
-        made = config(tmp_path, "spare", kind, world, steps=7)
-        made["parallel"] |= parallel
+    for kind, world in EVERYWHERE:
+        made = config(tmp_path, "spare", kind, world, steps=7, file=LATE)
+        made["parallel"] |= {"find_unused": True} if kind == "ddp" else {}
         ranks(world, run_on_rank, made)
         history = (tmp_path / f"spare-{kind}-{world}" / "history.jsonl").read_text()
-        assert "network.spare.bias, network.spare.weight had no gradient in the first 5 steps" in history, kind
+        names = "network.first.spare.bias, network.first.spare.weight"
+        assert f"{names} had no gradient in the first 5 steps" in history, kind
     ranks(1, run_on_rank, config(tmp_path / "held", "config", "single", 1, steps=7, unfreeze={"online": 7}))
     assert "no gradient" not in (tmp_path / "held" / "config-single-1" / "history.jsonl").read_text()
 

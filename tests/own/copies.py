@@ -17,9 +17,6 @@ class Following(nn.Module):
         self.target.requires_grad_(odd == "declared")  # where it is declared, Lockstep freezes it
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.online.requires_grad_(odd not in ("late", "config"))
-        if odd == "spare":
-            self.spare = nn.Linear(2, 3)
-        self.register_buffer("level", torch.zeros(13))
         self.odd = odd
 
     def forward(self, batch):
@@ -46,10 +43,6 @@ class Following(nn.Module):
                 self.target.load_state_dict(self.online.state_dict())
             if self.odd == "by-hand" and self.calls > 6:
                 self.head.bias.zero_()
-            if self.odd == "late-data" and self.calls > 20:
-                self.head.weight.data.mul_(0.99)
-            if self.odd == "late-buffer" and self.calls > 20:
-                self.level.data += 1
         if self.odd in ("late", "early") and self.calls > 6:
             self.online.requires_grad_(self.odd == "late")
 

@@ -18,6 +18,7 @@ from lockstep.base.model_contracts import Model
 from lockstep.core.host.activity import waiting_in
 from lockstep.core.host.phases import phase
 from lockstep.core.modules.dtensors import is_dtensor, refuse_sparse
+from lockstep.core.modules.weight_watch import WeightWatch
 
 
 class OrderedUnits:
@@ -186,21 +187,42 @@ def forget_pass(model: Any) -> None:
                 parameter._unsharded_param.grad = None
 
 
-def gathered_weights(model: nn.Module, parameters: Mapping[str, Tensor]) -> Callable[[], Iterator[tuple[str, Tensor]]]:
-    """A function that yields what the model's code may meet under the name of a parameter: its shards, and the whole
-    ones that have been gathered at least once."""
-    names = {parameter: name for name, parameter in parameters.items()}
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    parts = [part for unit in units for group in _parameter_groups(unit) for part in group.fsdp_params]
-    named = [(names[part.sharded_param], part) for part in parts]
+class GatheredWeights:
+    """What the model's code may meet under the names of parameters: their shards, and the whole ones that have been
+    gathered at least once."""
 
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        yield from parameters.items()
-        for name, part in named:
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        self.model, self.parameters = model, parameters
+        self.names = {parameter: name for name, parameter in parameters.items()}
+
+    def __call__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.parameters.items()
+        for group in self._groups():
+            yield from self._of(group)
+
+    def _groups(self) -> Iterator[Any]:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                yield from _parameter_groups(module)
+
+    def _of(self, group: Any) -> Iterator[tuple[str, Tensor]]:
+        for part in group.fsdp_params:
             if hasattr(part, "_unsharded_param"):
-                yield f"{name} (gathered)", part._unsharded_param
+                yield f"{self.names[part.sharded_param]} (gathered)", part._unsharded_param
 
-    return weights
+    def watch(self, watch: Callable[[], WeightWatch]) -> None:
+        """Have weights compared from where they are gathered to where they are freed. Call it once."""
+        for group in self._groups():
+            group.wait_for_unshard = partial(self._gather, group, group.wait_for_unshard, watch)
+            group.reshard = partial(self._free, group, group.reshard, watch)
+
+    def _gather(self, group: Any, wait_for_unshard: Callable[[], None], watch: Callable[[], WeightWatch]) -> None:
+        wait_for_unshard()
+        watch().read(self._of(group))
+
+    def _free(self, group: Any, reshard: Callable[[], None], watch: Callable[[], WeightWatch]) -> None:
+        watch().compare(self._of(group))
+        reshard()
 
 
 def _reset_pass(model: Any) -> None:

@@ -66,7 +66,7 @@ class MicroBatches:
     def updating(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Around a forward pass: it starts from the buffers of the step's start, and what it leaves is taken."""
         self.buffers.start_shard(None if micro_batch.ghost else micro_batch.shard)
-        with self.weights.watching():
+        with self.weights.watching(micro_batch.step):
             yield
         if not micro_batch.ghost:
             self.buffers.end_shard(micro_batch.shard, samples=micro_batch.samples)

@@ -10,7 +10,7 @@ from lockstep.base.errors import ModelError
 from lockstep.core.numerics.checksum import checksum
 
 READ_EVERY = 50
-"""Number of forward passes from one that compares also the bits of weights to the next."""
+"""Number of steps from one that compares also the bits of weights to the next."""
 
 
 class WeightWatch:
@@ -20,18 +20,22 @@ class WeightWatch:
 
     def __init__(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self.weights, self.trained = weights, dict[str, bool]()
-        self.num_passes = 0
+        self.last_read = -1
+        self.sums: dict[str, Tensor] | None = None
+        """Checksums of weights in the current forward pass, where it compares their bits."""
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around a forward pass. Raises ModelError."""
+    def watching(self, step: int) -> Iterator[None]:
+        """Around a forward pass of a step, from 0. Raises ModelError."""
         before = {name: weight._version for name, weight in self.weights()}
-        self.num_passes += 1
-        reads = self.num_passes % READ_EVERY == 0
-        sums = self._checksums() if reads else {}
-        yield
-        if reads and (changed := _differing(sums, self._checksums())):
-            raise ModelError(changed_weight(changed))
+        self.sums = {} if step % READ_EVERY == READ_EVERY - 1 and step != self.last_read else None
+        self.last_read = step
+        self.read(self.weights())
+        try:
+            yield
+            self.compare(self.weights())
+        finally:
+            self.sums = None
         for name, weight in self.weights():
             if weight._version != before.get(name, weight._version):
                 raise ModelError(changed_weight(name))
@@ -43,9 +47,20 @@ class WeightWatch:
                     "on, or model.freeze for one that is never trained"
                 )
 
-    def _checksums(self) -> dict[str, Tensor]:
-        """Return those of the weights that are in memory: FSDP frees gathered ones."""
-        return {name: checksum(weight) for name, weight in self.weights() if weight.untyped_storage().size()}
+    def read(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Note the bits of weights from which the current forward pass starts."""
+        if self.sums is not None:
+            self.sums = {**_checksums(weights), **self.sums}
+
+    def compare(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise ModelError where the current forward pass has changed the bits of weights."""
+        if self.sums and (changed := _differing(self.sums, _checksums(weights))):
+            raise ModelError(changed_weight(changed))
+
+
+def _checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return those of the weights that are in memory: FSDP frees gathered ones."""
+    return {name: checksum(weight) for name, weight in weights if weight.untyped_storage().size()}
 
 
 def _differing(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> str | None:

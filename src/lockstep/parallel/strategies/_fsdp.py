@@ -26,10 +26,10 @@ from lockstep.core.reduction.tree import Shards, alone, contiguous, strided
 from lockstep.parallel.block_uses import block_uses
 from lockstep.parallel.fsdp_units import (
     AllGather,
+    GatheredWeights,
     OrderedUnits,
     clone_views,
     forget_pass,
-    gathered_weights,
     mark_waits,
     reduce_each_dtype,
     reduce_unused,
@@ -76,15 +76,18 @@ class FullyShardedDataParallel(Sharded):
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         first_row = {name: global_offset(p)[0] for name, p in trained.items()}
         self.sharded_norm = RowwiseNorm(trained, first_row, group=self.within, device=self.device)
+        self.gathered = GatheredWeights(model, self.parameters)
         self._start_passes()
+        self.gathered.watch(lambda: self.passes.weights)
         model._lockstep_initial = None  # frees the recorded operations
         self.module = LocalParameters(model, self.local)
         return self.module
 
     def _start_passes(self) -> None:
         """As all ranks do alike in a new process group."""
-        weights = gathered_weights(self.model, self.parameters)
-        self.passes = MicroBatches(self.model, self.randomness, self.precision, has_all_weights=False, weights=weights)
+        self.passes = MicroBatches(
+            self.model, self.randomness, self.precision, has_all_weights=False, weights=self.gathered
+        )
 
     def _open_groups(self, size: int) -> DeviceMesh:
         """The groups of this rank, where `size` ranks share a model -> the mesh of these."""
