@@ -38,9 +38,11 @@ def test_what_changes_by_itself_is_refused_by_name(ranks, tmp_path, odd):
         assert ("model.unfreeze" if odd in ("late", "early") else "averages(module)") in message
 
 
-@pytest.mark.parametrize(("odd", "name"), [("weight", "the parameter"), ("level", "the buffer")])
+@pytest.mark.parametrize(
+    ("odd", "name"), [("weight", "the parameter"), ("bias", "the parameter"), ("level", "the buffer")]
+)
 def test_what_begins_to_change_late_and_past_autograd_is_refused(ranks, tmp_path, odd, name):
-    """At the next comparison by value."""
+    """At the next comparison by value; where it gets another storage, in the step that does it."""
     for kind, world in EVERYWHERE:
         made = config(tmp_path, odd, kind, world, steps=60, file=LATE)
         if kind == "pipeline":  # one stage alone runs the layer

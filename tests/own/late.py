@@ -19,6 +19,8 @@ class Late(nn.Linear):
             self.calls += 1
             if self.odd == "weight" and self.calls > 20:
                 self.weight.data.mul_(0.99)
+            if self.odd == "bias" and self.calls > 20:
+                self.bias.data = self.bias.data * 0.99
             if self.odd == "level" and self.calls > 20:
                 self.level.data += 1
         return super().forward(x)

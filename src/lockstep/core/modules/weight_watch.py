@@ -4,32 +4,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from lockstep.base.errors import ModelError
+from lockstep.core.modules.dtensors import is_dtensor
 from lockstep.core.numerics.checksum import checksum
 
-READ_EVERY = 50
-"""Number of steps from one that compares also the bits of weights to the next."""
+READ_EVERY = 53
+"""Number of steps from one that compares also the bits of weights to the next; a prime, so that it comes to meet writes
+in every n-th step."""
 
 
 class WeightWatch:
-    """Compares weights before and after each forward pass, by autograd's counter of their versions, without reading
-    them, and now and then by their bits, since writes through .data do not advance it; and their requires_grad with
-    that of the first one."""
+    """Compares weights before and after each forward pass, by autograd's counter of their versions and their storages,
+    without reading them, and now and then by their bits, since writes through .data change neither; and their
+    requires_grad with that of the first one."""
 
     def __init__(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self.weights, self.trained = weights, dict[str, bool]()
-        self.last_read = -1
         self.sums: dict[str, Tensor] | None = None
         """Checksums of weights in the current forward pass, where it compares their bits."""
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
         """Around a forward pass of a step, from 0. Raises ModelError."""
-        before = {name: weight._version for name, weight in self.weights()}
-        self.sums = {} if step % READ_EVERY == READ_EVERY - 1 and step != self.last_read else None
-        self.last_read = step
+        before = {name: _state(weight) for name, weight in self.weights()}
+        self.sums = {} if step % READ_EVERY == READ_EVERY - 1 else None
         self.read(self.weights())
         try:
             yield
@@ -37,7 +37,7 @@ class WeightWatch:
         finally:
             self.sums = None
         for name, weight in self.weights():
-            if weight._version != before.get(name, weight._version):
+            if name in before and _is_changed(weight, before[name]):
                 raise ModelError(changed_weight(name))
             if weight.requires_grad != self.trained.setdefault(name, weight.requires_grad):
                 what = "begun" if weight.requires_grad else "ceased"
@@ -56,6 +56,22 @@ class WeightWatch:
         """Raise ModelError where the current forward pass has changed the bits of weights."""
         if self.sums and (changed := _differing(self.sums, _checksums(weights))):
             raise ModelError(changed_weight(changed))
+
+
+def _state(weight: Tensor) -> tuple[int, UntypedStorage, int]:
+    return weight._version, weight.untyped_storage(), int(weight.storage_offset())
+
+
+def _is_changed(weight: Tensor, before: tuple[int, UntypedStorage, int]) -> bool:
+    """Whether a weight has been written to, or has got another storage (`weight.data = ...`) with other values; cuDNN's
+    flattening of recurrent layers moves the same ones. FSDP does not see the new storage of a shard."""
+    version, storage, offset = before
+    if weight._version != version or weight.untyped_storage()._cdata == storage._cdata:
+        return weight._version != version
+    if is_dtensor(weight) or storage.nbytes() < offset * weight.element_size() + weight.nbytes:
+        return True
+    old = torch.empty(0, dtype=weight.dtype, device=weight.device).set_(storage, offset, weight.shape, weight.stride())
+    return not torch.equal(old, weight)
 
 
 def _checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
