@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from functools import cache, cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from lockstep.base.contracts import Columns, Source
 from lockstep.base.errors import DataError
 from lockstep.core.host.limited_process import limited
 from lockstep.core.numerics.word_tokens import ids_of, marked
+from lockstep.data.chat_forms import Message
 from lockstep.data.packing import BEGIN, END
 from lockstep.data.text_tokenizers import PLAIN, Special, Template, TextTokenizer
+from lockstep.data.token_cache import TextFault
 
 ASSISTANT = "assistant"
 TEMPLATE, SECONDS = "the chat template", 10.0
@@ -29,20 +32,12 @@ LEADS = ("\n", "\0", "x", "1", ".")
 """Texts that another follows, of which one does not join with it to a token."""
 AT_ONCE = 64
 """Chats whose beginnings are tokenised together."""
-Message = dict[str, str]
+THOUGHT = re.compile(r"<(\w+)>(\s*)$")
+"""Where a prompt begins the thought that the answer goes on with."""
 Piece = tuple[str, bool]
 """A part of a chat, and whether it is learned."""
-
-
-def fault(messages: Any) -> str:
-    """What is wrong with a list of messages; empty where nothing is."""
-    if not isinstance(messages, list) or not messages:
-        return 'a chat is a list of messages such as {"role": "user", "content": "..."}'
-    for number, message in enumerate(messages):
-        for key in ("role", "content"):
-            if not isinstance(message, dict) or not isinstance(message.get(key), str):
-                return f"message {number + 1} has no text {key!r}"
-    return ""
+Render = Callable[..., str]
+"""Renders the first messages of a chat, up to a number; `is_prompt`: up to where the assistant answers."""
 
 
 @dataclass(frozen=True)
@@ -70,37 +65,42 @@ class ChatTokenizer:
     """A TextTokenizer of chats, each a JSON list of messages, or an object with `messages` and `tools`; only what the
     assistant says has a target."""
 
-    def __init__(self, inner: TextTokenizer, *, day: date | None = None) -> None:
-        """`day`: the one that the template is told where chats are learned."""
+    def __init__(self, inner: TextTokenizer, *, day: date | None = None, skips: bool = False) -> None:
+        """`day`: the one that the template is told where chats are learned; `skips`: whether chats that it does not
+        take are left out."""
+        self.skips = skips
         self.inner, self.pad_id, self.token_bytes = inner, inner.pad_id, inner.token_bytes
         self.begin = inner.begin
         self.template: Template | None = inner.template
         self.day = day if self.template is not None and self.template.asks_for_date else None
         how = "plain" if self.template is None else f"{self.template.text}{self.day or ''}"
-        self.key = hashlib.sha256(f"chat, ended {how} {inner.key}".encode()).hexdigest()
+        skipping = "skips " if skips and self.template is not None else ""
+        self.key = hashlib.sha256(f"chat, ended {skipping}{how} {inner.key}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """Tokens of each chat, int32 [T_i]; multi-threaded. Raises DataError where the template does not take the
-        messages."""
+        """Tokens of each chat, int32 [T_i], or of each of its answers where the template changes earlier ones; none of
+        a chat that the template does not take. Multi-threaded. Raises TextFault for such a chat, unless it `skips`."""
         chats = [_read(text) for text in texts]
         if self.template is None:
             return self._encoded([_plain(messages) for messages, _ in chats])
         seconds = SECONDS + len(chats) / 10
         rendered = limited(lambda: [self._rendered(*chat) for chat in chats], TEMPLATE, seconds=seconds)
-        parted = self._seamless([_cut(*each) for each in rendered])
-        rows = [_marked(parts, messages) for parts, (messages, _) in zip(parted, chats, strict=True)]
+        samples = [sample for number, found in enumerate(rendered) for sample in self._taken(number, found)]
+        parted = self._seamless([[text for text, _ in pieces] for pieces in samples])
+        rows = [_marked(parts, pieces) for parts, pieces in zip(parted, samples, strict=True)]
         if self._ending.has_token:
             return rows
-        ends = [[self.pad_id] * is_learned(messages[-1]) for messages, _ in chats]
+        ends = [[self.pad_id] * _ends_learned(pieces) for pieces in samples]
         return [np.append(row, np.array(end, dtype=np.int32)) for row, end in zip(rows, ends, strict=True)]
 
-    def prompt(self, messages: Sequence[Message], *, on: date | None = None) -> list[int]:
+    def prompt(self, messages: Sequence[Message], *, on: date | None = None, tools: Any = None) -> list[int]:
         """Tokens up to where the assistant answers, on a day or else at the moment it is. Raises DataError."""
         if self.template is None:
             (row,) = self._encoded([_plain(messages, is_prompt=True)])
             return ids_of(row).tolist()
-        whole, spans = limited(partial(self._asked, messages, on), TEMPLATE, seconds=SECONDS)
-        ((*parts,),) = self._seamless([_cut(whole, spans)])
+        asked = partial(_asked, messages, self._render(messages, tools, on))
+        pieces = limited(asked, TEMPLATE, seconds=SECONDS)
+        ((*parts,),) = self._seamless([[text for text, _ in pieces]])
         return [token for part in parts for token in part]
 
     def decode(self, ids: list[int]) -> str:
@@ -123,22 +123,30 @@ class ChatTokenizer:
         found = [[ids if is_learned else ~ids for (_, is_learned), ids in zip(p, rows, strict=False)] for p in chats]
         return [np.concatenate(pieces) for pieces in found]
 
-    def _rendered(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a chat, as the template renders it, and where its answers are."""
-        assert self.template is not None
-        render = partial(self.template.render, on=self.day, tools=tools)
-        whole = render(messages)
-        return whole, _spans(messages, whole, render)
+    def _render(self, messages: Sequence[Message], tools: Any, on: date | None) -> Render:
+        template = self.template
+        assert template is not None
 
-    def _asked(self, messages: Sequence[Message], on: date | None) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text up to where the assistant answers, and where its earlier answers are, if that is certain."""
-        assert self.template is not None
-        render = partial(self.template.render, on=on)
-        whole = render(messages, is_prompt=True)
+        @cache
+        def render(count: int, *, is_prompt: bool = False) -> str:
+            return template.render(messages[:count], is_prompt=is_prompt, on=on, tools=tools)
+
+        return render
+
+    def _rendered(self, messages: Sequence[Message], tools: Any) -> list[list[Piece]] | str:
+        """Return the pieces of each sample that a chat is learned as, or why the template does not take it."""
         try:
-            return whole, _spans(messages, whole, render)
-        except DataError:
-            return whole, []
+            return _samples(messages, self._render(messages, tools, self.day))
+        except DataError as error:
+            return str(error)
+
+    def _taken(self, number: int, rendered: list[list[Piece]] | str) -> list[list[Piece]]:
+        """Return the samples of a chat: an empty one stands for a chat that is left out. Raises TextFault."""
+        if not isinstance(rendered, str):
+            return rendered
+        if not self.skips:
+            raise TextFault(number, rendered)
+        return [[]]
 
     def _seamless(self, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
         """Tokens of each part of texts. Those of a part do not depend on what follows, which in use is not known: where
@@ -203,32 +211,78 @@ class ChatTokenizer:
         return inner.with_special
 
 
-def _spans(messages: Sequence[Message], whole: str, render: Callable[..., str]) -> list[tuple[int, int]]:
-    """Where answers start and stop in the text of a chat, as its template renders its beginnings. Raises DataError."""
-    spans = []
-    for number in (number for number, each in enumerate(messages) if each["role"] == ASSISTANT):
-        before, after = render(messages[:number], is_prompt=True), render(messages[: number + 1])
+def _samples(messages: Sequence[Message], render: Render) -> list[list[Piece]]:
+    """Return the pieces of a chat; of each of its learned answers, as it is asked for, where the template changes
+    earlier turns when later ones follow. Raises DataError."""
+    whole = render(len(messages))
+    if pieces := _pieces(messages, whole, render):
+        return [pieces]
+    learned = [number for number, each in enumerate(messages) if number and is_learned(each)]
+    return [
+        [*_asked(messages[:number], render), (_answer(messages[number], number, render), True)] for number in learned
+    ]
+
+
+def _asked(messages: Sequence[Message], render: Render) -> list[Piece]:
+    """Return the text up to where the assistant answers, in the pieces that it would be learned in."""
+    prompt = render(len(messages), is_prompt=True)
+    return [(text, False) for text, _ in _pieces(messages, prompt, render) or [(prompt, False)]]
+
+
+def _pieces(messages: Sequence[Message], whole: str, render: Render) -> list[Piece]:
+    """Return the parts of the text of a chat, every other of which is an answer; none where these cannot be found in
+    it. What nobody has asked for, at the beginning, is no answer."""
+    pieces, end = list[Piece](), 0
+    for number in (number for number, each in enumerate(messages) if number and each["role"] == ASSISTANT):
+        before, after = render(number, is_prompt=True), render(number + 1)
         if not whole.startswith(before) or not whole.startswith(after):
-            raise DataError(
-                "the chat template changes earlier messages when later ones follow, so what the assistant says cannot "
-                "be found in it: take another tokenizer, or data.tokenizer=bpe, which uses a plain template"
-            )
-        spans.append((len(before), len(after)))
-    return spans
+            return []
+        pieces += [(whole[end : len(before)], False), (whole[len(before) : len(after)], is_learned(messages[number]))]
+        end = len(after)
+    return [*pieces, (whole[end:], False)]
 
 
-def _cut(whole: str, spans: Sequence[tuple[int, int]]) -> list[str]:
-    """Return the parts of a text: before an answer, the answer, before the next one, and so on."""
-    places = [0, *(place for span in spans for place in span), len(whole)]
-    return [whole[start:stop] for start, stop in pairwise(places)]
+def _answer(message: Message, number: int, render: Render) -> str:
+    """Return what follows the prompt of an answer. Raises DataError where the template's answer does not go on from
+    its prompt."""
+    prompt, after = render(number, is_prompt=True), render(number + 1)
+    if after.startswith(prompt):
+        return after[len(prompt) :]
+    begun = THOUGHT.search(prompt)
+    if not begun or not after.startswith(prompt[: begun.start()]):
+        raise DataError(
+            "the chat template changes earlier messages when later ones follow, and its answers do not go on from its "
+            "prompts, so what the assistant says cannot be found: take another tokenizer, or data.tokenizer=bpe, which "
+            "uses a plain template"
+        )
+    return _thought(message, after[begun.start() :], tag=begun[1], space=begun[2])
 
 
-def _marked(parts: Sequence[Sequence[int]], messages: Sequence[Message]) -> np.ndarray:
-    """Marked tokens of the parts of a chat, of which every other is an answer."""
+def _thought(message: Message, written: str, *, tag: str, space: str) -> str:
+    """Return an answer with the thought that its prompt has begun, and that the template leaves out: the message's own,
+    or an empty one, as Qwen3 writes it."""
+    end = f"</{tag}>"
+    thought, is_own, said = (message["content"] or "").rpartition(end)
+    if is_own:
+        thought = thought.lstrip().removeprefix(f"<{tag}>").removeprefix(space)
+    else:
+        thought, said = str(message.get("reasoning_content") or "") + "\n", "\n\n"
+    written = written.rpartition(end)[2]
+    gap = said[: len(said) - len(said.lstrip())]
+    return thought + end + gap * (not written.startswith(gap)) + written
+
+
+def _marked(parts: Sequence[Sequence[int]], pieces: Sequence[Piece]) -> np.ndarray:
+    """Marked tokens of the pieces of a chat."""
     ids = np.array([token for part in parts for token in part], dtype=np.int32)
-    has_target = np.zeros(len(parts), dtype=bool)
-    has_target[1::2] = [is_learned(each) for each in messages if each["role"] == ASSISTANT]
-    return marked(ids, np.repeat(has_target, [len(part) for part in parts]))
+    sizes = np.array([len(part) for part in parts], dtype=np.int64)
+    return marked(ids, np.repeat(np.array([is_learned for _, is_learned in pieces], dtype=bool), sizes))
+
+
+def _ends_learned(pieces: Sequence[Piece]) -> bool:
+    """Return whether a sample ends with a learned answer."""
+    written = [is_learned for text, is_learned in pieces if text]
+    return bool(written) and written[-1]
 
 
 def _plain(messages: Sequence[Message], *, is_prompt: bool = False) -> list[Piece]:
@@ -238,10 +292,10 @@ def _plain(messages: Sequence[Message], *, is_prompt: bool = False) -> list[Piec
     for message in messages:
         before += f"{message['role']}: "
         if message["role"] == ASSISTANT:
-            pieces += [(before, False), (message["content"] + END, is_learned(message))]
+            pieces += [(before, False), ((message["content"] or "") + END, is_learned(message))]
             before = "\n"
         else:
-            before += message["content"] + "\n"
+            before += (message["content"] or "") + "\n"
     return [*pieces, (before + f"{ASSISTANT}: " * is_prompt, False)]
 
 
@@ -259,4 +313,4 @@ class Contents:
     def __getitems__(self, indices: Sequence[int]) -> Columns:
         """{"text": m strings}."""
         chats = map(_read, self.chats.__getitems__(indices)["text"])
-        return {"text": ["\n".join(message["content"] for message in messages) for messages, _ in chats]}
+        return {"text": ["\n".join(message["content"] or "" for message in messages) for messages, _ in chats]}

@@ -13,6 +13,8 @@ from lockstep.base.events import Preparing, Warned
 from lockstep.base.remote_path import RemotePath
 from lockstep.core.host import remote_storage
 from lockstep.data.augment import Augmented
+from lockstep.data.chat import ChatTokenizer
+from lockstep.data.chat_remarks import chat_remarks
 from lockstep.data.data_config import DataSection
 from lockstep.data.packing import Windows, document_starts
 from lockstep.data.stream import Stream
@@ -148,5 +150,8 @@ def packed(
     """Tokenize texts, join them, and cut them into samples of section.context tokens."""
     tokens = with_tokens(source, section, tokenizer, publish=publish, is_checked=is_checked)
     assert isinstance(tokens, Tokens)  # no source of such texts is a stream
+    if isinstance(tokenizer, ChatTokenizer):
+        for remark in chat_remarks(tokens, tokenizer, context=section.context):
+            publish(Warned(message=remark))
     starts = document_starts(tokens) if section.documents == "apart" else None
     return Windows(tokens, tokenizer.token_bytes, context=section.context, starts=starts)

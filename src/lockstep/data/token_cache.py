@@ -27,6 +27,22 @@ class Fingerprinted(Protocol):
     fingerprint: str
 
 
+@runtime_checkable
+class Placed(Protocol):
+    """A source that knows where each of its texts stands."""
+
+    def place(self, index: int) -> str:
+        """Where a text stands, such as "line 3 of chats.jsonl"."""
+
+
+class TextFault(DataError):
+    """A tokenizer does not take one of the texts that it is given."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(reason)
+        self.index = index
+
+
 Progress = Callable[[int, int], None]
 """Called with (texts done, total texts)."""
 
@@ -123,11 +139,16 @@ def _spread(classes: Any, tokens: np.ndarray, index: int) -> np.ndarray:
         raise DataError(f"the label of sample {index} does not fit its text: {error}") from None
 
 
-def _chunks(source: Source) -> Iterator[tuple[int, list[str]]]:
+def chunks(source: Source) -> Iterator[tuple[int, list[str]]]:
     """Yield (index of the first text, texts) of each chunk."""
     for start in range(0, len(source), CHUNK):
         rows = range(start, min(start + CHUNK, len(source)))
         yield start, source.__getitems__(rows)["text"]
+
+
+def place_of(source: Source, index: int) -> str:
+    """Where a text of a source stands."""
+    return source.place(index) if isinstance(source, Placed) else f"text {index}"
 
 
 def fingerprint(source: Source) -> str:
@@ -135,7 +156,7 @@ def fingerprint(source: Source) -> str:
     if isinstance(source, Fingerprinted):
         return source.fingerprint
     digest = hashlib.sha256()
-    for _, texts in _chunks(source):
+    for _, texts in chunks(source):
         for text in texts:
             encoded = text.encode("utf-8", "surrogatepass")
             digest.update(len(encoded).to_bytes(8, "little"))
@@ -163,12 +184,16 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path, *, progress: Prog
     partial = folder.with_suffix(".partial")
     partial.mkdir(exist_ok=True)
     files, lengths = [], [np.zeros(1, np.int64)]
-    for start, texts in _chunks(source):
+    for start, texts in chunks(source):
         stop = start + len(texts)
         file = partial / f"{start:09}-{stop:09}.npz"
         chunk = _read_chunk(file)
         if chunk is None:
-            rows = tokenizer([_without_surrogates(text) for text in texts])
+            try:
+                rows = tokenizer([_without_surrogates(text) for text in texts])
+            except TextFault as fault:
+                where = place_of(source, start + fault.index)
+                raise DataError(f"{where}: {fault}; or leave such ones out with data.on_bad_sample=skip") from None
             chunk = _concatenated(rows), np.array([len(row) for row in rows], dtype=np.int64)
             temporary = file.with_suffix(".tmp.npz")
             np.savez(temporary, ids=chunk[0], lengths=chunk[1])

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from lockstep.base.errors import DataError, ModelError
-from lockstep.data import chat
+from lockstep.data.chat_forms import Message, messages_of
 from lockstep.inference import trained_model
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.generation.generated import Generated, generated
@@ -24,7 +24,7 @@ from lockstep.models.objectives._objective import finite
 Prediction: TypeAlias = ClassAnswer | ClassesAnswer | NumbersAnswer | WordsAnswer | Generated
 Given: TypeAlias = str | bytes | os.PathLike[str] | Image.Image | np.ndarray
 """A sample: a text or prompt; or the path of an image or sound file, its bytes, an image of Pillow, or its pixels."""
-Chat: TypeAlias = Sequence[Mapping[str, str]]
+Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages, each with "role" and "content"."""
 GREEDY = Sampling(max_tokens=64, temperature=0)
 """What a language model answers to predict()."""
@@ -209,16 +209,16 @@ def _image(pixels: np.ndarray, which: str) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(pixels))
 
 
-def _prompt(given: Any, which: str) -> str | list[dict[str, str]]:
+def _prompt(given: Any, which: str) -> str | list[Message]:
     """A prompt or a chat. Raises DataError for what is neither."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list | tuple):
         raise DataError(f"{which}a prompt is a text, or a list of messages; not {_kind(given)}")
-    messages = [dict(each) if isinstance(each, Mapping) else each for each in given]
-    if reason := chat.fault(messages):
-        raise DataError(f"{which}{reason}")
-    return messages
+    try:
+        return messages_of(given)
+    except DataError as error:
+        raise DataError(f"{which}{error}") from None
 
 
 def _of(first: int | None, number: int) -> str:

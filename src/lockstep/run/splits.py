@@ -212,6 +212,7 @@ def open_splits(
 
     `is_checked` verifies every byte of tokens made before.
     """
+    publish = _once(publish)
     train, test = (open_source(recipe.data, split, publish=publish) for split in ("train", "test"))
     if train.spec.labels and test.spec.labels and train.spec.labels != test.spec.labels:
         raise DataError(
@@ -251,6 +252,20 @@ def open_splits(
     )
 
 
+def _once(publish: Callable[[object], None]) -> Callable[[object], None]:
+    """Publish what both splits say of their common file once."""
+    told = set[str]()
+
+    def publish_once(event: object) -> None:
+        if isinstance(event, Warned):
+            if event.message in told:
+                return
+            told.add(event.message)
+        publish(event)
+
+    return publish_once
+
+
 def _blocks(recipe: Recipe, train: Source) -> Blocks | None:
     """How training takes the samples of a stream. Raises ConfigError for settings that do not fit one."""
     data, stream = recipe.data, stream_of(train)
@@ -287,7 +302,7 @@ def _packing_tokenizer(section: Any, train: Source) -> TextTokenizer:
     tokenizer = open_tokenizer(section.tokenizer, Contents(train), **options)
     if tokenizer.template is not None and section.add_bos != "auto":
         raise DataError("data.add_bos is of plain texts, and the chat template writes its own BOS token: leave it out")
-    return ChatTokenizer(tokenizer, day=section.date or datetime.date.today())
+    return ChatTokenizer(tokenizer, day=section.date or datetime.date.today(), skips=section.skips)
 
 
 def prepare_splits(recipe: Recipe, publish: Callable[[object], None]) -> Splits:

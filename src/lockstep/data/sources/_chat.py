@@ -1,67 +1,81 @@
 """Chats from a file of JSON lines, held in memory."""
 
 import json
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.base.errors import DataError, few
 from lockstep.data import tables
-from lockstep.data.chat import fault, is_learned
-from lockstep.data.in_memory import PlainTexts
+from lockstep.data.chat import is_learned
+from lockstep.data.chat_forms import Chats, Message, chat_of, check_columns, columns_of
 from lockstep.data.packing import held_out_rows
 from lockstep.data.sources.chat import Config
 
 
-def build(config: Config, split: str) -> PlainTexts:
+def build(config: Config, split: str) -> Chats:
     """Read the chats of the "train" or "test" split, each as JSON. Raises DataError, which names the line."""
     path = config.train if config.test is None or split == "train" else config.test
-    chats, unused = _read(path, config.messages_column)
+    found = _read(path, config)
     if config.test is None:
-        chats = [chats[row] for row in held_out_rows(len(chats), config.test_fraction, split)]
-    found = PlainTexts(chats)
-    if unused:
-        found.remarks = (
-            f"of {path.name} nothing but {config.messages_column!r} and 'tools' is used: not {few(unused)}",
-        )
+        return found.part(held_out_rows(len(found), config.test_fraction, split))
     return found
 
 
-def _read(path: Path, column: str) -> tuple[list[str], list[str]]:
-    """Return the chats, and the names of columns that are not used."""
+def _read(path: Path, config: Config) -> Chats:
+    """Return all chats of a file. Raises DataError."""
     if not path.is_file():
         raise DataError(f"there is no file {path}: correct data.train or data.test")
-    chats, names = [], dict[str, None]()
+    chats, lines, faults = list[str](), list[int](), list[str]()
+    names, keys = dict[str, bool](), dict[str, None]()
+    column = config.messages_column
     with tables.read_errors(path):
-        for number, row in tables.json_rows(path, partial(_check_column, column)):
-            if reason := fault(row[column]):
-                raise DataError(f"line {number} of {path}: {reason}")
-            if not any(map(is_learned, row[column])):
-                raise DataError(f"line {number} of {path}: no message is of the assistant, so nothing is learned of it")
-            tools = _tools(row.get("tools"), f"line {number} of {path}")
-            chat = {"messages": row[column], "tools": tools} if tools else row[column]
+        for number, row in tables.json_rows(path, partial(check_columns, column=column)):
+            used = {*columns_of([*row], column), "tools"}
+            names |= {name: names.get(name, False) or name in used for name in row}
+            try:
+                messages, tools = _chat(row, config)
+            except DataError as error:
+                faults.append(f"line {number} of {path}: {error}")
+                if not config.skips:
+                    raise DataError(faults[0]) from None
+                continue
+            chat = {"messages": messages, "tools": tools} if tools else messages
             chats.append(json.dumps(chat, ensure_ascii=False))
-            names |= dict.fromkeys(row)
+            lines.append(number)
+            keys |= {key: None for message in messages for key in message}
     if not chats:
-        raise DataError(f"{path} holds no chat")
-    return chats, [name for name in names if name not in (column, "tools")]
+        raise DataError(f"{path} holds no chat{' that can be used: ' + faults[0] if faults else ''}")
+    found = Chats(chats, lines, path=path, keys=[*keys])
+    if faults:
+        found.remarks = (f"{len(faults):,} of {len(chats) + len(faults):,} chats are left out: {faults[0]}",)
+    if unused := [name for name, is_used in names.items() if not is_used]:
+        taken = " and ".join(map(repr, dict.fromkeys([*(name for name in names if names[name]), "tools"])))
+        found.remarks += (f"of {path.name} nothing but {taken} is used: not {few(unused)}",)
+    return found
 
 
-def _tools(given: Any, where: str) -> Any:
+def _chat(row: dict[str, Any], config: Config) -> tuple[list[Message], Any]:
+    """Return the messages of a row, and the schemas of functions. Raises DataError."""
+    messages = chat_of(row, config.messages_column)
+    learned = [number for number, message in enumerate(messages) if is_learned(message)]
+    if not learned:
+        raise DataError("no message is of the assistant, so nothing is learned of it")
+    if config.turns == "last":
+        messages = [_not_learned(each) if number in learned[:-1] else each for number, each in enumerate(messages)]
+    return messages, _tools(row.get("tools"))
+
+
+def _not_learned(message: Message) -> Message:
+    return {**message, "train": False}
+
+
+def _tools(given: Any) -> Any:
     """Return the schemas of functions, which some files hold as JSON in a text. Raises DataError."""
     try:
         tools = json.loads(given) if isinstance(given, str) and given else given
     except ValueError:
         tools = given
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(f"{where}: 'tools' is no list of the schemas of functions")
+        raise DataError("'tools' is no list of the schemas of functions")
     return tools
-
-
-def _check_column(column: str, names: Sequence[str], where: Any) -> None:
-    if column not in names:
-        raise DataError(
-            f"{where} has no {column!r}: name the list of messages with data.messages_column (there is: "
-            f"{', '.join(names) or 'nothing'})"
-        )

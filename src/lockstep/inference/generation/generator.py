@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from lockstep.base.errors import DataError, LockstepError, ModelError
 from lockstep.base.model_contracts import Forward, Model
-from lockstep.data.chat import ChatTokenizer, Message
+from lockstep.data.chat import ChatTokenizer
+from lockstep.data.chat_forms import Message
 from lockstep.data.packing import BEGIN
 from lockstep.data.text_tokenizers import Special, TextTokenizer
 from lockstep.inference.export.export_facts import ExportFacts
@@ -191,8 +193,13 @@ def _checked(text: str) -> str:
     return text
 
 
-def _encodable(message: Message) -> Message:
-    return {name: _checked(text) for name, text in message.items()}
+def _encodable(value: Any) -> Any:
+    """Return a value of JSON. Raises DataError for a text in it that is none."""
+    if isinstance(value, str):
+        return _checked(value)
+    if isinstance(value, list):
+        return [*map(_encodable, value)]
+    return {name: _encodable(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def generator(

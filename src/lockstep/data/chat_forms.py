@@ -1,0 +1,100 @@
+"""Forms that chats have in files and in requests, all read as messages with a role and a text."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.base.errors import DataError, few
+from lockstep.data.in_memory import PlainTexts
+
+Message = dict[str, Any]
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+"""Names that ShareGPT has for roles."""
+FORMS = (("conversations",), ("prompt", "completion"), ("instruction", "output", "input", "system"))
+"""Columns of chats beside a list of messages: of ShareGPT, of one question, of Alpaca. The first two are needed."""
+
+
+def messages_of(given: Any) -> list[Message]:
+    """Return messages as templates take them: a content in parts is one text, and null is left out, but for the content
+    beside a call of functions. Raises DataError."""
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise DataError('a chat is a list of messages such as {"role": "user", "content": "..."}')
+    return [_message(each, f"message {number}") for number, each in enumerate(given, 1)]
+
+
+def _message(given: Any, name: str) -> Message:
+    message = {key: value for key, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
+    if "role" not in message and isinstance(role := message.pop("from", None), str):
+        message = {"role": ROLES.get(role, role), "content": message.pop("value", None), **message}
+    if isinstance(message.get("content"), list):
+        message["content"] = "".join(_part(part, name) for part in message["content"])
+    if message.get("tool_calls"):
+        message.setdefault("content", None)
+    for key in ("role", "content"):
+        if not isinstance(message.get(key), str) and not (key in message and message.get("tool_calls")):
+            raise DataError(f"{name} has no text {key!r}")
+    return message
+
+
+def _part(part: Any, name: str) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise DataError(f"{name} has a part of the type {kind!r}: only parts that are texts are read")
+    return text
+
+
+def columns_of(names: Sequence[str], column: str) -> tuple[str, ...]:
+    """Return the columns that hold the chat: a list of messages, or those of another form; none where there is none."""
+    if column in names:
+        return (column,)
+    return next((form for form in FORMS if {*form[:2]} <= {*names}), ())
+
+
+def chat_of(row: Mapping[str, Any], column: str) -> list[Message]:
+    """Return the messages of a row. Raises DataError."""
+    first, *others = columns_of([*row], column)
+    if not others:
+        return messages_of(row[first])
+    asked, answered = (row[name] for name in (first, others[0]))
+    if row.get("input") and "input" in others:
+        asked = f"{asked}\n\n{row['input']}"
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") and "system" in others else []
+    return messages_of([*system, *_said("user", asked, first), *_said("assistant", answered, others[0])])
+
+
+def _said(role: str, given: Any, column: str) -> list[Any]:
+    """Return the messages of a column: a text, or a list of them already."""
+    if not isinstance(given, str | list):
+        raise DataError(f"{column!r} is neither a text nor a list of messages")
+    return given if isinstance(given, list) else [{"role": role, "content": given}]
+
+
+def check_columns(names: Sequence[str], where: object, *, column: str) -> None:
+    """Raise DataError where there is no chat among the columns."""
+    if not columns_of(names, column):
+        others = "; ".join(" and ".join(form[:2]) for form in FORMS)
+        raise DataError(
+            f"{where} has no {column!r}: name the list of messages with data.messages_column, or give {others} (there "
+            f"is: {few([*names]) or 'nothing'})"
+        )
+
+
+class Chats(PlainTexts):
+    """Chats of a file, each as JSON, with the line that each stands in, and all keys of their messages."""
+
+    def __init__(self, texts: Sequence[str], lines: Sequence[int], *, path: Path, keys: Sequence[str]) -> None:
+        super().__init__(texts)
+        self.lines, self.path, self.keys = lines, path, keys
+
+    def place(self, index: int) -> str:
+        return f"line {self.lines[index]} of {self.path}"
+
+    def part(self, rows: np.ndarray) -> "Chats":
+        """Return some of them."""
+        texts, lines = [self.texts[row] for row in rows], [self.lines[row] for row in rows]
+        part = Chats(texts, lines, path=self.path, keys=self.keys)
+        part.remarks = self.remarks
+        return part

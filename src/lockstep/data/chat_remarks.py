@@ -1,0 +1,46 @@
+"""What a run says of its chats at the start."""
+
+import re
+from collections.abc import Iterator
+
+from lockstep.base.errors import few
+from lockstep.data.chat import ChatTokenizer
+from lockstep.data.chat_forms import Chats
+from lockstep.data.token_cache import TextFault, Tokens, chunks, place_of
+
+USED = {"role", "content", "train", "weight"}
+"""Keys of messages that are used with any template."""
+
+
+def chat_remarks(tokens: Tokens, tokenizer: ChatTokenizer, *, context: int) -> Iterator[str]:
+    """Yield what of chats is not learned, or otherwise than as a whole."""
+    chats, samples, source = len(tokens.source), len(tokens), tokens.source
+    template = "" if tokenizer.template is None else tokenizer.template.text
+    keys = {*source.keys} - USED if isinstance(source, Chats) else set()
+    if unused := sorted(key for key in keys if not re.search(rf"\b{re.escape(key)}\b", template)):
+        yield f"neither the chat template nor Lockstep uses some keys of messages: {few(unused)}"
+    if samples > chats:
+        yield (
+            f"the chat template changes earlier turns when later ones follow, so {chats:,} chats are learned as "
+            f"{samples:,} samples: each answer as it is asked for (data.turns=last learns the last of each chat alone)"
+        )
+    left_out = int((tokens.lengths == 0).sum())
+    if left_out:
+        yield f"{left_out:,} of {chats:,} chats are left out: {_first_fault(tokens, tokenizer)}"
+    if long := int((tokens.lengths > context).sum()):
+        yield (
+            f"{long:,} of {samples:,} chats have more than data.context={context} tokens, the longest "
+            f"{int(tokens.lengths.max()):,}: each is cut into several samples, of which the later ones do not see its "
+            "beginning"
+        )
+
+
+def _first_fault(tokens: Tokens, tokenizer: ChatTokenizer) -> str:
+    """Where the first chat stands that the template does not take, and why."""
+    strict = ChatTokenizer(tokenizer.inner, day=tokenizer.day)
+    for start, texts in chunks(tokens.source):
+        try:
+            strict(texts)
+        except TextFault as fault:
+            return f"{place_of(tokens.source, start + fault.index)}: {fault}"
+    return "the chat template writes nothing"
