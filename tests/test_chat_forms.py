@@ -5,12 +5,14 @@ import json
 
 import pytest
 from running import lockstep, summary
+from served import serving
 from test_chat import ASK, CHATS, TEMPLATE, THANK, said, templated
 
 from lockstep.base.errors import DataError
 from lockstep.core.numerics.word_tokens import ids_of
 from lockstep.data.chat_forms import messages_of
 from lockstep.data.sources import _chat, chat
+from lockstep.inference.loaded_model import load
 
 QWEN3 = (
     "{%- set ns = namespace(last=-1) %}"
@@ -285,3 +287,42 @@ def test_other_turns_are_another_recipe(configured):
     assert run().returncode == 0
     refused = run("train.steps=6", "data.turns=last")
     assert refused.returncode == 2 and "data.turns: 'all' in the checkpoint, 'last' now" in told(refused), told(refused)
+
+
+TOOLS = "{% if tools %}{{ '<|start|>tools\n' + tools[0].function.name + '<|stop|>\n' }}{% endif %}" + QWEN3
+
+
+def test_a_server_gives_the_template_what_training_gives_it(tmp_path):
+    """Parts, names, calls of functions and their schemas, by both protocols: as many tokens as plain transformers."""
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": CHATS[n % 3]}) for n in range(240)))
+    theirs = templated(tmp_path, TOOLS).template.tokenizer
+    config = {
+        "data": {"kind": "chat", "train": "chats.jsonl", "context": 128, "tokenizer": str(tmp_path / "tokenizer")},
+        "model": {"kind": "gpt", "layers": 1, "width": 16, "heads": 2},
+        "train": {"steps": 1, "global_batch": 4, "micro_batch": 4},
+        "evaluate": {"sample_tokens": 0},
+        "launch": {"processes": 1},
+        "run": {"name": "r"},
+    }
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    done = lockstep(tmp_path, "train", "c.yaml")
+    assert done.returncode == 0, told(done)
+    tools = [{"type": "function", "function": {"name": "count", "parameters": {}}}]
+    parts = ASK | {"content": [{"type": "text", "text": "one or "}, {"type": "text", "text": "two?"}], "name": "Ann"}
+    with serving(tmp_path / "runs" / "r") as server:
+        for messages, given in (([ASK], [parts]), ([ASK, CALL, FOUND], [parts, CALL, FOUND | {"tool_call_id": "1"}])):
+            for schemas in (None, tools):
+                wanted = theirs.apply_chat_template(messages, tools=schemas, add_generation_prompt=True, tokenize=True)
+                body = {"messages": given, "tools": schemas, "max_tokens": 1}
+                own = server.post("/generate", json=body).json()
+                answer = server.post("/v1/chat/completions", json=body)
+                count = len(wanted["input_ids"])
+                assert (own["prompt_tokens"], answer.json()["usage"]["prompt_tokens"]) == (count, count)
+                assert "x-ignored-fields" not in answer.headers
+        for wrong in (ASK | {"content": None}, ASK | {"content": [{"type": "image_url", "image_url": "x"}]}):
+            refused = server.post("/generate", json={"messages": [wrong]})
+            assert refused.status_code == 422 and "message 1 has" in refused.json()["error"], refused.text
+    loaded = load(tmp_path / "runs" / "r")
+    assert loaded.generate([parts], tools=tools, max_tokens=1).prompt_tokens == len(
+        theirs.apply_chat_template([ASK], tools=tools, add_generation_prompt=True, tokenize=True)["input_ids"]
+    )

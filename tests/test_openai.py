@@ -74,6 +74,9 @@ def test_what_clients_send_beside_it(client, name):
     )  # fmt: skip
     assert raw.parse().choices[0].message.content == "two"
     assert set(raw.headers["x-ignored-fields"].split(", ")) == {"presence_penalty", "user", "top_k"}
+    schemas = [{"type": "function", "function": {"name": "count", "parameters": {}}}]
+    raw = client.chat.completions.with_raw_response.create(model=name, messages=[ASK], tools=schemas, **GREEDY)
+    assert raw.headers["x-ignored-fields"] == "tools", "the plain template has none"
     plain = client.chat.completions.with_raw_response.create(model=name, messages=[ASK], **GREEDY)
     assert "x-ignored-fields" not in plain.headers
 

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError
 from lockstep.core.host.pretrained_files import load
+from lockstep.data.chat_forms import Message
 from lockstep.data.data_config import AUTO, BYTES, LEARNED, AddBos
 from lockstep.data.packing import unmarked
 from lockstep.data.token_cache import fingerprint
@@ -48,8 +49,13 @@ class Template:
         """Whether its text may hold the date."""
         return "strftime_now" in self.text
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether it writes schemas of functions."""
+        return "tools" in self.text
+
     def render(
-        self, messages: Sequence[dict[str, str]], *, is_prompt: bool = False, on: date | None = None, tools: Any = None
+        self, messages: Sequence[Message], *, is_prompt: bool = False, on: date | None = None, tools: Any = None
     ) -> str:
         """The text of messages, as a prompt up to where the assistant answers; `on`: the day that it is told, else the
         moment it is; `tools`: schemas of functions. Raises DataError for messages that the template does not take, such

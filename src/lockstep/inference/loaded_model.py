@@ -39,6 +39,7 @@ class SamplingOptions(TypedDict, total=False):
     seed: int
     stop: Sequence[str]
     date: datetime.date | None
+    tools: Sequence[Mapping[str, Any]] | None
     truncate: bool
 
 
@@ -142,10 +143,10 @@ class LoadedModel:
         """Go on from a prompt, a list of prompts, or the messages of a chat.
 
         `options` are those of a Sampling: max_tokens=128, temperature=0.8, top_p=1.0, seed=0, stop=(), date=None (the
-        day that a chat template is told), truncate=False; the same seed gives the same text again, and each further
-        prompt of a list takes the next seed. Raises UserError for a model that generates nothing, and for options and
-        prompts that cannot be used, such as one that is longer than the model's context, of which `truncate` leaves out
-        the beginning.
+        day that a chat template is told), tools=None (schemas of functions, for a chat template), truncate=False; the
+        same seed gives the same text again, and each further prompt of a list takes the next seed. Raises UserError for
+        a model that generates nothing, and for options and prompts that cannot be used, such as one that is longer than
+        the model's context, of which `truncate` leaves out the beginning.
         """
         sampling = Sampling(**options)
         is_list = isinstance(prompt, list | tuple) and not (prompt and isinstance(prompt[0], Mapping))

@@ -10,9 +10,9 @@ import torch
 from lockstep.base.errors import DataError, LockstepError, ModelError
 from lockstep.base.model_contracts import Forward, Model
 from lockstep.data.chat import ChatTokenizer
-from lockstep.data.chat_forms import Message
+from lockstep.data.chat_forms import Message, messages_of
 from lockstep.data.packing import BEGIN
-from lockstep.data.text_tokenizers import Special, TextTokenizer
+from lockstep.data.text_tokenizers import Special, Template, TextTokenizer
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.generation.decoding import KEPT, Decoding, caches_well, decoding_of
 from lockstep.inference.generation.sampling import Sampling, next_token
@@ -65,8 +65,8 @@ class Generator:
         if not isinstance(prompt, str) and not self.is_chat:
             raise DataError("this model has not learned chats: give a prompt")
         if isinstance(self.tokenizer, ChatTokenizer):
-            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tokens = self.tokenizer.prompt([_encodable(message) for message in said], on=sampling.date)
+            said = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            tokens = self.tokenizer.prompt(_encodable(said), on=sampling.date, tools=sampling.tools)
         else:
             assert isinstance(prompt, str)
             (encoded,) = self.tokenizer([BEGIN + _checked(prompt)])
@@ -85,6 +85,11 @@ class Generator:
     def is_chat(self) -> bool:
         """Whether it has learned to answer in chats."""
         return isinstance(self.tokenizer, ChatTokenizer)
+
+    @property
+    def template(self) -> Template | None:
+        """The template of its chats; None where it has learned none, or a plain one."""
+        return self.tokenizer.template if self.is_chat else None
 
     @cached_property
     def special(self) -> Special:

@@ -1,8 +1,9 @@
 """How the next token is drawn."""
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ class Sampling:
     """Texts before which a completion ends."""
     date: datetime.date | None = None
     """The day that a chat template is told; by default the day it is."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Schemas of functions, for a chat template that writes them."""
     truncate: bool = False
     """Whether the beginning of a prompt is left out where it is longer than the model reads, instead of an error."""
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from lockstep.data.chat_forms import Message
 from lockstep.inference.generation.generated import Generated, generated
 from lockstep.inference.generation.sampling import Sampling
 from lockstep.inference.serving import openapi
@@ -25,7 +26,13 @@ class ChatMessage(Body):
     """What somebody says in a chat."""
 
     role: Filled = Field(description="user, assistant, or another that the model has learned.")
-    content: str
+    content: str | list[dict[str, Any]] | None = Field(
+        None, description="A text, or parts that are texts; nothing beside calls of functions."
+    )
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = Field(None, description="The thought of an answer, for a template that writes it.")
 
 
 class GenerationRequest(Body):
@@ -35,6 +42,7 @@ class GenerationRequest(Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = Field(
         None, description="In place of a prompt, for a model that has learned chats."
     )
+    tools: list[dict[str, Any]] | None = Field(None, description="Schemas of functions, for the chat template.")
     max_tokens: int = Field(128, ge=1, le=MOST_TOKENS)
     temperature: float = Field(0.8, ge=0, le=10, description="0: always the most probable token.")
     top_p: float = Field(1.0, gt=0, le=1, description="Draw only from the most probable tokens that add up to this.")
@@ -54,9 +62,9 @@ class GenerationRequest(Body):
         return self
 
     @property
-    def given(self) -> str | list[dict[str, str]]:
+    def given(self) -> str | list[Message]:
         return (
-            [each.model_dump() for each in self.messages]
+            [each.model_dump(exclude_none=True) for each in self.messages]
             if self.prompt is None and self.messages
             else self.prompt or ""
         )
@@ -101,7 +109,7 @@ async def body_of(request: Any, kind: type[AnyBody]) -> AnyBody:
 
 def _sampling(asked: GenerationRequest) -> Sampling:
     seed = secrets.randbelow(MOST_SEED) if asked.seed is None else asked.seed
-    values = asked.model_dump(include={"max_tokens", "temperature", "top_p", "date", "truncate"})
+    values = asked.model_dump(include={"max_tokens", "temperature", "top_p", "date", "truncate", "tools"})
     return Sampling(seed=seed, stop=tuple(asked.stop), **values)
 
 

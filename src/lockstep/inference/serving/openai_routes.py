@@ -8,11 +8,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lockstep.data.chat_forms import Message
 from lockstep.inference.generation.generator import Completion, Generator
 from lockstep.inference.generation.sampling import Sampling
 from lockstep.inference.serving.generation_routes import EVENTS, MOST_SEED, MOST_STOPS, MOST_TOKENS, body_of, event
@@ -25,7 +27,7 @@ FINISH = {"end": "stop", "stop": "stop", "length": "length"}
 """Reason why a completion ended -> its name in the protocol."""
 ROLES = {"developer": "system"}
 """Role of newer clients -> what chat templates call it."""
-Prompt = str | list[dict[str, str]]
+Prompt = str | list[Message]
 
 
 class Tolerant(BaseModel):
@@ -58,13 +60,14 @@ class ClientMessage(Tolerant):
     role: Filled
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
-    def plain(self) -> dict[str, str]:
-        """Return the message as chat templates take it."""
-        parts = self.content if isinstance(self.content, list) else []
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
-        named = {"name": self.name} if self.name is not None else {}
-        return {"role": ROLES.get(self.role, self.role), "content": content, **named}
+    def plain(self) -> Message:
+        """Return the message as it is given to a model; some clients leave an empty content out."""
+        given = self.model_dump(include={*ClientMessage.model_fields}, exclude_none=True)
+        return {"content": None if self.tool_calls else "", **given, "role": ROLES.get(self.role, self.role)}
 
 
 class ClientRequest(Tolerant):
@@ -98,6 +101,10 @@ class ChatRequest(ClientRequest):
 
     messages: Annotated[list[ClientMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+
+    def sampling(self, generator: Generator, number: int) -> Sampling:
+        return replace(super().sampling(generator, number), tools=self.tools)
 
     def prompts(self) -> list[Prompt]:
         """Return the one chat."""
@@ -131,6 +138,8 @@ class Answer:
         if isinstance(asked, ChatRequest) and asked.max_completion_tokens:
             asked.max_tokens = asked.max_completion_tokens
         self.is_chat, self.asked = isinstance(asked, ChatRequest), asked
+        takes_tools = generator.template is not None and generator.template.takes_tools
+        self.unused = ["tools"] if isinstance(asked, ChatRequest) and asked.tools and not takes_tools else []
         begun = [
             service.begun(prompt, asked.sampling(generator, number))
             for prompt in asked.prompts()
@@ -149,7 +158,7 @@ class Answer:
     @property
     def headers(self) -> dict[str, str]:
         """Header that names what was ignored."""
-        names = self.asked.ignored
+        names = [*self.asked.ignored, *self.unused]
         return {IGNORED: ", ".join(quote(name) for name in names[:MOST_NAMED])} if names else {}
 
     def whole(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw
 from lockstep.base.contracts import samples_of
 from lockstep.base.errors import DataError, LockstepError, ModelError
 from lockstep.base.world import cores
+from lockstep.data.chat_forms import Message
 from lockstep.data.sounds import tone
 from lockstep.inference.generation.generated import generated
 from lockstep.inference.generation.generator import Completion, Generator
@@ -226,7 +227,7 @@ class GenerationService(Service):
     def close(self) -> None:
         self.batcher.close()
 
-    def begun(self, prompt: str | list[dict[str, str]], sampling: Sampling) -> tuple[Generator, Completion]:
+    def begun(self, prompt: str | list[Message], sampling: Sampling) -> tuple[Generator, Completion]:
         """A completion of the current model. Raises InvalidInput."""
         generator = self.model.current
         assert isinstance(generator, Generator)
