@@ -174,6 +174,41 @@ def test_a_chat_that_the_assistant_begins(folder):
     assert ids_of(ids)[: len(prompt)].tolist() == prompt
 
 
+def called(arguments):
+    return CALL | {"tool_calls": [{"type": "function", "function": {"name": "count", "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize(
+    "written, is_same",
+    [
+        ("c.function.arguments | tojson", True),
+        ("c.function | tojson", True),
+        ("c['function']['arguments']|tojson", True),
+        ("(c.function.arguments if c.function.arguments is string else c.function.arguments | tojson)", False),
+        ("c.function.arguments ~ ''", False),
+    ],
+)
+def test_arguments_of_calls_are_objects_or_json(folder, written, is_same):
+    """As OpenAI's clients write them, and as transformers' templates take them; a template of texts gets these."""
+    calls = "{% for c in m.tool_calls or [] %}{{ '<call>' ~ CALL }}{% endfor %}".replace("CALL", written)
+    tokenizer = templated(
+        folder,
+        TEMPLATE.replace("+ m['content']", "+ (m['content'] or '')", 1).replace(
+            "{% endfor %}", calls + "{% endfor %}", 1
+        ),
+    )
+    theirs = tokenizer.template.tokenizer
+    for arguments in ({"x": 1}, '{"x":1}', "one"):
+        (ids,) = tokenizer([json.dumps([ASK, called(arguments), FOUND, PLAIN])])
+        given = {"x": 1} if is_same and arguments != "one" else arguments
+        whole = theirs.apply_chat_template([ASK, called(given), FOUND, PLAIN], tokenize=False)
+        assert theirs.decode(ids_of(ids).tolist()) == whole
+        assert (
+            tokenizer.prompt([ASK, called(arguments), FOUND])
+            == ids_of(ids)[: len(tokenizer.prompt([ASK, called(arguments), FOUND]))].tolist()
+        )
+
+
 STRICT = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% endfor %}" + TEMPLATE
@@ -222,9 +257,11 @@ def test_a_chat_that_the_template_refuses_is_named_or_left_out(configured):
     found = []
     for name, file, processes in (("skipped", "bad", 1), ("two", "bad", 2), ("good", "good", 1)):
         settings = "data.on_bad_sample=skip", f"data.train={file}.jsonl", f"launch.processes={processes}"
-        done = run(name, *settings)
+        done = run(name, *settings, *([] if name == "good" else ["data.test=bad.jsonl"]))
         assert done.returncode == 0, told(done)
         found.append((summary(configured, name)["digest"], told(done).replace(f"{configured}/", "")))
+    evaluated = lockstep(configured, "evaluate", "runs/two", "launch.processes=1")
+    assert evaluated.returncode == 0, told(evaluated)
     assert len({digest for digest, _ in found}) == 1, "what is left out changes nothing"
     for _, text in found[:2]:
         assert "1 of 121 chats are left out: line 61 of bad.jsonl: the chat template does not take" in text, text

@@ -1,5 +1,6 @@
 """Forms that chats have in files and in requests, all read as messages with a role and a text."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,23 @@ def _part(part: Any, name: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         raise DataError(f"{name} has a part of the type {kind!r}: only parts that are texts are read")
     return text
+
+
+def with_objects(value: Any) -> Any:
+    """Messages whose calls of functions have their arguments as objects, which OpenAI's clients write as JSON."""
+    if isinstance(value, list):
+        return [*map(with_objects, value)]
+    if not isinstance(value, dict):
+        return value
+    return {key: _object(each) if key == "arguments" else with_objects(each) for key, each in value.items()}
+
+
+def _object(given: Any) -> Any:
+    try:
+        found = json.loads(given)
+    except (TypeError, ValueError):
+        return given
+    return found if isinstance(found, dict) else given
 
 
 def columns_of(names: Sequence[str], column: str) -> tuple[str, ...]:

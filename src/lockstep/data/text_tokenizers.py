@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError
 from lockstep.core.host.pretrained_files import load
-from lockstep.data.chat_forms import Message
+from lockstep.data.chat_forms import Message, with_objects
 from lockstep.data.data_config import AUTO, BYTES, LEARNED, AddBos
 from lockstep.data.packing import unmarked
 from lockstep.data.token_cache import fingerprint
@@ -30,6 +30,8 @@ SAMPLE = 64 << 20
 """Characters of training text from which parts of words are learned."""
 NEAR = 16
 """Tokens before an answer that its text may depend on."""
+OBJECTS = re.compile(r"\b(arguments|function|call|tool_call)\b['\"\]]*\s*\|\s*(tojson|items)")
+"""Where a template writes the arguments of a call as JSON, or one by one."""
 END_TOKEN = "<|end|>"
 FILE = "tokenizer.json"
 
@@ -54,16 +56,22 @@ class Template:
         """Whether it writes schemas of functions."""
         return "tools" in self.text
 
+    @property
+    def takes_objects(self) -> bool:
+        """Whether it writes the arguments of calls as JSON, of which a text would become JSON in JSON."""
+        return "arguments is string" not in self.text and OBJECTS.search(self.text) is not None
+
     def render(
         self, messages: Sequence[Message], *, is_prompt: bool = False, on: date | None = None, tools: Any = None
     ) -> str:
         """The text of messages, as a prompt up to where the assistant answers; `on`: the day that it is told, else the
         moment it is; `tools`: schemas of functions. Raises DataError for messages that the template does not take, such
         as an unknown role."""
+        given = [with_objects(each) if "tool_calls" in each and self.takes_objects else each for each in messages]
         try:
             with _surroundings(on):
                 rendered = self.tokenizer.apply_chat_template(
-                    [*messages], tokenize=False, add_generation_prompt=is_prompt, tools=tools
+                    given, tokenize=False, add_generation_prompt=is_prompt, tools=tools
                 )
         except MemoryError:
             raise

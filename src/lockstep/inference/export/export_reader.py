@@ -60,7 +60,8 @@ def tokenizer_of(folder: Path, facts: ExportFacts) -> Tokenizer | None:
             data = facts.recipe["data"]
             # a model that was exported before there was data.add_bos has not learned what begins a text
             saved = saved_tokenizer(str(data["tokenizer"]), folder, add_bos=data.get("add_bos", False))
-            return ChatTokenizer(saved) if plugins.find("data.sources", data["kind"]).Config.CHATS else saved
+            is_chat = plugins.find("data.sources", data["kind"]).Config.CHATS
+            return ChatTokenizer(saved, skips=data.get("on_bad_sample") == "skip") if is_chat else saved
     if facts.modality != "text" or not plugins.find("models", facts.model["kind"]).Config.TAKES_TOKENS:
         return None
     with _read_errors(folder):
