@@ -209,6 +209,19 @@ def test_arguments_of_calls_are_objects_or_json(folder, written, is_same):
         )
 
 
+def test_a_template_that_takes_parts_alone(folder):
+    """Of a text it would write nothing."""
+    template = TEMPLATE.replace(
+        "+ m['content']", "+ (m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)", 1
+    )
+    tokenizer = templated(folder, template)
+    plain = templated(folder)
+    assert tokenizer.template.takes_parts and not plain.template.takes_parts
+    (ids,), (same,) = (each([json.dumps(CHATS[2])]) for each in (tokenizer, plain))
+    assert ids.tolist() == same.tolist() and tokenizer.prompt([ASK]) == plain.prompt([ASK])
+    assert [*tokenizer.special().ends] == [*plain.special().ends]
+
+
 STRICT = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% endfor %}" + TEMPLATE

@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import cached_property
@@ -32,6 +32,8 @@ NEAR = 16
 """Tokens before an answer that its text may depend on."""
 OBJECTS = re.compile(r"\b(arguments|function|call|tool_call)\b['\"\]]*\s*\|\s*(tojson|items)")
 """Where a template writes the arguments of a call as JSON, or one by one."""
+SHOWN = "Zebra"
+"""A content that shows what a template takes."""
 END_TOKEN = "<|end|>"
 FILE = "tokenizer.json"
 
@@ -68,16 +70,34 @@ class Template:
         moment it is; `tools`: schemas of functions. Raises DataError for messages that the template does not take, such
         as an unknown role."""
         given = [with_objects(each) if "tool_calls" in each and self.takes_objects else each for each in messages]
+        if self.takes_parts:
+            given = [{**each, "content": _parts(each.get("content"))} for each in given]
+        return self._applied(given, is_prompt=is_prompt, on=on, tools=tools)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether it writes contents in parts alone, as some templates of models of images do."""
+        for content in (SHOWN, _parts(SHOWN)):
+            with suppress(DataError):
+                if SHOWN in self._applied([{"role": "user", "content": content}], is_prompt=False, on=None, tools=None):
+                    return content is not SHOWN
+        return False
+
+    def _applied(self, messages: list[Message], *, is_prompt: bool, on: date | None, tools: Any) -> str:
         try:
             with _surroundings(on):
                 rendered = self.tokenizer.apply_chat_template(
-                    given, tokenize=False, add_generation_prompt=is_prompt, tools=tools
+                    messages, tokenize=False, add_generation_prompt=is_prompt, tools=tools
                 )
         except MemoryError:
             raise
         except Exception as error:  # of Jinja, and of transformers
             raise DataError(f"the chat template does not take this chat: {error}") from error
         return str(rendered)
+
+
+def _parts(content: str | None) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if content else []
 
 
 @contextmanager
