@@ -293,9 +293,14 @@ def test_split_chats_give_the_same_bits(configured, documents):
     (configured / "alone.jsonl").write_text("\n".join(map(json.dumps, alone)))
     (configured / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = {}
-    for file, processes in itertools.product(("many", "alone"), (1, 2)):
+    for file, (kind, processes) in itertools.product(("many", "alone"), (("ddp", 1), ("fsdp", 2))):
         name = f"{file}{processes}{documents}"
-        settings = f"data.train={file}.jsonl", f"launch.processes={processes}", f"data.documents={documents}"
+        settings = (
+            f"data.train={file}.jsonl",
+            f"launch.processes={processes}",
+            f"data.documents={documents}",
+            f"parallel.kind={kind}",
+        )
         done = lockstep(
             configured,
             "train",
@@ -310,7 +315,8 @@ def test_split_chats_give_the_same_bits(configured, documents):
         found[name] = summary(configured, name)["digest"], told(done)
     assert len({digest for digest, _ in found.values()}) == 1
     for text in (text for name, (_, text) in found.items() if name.startswith("many")):
-        assert "60 chats are learned as 120 samples" in text and "have more than data.context=16 tokens" in text, text
+        assert text.count("60 chats are learned as 120 samples") == 1 == text.count(" chats are learned as "), text
+        assert "have more than data.context=16 tokens" in text, text
 
 
 def test_keys_that_nobody_reads_are_named(configured):

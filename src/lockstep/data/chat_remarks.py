@@ -12,8 +12,14 @@ USED = {"role", "content", "train", "weight"}
 """Keys of messages that are used with any template."""
 
 
-def chat_remarks(tokens: Tokens, tokenizer: ChatTokenizer, *, context: int) -> Iterator[str]:
-    """Yield what of chats is not learned, or otherwise than as a whole."""
+def left_out(tokens: Tokens, tokenizer: ChatTokenizer) -> Iterator[str]:
+    """Yield how many chats of a split are left out, and why the first is."""
+    if count := int((tokens.lengths == 0).sum()):
+        yield f"{count:,} of {len(tokens.source):,} chats are left out: {_first_fault(tokens, tokenizer)}"
+
+
+def how_learned(tokens: Tokens, tokenizer: ChatTokenizer, *, context: int) -> Iterator[str]:
+    """Yield what of the chats of training is not learned, or otherwise than as a whole."""
     chats, samples, source = len(tokens.source), len(tokens), tokens.source
     template = "" if tokenizer.template is None else tokenizer.template.text
     keys = {*source.keys} - USED if isinstance(source, Chats) else set()
@@ -24,9 +30,6 @@ def chat_remarks(tokens: Tokens, tokenizer: ChatTokenizer, *, context: int) -> I
             f"the chat template changes earlier turns when later ones follow, so {chats:,} chats are learned as "
             f"{samples:,} samples: each answer as it is asked for (data.turns=last learns the last of each chat alone)"
         )
-    left_out = int((tokens.lengths == 0).sum())
-    if left_out:
-        yield f"{left_out:,} of {chats:,} chats are left out: {_first_fault(tokens, tokenizer)}"
     if long := int((tokens.lengths > context).sum()):
         yield (
             f"{long:,} of {samples:,} chats have more than data.context={context} tokens, the longest "

@@ -14,7 +14,7 @@ from lockstep.base.remote_path import RemotePath
 from lockstep.core.host import remote_storage
 from lockstep.data.augment import Augmented
 from lockstep.data.chat import ChatTokenizer
-from lockstep.data.chat_remarks import chat_remarks
+from lockstep.data.chat_remarks import how_learned, left_out
 from lockstep.data.data_config import DataSection
 from lockstep.data.packing import Windows, document_starts
 from lockstep.data.stream import Stream
@@ -144,6 +144,7 @@ def packed(
     section: Any,
     tokenizer: TextTokenizer,
     *,
+    split: str = "test",
     publish: Callable[[object], None] = lambda _: None,
     is_checked: bool = False,
 ) -> Windows:
@@ -151,7 +152,10 @@ def packed(
     tokens = with_tokens(source, section, tokenizer, publish=publish, is_checked=is_checked)
     assert isinstance(tokens, Tokens)  # no source of such texts is a stream
     if isinstance(tokenizer, ChatTokenizer):
-        for remark in chat_remarks(tokens, tokenizer, context=section.context):
+        remarks = [*left_out(tokens, tokenizer)]
+        if split == "train":
+            remarks += how_learned(tokens, tokenizer, context=section.context)
+        for remark in remarks:
             publish(Warned(message=remark))
     starts = document_starts(tokens) if section.documents == "apart" else None
     return Windows(tokens, tokenizer.token_bytes, context=section.context, starts=starts)

@@ -235,7 +235,11 @@ def open_splits(
     if recipe.data.PACKS:
         tokenizer = _packing_tokenizer(recipe.data, train)
         train, test = (
-            limited(packed(source, recipe.data, tokenizer, publish=publish, is_checked=is_checked), recipe.data, split)
+            limited(
+                packed(source, recipe.data, tokenizer, split=split, publish=publish, is_checked=is_checked),
+                recipe.data,
+                split,
+            )
             for split, source in (("train", train), ("test", test))
         )
     names = {"train": f"the training split of data.kind={recipe.data.kind}", "test": "the test split"}
