@@ -217,8 +217,8 @@ class PartsOfWords:
             f"special tokens are text; {self.begin} {end_id} {named} {tokenizer.to_str()}".encode()
         ).hexdigest()
         self.pieces = _pieces(tokenizer)
-        size = range(tokenizer.get_vocab_size())
-        self.token_bytes = np.array([len((self.pieces or {}).get(id, b"")) for id in size])
+        ids = range(max(tokenizer.get_vocab().values()) + 1)  # which may have holes
+        self.token_bytes = np.array([len((self.pieces or {}).get(id, b"")) for id in ids])
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         marks = [*map(unmarked, texts)]

@@ -13,7 +13,15 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Cache, LossSum, Model, Outputs
 from lockstep.core.host.pretrained_files import untrained
 from lockstep.models._documents import DOCUMENT, are_close, keeps_apart, not_apart, positions_of, visible_of
-from lockstep.models._pretrained import NetworkModel, from_pretrained, mismatches, reported
+from lockstep.models._pretrained import (
+    NetworkModel,
+    check_vocabulary,
+    from_pretrained,
+    mismatches,
+    reported,
+    resize_embeddings,
+    vocabulary_of,
+)
 from lockstep.models.causal_lm import Config
 
 OWN = 0.9
@@ -187,16 +195,13 @@ def _trained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
 
     def check(settings: Any) -> None:
         _check_fit(config, spec, settings)
-        if (known := _vocabulary(settings)) is not None and known < vocabulary:
-            raise ModelError(
-                f"model.name={config.name} has {known:,} tokens, but the data's tokenizer {vocabulary:,}: set "
-                f"data.tokenizer={config.name}, the model's own, or start anew with model.from_config=true"
-            )
+        mend = "name the tokenizer that the model was trained with for data.tokenizer"
+        check_vocabulary(config, settings, vocabulary, owner="the data's tokenizer has", mend=mend)
 
     network, loading = from_pretrained(
         AutoModelForCausalLM, config, check=check, output_loading_info=True, **_attention(config)
     )
-    known, notes = _vocabulary(network.config), mismatches(loading)
+    known, notes = vocabulary_of(network.config), [*mismatches(loading), *resize_embeddings(network, vocabulary)]
     if known is not None and vocabulary < OWN * known:
         notes.append(
             f"the model has learned {known:,} tokens, but the data's tokenizer has only {vocabulary:,}, which may mean "
@@ -211,7 +216,7 @@ def _untrained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
 
     vocabulary = spec.vocabulary or 0
     settings = from_pretrained(AutoConfig, config, check=partial(_check_fit, config, spec))
-    sizes, known = settings.get_text_config(), _vocabulary(settings)
+    sizes, known = settings.get_text_config(), vocabulary_of(settings)
     is_own = known is not None and OWN * known <= vocabulary <= known
     for each in (settings, sizes):
         for name in SPECIAL:
@@ -221,11 +226,6 @@ def _untrained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
     with reported(config):
         network = untrained(AutoModelForCausalLM, settings, dtype=torch.float32, **_attention(config))
     return network, []
-
-
-def _vocabulary(settings: Any) -> int | None:
-    """Number of tokens of a model by its transformers config; None where it does not tell."""
-    return getattr(settings.get_text_config(), "vocab_size", None)
 
 
 def _attention_width(sizes: Any) -> int:

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from lockstep.base import plugins
 from lockstep.base.config import MANY, LocalPath, PluginSection, Section
@@ -140,3 +140,21 @@ class PretrainedSection(ModelSection):
     def base_model(self) -> str | None:
         """The hub name; None for a local folder, whose origin is unknown."""
         return None if Path(self.name).is_absolute() else self.name
+
+
+class TokensSection(PretrainedSection):
+    """A model of tokens."""
+
+    resize_embeddings: bool = False
+    """Whether embeddings, and the output layer of a language model, get a row for each token that only the tokenizer
+    has, such as a padding token that was added to it. The new rows are drawn around the mean of the others."""
+
+    @model_validator(mode="after")
+    def _check_adapter(self) -> Self:
+        if self.resize_embeddings and self.adapter:
+            raise ValueError(
+                "model.resize_embeddings does not go with model.adapter, which leaves embeddings as they are and whose "
+                "files fit the model of before: train without the adapter, or save the model with resized embeddings "
+                "first (transformers: resize_token_embeddings) and name that one"
+            )
+        return self

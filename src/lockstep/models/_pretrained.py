@@ -15,7 +15,7 @@ from lockstep.core.host.hub_access import hub_answers
 from lockstep.core.host.pretrained_files import load, untrained
 from lockstep.core.modules.blocks import blocks_of
 from lockstep.core.modules.deferred_init import is_fake
-from lockstep.models._model_config import PretrainedSection
+from lockstep.models._model_config import PretrainedSection, TokensSection
 from lockstep.models.objectives._choice import ObjectiveModel, name_of, width_of
 
 PROBLEM_TYPES = {"regression": "regression", "multilabel": "multi_label_classification"}
@@ -174,6 +174,44 @@ def check_task(auto_class: Any, config: PretrainedSection, settings: Any) -> Non
             f"model.name={config.name} is a {settings.model_type} model, with which transformers does not classify "
             f"{what}: give a model of {samples}, such as {example}, or bring this one with model.kind=user"
         )
+
+
+def vocabulary_of(settings: Any) -> int | None:
+    """Number of tokens of a model by its transformers config; None where it does not tell."""
+    return getattr(settings.get_text_config(), "vocab_size", None)
+
+
+def check_vocabulary(config: TokensSection, settings: Any, tokens: int, *, owner: str, mend: str) -> None:
+    """Raise ModelError for a tokenizer with more tokens than the model has embeddings, unless these are resized."""
+    known = vocabulary_of(settings)
+    if known is not None and known < tokens and not config.resize_embeddings:
+        raise ModelError(
+            f"model.name={config.name} has embeddings of {known:,} tokens, but {owner} {tokens:,}: set "
+            f"model.resize_embeddings=true, which adds the rows that lack, or {mend}"
+        )
+
+
+def resize_embeddings(network: Any, tokens: int) -> list[str]:
+    """Add rows for tokens that lack to the embeddings, and to the output layer of a language model -> a note.
+
+    Random numbers are drawn from torch's generator, around the mean of the known rows, which leaves the probabilities
+    of these nearly as they are. Source: J. Hewitt, Initializing new word embeddings for pretrained language models,
+    2021.
+    """
+    known = network.get_input_embeddings().weight.shape[0]
+    if known >= tokens:
+        return []
+    network.resize_token_embeddings(tokens, mean_resizing=False)
+    layers = (network.get_input_embeddings(), network.get_output_embeddings())
+    weights = {layer.weight: None for layer in layers if layer is not None}  # once where they are tied
+    biases = [bias for layer in layers if (bias := getattr(layer, "bias", None)) is not None]
+    with torch.no_grad():
+        for weight in weights:
+            rows = weight[:known].float()
+            weight[known:] = rows.mean(0) + rows.std(0) * torch.randn(tokens - known, rows.shape[1])
+        for bias in biases:
+            bias[known:] = bias[:known].mean()
+    return [f"the embeddings have rows for {known:,} tokens: {tokens - known:,} are added, and begin at random"]
 
 
 @contextmanager

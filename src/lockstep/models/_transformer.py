@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,14 @@ from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.numerics.word_tokens import marked, words_of
 from lockstep.models._documents import are_close
-from lockstep.models._pretrained import NetworkModel, check_task, from_pretrained, with_new_head
+from lockstep.models._pretrained import (
+    NetworkModel,
+    check_task,
+    check_vocabulary,
+    from_pretrained,
+    resize_embeddings,
+    with_new_head,
+)
 from lockstep.models.objectives._choice import TAGS, name_of
 from lockstep.models.transformer import Config
 
@@ -61,6 +67,8 @@ def build(config: Config, spec: DataSpec) -> Model:
     """
     network, notes = with_new_head(TextModel.auto_class(spec), config, spec, attn_implementation=_attention(config))
     text_config = network.config.get_text_config()
+    if config.resize_embeddings:
+        notes += resize_embeddings(network, PretrainedTokenizer(config, spec).size)
     text_config.use_cache = False  # in a decoder, a recomputed layer would append its keys twice
     if text_config.pad_token_id is None:
         pad = PretrainedTokenizer(config, spec)
@@ -131,7 +139,12 @@ class PretrainedTokenizer:
     def __init__(self, config: Config, spec: DataSpec | None = None) -> None:
         from transformers import AutoTokenizer
 
-        check = partial(check_task, TextModel.auto_class(spec), config)
+        settings = list[Any]()
+
+        def check(found: Any) -> None:
+            check_task(TextModel.auto_class(spec), config, found)
+            settings.append(found)
+
         self.tokenizer = from_pretrained(AutoTokenizer, config, check=check)
         self.has_words = spec is not None and name_of(spec) == TAGS
         if self.has_words and not self.tokenizer.is_fast:
@@ -146,6 +159,11 @@ class PretrainedTokenizer:
                 f"model.name={config.name} has no tokenizer: no text would become more than special tokens. Save it "
                 "beside the model, with tokenizer.save_pretrained(FOLDER)"
             )
+        self.size = max(self.tokenizer.get_vocab().values()) + 1
+        """Of the embeddings that it needs: its numbers may have holes."""
+        mend = "save the tokenizer that the model was trained with beside it"
+        for each in settings[:1]:
+            check_vocabulary(config, each, self.size, owner="the tokenizer beside it has", mend=mend)
         if self.has_words:
             self.tokenizer.truncation_side = "right"
         self.max_length = config.max_length

@@ -5,10 +5,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator
 
-from lockstep.models._model_config import HubName, PretrainedSection
+from lockstep.models._model_config import HubName, TokensSection
 
 
-class Config(PretrainedSection):
+class Config(TokensSection):
     """A causal language model (AutoModelForCausalLM), trained further or from scratch."""
 
     MODALITY: ClassVar[str] = "tokens"

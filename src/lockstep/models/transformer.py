@@ -5,10 +5,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lockstep.models._model_config import HubName, PretrainedSection
+from lockstep.models._model_config import HubName, TokensSection
 
 
-class Config(PretrainedSection):
+class Config(TokensSection):
     """A pretrained encoder with a classification head on top."""
 
     MODALITY: ClassVar[str] = "text"
