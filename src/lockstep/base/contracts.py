@@ -76,7 +76,7 @@ def samples_of(modality: str) -> str:
 
 HOOKS = {
     "models": {
-        "tokenizer": "(config, spec) -> Tokenizer; of models with TAKES_TOKENS",
+        "tokenizer": "(config, spec, *, special) -> Tokenizer; of models with TAKES_TOKENS",
         "save": "(model, folder): the model in its own format; by default safetensors, with a loader beside it",
         "read_back": "(folder, spec) -> Model: the reverse of save",
         "save_config": "(model, folder): the model's architecture, where its settings do not determine it",

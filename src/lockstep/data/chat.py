@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from lockstep.base.contracts import Columns, Source
 from lockstep.base.errors import DataError
 from lockstep.core.host.limited_process import limited
+from lockstep.core.numerics.special_tokens import SpecialTokens, without_marks
 from lockstep.core.numerics.word_tokens import ids_of, marked
 from lockstep.data.chat_forms import Message
 from lockstep.data.packing import BEGIN, END
@@ -57,7 +58,7 @@ def is_learned(message: dict[str, Any]) -> bool:
 
 def _read(text: str) -> tuple[list[Message], Any]:
     """Return the messages of a chat, and the schemas of the functions that its assistant can call."""
-    chat = json.loads(text)
+    chat = without_marks(json.loads(text))
     return (chat["messages"], chat["tools"]) if isinstance(chat, dict) else (chat, None)
 
 
@@ -86,7 +87,7 @@ class ChatTokenizer:
         seconds = SECONDS + len(chats) / 10
         rendered = limited(lambda: [self._rendered(*chat) for chat in chats], TEMPLATE, seconds=seconds)
         samples = [sample for number, found in enumerate(rendered) for sample in self._taken(number, found)]
-        parted = self._seamless([[text for text, _ in pieces] for pieces in samples])
+        parted = self._seamless([self._texts(pieces) for pieces in samples])
         rows = [_marked(parts, pieces) for parts, pieces in zip(parted, samples, strict=True)]
         if self._ending.has_token:
             return rows
@@ -95,12 +96,12 @@ class ChatTokenizer:
 
     def prompt(self, messages: Sequence[Message], *, on: date | None = None, tools: Any = None) -> list[int]:
         """Tokens up to where the assistant answers, on a day or else at the moment it is. Raises DataError."""
+        messages, tools = without_marks([messages, tools])
         if self.template is None:
             (row,) = self._encoded([_plain(messages, is_prompt=True)])
             return ids_of(row).tolist()
-        asked = partial(_asked, messages, self._render(messages, tools, on))
-        pieces = limited(asked, TEMPLATE, seconds=SECONDS)
-        ((*parts,),) = self._seamless([[text for text, _ in pieces]])
+        pieces = limited(partial(self._asked, messages, tools, on), TEMPLATE, seconds=SECONDS)
+        ((*parts,),) = self._seamless([self._texts(pieces)])
         return [token for part in parts for token in part]
 
     def decode(self, ids: list[int]) -> str:
@@ -123,20 +124,30 @@ class ChatTokenizer:
         found = [[ids if is_learned else ~ids for (_, is_learned), ids in zip(p, rows, strict=False)] for p in chats]
         return [np.concatenate(pieces) for pieces in found]
 
-    def _render(self, messages: Sequence[Message], tools: Any, on: date | None) -> Render:
+    def _renderer(
+        self, messages: Sequence[Message], tools: Any, on: date | None, *, is_prompt: bool = False
+    ) -> tuple[Sequence[Message], Render]:
+        """Return a chat in which names of special tokens are escaped, and what renders its first messages. Raises
+        DataError."""
         template = self.template
         assert template is not None
+        if self._names is not None:
+            whole = partial(template.render, is_prompt=is_prompt, on=on)
+            messages, tools = self._names.escaped([messages, tools], lambda chat: whole(chat[0], tools=chat[1]))
 
         @cache
         def render(count: int, *, is_prompt: bool = False) -> str:
             return template.render(messages[:count], is_prompt=is_prompt, on=on, tools=tools)
 
-        return render
+        return messages, render
+
+    def _asked(self, messages: Sequence[Message], tools: Any, on: date | None) -> list[Piece]:
+        return _asked(*self._renderer(messages, tools, on, is_prompt=True))
 
     def _rendered(self, messages: Sequence[Message], tools: Any) -> list[list[Piece]] | str:
         """Return the pieces of each sample that a chat is learned as, or why the template does not take it."""
         try:
-            return _samples(messages, self._render(messages, tools, self.day))
+            return _samples(*self._renderer(messages, tools, self.day))
         except DataError as error:
             return str(error)
 
@@ -148,6 +159,10 @@ class ChatTokenizer:
             raise TextFault(number, rendered)
         return [[]]
 
+    def _texts(self, pieces: Sequence[Piece]) -> list[str]:
+        """Return the texts of pieces, as the tokenizer takes them."""
+        return [text if self._names is None else self._names.aliased(text) for text, _ in pieces]
+
     def _seamless(self, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
         """Tokens of each part of texts. Those of a part do not depend on what follows, which in use is not known: where
         a token of the whole text would reach over a seam, the part after it is tokenised alone."""
@@ -155,7 +170,7 @@ class ChatTokenizer:
         for first in range(0, len(texts), AT_ONCE):
             some = texts[first : first + AT_ONCE]
             beginnings = [beginning for parts in some for beginning in accumulate(parts)]
-            encoded = iter(self._with_special.encode_batch(beginnings, add_special_tokens=False))
+            encoded = iter(self._encoder.encode_batch(beginnings, add_special_tokens=False))
             for parts in some:
                 found, before = list[list[int]](), list[int]()
                 for part in parts:
@@ -168,14 +183,14 @@ class ChatTokenizer:
     def _alone(self, text: str) -> list[int]:
         """Tokens of what follows another text: without a space that a tokenizer puts before all texts."""
         for lead in LEADS:
-            encoded = self._with_special.encode(lead + text, add_special_tokens=False)
+            encoded = self._encoder.encode(lead + text, add_special_tokens=False)
             after = [start >= len(lead) for start, _ in encoded.offsets]
             is_apart = all(
                 is_after or stop <= len(lead) for is_after, (_, stop) in zip(after, encoded.offsets, strict=True)
             )
             if is_apart and after == sorted(after):
                 return [id for id, is_after in zip(encoded.ids, after, strict=True) if is_after]
-        return list(self._with_special.encode(text, add_special_tokens=False).ids)
+        return list(self._encoder.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def _ending(self) -> "_Ending":
@@ -209,6 +224,16 @@ class ChatTokenizer:
         """Where a template names special tokens, these are meant."""
         inner: Any = self.inner
         return inner.with_special
+
+    @property
+    def _encoder(self) -> Tokenizer:
+        inner: Any = self.inner
+        return inner.encoder
+
+    @property
+    def _names(self) -> SpecialTokens | None:
+        inner: Any = self.inner
+        return inner.names
 
 
 def _samples(messages: Sequence[Message], render: Render) -> list[list[Piece]]:

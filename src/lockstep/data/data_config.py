@@ -15,6 +15,8 @@ AUTO, BYTES, LEARNED = "auto", "bytes", "bpe"
 """Of data.tokenizer; other values name a tokenizer of transformers."""
 AddBos = Annotated[bool, Field(strict=True)] | Literal["auto"]
 """Values of data.add_bos."""
+SpecialTokensInText = Literal["as_text", "as_tokens"]
+"""Values of data.special_tokens_in_text."""
 NO_PROCESSOR = "none"
 """Of data.image_processor and data.feature_extractor; other values name a model of transformers."""
 OBJECTIVES = {
@@ -102,6 +104,10 @@ class DataSection(PluginSection):
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """What happens when a sample cannot be read: it ends the run, or it is left out of its micro-batch, alike on any
     number of processes. The run warns of each, and lists them in summary.json."""
+    special_tokens_in_text: SpecialTokensInText = "as_text"
+    """What names of special tokens, such as </s> or [SEP], are in texts, in what messages of chats say, and in prompts:
+    as_text, letters like others; as_tokens, the tokens, with which whoever writes a text can end it, or speak as
+    somebody else. Those that a chat template writes are tokens."""
     cache: LocalPath = platformdirs.user_cache_path("lockstep")
     """Cache folder, for tokens for example; may be deleted at any time."""
 

@@ -21,8 +21,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError
 from lockstep.core.host.pretrained_files import load
+from lockstep.core.numerics.special_tokens import SpecialTokens
 from lockstep.data.chat_forms import Message, with_objects
-from lockstep.data.data_config import AUTO, BYTES, LEARNED, AddBos
+from lockstep.data.data_config import AUTO, BYTES, LEARNED, AddBos, SpecialTokensInText
 from lockstep.data.packing import unmarked
 from lockstep.data.token_cache import fingerprint
 
@@ -205,24 +206,28 @@ class Bytes:
 class PartsOfWords:
     """A tokenizer of the library `tokenizers` with an end token."""
 
-    def __init__(self, tokenizer: Any, end_id: int, origin: Any = None) -> None:
-        """`origin` is the tokenizer of transformers that it is taken from."""
-        tokenizer.encode_special_tokens = True  # a text may hold the name of the end token
+    def __init__(
+        self, tokenizer: Any, end_id: int, origin: Any = None, *, special: SpecialTokensInText = "as_text"
+    ) -> None:
+        """`origin` is the tokenizer of transformers that it is taken from; `special`: what names of special tokens in a
+        text are."""
         self.tokenizer, self.pad_id, self.origin = tokenizer, end_id, origin
         has_own = not (getattr(origin, "chat_template", None) or PLAIN).endswith(PLAIN)
         self.template = Template(origin) if has_own else None
         self.begin = _begin(tokenizer)
         named = json.dumps(getattr(origin, "special_tokens_map", {}), sort_keys=True)  # templates write these
         self.key = hashlib.sha256(
-            f"special tokens are text; {self.begin} {end_id} {named} {tokenizer.to_str()}".encode()
+            f"special tokens {special}; {self.begin} {end_id} {named} {tokenizer.to_str()}".encode()
         ).hexdigest()
+        self.names = SpecialTokens(tokenizer) if special == "as_text" else None
+        """None where names of special tokens stand for these."""
         self.pieces = _pieces(tokenizer)
         ids = range(max(tokenizer.get_vocab().values()) + 1)  # which may have holes
         self.token_bytes = np.array([len((self.pieces or {}).get(id, b"")) for id in ids])
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         marks = [*map(unmarked, texts)]
-        encoded = self.tokenizer.encode_batch([text for _, text, _ in marks], add_special_tokens=False)
+        encoded = self.encoder.encode_batch([text for _, text, _ in marks], add_special_tokens=False)
         return [
             np.array(self.begin * begins + row.ids + [self.pad_id] * ends, dtype=np.int32)
             for row, (begins, _, ends) in zip(encoded, marks, strict=True)
@@ -264,6 +269,11 @@ class PartsOfWords:
         ids = self.with_special.encode(f"{special}x", add_special_tokens=False).ids
         return b"".join(self.pieces.get(id, b"") for id in ids).startswith(b" ")
 
+    @property
+    def encoder(self) -> Tokenizer:
+        """The tokenizer of texts, in which special tokens have the names of `names`, if it is there."""
+        return self.with_special if self.names is None else self.names.tokenizer
+
     @cached_property
     def with_special(self) -> Tokenizer:
         """The tokenizer in which names of special tokens stand for these."""
@@ -271,17 +281,23 @@ class PartsOfWords:
 
 
 def open_tokenizer(
-    kind: str, train: Source, *, vocabulary: int, cache: Path, add_bos: AddBos = "auto"
+    kind: str,
+    train: Source,
+    *,
+    vocabulary: int,
+    cache: Path,
+    add_bos: AddBos = "auto",
+    special: SpecialTokensInText = "as_text",
 ) -> TextTokenizer:
     """The tokenizer that data.tokenizer names; `bpe` is learned once and kept in the cache. Raises DataError."""
     if kind not in (BYTES, AUTO, LEARNED):
-        return _pretrained(kind, add_bos)
+        return _pretrained(kind, add_bos, special)
     if add_bos is True:
         raise DataError(f"data.add_bos=true, but data.tokenizer={kind} has no such token: leave it out")
-    return _learned(train, vocabulary, cache) if kind == LEARNED else Bytes()
+    return _learned(train, vocabulary, cache, special=special) if kind == LEARNED else Bytes()
 
 
-def _learned(train: Source, vocabulary: int, cache: Path) -> PartsOfWords:
+def _learned(train: Source, vocabulary: int, cache: Path, *, special: SpecialTokensInText) -> PartsOfWords:
     """Byte-pair encoding over bytes: no text is unknown. Source: R. Sennrich et al., 2016; A. Radford et al., 2019."""
     key = hashlib.sha256(f"{vocabulary} {fingerprint(train)}".encode()).hexdigest()[:24]
     file = cache / "tokenizers" / f"{key}.json"
@@ -299,16 +315,18 @@ def _learned(train: Source, vocabulary: int, cache: Path) -> PartsOfWords:
                 temporary.replace(file)
     except OSError as error:
         raise DataError(f"cannot keep a tokenizer in {cache}: {error.strerror}; name another with data.cache") from None
-    return PartsOfWords(Tokenizer.from_file(str(file)), 0)
+    return PartsOfWords(Tokenizer.from_file(str(file)), 0, special=special)
 
 
-def saved_tokenizer(kind: str, folder: Path, *, add_bos: AddBos = False) -> TextTokenizer:
+def saved_tokenizer(
+    kind: str, folder: Path, *, add_bos: AddBos = False, special: SpecialTokensInText = "as_text"
+) -> TextTokenizer:
     """The tokenizer that `save` wrote; `kind` is data.tokenizer. Raises DataError."""
     if kind == BYTES:
         return Bytes()
     if kind == LEARNED:
-        return PartsOfWords(Tokenizer.from_file(str(folder / FILE)), 0)
-    return _pretrained(str(folder), add_bos)
+        return PartsOfWords(Tokenizer.from_file(str(folder / FILE)), 0, special=special)
+    return _pretrained(str(folder), add_bos, special)
 
 
 def _begin(tokenizer: Tokenizer) -> list[int]:
@@ -377,7 +395,7 @@ def _sample(train: Source) -> Iterator[str]:
             return
 
 
-def _pretrained(name: str, add_bos: AddBos) -> PartsOfWords:
+def _pretrained(name: str, add_bos: AddBos, special: SpecialTokensInText) -> PartsOfWords:
     from transformers import AutoTokenizer
 
     options = {} if add_bos == "auto" else {"add_bos_token": add_bos}
@@ -393,7 +411,7 @@ def _pretrained(name: str, add_bos: AddBos) -> PartsOfWords:
         raise DataError(f"data.tokenizer={name} has no end token, or no {FILE}: use bytes, bpe or another one")
     found.backend_tokenizer.no_truncation()
     found.backend_tokenizer.no_padding()
-    made = PartsOfWords(found.backend_tokenizer, int(end), found)
+    made = PartsOfWords(found.backend_tokenizer, int(end), found, special=special)
     if add_bos is True and not made.begin:
         raise DataError(f"data.add_bos=true, but data.tokenizer={name} has no BOS token: leave it out")
     return made

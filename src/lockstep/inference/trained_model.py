@@ -116,7 +116,8 @@ def open_predictor(
     model, facts = _model(recipe, checkpoint, open_source(recipe.data, "train").spec)
     takes_tokens = recipe.model.TAKES_TOKENS and facts.modality == "text"
     plugin = plugins.implementation("models", recipe.model.kind)
-    tokenizer = plugin.tokenizer(recipe.model, facts.spec) if takes_tokens else None
+    options = {"special": recipe.data.special_tokens_in_text}
+    tokenizer = plugin.tokenizer(recipe.model, facts.spec, **options) if takes_tokens else None
     return _opened(facts, model, tokenizer, processor=processor_of(recipe.data), device=device, dtype=dtype)
 
 

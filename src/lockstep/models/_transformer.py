@@ -1,5 +1,6 @@
 """Classifiers of texts and of words, and tokenizers, from transformers: load, check, save."""
 
+import copy
 import hashlib
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Batch, Model
+from lockstep.core.numerics.special_tokens import SpecialTokens
 from lockstep.core.numerics.word_tokens import marked, words_of
 from lockstep.models._documents import are_close
 from lockstep.models._pretrained import (
@@ -136,7 +138,8 @@ class PretrainedTokenizer:
     """The tokenizer saved with the model, which marks tokens where the data has classes of words. Raises ModelError
     when it cannot be loaded."""
 
-    def __init__(self, config: Config, spec: DataSpec | None = None) -> None:
+    def __init__(self, config: Config, spec: DataSpec | None = None, *, special: str = "as_text") -> None:
+        """`special`: what names of special tokens in a text are."""
         from transformers import AutoTokenizer
 
         settings = list[Any]()
@@ -171,7 +174,10 @@ class PretrainedTokenizer:
             self.tokenizer.pad_token = self.tokenizer.eos_token or self.tokenizer.unk_token
         self.pad_token = self.tokenizer.pad_token
         self.pad_id = int(self.tokenizer.pad_token_id or 0)
-        form = f"{'words ' if self.has_words else ''}{self.max_length} {self.tokenizer.truncation_side}"
+        self.reader, self.unknown = _as_text(self.tokenizer) if special == "as_text" else (self.tokenizer, "")
+        """What divides texts, and its unknown token, if it has another name there."""
+        splits = special if special == "as_text" else f"{special} {self.reader.split_special_tokens}"
+        form = f"{'words ' if self.has_words else ''}{self.max_length} {self.tokenizer.truncation_side} {splits}"
         self.key = hashlib.sha256(f"{form} {_state_of(self.tokenizer)}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
@@ -195,7 +201,7 @@ class PretrainedTokenizer:
         return text[:end].rstrip() if end > 0 else text
 
     def _ids(self, texts: list[str]) -> list[np.ndarray]:
-        encoded = self.tokenizer(texts, truncation=True, max_length=self.max_length, return_attention_mask=False)
+        encoded = self.reader(texts, truncation=True, max_length=self.max_length, return_attention_mask=False)
         return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
     def _marked(self, texts: list[list[str]]) -> list[np.ndarray]:
@@ -204,7 +210,7 @@ class PretrainedTokenizer:
         for words, (ids, of_word) in zip(texts, self._encoded(texts), strict=True):
             reached = len(words) if len(ids) < self.max_length else of_word.max(initial=-1) + 1
             if lost := {*range(reached)} - {*of_word.tolist()}:
-                unknown = self.tokenizer.unk_token or "?"
+                unknown = self.unknown or self.tokenizer.unk_token or "?"
                 ((ids, of_word),) = self._encoded([[unknown if i in lost else each for i, each in enumerate(words)]])
             begins = (of_word >= 0) & (np.diff(of_word, prepend=-1) != 0)
             found.append(marked(ids, begins) if len(ids) else marked(np.array([self.pad_id]), np.array([False])))
@@ -214,7 +220,7 @@ class PretrainedTokenizer:
         """Token ids of words, and the number of the word that each belongs to, -1 for special tokens."""
         if not texts:
             return []
-        encoded = self.tokenizer(texts, is_split_into_words=True, truncation=True, max_length=self.max_length)
+        encoded = self.reader(texts, is_split_into_words=True, truncation=True, max_length=self.max_length)
         rows = range(len(texts))
         words = [[-1 if word is None else word for word in encoded.word_ids(row)] for row in rows]
         return [(np.array(encoded["input_ids"][row], np.int32), np.array(words[row], np.int32)) for row in rows]
@@ -224,6 +230,17 @@ class PretrainedTokenizer:
         longest, self.tokenizer.model_max_length = self.tokenizer.model_max_length, self.max_length
         self.tokenizer.save_pretrained(folder)
         self.tokenizer.model_max_length = longest
+
+
+def _as_text(tokenizer: Any) -> tuple[Any, str]:
+    """A tokenizer of transformers for which names of special tokens are letters, and the alias of its unknown token."""
+    reader = copy.copy(tokenizer)
+    reader.split_special_tokens = not tokenizer.is_fast
+    if not tokenizer.is_fast:
+        return reader, ""
+    names = SpecialTokens(tokenizer.backend_tokenizer)
+    reader._tokenizer = names.tokenizer
+    return reader, names.aliases.get(tokenizer.unk_token, "")
 
 
 def _state_of(tokenizer: Any) -> str:

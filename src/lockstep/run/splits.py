@@ -227,7 +227,8 @@ def open_splits(
     test = measurable(test, recipe.evaluate.limit)
     tokenizer = None
     if recipe.model.TAKES_TOKENS and train.spec.modality == "text":
-        tokenizer = plugins.implementation("models", recipe.model.kind).tokenizer(recipe.model, train.spec)
+        plugin = plugins.implementation("models", recipe.model.kind)
+        tokenizer = plugin.tokenizer(recipe.model, train.spec, special=data.special_tokens_in_text)
         train, test = (
             with_tokens(source, recipe.data, tokenizer, publish=publish, is_checked=is_checked)
             for source in (train, test)
@@ -301,6 +302,7 @@ def _blocks(recipe: Recipe, train: Source) -> Blocks | None:
 def _packing_tokenizer(section: Any, train: Source) -> TextTokenizer:
     """The tokenizer of data that is packed. Raises DataError."""
     options = {"vocabulary": section.vocabulary, "cache": section.cache, "add_bos": section.add_bos}
+    options["special"] = section.special_tokens_in_text
     if not section.CHATS:
         return open_tokenizer(section.tokenizer, train, **options)
     tokenizer = open_tokenizer(section.tokenizer, Contents(train), **options)

@@ -20,6 +20,7 @@ SHARED = (
     "group_by_length",
     "image_processor",
     "on_bad_sample",
+    "special_tokens_in_text",
     "transforms",
     "workers",
 )

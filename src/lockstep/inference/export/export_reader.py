@@ -55,18 +55,20 @@ def forward_of(folder: Path, facts: ExportFacts | None = None) -> Forward:
 
 def tokenizer_of(folder: Path, facts: ExportFacts) -> Tokenizer | None:
     """The tokenizer stored beside the weights; None for models that take no tokens."""
+    data = facts.recipe.get("data", {})
+    special = data.get("special_tokens_in_text", "as_text")
     if facts.vocabulary is not None:
         with _read_errors(folder):
-            data = facts.recipe["data"]
             # a model that was exported before there was data.add_bos has not learned what begins a text
-            saved = saved_tokenizer(str(data["tokenizer"]), folder, add_bos=data.get("add_bos", False))
+            options = {"add_bos": data.get("add_bos", False), "special": special}
+            saved = saved_tokenizer(str(data["tokenizer"]), folder, **options)
             is_chat = plugins.find("data.sources", data["kind"]).Config.CHATS
             return ChatTokenizer(saved, skips=data.get("on_bad_sample") == "skip") if is_chat else saved
     if facts.modality != "text" or not plugins.find("models", facts.model["kind"]).Config.TAKES_TOKENS:
         return None
     with _read_errors(folder):
         plugin, section = _weights.section_of(facts, folder)
-        tokenizer: Tokenizer = plugin.tokenizer(section, facts.spec)
+        tokenizer: Tokenizer = plugin.tokenizer(section, facts.spec, special=special)
     return tokenizer
 
 

@@ -9,6 +9,7 @@ import torch
 
 from lockstep.base.errors import DataError, LockstepError, ModelError
 from lockstep.base.model_contracts import Forward, Model
+from lockstep.core.numerics.special_tokens import without_marks
 from lockstep.data.chat import ChatTokenizer
 from lockstep.data.chat_forms import Message, messages_of
 from lockstep.data.packing import BEGIN
@@ -69,7 +70,7 @@ class Generator:
             tokens = self.tokenizer.prompt(_encodable(said), on=sampling.date, tools=sampling.tools)
         else:
             assert isinstance(prompt, str)
-            (encoded,) = self.tokenizer([BEGIN + _checked(prompt)])
+            (encoded,) = self.tokenizer([BEGIN + without_marks(_checked(prompt))])
             tokens = encoded.tolist()
         is_long = len(tokens) > self.context
         if is_long and not sampling.truncate:

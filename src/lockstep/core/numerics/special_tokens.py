@@ -1,0 +1,92 @@
+"""Names of special tokens in texts: letters where users write them, tokens where a chat template does."""
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from lockstep.base.errors import DataError
+
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""Around the number of an escaped character."""
+MARKS = f"[\uffff{OPEN}{CLOSE}]"
+"""What is no character, and marks texts here and in data.packing: replaced where users write it."""
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, for texts in which their names are letters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """They get random aliases: to leave names alone while a text is split is not enough, since the pieces of
+        SentencePiece's unigrams and the words of others hold them, too."""
+        state = json.loads(tokenizer.to_str())
+        names = [each["content"] for each in state["added_tokens"] if each["special"]]
+        self.aliases = {name: secrets.token_hex(16) for name in names}
+        for each in state["added_tokens"]:
+            each["content"] = self.aliases.get(each["content"], each["content"])
+        model = state["model"]
+        if isinstance(vocabulary := model["vocab"], dict):
+            model["vocab"] = {self.aliases.get(token, token): id for token, id in vocabulary.items()}
+        else:
+            model["vocab"] = [[self.aliases.get(token, token), score] for token, score in vocabulary]
+        if model.get("unk_token") in self.aliases:
+            model["unk_token"] = self.aliases[model["unk_token"]]
+        self.tokenizer: Tokenizer = Tokenizer.from_str(json.dumps(state))
+        """Of texts in which aliases stand for special tokens, and names for their letters."""
+        longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"
+        self._names = re.compile(longest_first)
+        ends = "".join(re.escape(end) for end in sorted({end for name in names for end in (name[0], name[-1])}))
+        self._escapes = [re.compile(f"[{ends}]" if ends else "(?!)"), re.compile(f"(?=({longest_first})).", re.DOTALL)]
+        """What is escaped in a chat: all characters at the ends of names, or where a template reads these, as those of
+        </think>, those that begin a name."""
+
+    def escaped(self, chat: Any, render: Callable[[Any], str]) -> Any:
+        """A chat in whose rendered text each name of a special token is the template's. Raises DataError where a
+        template reads such names in what is said."""
+        plain = None
+        for pattern in self._escapes:
+            found = in_strings(chat, partial(pattern.sub, _escape))
+            if found == chat:
+                return chat
+            plain = render(chat) if plain is None else plain
+            try:
+                if _unescaped(render(found)) == plain:
+                    return found
+            except DataError:  # it lacks what the template looks for
+                continue
+        raise DataError(
+            "the chat template reads names of special tokens in what messages say, so they cannot be text there: leave "
+            "them out, or set data.special_tokens_in_text=as_tokens"
+        )
+
+    def aliased(self, rendered: str) -> str:
+        """The text of an escaped chat, or a part of it, for `tokenizer`."""
+        return _unescaped(self._names.sub(lambda match: self.aliases[match[0]], rendered))
+
+
+def without_marks(value: Any) -> Any:
+    """What users write, with U+FFFD in place of marks."""
+    return in_strings(value, lambda text: re.sub(MARKS, "\ufffd", text))
+
+
+def in_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A value of JSON with all its texts changed, those of keys too, but for roles."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return [in_strings(each, change) for each in value]
+    if isinstance(value, dict):
+        return {change(key): each if key == "role" else in_strings(each, change) for key, each in value.items()}
+    return value
+
+
+def _escape(found: re.Match[str]) -> str:
+    return f"{OPEN}{ord(found[0]):x}{CLOSE}"
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(f"{OPEN}([0-9a-f]+){CLOSE}", lambda match: chr(int(match[1], 16)), text)
