@@ -47,12 +47,11 @@ class SpecialTokens:
     def escaped(self, chat: Any, render: Callable[[Any], str]) -> Any:
         """A chat in whose rendered text each name of a special token is the template's. Raises DataError where a
         template reads such names in what is said."""
-        plain = None
         for pattern in self._escapes:
             found = in_strings(chat, partial(pattern.sub, _escape))
             if found == chat:
                 return chat
-            plain = render(chat) if plain is None else plain
+            plain = render(chat)  # each time: it may tell the time
             try:
                 if _unescaped(render(found)) == plain:
                     return found
