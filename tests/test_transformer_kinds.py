@@ -7,11 +7,14 @@ import pytest
 import torch
 from test_training import run_on_rank
 from test_transformer import LABELS, TEXTS
+from torch import nn
 
 from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Model
 from lockstep.inference import trained_model
 from lockstep.models import _transformer as transformer
+from lockstep.training.trainable import unreached
 
 SPEC = DataSpec(modality="text", labels=LABELS)
 
@@ -135,3 +138,81 @@ def test_a_model_of_images_is_refused_by_name(tmp_path, ask):
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "vit"
     with pytest.raises(ModelError, match="is a vit model, with which transformers does not classify texts"):
         ask(transformer.Config(kind="transformer", name=str(tmp_path)))
+
+
+UNREACHED = {
+    "big_bird": ("pooler", {"attention_type": "original_full"}),
+    "esm": ("contact_head", {"mask_token_id": 103, "max_position_embeddings": 64}),
+    "luke": ("_query", {"entity_vocab_size": 10, "entity_emb_size": 8}),
+}
+"""Parts that their classifiers have no use for."""
+
+
+def body_in(folder, minilm, kind, **sizes):
+    """A body of transformers with random weights, and its tokenizer."""
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
+    AutoModel.from_config(AutoConfig.for_model(kind, **ids, **SIZES, **sizes)).save_pretrained(folder)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [("big_bird", {}), *(pytest.param(k, {}, marks=pytest.mark.matrix) for k in ("esm", "luke")),
+     pytest.param("big_bird", {"rank": 2, "targets": "all-linear"}, marks=pytest.mark.matrix)],
+)  # fmt: skip
+def test_parts_that_a_classifier_has_no_use_for_are_not_trained(ranks, minilm, tmp_path, kind, adapter):
+    body_in(tmp_path / "model", minilm, kind, **UNREACHED[kind][1])
+    (tmp_path / "t.csv").write_text("".join(["text,label\n", *(f"{TEXTS[i % 3]} {i},{i % 3}\n" for i in range(30))]))
+    found = []
+    for world, strategy in ((1, "single"), (2, "ddp"), (2, "fsdp"), (2, "pipeline")):
+        parallel = {"kind": strategy, **({"stages": 2} if strategy == "pipeline" else {})}
+        recipe = recipe_in(tmp_path, strategy, model="model") | {"parallel": parallel}
+        recipe["model"] |= {"adapter": adapter} if adapter else {}
+        found.append(ranks(world, run_on_rank, recipe)[0]["digest"])
+    assert len({*found}) == 1
+
+
+@pytest.mark.parametrize("kind", UNREACHED)
+def test_a_trial_finds_them_and_leaves_nothing_behind(minilm, tmp_path, kind):
+    part, sizes = UNREACHED[kind]
+    body_in(tmp_path / "model", minilm, kind, **sizes)
+    model = transformer.build(transformer.Config(kind="transformer", name=str(tmp_path / "model"), max_length=16), SPEC)
+    tokens = torch.tensor([[101, 7, 8, 102], [101, 9, 102, 0], [101, 9, 102, 0]])
+    batch = {"input_ids": tokens, "attention_mask": (tokens != 0).long()}
+    before, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    names = unreached(model, lambda: batch)
+    assert any(part in name for name in names)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+    model(batch).sum().backward()
+    assert {*names} == {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
+
+
+class Experts(Model):
+    """BatchNorm, and two experts, of which these samples need one; beside them a layer that nothing needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.experts = nn.BatchNorm1d(4), nn.ModuleList([nn.Linear(4, 2) for _ in range(2)])
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, batch):
+        return {"logits": self.experts[1](self.norm(batch["x"])), "count": 1}
+
+    def loss(self, outputs, batch):
+        raise NotImplementedError
+
+    def blocks(self):
+        return [*self.children()]
+
+
+def test_experts_of_other_samples_are_needed_and_statistics_are_put_back():
+    model = Experts()
+    assert unreached(model, lambda: {"x": torch.rand(8, 4)}) == ["unused.weight", "unused.bias"]
+    assert model.norm.num_batches_tracked == 0 and torch.equal(model.norm.running_mean, torch.zeros(4))
+    assert unreached(model, lambda: {"y": torch.rand(8, 4)}) == []

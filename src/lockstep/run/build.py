@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.base import plugins
@@ -15,7 +16,7 @@ from lockstep.base.errors import ConfigError, few
 from lockstep.base.model_contracts import Batch, Model
 from lockstep.base.name_patterns import matching
 from lockstep.base.world import World
-from lockstep.core.distributed.collectives import raise_on_all_ranks
+from lockstep.core.distributed.collectives import broadcast_object, raise_on_all_ranks
 from lockstep.core.modules.deferred_init import deferred
 from lockstep.core.numerics.batchnorm import synchronise
 from lockstep.core.numerics.precision import Precision, prepare_compiler
@@ -33,7 +34,7 @@ from lockstep.training.learning_rate import learning_rate, own_schedule
 from lockstep.training.optim import rules_of
 from lockstep.training.optim_config import OWN
 from lockstep.training.state import MovingAverage, TrainState, copies_of
-from lockstep.training.trainable import make_trainable
+from lockstep.training.trainable import make_trainable, unreached
 
 
 def build_model(recipe: Recipe, spec: DataSpec) -> Model:
@@ -95,6 +96,15 @@ def first_steps(model: Model, unfreeze: Mapping[str, int]) -> dict[str, int]:
     return {name: step for key, step in steps for name in matching([key], names, setting="model.unfreeze")}
 
 
+def freeze_unreached(model: Model, sample: Callable[[], Batch]) -> None:
+    """Exclude parts of a pretrained model that the task has no use for, which would have no gradient. A collective."""
+    names = broadcast_object(unreached(model, sample) if dist.get_rank() == 0 else [])
+    for name in names:
+        model.get_parameter(name).requires_grad = False
+    if names:
+        model._lockstep_notes += (f"the outputs do not depend on {few(names)}: left as they are, not trained",)
+
+
 def assemble(
     recipe: Recipe,
     world: World,
@@ -126,7 +136,7 @@ def assemble(
     flops = token_flops(model, recipe.data.context) if recipe.data.PACKS and world.is_main else None
     order = data.order()
     total_steps = recipe.train.total_steps(order.steps_per_epoch)
-    sample = partial(data.first_training_batch, order, device)
+    sample = partial(data.first_training_batch, order, device, workers=0)
     with placing():
         state = distribute(recipe, model, sample, total_steps=total_steps, device=device)
     return Components(
@@ -166,6 +176,8 @@ def distribute(
 
     `sample` loads a batch like those of training.
     """
+    if recipe.model.PRETRAINED:
+        freeze_unreached(model, sample)
     randomness = Randomness(seed_of(recipe.run.seed, "training"))
     targets = recipe.data.context if recipe.data.PACKS else 1
     precision, exact = Precision(recipe.train.precision, device, targets=targets), recipe.run.reproducibility == "exact"

@@ -1,11 +1,21 @@
 """Which modules and weights can be trained."""
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lockstep.base.errors import ModelError
+from lockstep.base.model_contracts import Batch, Model
+from lockstep.core.modules.outputs import tensors
+from lockstep.core.numerics.seeds import generators_restored
+
+TRIED = 2
+"""Samples of the trial: BatchNorm takes more than one."""
 
 
 def make_trainable(model: nn.Module) -> None:
@@ -35,3 +45,40 @@ def _check_tensors(model: nn.Module) -> None:
                 f"{name} has complex numbers, which not all optimizers and strategies can train: keep it as "
                 "nn.Parameter(torch.view_as_real(...)), and use torch.view_as_complex of it in forward()"
             )
+
+
+def unreached(model: Model, sample: Callable[[], Batch]) -> list[str]:
+    """Trained weights that the outputs of a model do not depend on, as a forward pass of two samples shows; none where
+    it fails, which the first step then reports.
+
+    Those of a layer that another of its kind is used in place of, as experts are, belong to other samples and are none.
+    Nothing of the pass is kept: autograd's graph is walked, without activations, so that there are no gradients either.
+    """
+    try:
+        with generators_restored(), saved_tensors_hooks(lambda _: None, lambda kept: kept):
+            batch = {name: column[:TRIED] for name, column in sample().items()}
+            outputs = functional_call(model.train(), {name: b.clone() for name, b in model.named_buffers()}, (batch,))
+    except Exception:
+        return []
+    found = _leaves(tensors(outputs))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    reached = {_kind(name) for name, p in trained.items() if p in found}
+    return [name for name in trained if reached and _kind(name) not in reached]
+
+
+def _leaves(outputs: list[Tensor]) -> set[Tensor]:
+    """The weights in autograd's graph of these tensors."""
+    nodes = {each.grad_fn for each in outputs if each.grad_fn is not None}
+    found, waiting = set[Tensor](), [*nodes]
+    while waiting:
+        node = waiting.pop()
+        found |= {node.variable} if hasattr(node, "variable") else set()
+        further = {each for each, _ in node.next_functions if each is not None} - nodes
+        nodes |= further
+        waiting += further
+    return found
+
+
+def _kind(name: str) -> str:
+    """The name of a weight without the numbers of its layers."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
