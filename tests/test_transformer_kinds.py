@@ -13,7 +13,10 @@ from lockstep.base.contracts import DataSpec
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import Model
 from lockstep.inference import trained_model
+from lockstep.inference.export.round_trip import same_weights
 from lockstep.models import _transformer as transformer
+from lockstep.models._causal_lm import CausalTransformer
+from lockstep.models._pretrained import position_rows
 from lockstep.training.trainable import unreached
 
 SPEC = DataSpec(modality="text", labels=LABELS)
@@ -216,3 +219,146 @@ def test_experts_of_other_samples_are_needed_and_statistics_are_put_back():
     assert unreached(model, lambda: {"x": torch.rand(8, 4)}) == ["unused.weight", "unused.bias"]
     assert model.norm.num_batches_tracked == 0 and torch.equal(model.norm.running_mean, torch.zeros(4))
     assert unreached(model, lambda: {"y": torch.rand(8, 4)}) == []
+
+
+ODD = {
+    "bart": {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32},
+    "t5": KINDS["t5"],
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+}  # fmt: skip
+"""Classified by the place of the end token; whose tokenizer makes nothing of an empty text."""
+
+
+def odd_in(folder, minilm, kind):
+    """A classifier of transformers with random weights, and its tokenizer."""
+    from tokenizers import Tokenizer
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    if kind == "gpt2":  # without anything around a text
+        plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        plain.post_processor = None
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="[SEP]", unk_token="[UNK]")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
+    settings = AutoConfig.for_model(
+        kind, **ids, **ODD[kind], **({} if kind == "t5" else {"max_position_embeddings": 20})
+    )
+    AutoModelForSequenceClassification.from_config(settings).save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["bart", pytest.param("t5", marks=pytest.mark.matrix)])
+def test_texts_with_several_ends_and_empty_ones_are_classified(ranks, minilm, tmp_path, kind):
+    """With the same bits on every world and strategy, and as transformers classifies each of them alone."""
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = odd_in(tmp_path / "model", minilm, kind)
+    texts = ["a [SEP] b", "", "the dog runs", "one [SEP] two [SEP] three four five six", "", "a fox"] * 5
+    (tmp_path / "t.csv").write_text("".join(["text,label\n", *(f"{t},{i % 3}\n" for i, t in enumerate(texts))]))
+    found = []
+    for world, strategy in ((1, "ddp"), (2, "ddp"), (2, "fsdp")):
+        recipe = recipe_in(tmp_path, f"{strategy}-{world}", model="model") | {"parallel": {"kind": strategy}}
+        found.append(ranks(world, run_on_rank, recipe)[0]["digest"])
+    assert len({*found}) == 1
+    model = transformer.build(transformer.Config(kind="transformer", name=str(tmp_path / "model"), max_length=16), SPEC)
+    plain, model = (
+        AutoModelForSequenceClassification.from_pretrained(
+            tmp_path / "model", num_labels=len(LABELS), ignore_mismatched_sizes=True
+        ).eval(),
+        model.eval(),
+    )
+    plain.load_state_dict(model.network.state_dict())
+    batch = tokenizer(texts[:6], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        together = model({name: batch[name] for name in ("input_ids", "attention_mask")})
+        for row, text in enumerate(texts[:6]):
+            inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+            torch.testing.assert_close(plain(**inputs).logits[0], together[row])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("labels", ["class", pytest.param("tags", marks=pytest.mark.matrix)])
+def test_texts_fill_all_positions_also_of_an_odd_number(ranks, minilm, tmp_path, labels):
+    """20 positions; padding to a multiple of 8 would need 24. Also of texts without any token."""
+    odd_in(tmp_path / "model", minilm, "gpt2")
+    texts = ["one two three " * 9, "", ""] * 10
+    rows = [(t, "ABC"[i % 3] if labels == "class" else " ".join("A" for _ in t.split())) for i, t in enumerate(texts)]
+    (tmp_path / "t.csv").write_text("".join(["text,label\n", *(f"{t},{label}\n" for t, label in rows if label)]))
+    found = []
+    for world, strategy in ((1, "ddp"), (2, "ddp"), (2, "fsdp")):
+        recipe = recipe_in(tmp_path, f"{strategy}-{world}", model="model") | {"parallel": {"kind": strategy}}
+        recipe["model"]["max_length"], recipe["data"]["labels"] = 20, labels
+        recipe["train"] |= {"global_batch": 2, "micro_batch": 1, "steps": 4, "epochs": None}
+        found.append(ranks(world, run_on_rank, recipe)[0]["digest"])
+    assert len({*found}) == 1
+
+
+LIMITS = {
+    "roberta": 62,
+    "bert": 64,
+    "ibert": 62,
+    "yoso": 64,
+    "distilbert": 64,
+    "gpt2": 64,
+    "opt": 64,
+    "llama": None,
+    "xlnet": None,
+}
+"""Of 64 positions, or whatever these configs call them: RoBERTa leaves out those up to its padding token's."""
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_how_many_tokens_a_model_has_learned_positions_for(kind):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    sizes = {"gpt2": ODD["gpt2"], "xlnet": {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}}.get(kind, SIZES)
+    known = {} if kind == "xlnet" else {"max_position_embeddings": 64}
+    settings = AutoConfig.for_model(kind, vocab_size=99, pad_token_id=1, **sizes, **known)
+    assert position_rows(network := AutoModelForSequenceClassification.from_config(settings).eval()) == LIMITS[kind]
+    for length in range(61, 67):
+        tokens = torch.full((1, length), 7)
+        try:
+            network(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        except Exception:
+            assert LIMITS[kind] is not None and length > LIMITS[kind]
+        else:
+            assert LIMITS[kind] is None or length <= LIMITS[kind]
+
+
+def test_landmarks_are_refused_where_texts_are_padded(minilm, tmp_path):
+    body_in(tmp_path / "model", minilm, "nystromformer", num_landmarks=4, segment_means_seq_len=16)
+    config = transformer.Config(kind="transformer", name=str(tmp_path / "model"), max_length=16)
+    with pytest.raises(ModelError, match="set num_landmarks=16 in its config.json"):
+        transformer.build(config, SPEC)
+    settings = json.loads((tmp_path / "model" / "config.json").read_text()) | {"num_landmarks": 16}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    transformer.build(config, SPEC)
+
+
+def test_a_tokenizer_that_does_not_end_texts_is_refused_where_they_are_classified_by_their_end(minilm, tmp_path):
+    odd_in(tmp_path / "bart", minilm, "bart")
+    odd_in(tmp_path / "gpt2", minilm, "gpt2")
+    for file in (tmp_path / "gpt2").glob("tokenizer*"):
+        (tmp_path / "bart" / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ModelError, match="which its tokenizer does not add"):
+        transformer.build(transformer.Config(kind="transformer", name=str(tmp_path / "bart"), max_length=16), SPEC)
+
+
+def test_an_export_is_read_back_whose_class_computes_a_buffer_in_bf16(tmp_path):
+    from transformers import AutoModelForCausalLM, RecurrentGemmaConfig
+
+    sizes = {**SIZES, "attention_window_size": 8, "block_types": ("recurrent", "attention"), "head_dim": 8}
+    plain = AutoModelForCausalLM.from_config(RecurrentGemmaConfig(vocab_size=99, num_key_value_heads=1, **sizes))
+    spec = DataSpec(modality="tokens", vocabulary=99)
+    model = CausalTransformer(plain.float(), spec)
+    model.save(tmp_path)
+    again = CausalTransformer.read_back(tmp_path, spec)
+    assert again.network.model.normalizer.dtype == torch.bfloat16
+    assert same_weights(model, again)
+    again.network.model.normalizer += 1
+    with pytest.raises(ModelError, match="normalizer"):
+        same_weights(model, again)

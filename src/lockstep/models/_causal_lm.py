@@ -18,6 +18,7 @@ from lockstep.models._pretrained import (
     check_vocabulary,
     from_pretrained,
     mismatches,
+    position_rows,
     reported,
     resize_embeddings,
     vocabulary_of,
@@ -61,7 +62,8 @@ class CausalTransformer(NetworkModel):
     def __init__(self, network: nn.Module, spec: DataSpec) -> None:
         super().__init__(network, spec)
         settings: Any = network.config
-        self.longest = _longest(settings)
+        computed = spec.context if _is_rotary(settings) else None
+        self.longest = position_rows(network) or max(computed or 0, _longest(settings) or 0) or None
         self.attention_width = _attention_width(settings.get_text_config())
 
     def forward(self, batch: Batch) -> Outputs:
@@ -157,6 +159,8 @@ def build(config: Config, spec: DataSpec) -> Model:
     _check_causality(config, model)
     if spec.documents:
         _keep_apart(config, model, spec.vocabulary)
+    if spec.context and spec.context > (known := _longest(network.config) or spec.context):
+        notes.append(f"data.context={spec.context} goes beyond the {known:,} positions that {config.name} was made for")
     if getattr(network.config.get_text_config(), "output_router_logits", False):
         notes += _add_router_loss(config, model)
     model._lockstep_notes = tuple(notes)
@@ -248,6 +252,11 @@ def _longest(settings: Any) -> int | None:
     return longest if isinstance(longest, int) and longest > 0 else None
 
 
+def _is_rotary(settings: Any) -> bool:
+    """Whether positions are computed, so that there are any number of them."""
+    return bool(getattr(settings.get_text_config(), "rope_parameters", None))
+
+
 def _check_length(longest: int | None, length: int) -> None:
     if longest is not None and length > longest:
         raise ModelError(
@@ -268,7 +277,7 @@ def _check_fit(config: Config, spec: DataSpec, settings: Any) -> None:
     )
     if is_encoder or type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _not_causal(config, f"is a {settings.model_type} model, which is no causal language model")
-    if spec.context is not None:
+    if spec.context is not None and not _is_rotary(settings):
         _check_length(_longest(settings), spec.context)
 
 

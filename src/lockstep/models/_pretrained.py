@@ -20,6 +20,8 @@ from lockstep.models.objectives._choice import ObjectiveModel, name_of, width_of
 
 PROBLEM_TYPES = {"regression": "regression", "multilabel": "multi_label_classification"}
 """What transformers' pipelines call an objective; the others follow from the labels."""
+POSITIONS = ("position_embeddings", "embed_positions", "wpe", "positions_embed")
+"""What models of texts call their table of learned positions."""
 MAX_NAMES = 3
 """Weights named in a message."""
 
@@ -98,6 +100,19 @@ class NetworkModel(ObjectiveModel):
         heads = config.num_attention_heads
         key_value_heads = getattr(config, "num_key_value_heads", None) or heads
         return TensorPlan(styles=styles, counts={"attention heads": heads, "key/value heads": key_value_heads})
+
+
+def position_rows(network: Any) -> int | None:
+    """How many tokens a model has learned positions for: the rows of its table, less those that it leaves out at the
+    beginning, as RoBERTa and OPT do; None for rotary and relative positions."""
+    tables = [module for name, module in network.named_modules() if name.rpartition(".")[2] in POSITIONS]
+    found = [
+        len(table.weight) - (getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1)
+        for table in tables
+        if hasattr(table, "padding_idx")
+    ]
+    named = getattr(network.config.get_text_config(), "max_position_embeddings", None) if found else None
+    return min([*found, *([named] if named else [])], default=None)
 
 
 def from_pretrained(auto_class: Any, config: PretrainedSection, *, check: Callable[[Any], None], **options: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.base.contracts import DataSpec
@@ -21,6 +22,7 @@ from lockstep.models._pretrained import (
     check_task,
     check_vocabulary,
     from_pretrained,
+    position_rows,
     resize_embeddings,
     with_new_head,
 )
@@ -45,6 +47,12 @@ class TextModel(NetworkModel):
         summary = getattr(network, "sequence_summary", None)
         self.reads_last = getattr(summary, "summary_type", None) == "last"
         """Whether it classifies a text by what stands last in its row, as XLNet does: its padding is at the left."""
+        self.positions = position_rows(network)
+        settings: Any = network.config
+        self.end = (
+            settings.eos_token_id if settings.is_encoder_decoder and hasattr(network, "classification_head") else None
+        )
+        """The token whose place a text is classified by, as with BART and T5: that of a row's last one."""
 
     @classmethod
     def auto_class(cls, spec: DataSpec | None) -> Any:
@@ -59,7 +67,24 @@ class TextModel(NetworkModel):
         if self.reads_last:
             order = torch.arange(tokens.shape[1], device=tokens.device) + mask.sum(1, keepdim=True)
             tokens, mask = (each.gather(1, order % tokens.shape[1]) for each in (tokens, mask))
-        return self.network(input_ids=tokens, attention_mask=mask).logits
+        beyond = tokens.shape[1] - (self.positions or tokens.shape[1])
+        if beyond <= 0:
+            return self._logits(tokens, mask)
+        # positions that padding to a multiple of 8 does not have
+        logits = self._logits(tokens[:, : self.positions], mask[:, : self.positions])
+        return F.pad(logits, (0, 0, 0, beyond)) if logits.ndim == 3 else logits
+
+    def _logits(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        network: Any = self.network
+        if self.end is None:
+            return network(input_ids=tokens, attention_mask=mask).logits
+        # as its own forward pass, which wants equally many ends in all rows
+        more = {"decoder_input_ids": network._shift_right(tokens)} if hasattr(network, "_shift_right") else {}
+        hidden = network.base_model(input_ids=tokens, attention_mask=mask, use_cache=False, **more)[0]
+        rows = torch.arange(tokens.shape[1], device=tokens.device)
+        last = (rows * ((tokens == self.end) & mask.bool())).max(1).values
+        logits: Tensor = network.classification_head(hidden[torch.arange(len(last), device=last.device), last])
+        return logits
 
 
 def build(config: Config, spec: DataSpec) -> Model:
@@ -81,6 +106,11 @@ def build(config: Config, spec: DataSpec) -> Model:
         )
     model = TextModel(network.float(), spec)
     _check_length(model, config, text_config)
+    if model.end is not None and model.end not in PretrainedTokenizer(config, spec)(["a"])[0]:
+        raise ModelError(
+            f"model.name={config.name} classifies a text by its end token (id {model.end}), which its tokenizer does "
+            "not add: save it with a tokenizer that does"
+        )
     if not _bears_padding(model, text_config):
         notes.append(
             f"with {config.name} padding changes the outputs: in training a text depends a little on those beside it; "
@@ -91,20 +121,31 @@ def build(config: Config, spec: DataSpec) -> Model:
 
 
 def _check_length(model: TextModel, config: Config, text_config: Any) -> None:
-    """Raise ModelError where the model has no positions for texts of model.max_length; tried out where that may be,
-    since positions need not be a table, and some models leave the first ones out."""
+    """Raise ModelError where the model has no positions for texts of model.max_length: by its table of them, or tried
+    out, since positions need not be a table."""
+    table = model.positions or config.max_length
+
+    def refuse(reason: str, longest: int = table) -> ModelError:
+        return ModelError(
+            f"model.max_length={config.max_length} is more tokens than {config.name} has positions for "
+            f"({longest}; {reason}): set model.max_length to {longest} or less"
+        )
+
+    if config.max_length > table:
+        raise refuse("the rows of its table")
+    segments = getattr(text_config, "segment_means_seq_len", 0)
+    if segments != getattr(text_config, "num_landmarks", segments):
+        raise ModelError(
+            f"{config.name} has landmarks, with which transformers reads no padded texts: set num_landmarks={segments} "
+            "in its config.json, its segment_means_seq_len, for attention to all tokens with the same weights"
+        )
     positions = getattr(text_config, "max_position_embeddings", None) or config.max_length
     if config.max_length + 2 <= positions or config.max_length > LONG:
         return
-    token = (text_config.pad_token_id + 1) % text_config.vocab_size
-    tokens = torch.full((1, config.max_length), token)
-    model.tried_out(
-        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)},
-        lambda reason: ModelError(
-            f"model.max_length={config.max_length} is more tokens than {config.name} has positions for "
-            f"({positions}; {reason}): set model.max_length to {positions} or less"
-        ),
-    )
+    tokens = torch.full((1, config.max_length), (text_config.pad_token_id + 1) % text_config.vocab_size)
+    tokens[0, -1] = tokens[0, -1] if model.end is None else model.end
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    model.tried_out(batch, lambda reason: refuse(reason, min(positions, table)))
 
 
 def _bears_padding(model: TextModel, text_config: Any) -> bool:
@@ -178,11 +219,12 @@ class PretrainedTokenizer:
         """What divides texts, and its unknown token, if it has another name there."""
         splits = special if special == "as_text" else f"{special} {self.reader.split_special_tokens}"
         form = f"{'words ' if self.has_words else ''}{self.max_length} {self.tokenizer.truncation_side} {splits}"
+        form += " padding for nothing" * (not self.tokenizer("")["input_ids"])  # or there would be no row at all
         self.key = hashlib.sha256(f"{form} {_state_of(self.tokenizer)}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """Return token ids with special tokens, int32 [T_i] per text, T_i <= max_length; multi-threaded. Of texts of
-        words they are marked."""
+        """Return token ids with special tokens, int32 [T_i] per text, 1 <= T_i <= max_length; multi-threaded. Of texts
+        of words they are marked."""
         if self.has_words:
             return self._marked([words_of(text)[: self.max_length] for text in texts])
         starts = [self._start(text) for text in texts]
@@ -202,7 +244,7 @@ class PretrainedTokenizer:
 
     def _ids(self, texts: list[str]) -> list[np.ndarray]:
         encoded = self.reader(texts, truncation=True, max_length=self.max_length, return_attention_mask=False)
-        return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+        return [np.array(ids or [self.pad_id], dtype=np.int32) for ids in encoded["input_ids"]]
 
     def _marked(self, texts: list[list[str]]) -> list[np.ndarray]:
         """Marked tokens of words. A word without a token, such as a control character, becomes the unknown one."""

@@ -66,7 +66,8 @@ def judge(agreement: RoundTrip) -> None:
 def same_weights(model: nn.Module, again: Forward, *, is_reduced: bool = False) -> bool:
     """Compare parameters and buffers bit for bit -> False if a graph was read back, which has none. Raises ModelError.
 
-    With reduced weights, non-persistent buffers may differ: they are computed anew, in fp32.
+    Buffers that are not saved are computed anew: in fp32, so that they may differ with reduced weights, or in the dtype
+    that their class wants, such as bf16 in RecurrentGemma.
     """
     if not isinstance(again, nn.Module):
         return False
@@ -74,8 +75,10 @@ def same_weights(model: nn.Module, again: Forward, *, is_reduced: bool = False) 
         expected, actual = model.state_dict(), again.state_dict()
     else:
         expected, actual = (dict([*each.named_parameters(), *each.named_buffers()]) for each in (model, again))
+    saved = model.state_dict().keys()
     for name, tensor in expected.items():
-        if name not in actual or tensor.dtype != actual[name].dtype or not torch.equal(tensor, actual[name]):
+        found = actual[name].to(None if name in saved else tensor.dtype) if name in actual else None
+        if found is None or tensor.dtype != found.dtype or not torch.equal(tensor, found):
             raise ModelError(f"the export was read back and differs (in {name}); nothing was kept")
     return True
 
