@@ -225,10 +225,17 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path, kind, message, fr
 
 @pytest.mark.parametrize("from_config", [False, True])
 def test_samples_that_are_too_long_are_refused_before_weights_are_read(tmp_path, from_config):
-    config_of("llama").save_pretrained(tmp_path)
+    config_of("gpt2").save_pretrained(tmp_path)
     config = causal_lm.Config(kind="causal_lm", name=str(tmp_path), from_config=from_config)
     with pytest.raises(ModelError, match="positions for 64 tokens, but .* has 65: set data.context=64 or less"):
         causal_lm.build(config, DataSpec(modality="tokens", vocabulary=VOCABULARY, context=65))
+
+
+def test_rotary_positions_go_on_beyond_those_of_the_config(tmp_path):
+    saved(tmp_path, "llama")
+    config = causal_lm.Config(kind="causal_lm", name=str(tmp_path))
+    model = causal_lm.build(config, DataSpec(modality="tokens", vocabulary=VOCABULARY, context=65))
+    assert "goes beyond the 64 positions" in model._lockstep_notes[-1] and model.longest == 65
 
 
 def test_data_without_tokens_is_refused(tmp_path):

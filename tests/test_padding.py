@@ -79,13 +79,18 @@ def test_alone_as_together(tmp_path, kind, labels):
         assert np.ptp([row["a"] for row in alone]) > 1e-3  # what is read matters
 
 
-@pytest.mark.parametrize("kind", ["bart", "roberta", "openai-gpt", "llama", "opt"])
+@pytest.mark.parametrize("kind", ["bart", "roberta", "openai-gpt", "llama", "opt", "lfm2", "minimax"])
 def test_a_decoder_that_cannot_be_cached_is_read_anew(kind):
     """Also where positions count from the padding, prompts have the answers that they have alone in transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     bart = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
-    sizes = {"bart": bart, "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}}.get(kind, SIZES)
+    mixed = {**SIZES, "num_key_value_heads": 2}
+    mixed = {"lfm2": {**mixed, "layer_types": ["conv", "full_attention"]},
+             "minimax": {**mixed, "head_dim": 16, "num_local_experts": 2, "layer_types": ["full_attention", "linear_attention"]}}  # fmt: skip
+    sizes = {**mixed, "bart": bart, "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}}.get(
+        kind, SIZES
+    )
     own = {"is_decoder": True} if kind in ("bart", "roberta") else {}
     torch.manual_seed(0)
     settings = AutoConfig.for_model(kind, vocab_size=257, max_position_embeddings=64, **own, **sizes)
