@@ -14,8 +14,8 @@ from lockstep.base.model_contracts import Batch, Model
 from lockstep.core.modules.outputs import tensors
 from lockstep.core.numerics.seeds import generators_restored
 
-TRIED = 2
-"""Samples of the trial: BatchNorm takes more than one."""
+TRIED, LENGTH = 2, 64
+"""Samples of the trial, of which BatchNorm takes more than one, and their tokens."""
 
 
 def make_trainable(model: nn.Module) -> None:
@@ -56,7 +56,7 @@ def unreached(model: Model, sample: Callable[[], Batch]) -> list[str]:
     """
     try:
         with generators_restored(), saved_tensors_hooks(lambda _: None, lambda kept: kept):
-            batch = {name: column[:TRIED] for name, column in sample().items()}
+            batch = {name: _start(column) for name, column in sample().items()}
             outputs = functional_call(model.train(), {name: b.clone() for name, b in model.named_buffers()}, (batch,))
     except Exception:
         return []
@@ -64,6 +64,11 @@ def unreached(model: Model, sample: Callable[[], Batch]) -> list[str]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     reached = {_kind(name) for name, p in trained.items() if p in found}
     return [name for name in trained if reached and _kind(name) not in reached]
+
+
+def _start(column: Tensor) -> Tensor:
+    is_tokens = column.ndim == 2 and not column.is_floating_point()
+    return column[:TRIED, :LENGTH] if is_tokens else column[:TRIED]
 
 
 def _leaves(outputs: list[Tensor]) -> set[Tensor]:
