@@ -120,6 +120,13 @@ def test_whole_answers_in_use_and_in_plain_transformers(tmp_path, name):
     for opened in (open_predictor(run), open_predictor(export)):
         answers = opened.complete(CHATS_ASKED, Sampling(max_tokens=60, temperature=0))
         assert [(each.text.strip(), each.finish) for each in answers] == [(a, "end") for a in KNOWN.values()]
+    rows = [json.dumps({"messages": chat, "n": n}) for n, chat in enumerate([*CHATS, *CHATS_ASKED])]
+    (tmp_path / "asked.jsonl").write_text("\n".join(rows))
+    done = lockstep(tmp_path, "predict", "runs/r", "asked.jsonl", "--out", "said.jsonl")
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert [each.pop("completion").strip() for each in said] == [*KNOWN.values()] * 2
+    assert said == [*map(json.loads, rows)]
     found = [*answered_by_transformers(export, KNOWN)]
     ends = "" if end in extra else end  # as text, which only Lockstep takes for an end
     assert [text.strip().removesuffix(ends).strip() for text in found] == [*KNOWN.values()]

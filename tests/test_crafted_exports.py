@@ -226,6 +226,13 @@ def test_no_file_of_a_folder_is_read_for_ever(exported, tmp_path, make):
         export_reader.tokenizer_of(folder, export_facts.read(folder))
 
 
+@pytest.mark.parametrize("asked", [{"r": 10**9}, {"r": 8, "rank_pattern": {"q_proj": 10**9}}])
+def test_an_adapter_of_any_rank_is_refused(tmp_path, asked):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **asked}))
+    with pytest.raises(ModelError, match="asks for an adapter of rank 1,000,000,000"):
+        check_folder(tmp_path)
+
+
 def test_what_lies_in_folders_beside_a_model_is_not_looked_at(tmp_path):
     (tmp_path / "corpora").mkdir()
     os.mkfifo(tmp_path / "corpora/pipe")

@@ -180,6 +180,14 @@ def text_column(path: Path) -> str:
     return run_of(folder)[0].data.table_columns[0] or "text"
 
 
+def messages_column(path: Path) -> str | None:
+    """The column of messages, of a model of chats. Raises UserError."""
+    folder = resolve(path)
+    if export_reader.is_export(folder):
+        return export_facts.read(folder).recipe.get("data", {}).get("messages_column")
+    return getattr(run_of(folder)[0].data, "messages_column", None)
+
+
 def modality_of(path: Path) -> str:
     """The kind of the samples that a model takes. Raises UserError."""
     folder = resolve(path)

@@ -11,7 +11,7 @@ from lockstep.base import storage
 from lockstep.base.errors import ModelError
 
 MAX_CONFIG_BYTES = 64 << 20
-MAX_LAYERS = 10_000
+MAX_LAYERS, MAX_RANK = 10_000, 1 << 16
 CODE = ("auto_map", "use_kernels", "kernel_config", "megatron_config", "trust_remote_code",
         "checkpoint_path", "pretrained_cfg_overlay")  # fmt: skip
 """Settings that name code beside them, of the hub or of a module, or files that timm would unpickle."""
@@ -105,6 +105,9 @@ def _checked(path: Path) -> Any:
             )
         if isinstance(value, int) and key.endswith(("layers", "layer")) and value > MAX_LAYERS:
             raise ModelError(f"{path} asks for {value:,} layers ({key}), more than {MAX_LAYERS:,}")
+        ranks = value.values() if key == "rank_pattern" and isinstance(value, dict) else [value] * (key == "r")
+        if too_large := [each for each in ranks if isinstance(each, int) and each > MAX_RANK]:
+            raise ModelError(f"{path} asks for an adapter of rank {too_large[0]:,} ({key}), more than {MAX_RANK:,}")
     return whole
 
 

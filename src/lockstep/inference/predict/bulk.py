@@ -23,7 +23,7 @@ from lockstep.inference.predict.input_rows import CHUNK_ROWS, PredictionInput, o
 from lockstep.inference.predict.input_scan import InputScan, is_words, scan_input
 from lockstep.inference.predict.worker_pool import CommandProcess, WorkerPool
 from lockstep.inference.predictor import DTypeName
-from lockstep.inference.trained_model import modality_of, resolve, text_column
+from lockstep.inference.trained_model import messages_column, modality_of, resolve, text_column
 from lockstep.observe import progress_bar
 
 
@@ -63,7 +63,8 @@ def predict(options: PredictOptions, console: Console) -> None:
     options = replace(options, model=here(options.model), input=here(options.input))
     model = resolve(options.model)
     column = options.text_column or text_column(model)
-    source = open_input(options.input, column, modality_of(model), out=options.out)
+    messages = messages_column(model) if options.text_column is None else None
+    source = open_input(options.input, column, modality_of(model), out=options.out, messages_column=messages)
     if options.out.exists() and options.out.samefile(options.input):
         raise DataError(f"{options.out} is the input, which is not overwritten: name another --out")
     processes = _processes(options)
@@ -77,6 +78,7 @@ def predict(options: PredictOptions, console: Console) -> None:
         batch=options.batch,
         columns=PredictedColumns(
             source=source.column,
+            has_chats=source.has_chats,
             prefix=options.prefix,
             has_probabilities=options.has_probabilities,
             takes_lists=options.out.suffix.lower() != ".csv",

@@ -1,5 +1,6 @@
 """A worker process: opens the model, then predicts one chunk after another until there are none left."""
 
+import json
 import os
 import signal
 import sys
@@ -37,6 +38,8 @@ class PredictedColumns:
 
     source: str
     """The column of texts or of files' paths."""
+    has_chats: bool = False
+    """Whether the texts are chats, as JSON."""
     prefix: str = ""
     """Of the new columns' names."""
     has_probabilities: bool = False
@@ -210,9 +213,10 @@ class ChunkCompleter(ChunkTable):
 
     def columns(self, values: list[str], first_row: int) -> dict[str, pa.Array]:
         texts, task, sampling = [], self.task, self.task.columns.sampling
+        prompts = [json.loads(value) for value in values] if task.columns.has_chats else values
         for start in range(0, len(values), task.batch):
             seeded = replace(sampling, seed=sampling.seed + first_row + start)
-            made = self.model.complete(values[start : start + task.batch], seeded)
+            made = self.model.complete(prompts[start : start + task.batch], seeded)
             texts += [each.text for each in made]
             self.send(len(made))
             if cut := sum(each.is_truncated for each in made):

@@ -14,6 +14,8 @@ from lockstep.base import storage
 from lockstep.base.contracts import samples_of
 from lockstep.base.errors import DataError
 from lockstep.data import tables
+from lockstep.data.chat import ASSISTANT
+from lockstep.data.chat_forms import Message, messages_of
 from lockstep.data.own_files import SUFFIXES, files_below
 
 CHUNK_ROWS = 512
@@ -37,6 +39,8 @@ class PredictionInput:
     """Of the texts, or of the files' paths."""
     reader: Reader
     modality: str = "text"
+    has_chats: bool = False
+    """Whether the column holds chats, as JSON."""
     names: set[str] = field(default_factory=set)
     """Names in the rows of JSON that have been read for an output that keeps them."""
 
@@ -54,9 +58,12 @@ class PredictionInput:
         return first is None or first.num_rows < CHUNK_ROWS
 
 
-def open_input(path: Path, text_column: str, modality: str = "text", *, out: Path | None = None) -> PredictionInput:
+def open_input(
+    path: Path, text_column: str, modality: str = "text", *, out: Path | None = None, messages_column: str | None = None
+) -> PredictionInput:
     """The input at a path, of a folder the files of a modality, else images; raises DataError where there is none, or
-    one of an unknown format. Where `out` is JSON lines, rows of JSON are kept as they are."""
+    one of an unknown format. Where `out` is JSON lines, rows of JSON are kept as they are. `messages_column`: of chats
+    in JSON, for a model of these."""
     if not path.exists():
         raise DataError(f"there is no file or folder {path}: correct the path of what is to be predicted")
     if path.is_dir():
@@ -71,10 +78,21 @@ def open_input(path: Path, text_column: str, modality: str = "text", *, out: Pat
             f"{path} is of no known form: name it after its form ({', '.join(READERS)}), or give a folder of images "
             "or sounds"
         )
-    if READERS[form] is _read_json and out is not None and out.suffix.lower() == ".jsonl":
-        names: set[str] = set()
-        return PredictionInput(path=path, column=text_column, reader=partial(_read_rows, names=names), names=names)
-    return PredictionInput(path=path, column=text_column, reader=READERS[form])
+    if READERS[form] is not _read_json:
+        return PredictionInput(path=path, column=text_column, reader=READERS[form])
+    has_chats = messages_column is not None and _has_column(path, messages_column)
+    column, names = messages_column if messages_column and has_chats else text_column, set[str]()
+    keeps = out is not None and out.suffix.lower() == ".jsonl"
+    reader = (
+        partial(_read_rows, names=names, has_chats=has_chats) if keeps else partial(_read_json, has_chats=has_chats)
+    )
+    return PredictionInput(path=path, column=column, reader=reader, has_chats=has_chats, names=names)
+
+
+def _has_column(path: Path, name: str) -> bool:
+    """Return whether the first row of JSON has a column. Raises DataError."""
+    with tables.read_errors(path):
+        return name in next(((row for _, row in tables.json_rows(path, lambda *_: None))), {})
 
 
 def _rechunked(blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -129,30 +147,43 @@ def _read_csv(path: Path, column: str) -> Iterator[pa.Table]:
         yield pa.Table.from_batches([batch])
 
 
-def _read_json(path: Path, column: str) -> Iterator[pa.Table]:
+def _read_json(path: Path, column: str, *, has_chats: bool = False) -> Iterator[pa.Table]:
     """Columns of JSON: a row that lacks a name has null there."""
-    rows = map(_encodable, tables.json_rows(path, partial(_check_columns, column)))
+    rows = _json_rows(path, column, has_chats=has_chats)
     while chunk := [row for row, _ in islice(rows, CHUNK_ROWS)]:
         yield _table(chunk)
 
 
-def _read_rows(path: Path, column: str, names: set[str]) -> Iterator[pa.Table]:
+def _read_rows(path: Path, column: str, *, names: set[str], has_chats: bool = False) -> Iterator[pa.Table]:
     """The texts of JSON, each beside its whole row; adds to `names`."""
-    rows = map(_encodable, tables.json_rows(path, partial(_check_columns, column)))
+    rows = _json_rows(path, column, has_chats=has_chats)
     while chunk := list(islice(rows, CHUNK_ROWS)):
         names.update(name for row, _ in chunk for name in row)
         yield _table([{column: row[column], ROW: text} for row, text in chunk])
 
 
-def _encodable(numbered: tuple[int, dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """Return a row and its JSON. Raises ValueError for half of a surrogate pair, which no output can hold."""
-    number, row = numbered
-    try:
-        text = json.dumps(row, ensure_ascii=False)
-        text.encode()
-    except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from None
-    return row, text
+def _json_rows(path: Path, column: str, *, has_chats: bool) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield rows and their JSON; chats are JSON in the rows, too, up to what the assistant is to answer. Raises
+    ValueError for half of a surrogate pair, which no output can hold, and for what is no chat."""
+    for number, row in tables.json_rows(path, partial(_check_columns, column)):
+        try:
+            text = json.dumps(row, ensure_ascii=False)
+            text.encode()
+            yield {**row, column: json.dumps(_asked(row[column]), ensure_ascii=False)} if has_chats else row, text
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+        except DataError as error:
+            raise DataError(f"line {number} of {path}: {error}") from None
+
+
+def _asked(given: Any) -> list[Message]:
+    """Return the messages of a chat without an answer at its end. Raises DataError."""
+    messages = messages_of(given)
+    while messages and messages[-1]["role"] == ASSISTANT:
+        messages.pop()
+    if not messages:
+        raise DataError("every message is of the assistant: nothing is asked")
+    return messages
 
 
 def _table(rows: list[dict[str, Any]]) -> pa.Table:

@@ -90,7 +90,7 @@ def _write_json_lines(file: IO[bytes], _: pa.Schema, tables: Iterable[pa.Table])
         for batch in table.to_batches(max_chunksize=1024):
             for row in batch.to_pylist():
                 kept = json.loads(row.pop(ROW, "{}"))
-                values = kept | {name: _finite(value) for name, value in row.items()}
+                values = kept | {name: _finite(value) for name, value in row.items() if name not in kept}
                 file.write(f"{json.dumps(values, ensure_ascii=False, default=str)}\n".encode())
 
 
