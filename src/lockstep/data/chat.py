@@ -20,8 +20,9 @@ from lockstep.core.host.limited_process import limited
 from lockstep.core.numerics.special_tokens import SpecialTokens, without_marks
 from lockstep.core.numerics.word_tokens import ids_of, marked
 from lockstep.data.chat_forms import Message
+from lockstep.data.chat_template import Template
 from lockstep.data.packing import BEGIN, END
-from lockstep.data.text_tokenizers import PLAIN, Special, Template, TextTokenizer
+from lockstep.data.text_tokenizers import PLAIN, Special, TextTokenizer
 from lockstep.data.token_cache import TextFault
 
 ASSISTANT = "assistant"
@@ -34,7 +35,7 @@ LEADS = ("\n", "\0", "x", "1", ".")
 AT_ONCE = 64
 """Chats whose beginnings are tokenised together."""
 THOUGHT = re.compile(r"<(\w+)>(\s*)$")
-"""Where a prompt begins the thought that the answer goes on with."""
+"""Pattern of a prompt that ends with the opening tag of a thought."""
 Piece = tuple[str, bool]
 """A part of a chat, and whether it is learned."""
 Render = Callable[..., str]
@@ -67,8 +68,8 @@ class ChatTokenizer:
     assistant says has a target."""
 
     def __init__(self, inner: TextTokenizer, *, day: date | None = None, skips: bool = False) -> None:
-        """`day`: the one that the template is told where chats are learned; `skips`: whether chats that it does not
-        take are left out."""
+        """`day`: the date that the template is given in training; `skips`: whether chats that the template refuses are
+        left out."""
         self.skips = skips
         self.inner, self.pad_id, self.token_bytes = inner, inner.pad_id, inner.token_bytes
         self.begin = inner.begin
@@ -79,8 +80,8 @@ class ChatTokenizer:
         self.key = hashlib.sha256(f"chat, ended {skipping}{how} {inner.key}".encode()).hexdigest()
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """Tokens of each chat, int32 [T_i], or of each of its answers where the template changes earlier ones; none of
-        a chat that the template does not take. Multi-threaded. Raises TextFault for such a chat, unless it `skips`."""
+        """Return the tokens of each chat, int32 [T_i], or of each of its answers where the template changes earlier
+        turns; an empty array for a chat that it refuses and that is skipped. Multi-threaded. Raises TextFault."""
         chats = [_read(text) for text in texts]
         if self.template is None:
             return self._encoded([_plain(messages) for messages, _ in chats])
@@ -127,7 +128,7 @@ class ChatTokenizer:
     def _renderer(
         self, messages: Sequence[Message], tools: Any, on: date | None, *, is_prompt: bool = False
     ) -> tuple[Sequence[Message], Render]:
-        """Return a chat in which names of special tokens are escaped, and what renders its first messages. Raises
+        """Return a chat with escaped names of special tokens, and the function that renders its first messages. Raises
         DataError."""
         template = self.template
         assert template is not None
@@ -145,14 +146,14 @@ class ChatTokenizer:
         return _asked(*self._renderer(messages, tools, on, is_prompt=True))
 
     def _rendered(self, messages: Sequence[Message], tools: Any) -> list[list[Piece]] | str:
-        """Return the pieces of each sample that a chat is learned as, or why the template does not take it."""
+        """Return the pieces of each training sample of a chat, or the reason why the template refuses it."""
         try:
             return _samples(*self._renderer(messages, tools, self.day))
         except DataError as error:
             return str(error)
 
     def _taken(self, number: int, rendered: list[list[Piece]] | str) -> list[list[Piece]]:
-        """Return the samples of a chat: an empty one stands for a chat that is left out. Raises TextFault."""
+        """Return the samples of a chat, an empty one for a chat that is skipped. Raises TextFault."""
         if not isinstance(rendered, str):
             return rendered
         if not self.skips:
@@ -237,8 +238,8 @@ class ChatTokenizer:
 
 
 def _samples(messages: Sequence[Message], render: Render) -> list[list[Piece]]:
-    """Return the pieces of a chat; of each of its learned answers, as it is asked for, where the template changes
-    earlier turns when later ones follow. Raises DataError."""
+    """Return the pieces of a chat as one sample, or as one sample per learned answer where the template changes earlier
+    turns. Raises DataError."""
     whole = render(len(messages))
     if pieces := _pieces(messages, whole, render):
         return [pieces]
@@ -249,14 +250,14 @@ def _samples(messages: Sequence[Message], render: Render) -> list[list[Piece]]:
 
 
 def _asked(messages: Sequence[Message], render: Render) -> list[Piece]:
-    """Return the text up to where the assistant answers, in the pieces that it would be learned in."""
+    """Return the pieces of the prompt for the next answer, cut as in training."""
     prompt = render(len(messages), is_prompt=True)
     return [(text, False) for text, _ in _pieces(messages, prompt, render) or [(prompt, False)]]
 
 
 def _pieces(messages: Sequence[Message], whole: str, render: Render) -> list[Piece]:
-    """Return the parts of the text of a chat, every other of which is an answer; none where these cannot be found in
-    it. What nobody has asked for, at the beginning, is no answer."""
+    """Return the pieces of a rendered chat, every second one an answer, or none where the answers cannot be located. An
+    assistant's message at the very beginning is context."""
     pieces, end = list[Piece](), 0
     for number in (number for number, each in enumerate(messages) if number and each["role"] == ASSISTANT):
         before, after = render(number, is_prompt=True), render(number + 1)
@@ -268,8 +269,8 @@ def _pieces(messages: Sequence[Message], whole: str, render: Render) -> list[Pie
 
 
 def _answer(message: Message, number: int, render: Render) -> str:
-    """Return what follows the prompt of an answer. Raises DataError where the template's answer does not go on from
-    its prompt."""
+    """Return the text that follows the prompt of an answer. Raises DataError where the rendered answer does not begin
+    with its prompt."""
     prompt, after = render(number, is_prompt=True), render(number + 1)
     if after.startswith(prompt):
         return after[len(prompt) :]
@@ -284,8 +285,8 @@ def _answer(message: Message, number: int, render: Render) -> str:
 
 
 def _thought(message: Message, written: str, *, tag: str, space: str) -> str:
-    """Return an answer with the thought that its prompt has begun, and that the template leaves out: the message's own,
-    or an empty one, as Qwen3 writes it."""
+    """Return an answer with the thought that its prompt opens and the template drops: the message's own, or an empty
+    one in Qwen3's form."""
     end = f"</{tag}>"
     thought, is_own, said = (message["content"] or "").rpartition(end)
     if is_own:
@@ -298,7 +299,7 @@ def _thought(message: Message, written: str, *, tag: str, space: str) -> str:
 
 
 def _marked(parts: Sequence[Sequence[int]], pieces: Sequence[Piece]) -> np.ndarray:
-    """Marked tokens of the pieces of a chat."""
+    """Return the marked tokens of the pieces of a chat."""
     ids = np.array([token for part in parts for token in part], dtype=np.int32)
     sizes = np.array([len(part) for part in parts], dtype=np.int64)
     return marked(ids, np.repeat(np.array([is_learned for _, is_learned in pieces], dtype=bool), sizes))

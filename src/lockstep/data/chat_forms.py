@@ -1,4 +1,4 @@
-"""Forms that chats have in files and in requests, all read as messages with a role and a text."""
+"""Column and message formats of chats in files and requests, read as messages with a role and a text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from lockstep.data.in_memory import PlainTexts
 
 Message = dict[str, Any]
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
-"""Names that ShareGPT has for roles."""
+"""Role in ShareGPT's format -> role in chat templates."""
 FORMS = (("conversations",), ("prompt", "completion"), ("instruction", "output", "input", "system"))
-"""Columns of chats beside a list of messages: of ShareGPT, of one question, of Alpaca. The first two are needed."""
+"""Columns of other formats: ShareGPT, prompt and completion, Alpaca. The first two of each are required."""
 
 
 def messages_of(given: Any) -> list[Message]:
-    """Return messages as templates take them: a content in parts is one text, and null is left out, but for the content
-    beside a call of functions. Raises DataError."""
+    """Return messages as templates take them: parts joined to one text, null values dropped except the content beside
+    tool calls. Raises DataError."""
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise DataError('a chat is a list of messages such as {"role": "user", "content": "..."}')
     return [_message(each, f"message {number}") for number, each in enumerate(given, 1)]
@@ -48,7 +48,7 @@ def _part(part: Any, name: str) -> str:
 
 
 def with_objects(value: Any) -> Any:
-    """Messages whose calls of functions have their arguments as objects, which OpenAI's clients write as JSON."""
+    """Return a message whose tool calls have their arguments as objects; OpenAI's clients send them as JSON texts."""
     if isinstance(value, list):
         return [*map(with_objects, value)]
     if not isinstance(value, dict):
@@ -65,7 +65,7 @@ def _object(given: Any) -> Any:
 
 
 def columns_of(names: Sequence[str], column: str) -> tuple[str, ...]:
-    """Return the columns that hold the chat: a list of messages, or those of another form; none where there is none."""
+    """Return the columns that hold the chat, none where there is no known format."""
     if column in names:
         return (column,)
     return next((form for form in FORMS if {*form[:2]} <= {*names}), ())
@@ -111,7 +111,7 @@ class Chats(PlainTexts):
         return f"line {self.lines[index]} of {self.path}"
 
     def part(self, rows: np.ndarray) -> "Chats":
-        """Return some of them."""
+        """Return a selection of the chats, int64 [n] row numbers."""
         texts, lines = [self.texts[row] for row in rows], [self.lines[row] for row in rows]
         part = Chats(texts, lines, path=self.path, keys=self.keys)
         part.remarks = self.remarks

@@ -1,4 +1,4 @@
-"""What a run says of its chats at the start."""
+"""Warnings about the chats of a run at its start."""
 
 import re
 from collections.abc import Iterator
@@ -9,17 +9,17 @@ from lockstep.data.chat_forms import Chats
 from lockstep.data.token_cache import TextFault, Tokens, chunks, place_of
 
 USED = {"role", "content", "train", "weight"}
-"""Keys of messages that are used with any template."""
+"""Keys of messages that Lockstep itself uses."""
 
 
 def left_out(tokens: Tokens, tokenizer: ChatTokenizer) -> Iterator[str]:
-    """Yield how many chats of a split are left out, and why the first is."""
+    """Yield the number of skipped chats of a split, with the reason for the first."""
     if count := int((tokens.lengths == 0).sum()):
         yield f"{count:,} of {len(tokens.source):,} chats are left out: {_first_fault(tokens, tokenizer)}"
 
 
 def how_learned(tokens: Tokens, tokenizer: ChatTokenizer, *, context: int) -> Iterator[str]:
-    """Yield what of the chats of training is not learned, or otherwise than as a whole."""
+    """Yield warnings about unused keys, chats that are split into answers, and chats longer than the context."""
     chats, samples, source = len(tokens.source), len(tokens), tokens.source
     template = "" if tokenizer.template is None else tokenizer.template.text
     keys = {*source.keys} - USED if isinstance(source, Chats) else set()
@@ -39,7 +39,7 @@ def how_learned(tokens: Tokens, tokenizer: ChatTokenizer, *, context: int) -> It
 
 
 def _first_fault(tokens: Tokens, tokenizer: ChatTokenizer) -> str:
-    """Where the first chat stands that the template does not take, and why."""
+    """Return the place of the first chat that the template refuses, and its reason."""
     strict = ChatTokenizer(tokenizer.inner, day=tokenizer.day)
     for start, texts in chunks(tokens.source):
         try:

@@ -105,9 +105,9 @@ class DataSection(PluginSection):
     """What happens when a sample cannot be read: it ends the run, or it is left out of its micro-batch, alike on any
     number of processes. The run warns of each, and lists them in summary.json."""
     special_tokens_in_text: SpecialTokensInText = "as_text"
-    """What names of special tokens, such as </s> or [SEP], are in texts, in what messages of chats say, and in prompts:
-    as_text, letters like others; as_tokens, the tokens, with which whoever writes a text can end it, or speak as
-    somebody else. Those that a chat template writes are tokens."""
+    """How names of special tokens, such as </s> or [SEP], are read in texts, messages and prompts: as_text, as plain
+    text; as_tokens, as the tokens, so that a user's text can end itself or speak as another role. Those that a chat
+    template writes are always tokens."""
     cache: LocalPath = platformdirs.user_cache_path("lockstep")
     """Cache folder, for tokens for example; may be deleted at any time."""
 

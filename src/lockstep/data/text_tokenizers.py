@@ -3,15 +3,11 @@
 import copy
 import hashlib
 import json
-import random
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import date, datetime, time
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,7 +18,7 @@ from lockstep.base.contracts import Source
 from lockstep.base.errors import DataError
 from lockstep.core.host.pretrained_files import load
 from lockstep.core.numerics.special_tokens import SpecialTokens
-from lockstep.data.chat_forms import Message, with_objects
+from lockstep.data.chat_template import Template
 from lockstep.data.data_config import AUTO, BYTES, LEARNED, AddBos, SpecialTokensInText
 from lockstep.data.packing import unmarked
 from lockstep.data.token_cache import fingerprint
@@ -31,94 +27,8 @@ SAMPLE = 64 << 20
 """Characters of training text from which parts of words are learned."""
 NEAR = 16
 """Tokens before an answer that its text may depend on."""
-OBJECTS = re.compile(r"\b(arguments|function|call|tool_call)\b['\"\]]*\s*\|\s*(tojson|items)")
-"""Where a template writes the arguments of a call as JSON, or one by one."""
-SHOWN = "Zebra"
-"""A content that shows what a template takes."""
 END_TOKEN = "<|end|>"
 FILE = "tokenizer.json"
-
-
-@dataclass(frozen=True)
-class Template:
-    """The chat template of a tokenizer of transformers."""
-
-    tokenizer: Any
-
-    @property
-    def text(self) -> str:
-        return str(self.tokenizer.chat_template)
-
-    @property
-    def asks_for_date(self) -> bool:
-        """Whether its text may hold the date."""
-        return "strftime_now" in self.text
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether it writes schemas of functions."""
-        return "tools" in self.text
-
-    @property
-    def takes_objects(self) -> bool:
-        """Whether it writes the arguments of calls as JSON, of which a text would become JSON in JSON."""
-        return "arguments is string" not in self.text and OBJECTS.search(self.text) is not None
-
-    def render(
-        self, messages: Sequence[Message], *, is_prompt: bool = False, on: date | None = None, tools: Any = None
-    ) -> str:
-        """The text of messages, as a prompt up to where the assistant answers; `on`: the day that it is told, else the
-        moment it is; `tools`: schemas of functions. Raises DataError for messages that the template does not take, such
-        as an unknown role."""
-        given = [with_objects(each) if "tool_calls" in each and self.takes_objects else each for each in messages]
-        if self.takes_parts:
-            given = [{**each, "content": _parts(each.get("content"))} for each in given]
-        return self._applied(given, is_prompt=is_prompt, on=on, tools=tools)
-
-    @cached_property
-    def takes_parts(self) -> bool:
-        """Whether it writes contents in parts alone, as some templates of models of images do."""
-        for content in (SHOWN, _parts(SHOWN)):
-            with suppress(DataError):
-                if SHOWN in self._applied([{"role": "user", "content": content}], is_prompt=False, on=None, tools=None):
-                    return content is not SHOWN
-        return False
-
-    def _applied(self, messages: list[Message], *, is_prompt: bool, on: date | None, tools: Any) -> str:
-        try:
-            with _surroundings(on):
-                rendered = self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=is_prompt, tools=tools
-                )
-        except MemoryError:
-            raise
-        except Exception as error:  # of Jinja, and of transformers
-            raise DataError(f"the chat template does not take this chat: {error}") from error
-        return str(rendered)
-
-
-def _parts(content: str | None) -> list[dict[str, str]]:
-    return [{"type": "text", "text": content}] if content else []
-
-
-@contextmanager
-def _surroundings(day: date | None) -> Iterator[None]:
-    """Inside, templates are told this day, if there is one, and draw the same random choices each time.
-
-    transformers hands no function of ours on to a template, so it is its clock that is set.
-    """
-    from transformers.utils import chat_template_utils
-
-    theirs: Any = chat_template_utils
-    clock, state = theirs.datetime, random.getstate()
-    if day is not None:
-        theirs.datetime = SimpleNamespace(now=lambda: datetime.combine(day, time()))
-    random.seed(0)
-    try:
-        yield
-    finally:
-        theirs.datetime = clock
-        random.setstate(state)
 
 
 PLAIN = (
@@ -209,8 +119,8 @@ class PartsOfWords:
     def __init__(
         self, tokenizer: Any, end_id: int, origin: Any = None, *, special: SpecialTokensInText = "as_text"
     ) -> None:
-        """`origin` is the tokenizer of transformers that it is taken from; `special`: what names of special tokens in a
-        text are."""
+        """`origin` is the tokenizer of transformers that it is taken from; `special`:
+        data.special_tokens_in_text."""
         self.tokenizer, self.pad_id, self.origin = tokenizer, end_id, origin
         has_own = not (getattr(origin, "chat_template", None) or PLAIN).endswith(PLAIN)
         self.template = Template(origin) if has_own else None
@@ -220,7 +130,7 @@ class PartsOfWords:
             f"special tokens {special}; {self.begin} {end_id} {named} {tokenizer.to_str()}".encode()
         ).hexdigest()
         self.names = SpecialTokens(tokenizer) if special == "as_text" else None
-        """None where names of special tokens stand for these."""
+        """Aliases of special tokens; None for data.special_tokens_in_text=as_tokens."""
         self.pieces = _pieces(tokenizer)
         ids = range(max(tokenizer.get_vocab().values()) + 1)  # which may have holes
         self.token_bytes = np.array([len((self.pieces or {}).get(id, b"")) for id in ids])
@@ -271,7 +181,7 @@ class PartsOfWords:
 
     @property
     def encoder(self) -> Tokenizer:
-        """The tokenizer of texts, in which special tokens have the names of `names`, if it is there."""
+        """Tokenizer of texts, in which special tokens have the aliases of `names`, if there are any."""
         return self.with_special if self.names is None else self.names.tokenizer
 
     @cached_property

@@ -29,14 +29,14 @@ class Fingerprinted(Protocol):
 
 @runtime_checkable
 class Placed(Protocol):
-    """A source that knows where each of its texts stands."""
+    """A source that knows the file and line of each of its texts."""
 
     def place(self, index: int) -> str:
-        """Where a text stands, such as "line 3 of chats.jsonl"."""
+        """Return the place of a text, such as "line 3 of chats.jsonl"."""
 
 
 class TextFault(DataError):
-    """A tokenizer does not take one of the texts that it is given."""
+    """A tokenizer refuses one of a list of texts, the one at `index`."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(reason)
@@ -147,7 +147,7 @@ def chunks(source: Source) -> Iterator[tuple[int, list[str]]]:
 
 
 def place_of(source: Source, index: int) -> str:
-    """Where a text of a source stands."""
+    """Return the place of a text of a source."""
     return source.place(index) if isinstance(source, Placed) else f"text {index}"
 
 

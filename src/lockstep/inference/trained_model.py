@@ -181,7 +181,7 @@ def text_column(path: Path) -> str:
 
 
 def messages_column(path: Path) -> str | None:
-    """The column of messages, of a model of chats. Raises UserError."""
+    """Return the column of messages, of a model of chats. Raises UserError."""
     folder = resolve(path)
     if export_reader.is_export(folder):
         return export_facts.read(folder).recipe.get("data", {}).get("messages_column")

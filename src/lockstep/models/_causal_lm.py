@@ -253,7 +253,7 @@ def _longest(settings: Any) -> int | None:
 
 
 def _is_rotary(settings: Any) -> bool:
-    """Whether positions are computed, so that there are any number of them."""
+    """Return whether positions are rotary, so that their number has no hard limit."""
     return bool(getattr(settings.get_text_config(), "rope_parameters", None))
 
 

@@ -21,7 +21,7 @@ from lockstep.models.objectives._choice import ObjectiveModel, name_of, width_of
 PROBLEM_TYPES = {"regression": "regression", "multilabel": "multi_label_classification"}
 """What transformers' pipelines call an objective; the others follow from the labels."""
 POSITIONS = ("position_embeddings", "embed_positions", "wpe", "positions_embed")
-"""What models of texts call their table of learned positions."""
+"""Attribute names of tables of learned positions."""
 MAX_NAMES = 3
 """Weights named in a message."""
 
@@ -103,8 +103,8 @@ class NetworkModel(ObjectiveModel):
 
 
 def position_rows(network: Any) -> int | None:
-    """How many tokens a model has learned positions for: the rows of its table, less those that it leaves out at the
-    beginning, as RoBERTa and OPT do; None for rotary and relative positions."""
+    """Return the number of learned positions: rows of the table less its offset (RoBERTa, OPT); None for rotary and
+    relative positions."""
     tables = [module for name, module in network.named_modules() if name.rpartition(".")[2] in POSITIONS]
     found = [
         len(table.weight) - (getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1)
@@ -192,7 +192,7 @@ def check_task(auto_class: Any, config: PretrainedSection, settings: Any) -> Non
 
 
 def vocabulary_of(settings: Any) -> int | None:
-    """Number of tokens of a model by its transformers config; None where it does not tell."""
+    """Return the vocabulary size in a transformers config, None where it has none."""
     return getattr(settings.get_text_config(), "vocab_size", None)
 
 
@@ -207,7 +207,7 @@ def check_vocabulary(config: TokensSection, settings: Any, tokens: int, *, owner
 
 
 def resize_embeddings(network: Any, tokens: int) -> list[str]:
-    """Add rows for tokens that lack to the embeddings, and to the output layer of a language model -> a note.
+    """Add rows for missing tokens to the embeddings, and to the output layer of a language model -> a note.
 
     Random numbers are drawn from torch's generator, around the mean of the known rows, which leaves the probabilities
     of these nearly as they are. Source: J. Hewitt, Initializing new word embeddings for pretrained language models,

@@ -52,7 +52,7 @@ class TextModel(NetworkModel):
         self.end = (
             settings.eos_token_id if settings.is_encoder_decoder and hasattr(network, "classification_head") else None
         )
-        """The token whose place a text is classified by, as with BART and T5: that of a row's last one."""
+        """End token at whose last position a text is classified, of BART and T5."""
 
     @classmethod
     def auto_class(cls, spec: DataSpec | None) -> Any:
@@ -180,7 +180,7 @@ class PretrainedTokenizer:
     when it cannot be loaded."""
 
     def __init__(self, config: Config, spec: DataSpec | None = None, *, special: str = "as_text") -> None:
-        """`special`: what names of special tokens in a text are."""
+        """`special`: data.special_tokens_in_text."""
         from transformers import AutoTokenizer
 
         settings = list[Any]()
@@ -204,7 +204,7 @@ class PretrainedTokenizer:
                 "beside the model, with tokenizer.save_pretrained(FOLDER)"
             )
         self.size = max(self.tokenizer.get_vocab().values()) + 1
-        """Of the embeddings that it needs: its numbers may have holes."""
+        """Number of embeddings that it needs, the largest token id + 1."""
         mend = "save the tokenizer that the model was trained with beside it"
         for each in settings[:1]:
             check_vocabulary(config, each, self.size, owner="the tokenizer beside it has", mend=mend)
@@ -216,7 +216,7 @@ class PretrainedTokenizer:
         self.pad_token = self.tokenizer.pad_token
         self.pad_id = int(self.tokenizer.pad_token_id or 0)
         self.reader, self.unknown = _as_text(self.tokenizer) if special == "as_text" else (self.tokenizer, "")
-        """What divides texts, and its unknown token, if it has another name there."""
+        """Tokenizer of texts, and the alias of its unknown token, if it has one."""
         splits = special if special == "as_text" else f"{special} {self.reader.split_special_tokens}"
         form = f"{'words ' if self.has_words else ''}{self.max_length} {self.tokenizer.truncation_side} {splits}"
         form += " padding for nothing" * (not self.tokenizer("")["input_ids"])  # or there would be no row at all

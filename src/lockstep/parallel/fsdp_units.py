@@ -188,8 +188,7 @@ def forget_pass(model: Any) -> None:
 
 
 class GatheredWeights:
-    """What the model's code may meet under the names of parameters: their shards, and the whole ones that have been
-    gathered at least once."""
+    """Tensors that the model's code may meet under the names of parameters: shards, and gathered parameters."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         self.model, self.parameters = model, parameters
@@ -211,7 +210,7 @@ class GatheredWeights:
                 yield f"{self.names[part.sharded_param]} (gathered)", part._unsharded_param
 
     def watch(self, watch: Callable[[], WeightWatch]) -> None:
-        """Have weights compared from where they are gathered to where they are freed. Call it once."""
+        """Compare weights between their gathering and their release. Call it once."""
         for group in self._groups():
             group.wait_for_unshard = partial(self._gather, group, group.wait_for_unshard, watch)
             group.reshard = partial(self._free, group, group.reshard, watch)

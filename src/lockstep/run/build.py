@@ -97,7 +97,7 @@ def first_steps(model: Model, unfreeze: Mapping[str, int]) -> dict[str, int]:
 
 
 def freeze_unreached(model: Model, sample: Callable[[], Batch]) -> None:
-    """Exclude parts of a pretrained model that the task has no use for, which would have no gradient. A collective."""
+    """Freeze weights of a pretrained model that its outputs do not depend on. A collective."""
     names = broadcast_object(unreached(model, sample) if dist.get_rank() == 0 else [])
     for name in names:
         model.get_parameter(name).requires_grad = False

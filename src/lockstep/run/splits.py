@@ -258,7 +258,7 @@ def open_splits(
 
 
 def _once(publish: Callable[[object], None]) -> Callable[[object], None]:
-    """Publish what both splits say of their common file once."""
+    """Return a `publish` that drops repeated warnings, such as those of both splits about their common file."""
     told = set[str]()
 
     def publish_once(event: object) -> None:

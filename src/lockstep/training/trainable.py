@@ -15,7 +15,7 @@ from lockstep.core.modules.outputs import tensors
 from lockstep.core.numerics.seeds import generators_restored
 
 TRIED, LENGTH = 2, 64
-"""Samples of the trial, of which BatchNorm takes more than one, and their tokens."""
+"""Number of samples of the trial (BatchNorm needs two), and of their tokens."""
 
 
 def make_trainable(model: nn.Module) -> None:
@@ -48,11 +48,11 @@ def _check_tensors(model: nn.Module) -> None:
 
 
 def unreached(model: Model, sample: Callable[[], Batch]) -> list[str]:
-    """Trained weights that the outputs of a model do not depend on, as a forward pass of two samples shows; none where
-    it fails, which the first step then reports.
+    """Return the trained weights that the outputs do not depend on in a forward pass of two samples; none where it
+    fails, which the first step then reports.
 
-    Those of a layer that another of its kind is used in place of, as experts are, belong to other samples and are none.
-    Nothing of the pass is kept: autograd's graph is walked, without activations, so that there are no gradients either.
+    Layers with a reached sibling, such as experts, are used by other samples and not returned.
+    Only autograd's graph is read: no activations are kept and no gradients computed.
     """
     try:
         with generators_restored(), saved_tensors_hooks(lambda _: None, lambda kept: kept):
@@ -72,7 +72,7 @@ def _start(column: Tensor) -> Tensor:
 
 
 def _leaves(outputs: list[Tensor]) -> set[Tensor]:
-    """The weights in autograd's graph of these tensors."""
+    """Return the weights in autograd's graph of these tensors."""
     nodes = {each.grad_fn for each in outputs if each.grad_fn is not None}
     found, waiting = set[Tensor](), [*nodes]
     while waiting:
@@ -85,5 +85,5 @@ def _leaves(outputs: list[Tensor]) -> set[Tensor]:
 
 
 def _kind(name: str) -> str:
-    """The name of a weight without the numbers of its layers."""
+    """Return the name of a weight without layer numbers."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))

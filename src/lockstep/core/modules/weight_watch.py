@@ -11,8 +11,8 @@ from lockstep.core.modules.dtensors import is_dtensor
 from lockstep.core.numerics.checksum import checksum
 
 READ_EVERY = 53
-"""Number of steps from one that compares also the bits of weights to the next; a prime, so that it comes to meet writes
-in every n-th step."""
+"""Steps between two comparisons of the weights' bits; a prime, so that writes in every n-th step are met sooner or
+later."""
 
 
 class WeightWatch:
@@ -63,8 +63,8 @@ def _state(weight: Tensor) -> tuple[int, UntypedStorage, int]:
 
 
 def _is_changed(weight: Tensor, before: tuple[int, UntypedStorage, int]) -> bool:
-    """Whether a weight has been written to, or has got another storage (`weight.data = ...`) with other values; cuDNN's
-    flattening of recurrent layers moves the same ones. FSDP does not see the new storage of a shard."""
+    """Return whether a weight has been written to, or has another storage (`weight.data = ...`) with other values; cuDNN
+    moves the same values when it flattens recurrent layers. FSDP ignores the new storage of a shard."""
     version, storage, offset = before
     if weight._version != version or weight.untyped_storage()._cdata == storage._cdata:
         return weight._version != version

@@ -14,15 +14,15 @@ from lockstep.base.errors import DataError
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Around the number of an escaped character."""
 MARKS = f"[\uffff{OPEN}{CLOSE}]"
-"""What is no character, and marks texts here and in data.packing: replaced where users write it."""
+"""Noncharacters that mark texts here and in data.packing; they are replaced in what users write."""
 
 
 class SpecialTokens:
     """The special tokens of a tokenizer, for texts in which their names are letters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """They get random aliases: to leave names alone while a text is split is not enough, since the pieces of
-        SentencePiece's unigrams and the words of others hold them, too."""
+        """Give special tokens random aliases: with split_special_tokens alone, a unigram or word model would still find
+        their names, which are in its vocabulary."""
         state = json.loads(tokenizer.to_str())
         names = [each["content"] for each in state["added_tokens"] if each["special"]]
         self.aliases = {name: secrets.token_hex(16) for name in names}
@@ -36,17 +36,17 @@ class SpecialTokens:
         if model.get("unk_token") in self.aliases:
             model["unk_token"] = self.aliases[model["unk_token"]]
         self.tokenizer: Tokenizer = Tokenizer.from_str(json.dumps(state))
-        """Of texts in which aliases stand for special tokens, and names for their letters."""
+        """Tokenizer of texts in which aliases stand for special tokens, and names for their letters."""
         longest_first = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"
         self._names = re.compile(longest_first)
         ends = "".join(re.escape(end) for end in sorted({end for name in names for end in (name[0], name[-1])}))
         self._escapes = [re.compile(f"[{ends}]" if ends else "(?!)"), re.compile(f"(?=({longest_first})).", re.DOTALL)]
-        """What is escaped in a chat: all characters at the ends of names, or where a template reads these, as those of
-        </think>, those that begin a name."""
+        """Patterns of the characters to escape in a chat: all that begin or end a name or, for a template that reads
+        such characters (</think>), only those at which a whole name begins."""
 
     def escaped(self, chat: Any, render: Callable[[Any], str]) -> Any:
-        """A chat in whose rendered text each name of a special token is the template's. Raises DataError where a
-        template reads such names in what is said."""
+        """Return a chat in whose rendered text every name of a special token is the template's own. Raises DataError
+        where the template looks for such names in messages."""
         for pattern in self._escapes:
             found = in_strings(chat, partial(pattern.sub, _escape))
             if found == chat:
@@ -63,17 +63,17 @@ class SpecialTokens:
         )
 
     def aliased(self, rendered: str) -> str:
-        """The text of an escaped chat, or a part of it, for `tokenizer`."""
+        """Return the rendered text of an escaped chat, or a part of it, as `tokenizer` takes it."""
         return _unescaped(self._names.sub(lambda match: self.aliases[match[0]], rendered))
 
 
 def without_marks(value: Any) -> Any:
-    """What users write, with U+FFFD in place of marks."""
+    """Return a value of JSON that users wrote, with U+FFFD in place of marks."""
     return in_strings(value, lambda text: re.sub(MARKS, "\ufffd", text))
 
 
 def in_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A value of JSON with all its texts changed, those of keys too, but for roles."""
+    """Return a value of JSON with all its texts and keys changed, except roles."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list | tuple):

@@ -28,7 +28,7 @@ class Config(PackedSection):
     messages_column: str = "messages"
     """The name of the list of messages."""
     turns: Literal["all", "last"] = "all"
-    """Which answers of a chat are learned; others are read only."""
+    """Which answers of a chat have a loss: all, or the last one; earlier ones are context."""
     date: datetime.date | None = None
     """The day that a chat template is told in training, such as 2026-07-01, where it writes the date of today; by
     default that of the run's first start. Answers are given on the day it is."""

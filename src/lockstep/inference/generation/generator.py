@@ -12,8 +12,9 @@ from lockstep.base.model_contracts import Forward, Model
 from lockstep.core.numerics.special_tokens import without_marks
 from lockstep.data.chat import ChatTokenizer
 from lockstep.data.chat_forms import Message, messages_of
+from lockstep.data.chat_template import Template
 from lockstep.data.packing import BEGIN
-from lockstep.data.text_tokenizers import Special, Template, TextTokenizer
+from lockstep.data.text_tokenizers import Special, TextTokenizer
 from lockstep.inference.export.export_facts import ExportFacts
 from lockstep.inference.generation.decoding import KEPT, Decoding, caches_well, decoding_of
 from lockstep.inference.generation.sampling import Sampling, next_token
@@ -89,7 +90,7 @@ class Generator:
 
     @property
     def template(self) -> Template | None:
-        """The template of its chats; None where it has learned none, or a plain one."""
+        """Chat template; None for a model without chats, or with the plain format."""
         return self.tokenizer.template if self.is_chat else None
 
     @cached_property
@@ -200,7 +201,7 @@ def _checked(text: str) -> str:
 
 
 def _encodable(value: Any) -> Any:
-    """Return a value of JSON. Raises DataError for a text in it that is none."""
+    """Return a value of JSON. Raises DataError for half of a surrogate pair in it."""
     if isinstance(value, str):
         return _checked(value)
     if isinstance(value, list):

@@ -29,7 +29,7 @@ class Sampling:
     date: datetime.date | None = None
     """The day that a chat template is told; by default the day it is."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Schemas of functions, for a chat template that writes them."""
+    """Tool schemas, for a chat template that writes them."""
     truncate: bool = False
     """Whether the beginning of a prompt is left out where it is longer than the model reads, instead of an error."""
 
