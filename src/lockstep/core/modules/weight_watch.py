@@ -63,8 +63,8 @@ def _state(weight: Tensor) -> tuple[int, UntypedStorage, int]:
 
 
 def _is_changed(weight: Tensor, before: tuple[int, UntypedStorage, int]) -> bool:
-    """Return whether a weight has been written to, or has another storage (`weight.data = ...`) with other values; cuDNN
-    moves the same values when it flattens recurrent layers. FSDP ignores the new storage of a shard."""
+    """Return whether a weight has been written to, or has another storage (`weight.data = ...`) with other values;
+    cuDNN moves the same values when it flattens recurrent layers. FSDP ignores the new storage of a shard."""
     version, storage, offset = before
     if weight._version != version or weight.untyped_storage()._cdata == storage._cdata:
         return weight._version != version
