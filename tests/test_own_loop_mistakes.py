@@ -120,9 +120,9 @@ def forgets_to_train(folder):
 def freezes_too_late(folder):
     model, _, loop = made(folder)
     for step in loop:
-        model.heads[0].weight.requires_grad_(False)
         for batch in step:
             step.backward(losses(model, batch))
+            model.heads[0].weight.requires_grad_(False)
 
 
 def schedules_micro_batches(folder):
@@ -196,7 +196,7 @@ MISTAKES = {
     runs_steps_twice: "each step is run once",
     calls_the_model_between_steps: "in training mode outside",
     forgets_to_train: "model.train()",
-    freezes_too_late: "set it before lockstep.Loop is made",
+    freezes_too_late: "changed inside of `for ... in step`",
     schedules_micro_batches: "once in a step",
     keeps_a_scheduler_to_itself: "scheduler=...",
     gives_a_loader: "loader.dataset",

@@ -84,7 +84,7 @@ class LoopFolder:
                 numeric=NumericRecipe(self.numeric),
                 allow_drift=self.settings.allow_drift,
                 warn=self.warn,
-                prepare=optimizer.prepare,
+                prepare=lambda folder: optimizer.prepare(folder, layout.read_manifest(folder).progress[SCRIPT]),
             )
         except CheckpointError as error:
             error.args = (f"{error}\n  {FOR_SCRIPTS}",)

@@ -3,7 +3,7 @@
 What the script does with its model and optimizer outside of the place for it is found before it costs the same bits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -24,20 +24,20 @@ Place = Literal["between", "micro-batch", "backward", "update"]
 """Where the script is: between two steps, in a micro-batch, in step.backward, in the update of the weights."""
 
 
+def trained_names(parameters: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, parameter in parameters.items() if parameter.requires_grad]
+
+
 class ScriptGuard:
     """Watches a model and an optimizer by hooks until `remove`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.place: Place = "between"
         self.parameters = dict(model.named_parameters())
-        self.trained = self._trained()
+        self.watched, self.trained = set[str](), list[str]()
         self.hooks: list[Any] = [model.register_forward_pre_hook(self._check_forward)]
-        self.hooks += [
-            parameter.register_post_accumulate_grad_hook(self._check_backward)
-            for parameter in self.parameters.values()
-            if parameter.requires_grad
-        ]
         self.hooks.append(optimizer.register_step_pre_hook(self._check_update))
+        self.start_step()
 
     def remove(self) -> None:
         while self.hooks:
@@ -55,11 +55,22 @@ class ScriptGuard:
         """Raise ModelError where a step cannot begin."""
         if not model.training:
             raise ModelError("the model is in evaluation mode: call model.train() before the next step")
-        if self._trained() != self.trained:
-            raise ModelError("requires_grad of a parameter has changed: set it before lockstep.Loop is made")
 
-    def _trained(self) -> list[str]:
-        return [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+    def start_step(self) -> None:
+        """Watch the parameters that are trained in the step that begins."""
+        self.trained = trained_names(self.parameters)
+        for name in self.trained:
+            if name not in self.watched:
+                self.watched.add(name)
+                self.hooks.append(self.parameters[name].register_post_accumulate_grad_hook(self._check_backward))
+
+    def end_step(self) -> None:
+        """Raise ModelError where other parameters are trained than at the start of the step."""
+        if trained_names(self.parameters) != self.trained:
+            raise ModelError(
+                "requires_grad of a parameter was changed inside of `for ... in step`: change it before that, on all "
+                "processes in the same step"
+            )
 
     def _check_forward(self, model: nn.Module, _: Any) -> None:
         if self.place == "between" and model.training and torch.is_grad_enabled():
@@ -90,6 +101,7 @@ class OwnStep:
         ends_epoch: bool,
         strategy: Stepwise,
         guard: ScriptGuard,
+        begin: Callable[[], None],
         commit: Callable[[LossSum], Outcome],
     ) -> None:
         self.number = micro_batches[0].step
@@ -99,7 +111,8 @@ class OwnStep:
         self.ends_epoch = ends_epoch
         """Whether every sample has been seen once more after it."""
         self.outcome: Outcome | None = None
-        self._micro_batches, self._strategy, self._guard, self._commit = micro_batches, strategy, guard, commit
+        self._micro_batches, self._strategy, self._guard = micro_batches, strategy, guard
+        self._begin, self._commit = begin, commit
         self._current: MicroBatch | None = None
         self._losses: list[tuple[MicroBatch, LossSum]] = []
         self._has_begun = False
@@ -111,6 +124,7 @@ class OwnStep:
             raise ModelError(f"step {self.number} has been iterated over before: each step is run once")
         self._has_begun = True
         first = self._micro_batches[0]
+        self._begin()
         self._strategy.start_step(first)
         for micro_batch in self._micro_batches:
             if micro_batch.ghost:
@@ -124,6 +138,7 @@ class OwnStep:
                     f"micro-batch {micro_batch.shard} of step {self.number} had no step.backward(loss): call it for "
                     "every micro-batch; for one that is to count nothing, step.backward(0 * loss, count=0)"
                 )
+        self._guard.end_step()
         self.outcome = self._commit(self._strategy.end_step(first, self._losses))
 
     def backward(self, loss: Tensor, *, count: Tensor | int | None = None) -> None:

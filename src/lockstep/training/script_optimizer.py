@@ -37,7 +37,7 @@ class ScriptOptimizer:
         """The script's own."""
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._check_kind()
-        self._check_parameters()
+        self.check_parameters()
         try:
             _unpacked(self.state())
         except Exception as error:
@@ -72,12 +72,18 @@ class ScriptOptimizer:
         if self.scheduler is not None and memory["scheduler"] is not None:
             self.scheduler.load_state_dict(memory["scheduler"])
 
-    def prepare(self, folder: Path) -> None:
-        """Have the optimizer make its tensors, into which those of a checkpoint are to be loaded, as are the weights
-        that this changes."""
+    def prepare(self, folder: Path, text: str) -> None:
+        """Train what a checkpoint in a folder has trained, whose `state` was this text; and have the optimizer make its
+        tensors, into which those of the checkpoint are to be loaded, as are the weights that this changes."""
+        memory = _unpacked(text)
+        for parameter, name in self.names.items():
+            parameter.requires_grad_(name in memory.get("trained", (name,) * parameter.requires_grad))
         if not any(name.startswith(OPTIMIZER) for name in reader.contents(folder)):
             return
         give_zero_gradients(self.optimizer)
+        if "stepped" in memory:
+            for parameter, name in self.names.items():
+                parameter.grad = torch.zeros_like(parameter) if name in memory["stepped"] else None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -101,6 +107,8 @@ class ScriptOptimizer:
                 {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
             ],
             "values": {name: kept for name, kept in values.items() if kept},
+            "trained": [name for parameter, name in self.names.items() if parameter.requires_grad],
+            "stepped": [*values],
             "variables": self.variables,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
         }
@@ -119,7 +127,8 @@ class ScriptOptimizer:
                 "run goes on with its learning rate"
             )
 
-    def _check_parameters(self) -> None:
+    def check_parameters(self) -> None:
+        """Raise ModelError for parameters that the optimizer lacks, or cannot train."""
         own = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
         if own - self.names.keys():
             raise ModelError("the optimizer has parameters that are not the model's: put all into one nn.Module")
