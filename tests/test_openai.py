@@ -96,9 +96,12 @@ def test_a_stream(client, name):
 
 
 def test_a_completion(server, client, name):
-    both = client.completions.create(model=name, prompt=[ASK["content"], THANK["content"]], **GREEDY)
+    """Of a text as it is, not as what a user says."""
+    asked = [f"user: {each['content']}\nassistant: " for each in (ASK, THANK)]
+    both = client.completions.create(model=name, prompt=asked, **GREEDY)
     assert [choice.text for choice in both.choices] == ["two", "you are welcome"]
-    pieces = client.completions.create(model=name, prompt=ASK["content"], stream=True, **GREEDY)
+    assert both.usage.prompt_tokens == len("".join(asked).encode())
+    pieces = client.completions.create(model=name, prompt=asked[0], stream=True, **GREEDY)
     assert "".join(chunk.choices[0].text for chunk in pieces) == "two"
     drawn = [
         client.completions.create(model=name, prompt="x", seed=-3, max_tokens=20).choices[0].text for _ in range(2)
@@ -110,12 +113,12 @@ def test_a_completion(server, client, name):
     ("change", "kind", "says"),
     [
         ({"model": "gpt-5"}, "NotFoundError", "this server has r, and no 'gpt-5'"),
-        ({"messages": []}, "UnprocessableEntityError", "messages: list should have at least 1 item"),
-        ({"temperature": -1}, "UnprocessableEntityError", "temperature: input should be greater than or equal to 0"),
+        ({"messages": []}, "BadRequestError", "messages: list should have at least 1 item"),
+        ({"temperature": -1}, "BadRequestError", "temperature: input should be greater than or equal to 0"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
-            "UnprocessableEntityError",
-            "messages.0.content",
+            "BadRequestError",
+            "message 1 has a part of the type 'image_url': only parts that are texts are read",
         ),
     ],
 )
@@ -125,6 +128,14 @@ def test_mistakes(client, name, change, kind, says):
         client.chat.completions.create(**asked)
     assert says in error.value.body["message"], error.value.body
     assert error.value.body["type"] == "invalid_request_error"
+
+
+def test_a_prompt_that_is_too_long(client, name):
+    asked = {"model": name, "messages": [{"role": "user", "content": "x" * 5000}], **GREEDY}
+    with pytest.raises(openai.BadRequestError, match="more than the") as error:
+        client.chat.completions.create(**asked)
+    assert error.value.code == "context_length_exceeded"
+    assert client.chat.completions.create(**asked, extra_body={"truncate": True}).choices[0].finish_reason
 
 
 def test_names_of_ignored_fields_cannot_break_the_header(server):

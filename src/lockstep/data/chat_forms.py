@@ -64,6 +64,17 @@ def _object(given: Any) -> Any:
     return found if isinstance(found, dict) else given
 
 
+def tools_of(given: Any) -> Any:
+    """Return tool schemas, which some files hold as JSON in a text. Raises DataError."""
+    try:
+        tools = json.loads(given) if isinstance(given, str) and given else given
+    except ValueError:
+        tools = given
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError("'tools' is no list of the schemas of functions")
+    return tools
+
+
 def columns_of(names: Sequence[str], column: str) -> tuple[str, ...]:
     """Return the columns that hold the chat, none where there is no known format."""
     if column in names:

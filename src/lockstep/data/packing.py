@@ -75,7 +75,8 @@ class Windows:
         if len(self) == 0:
             raise DataError(
                 f"a split holds only {len(self.ids):,} tokens of text, too few for a sample of data.context={context} "
-                "and the token after it: name more text, or set data.context to less"
+                "and the token after it: name more text, set data.context to less, or, where it is the test split, "
+                "data.test_fraction to more, or data.test"
             )
 
     def __len__(self) -> int:

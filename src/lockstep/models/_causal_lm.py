@@ -141,6 +141,8 @@ def settle_tokens(
     padding = [
         id for id in (pad, settings[0].pad_token_id, settings[1].pad_token_id) if id in known and id not in every
     ]
+    if not padding and pad in every[1:] and settings[1].pad_token_id == pad:
+        padding = [pad]  # as with Qwen, whose texts end with it, and answers with another token
     for each in settings:
         each.eos_token_id = every if len(every) > 1 else every[0]
         each.bos_token_id = bos if bos is not None or each.bos_token_id not in kept else each.bos_token_id

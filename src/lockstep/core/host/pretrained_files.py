@@ -26,7 +26,8 @@ FOREIGN = {
 
 def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
     """What an auto class of transformers loads from a folder or the hub. Raises ModelError for settings that name code,
-    and what transformers raises."""
+    and for a folder that is not there; and what transformers raises."""
+    _check_exists(Path(name))
     check_folder(Path(name))
     _refuse_kernels(auto_class)
     # without the option, transformers asks on the terminal whether to import the code that config.json names
@@ -36,6 +37,13 @@ def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
     for settings in (*parts, getattr(made, "init_kwargs", {})):
         settings.pop("auto_map", None)  # else what is saved of it would name code
     return found
+
+
+def _check_exists(folder: Path) -> None:
+    """Raise ModelError for a name that can be none of the hub, or whose first part is a folder here."""
+    is_local = folder.is_absolute() or len(folder.parts) != 2 or folder.parent.is_dir()
+    if is_local and len(folder.parts) > 1 and not folder.exists():
+        raise ModelError(f"there is no folder {folder.absolute()}: correct its path, or name a model of the hub")
 
 
 def untrained(auto_class: Any, settings: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.base.errors import DataError, few
 from lockstep.data import tables
 from lockstep.data.chat import is_learned
-from lockstep.data.chat_forms import Chats, Message, chat_of, check_columns, columns_of
+from lockstep.data.chat_forms import Chats, Message, chat_of, check_columns, columns_of, tools_of
 from lockstep.data.packing import held_out_rows
 from lockstep.data.sources.chat import Config
 
@@ -60,22 +60,12 @@ def _chat(row: dict[str, Any], config: Config) -> tuple[list[Message], Any]:
     messages = chat_of(row, config.messages_column)
     learned = [number for number, message in enumerate(messages) if is_learned(message)]
     if not learned:
-        raise DataError("no message is of the assistant, so nothing is learned of it")
+        roles = few(list(dict.fromkeys(str(message["role"]) for message in messages)))
+        raise DataError(f"no message has the role 'assistant', so nothing is learned of it (there is: {roles})")
     if config.turns == "last":
         messages = [_not_learned(each) if number in learned[:-1] else each for number, each in enumerate(messages)]
-    return messages, _tools(row.get("tools"))
+    return messages, tools_of(row.get("tools"))
 
 
 def _not_learned(message: Message) -> Message:
     return {**message, "train": False}
-
-
-def _tools(given: Any) -> Any:
-    """Return the schemas of functions, which some files hold as JSON in a text. Raises DataError."""
-    try:
-        tools = json.loads(given) if isinstance(given, str) and given else given
-    except ValueError:
-        tools = given
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError("'tools' is no list of the schemas of functions")
-    return tools

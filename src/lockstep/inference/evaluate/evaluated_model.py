@@ -139,8 +139,11 @@ class EvaluatedSamples:
     def _open(self) -> Source:
         """Raises DataError."""
         data, tokenizer = self.job.recipe.data, self.tokenizer
-        if self.task.file is None:
-            source = measurable(open_source(data, self.task.split), self.job.recipe.evaluate.limit)
+        split = self.task.split
+        if self.task.file is not None and data.PACKS and "test" in type(data).model_fields:
+            data, split = data.model_copy(update={"test": self.task.file}), "test"
+        if self.task.file is None or data.PACKS:
+            source = measurable(open_source(data, split), self.job.recipe.evaluate.limit)
         else:
             source = self._of_file(self.task.file)
         given, wanted = (spec.labels or spec.numbers for spec in (source.spec, self.spec))

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from lockstep.base import plugins
 from lockstep.base.contracts import samples_of
 from lockstep.base.templates import as_markdown, render
 from lockstep.data.data_config import Origin
@@ -33,6 +34,7 @@ PIPELINES = {
 """(kind of model, objective) -> arguments of the pipeline of transformers that predicts the same."""
 TRANSFORMERS = ("transformer", "image_classifier", "audio_classifier", "causal_lm")
 """Kinds of models that it loads."""
+ASKED = '[{"role": "user", "content": "..."}]'
 MAX_LABELS = 50
 HUB_METRICS = ("accuracy", "f1")
 """Names that the hub defines."""
@@ -51,6 +53,7 @@ def text(facts: ExportFacts) -> str:
         front=_front_matter(facts),
         purpose=purpose_of(facts),
         pipeline=PIPELINES.get((facts.model["kind"], name_of(facts.spec))),
+        asked=ASKED if _has_chats(facts) else '"..."',
         route="generate" if facts.learned.GENERATES else "predict",
         request=_request(facts),
         batch="{" + ", ".join(f'"{name}": ...' for name in facts.inputs) + "}",
@@ -65,12 +68,18 @@ def text(facts: ExportFacts) -> str:
 def _request(facts: ExportFacts) -> str:
     """A request to the server, as JSON; empty where it cannot serve the model."""
     if facts.learned.GENERATES:
-        return '{"prompt": "..."}'
+        return f'{{"messages": {ASKED}}}' if _has_chats(facts) else '{"prompt": "..."}'
     if facts.modality == "text" and facts.model["kind"] == "transformer":
         return '{"text": "..."}'
     if facts.modality == "audio" and "seconds" in facts.recipe["data"]:
         return '{"audio": "<base64 of a WAV, FLAC, OGG or MP3>"}'
     return '{"image": "<base64 of a PNG or JPEG>"}' if facts.image_shape else ""
+
+
+def _has_chats(facts: ExportFacts) -> bool:
+    """Return whether a model answers in chats."""
+    kind = facts.recipe.get("data", {}).get("kind")
+    return facts.learned.GENERATES and kind is not None and plugins.find("data.sources", kind).Config.CHATS
 
 
 def purpose_of(facts: ExportFacts) -> str:
@@ -92,7 +101,7 @@ def _front_matter(facts: ExportFacts) -> str:
     hub_name = facts.origin.hub if facts.origin else None
     library = "transformers" if facts.model["kind"] in TRANSFORMERS else "pytorch"
     card = ModelCardData(
-        library_name="onnx" if facts.kind == "onnx" else library,
+        library_name={"onnx": "onnx", "adapter": "peft"}.get(facts.kind, library),
         tags=["lockstep"],
         pipeline_tag=_task(facts),
         model_name=facts.name,

@@ -45,6 +45,10 @@ class Completion:
         self.generator = torch.Generator().manual_seed(self.sampling.seed)
 
 
+class LongPrompt(DataError):
+    """A prompt has more tokens than the model reads."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Generator:
     """Not thread-safe: one thread at a time."""
@@ -61,21 +65,23 @@ class Generator:
     def completion(self, prompt: str | Sequence[Message], sampling: Sampling) -> Completion:
         """Begin a completion of a text, or of a chat.
 
-        A model of chats takes a text as what the user says. Raises DataError for an unencodable text, for one that is
-        too long where the sampling does not truncate it, and for a chat where the model is none of chats.
+        A model of chats takes a text as what the user says, unless `sampling.is_raw`. Raises DataError for a text that
+        cannot be encoded, LongPrompt for one that is too long and not to be truncated, and DataError for a chat where
+        the model is none of chats.
         """
         if not isinstance(prompt, str) and not self.is_chat:
             raise DataError("this model has not learned chats: give a prompt")
-        if isinstance(self.tokenizer, ChatTokenizer):
+        if isinstance(self.tokenizer, ChatTokenizer) and not (sampling.is_raw and isinstance(prompt, str)):
             said = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
             tokens = self.tokenizer.prompt(_encodable(said), on=sampling.date, tools=sampling.tools)
         else:
             assert isinstance(prompt, str)
-            (encoded,) = self.tokenizer([BEGIN + without_marks(_checked(prompt))])
+            plain = self.tokenizer.inner if isinstance(self.tokenizer, ChatTokenizer) else self.tokenizer
+            (encoded,) = plain([BEGIN + without_marks(_checked(prompt))])
             tokens = encoded.tolist()
         is_long = len(tokens) > self.context
         if is_long and not sampling.truncate:
-            raise DataError(
+            raise LongPrompt(
                 f"the prompt has {len(tokens):,} tokens, more than the {self.context:,} that the model reads: shorten "
                 "it, or set truncate=true, which leaves out its beginning"
             )
@@ -110,10 +116,15 @@ class Generator:
 
     def complete(self, prompts: Sequence[str | Sequence[Message]], sampling: Sampling) -> list[Completion]:
         """Complete several prompts or chats together; the seed of each is the sampling's plus its number."""
-        made = [
-            self.completion(prompt, replace(sampling, seed=sampling.seed + number))
-            for number, prompt in enumerate(prompts)
-        ]
+        return self.finish(
+            [
+                self.completion(prompt, replace(sampling, seed=sampling.seed + number))
+                for number, prompt in enumerate(prompts)
+            ]
+        )
+
+    def finish(self, made: list[Completion]) -> list[Completion]:
+        """Complete what has begun, together."""
         if made:
             batch = self.batch()
             batch.join(made)

@@ -30,6 +30,8 @@ class Sampling:
     """The day that a chat template is told; by default the day it is."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Tool schemas, for a chat template that writes them."""
+    is_raw: bool = False
+    """Whether a text is continued as it is, also by a model of chats."""
     truncate: bool = False
     """Whether the beginning of a prompt is left out where it is longer than the model reads, instead of an error."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,7 @@ from lockstep.base.lifetime import end_with_parent
 from lockstep.core.numerics.precision import fix_numerics
 from lockstep.core.numerics.word_tokens import joined
 from lockstep.inference.export.export_facts import ExportFacts
-from lockstep.inference.generation.generator import Generator
+from lockstep.inference.generation.generator import Completion, Generator
 from lockstep.inference.generation.sampling import Sampling
 from lockstep.inference.predict.input_rows import deserialize
 from lockstep.inference.predictor import DTypeName, Predictor, Sample
@@ -212,16 +213,25 @@ class ChunkCompleter(ChunkTable):
     model: Generator
 
     def columns(self, values: list[str], first_row: int) -> dict[str, pa.Array]:
-        texts, task, sampling = [], self.task, self.task.columns.sampling
-        prompts = [json.loads(value) for value in values] if task.columns.has_chats else values
+        texts, task = [], self.task
         for start in range(0, len(values), task.batch):
-            seeded = replace(sampling, seed=sampling.seed + first_row + start)
-            made = self.model.complete(prompts[start : start + task.batch], seeded)
+            rows = enumerate(values[start : start + task.batch], first_row + start)
+            made = self.model.finish([self._begun(value, row) for row, value in rows])
             texts += [each.text for each in made]
             self.send(len(made))
             if cut := sum(each.is_truncated for each in made):
                 self.send(PromptsCut(count=cut))
         return {f"{task.columns.prefix}{COMPLETION}": pa.array(texts, pa.string())}
+
+    def _begun(self, value: str, row: int) -> Completion:
+        """Begin the completion of a row. Raises DataError."""
+        columns = self.task.columns
+        sampling = replace(columns.sampling, seed=columns.sampling.seed + row)
+        chat: dict[str, Any] = json.loads(value) if columns.has_chats else {"messages": value, "tools": None}
+        try:
+            return self.model.completion(chat["messages"], replace(sampling, tools=chat["tools"]))
+        except DataError as error:
+            raise DataError(f"row {row}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from lockstep.base.contracts import samples_of
 from lockstep.base.errors import DataError
 from lockstep.data import tables
 from lockstep.data.chat import ASSISTANT
-from lockstep.data.chat_forms import Message, messages_of
+from lockstep.data.chat_forms import columns_of, messages_of, tools_of
 from lockstep.data.own_files import SUFFIXES, files_below
 
 CHUNK_ROWS = 512
@@ -80,8 +80,8 @@ def open_input(
         )
     if READERS[form] is not _read_json:
         return PredictionInput(path=path, column=text_column, reader=READERS[form])
-    has_chats = messages_column is not None and _has_column(path, messages_column)
-    column, names = messages_column if messages_column and has_chats else text_column, set[str]()
+    chats = next(iter(_chat_columns(path, messages_column)), None) if messages_column else None
+    column, has_chats, names = chats or text_column, chats is not None, set[str]()
     keeps = out is not None and out.suffix.lower() == ".jsonl"
     reader = (
         partial(_read_rows, names=names, has_chats=has_chats) if keeps else partial(_read_json, has_chats=has_chats)
@@ -89,10 +89,12 @@ def open_input(
     return PredictionInput(path=path, column=column, reader=reader, has_chats=has_chats, names=names)
 
 
-def _has_column(path: Path, name: str) -> bool:
-    """Return whether the first row of JSON has a column. Raises DataError."""
+def _chat_columns(path: Path, messages_column: str) -> Sequence[str]:
+    """Return the column of messages in the first row of JSON, if there is one. Raises DataError."""
     with tables.read_errors(path):
-        return name in next(((row for _, row in tables.json_rows(path, lambda *_: None))), {})
+        first = next((row for _, row in tables.json_rows(path, lambda *_: None)), {})
+    found = columns_of([*first], messages_column)
+    return found if len(found) == 1 else ()
 
 
 def _rechunked(blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -169,21 +171,21 @@ def _json_rows(path: Path, column: str, *, has_chats: bool) -> Iterator[tuple[di
         try:
             text = json.dumps(row, ensure_ascii=False)
             text.encode()
-            yield {**row, column: json.dumps(_asked(row[column]), ensure_ascii=False)} if has_chats else row, text
+            yield {**row, column: _asked(row, column)} if has_chats else row, text
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
         except DataError as error:
             raise DataError(f"line {number} of {path}: {error}") from None
 
 
-def _asked(given: Any) -> list[Message]:
-    """Return the messages of a chat without an answer at its end. Raises DataError."""
-    messages = messages_of(given)
+def _asked(row: dict[str, Any], column: str) -> str:
+    """Return the messages of a chat without an answer at its end, and its tool schemas, as JSON. Raises DataError."""
+    messages = messages_of(row[column])
     while messages and messages[-1]["role"] == ASSISTANT:
         messages.pop()
     if not messages:
         raise DataError("every message is of the assistant: nothing is asked")
-    return messages
+    return json.dumps({"messages": messages, "tools": tools_of(row.get("tools"))}, ensure_ascii=False)
 
 
 def _table(rows: list[dict[str, Any]]) -> pa.Table:

@@ -142,7 +142,8 @@ def _add_error_handlers(app: Any, answers_at: str) -> None:
 
     async def invalid(request: Request, error: InvalidInput) -> Any:
         faults = [{"field": field, "reason": _encodable(reason)} for field, reason in error.faults]
-        return _problem(request, f"{faults[0]['field']}: {faults[0]['reason']}", error.status, detail=faults)
+        reason = f"{faults[0]['field']}: {faults[0]['reason']}"
+        return _problem(request, reason, error.status, detail=faults, code=error.code)
 
     async def full(request: Request, _: Full) -> Any:
         return _problem(request, "too many requests wait; try again", 503, headers=BUSY)
@@ -164,12 +165,14 @@ def _add_error_handlers(app: Any, answers_at: str) -> None:
 
 
 def _problem(request: Any, reason: str, status: int, **more: Any) -> Any:
-    """Return the response for an error; `more`: the faults as `detail`, and `headers`."""
+    """Return the response for an error; `more`: the faults as `detail`, `headers`, and the protocol's `code`."""
     from fastapi.responses import JSONResponse
 
-    headers, fields = more.pop("headers", None), [fault["field"] for fault in more.get("detail", [])]
+    headers, code = more.pop("headers", None), more.pop("code", None)
     if request.url.path.startswith(openai_routes.PREFIX):
-        return JSONResponse(openai_routes.problem(reason, status, field=next(iter(fields), None)), status, headers)
+        field = next((fault["field"] for fault in more.get("detail", [])), None)
+        status = 400 if status == 422 else status  # as clients of that protocol expect
+        return JSONResponse(openai_routes.problem(reason, status, field=field, code=code), status, headers)
     return JSONResponse({"error": reason, **more}, status, headers)
 
 

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -47,18 +47,11 @@ class StreamOptions(Tolerant):
     include_usage: bool = False
 
 
-class TextPart(Tolerant):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
 class ClientMessage(Tolerant):
     """A message of a chat."""
 
     role: Filled
-    content: str | list[TextPart] | None = None
+    content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -82,6 +75,7 @@ class ClientRequest(Tolerant):
     stop: Filled | Annotated[list[Filled], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    truncate: bool = False
 
     def sampling(self, generator: Generator, number: int) -> Sampling:
         """Return how choice `number` is drawn; where nothing limits it, it may fill the model's context."""
@@ -93,6 +87,7 @@ class ClientRequest(Tolerant):
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=seed % MOST_SEED,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            truncate=self.truncate,
         )
 
 
@@ -120,6 +115,9 @@ class CompletionRequest(ClientRequest):
     """Texts, which the model continues."""
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
+
+    def sampling(self, generator: Generator, number: int) -> Sampling:
+        return replace(super().sampling(generator, number), is_raw=True)
 
     def prompts(self) -> list[Prompt]:
         """Return the texts."""
@@ -214,10 +212,10 @@ def _said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text, "refusal": None}
 
 
-def problem(reason: str, status: int, *, field: str | None = None) -> dict[str, Any]:
+def problem(reason: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return the body of an error in the protocol."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": reason, "type": kind, "param": field, "code": None}}
+    return {"error": {"message": reason, "type": kind, "param": field, "code": code}}
 
 
 def add(app: Any, service: GenerationService) -> None:

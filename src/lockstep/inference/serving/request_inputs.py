@@ -30,11 +30,11 @@ Filled = Annotated[str, Field(min_length=1)]
 
 
 class InvalidInput(Exception):
-    """Input that cannot be predicted: (field, reason) of each fault."""
+    """Input that cannot be predicted: (field, reason) of each fault. `code`: that of OpenAI's protocol."""
 
-    def __init__(self, faults: Sequence[tuple[str, str]], status: int = 422) -> None:
+    def __init__(self, faults: Sequence[tuple[str, str]], status: int = 422, *, code: str | None = None) -> None:
         super().__init__(faults)
-        self.faults, self.status = faults, status
+        self.faults, self.status, self.code = faults, status, code
 
 
 class Body(BaseModel):

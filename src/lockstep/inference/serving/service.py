@@ -17,7 +17,7 @@ from lockstep.base.world import cores
 from lockstep.data.chat_forms import Message
 from lockstep.data.sounds import tone
 from lockstep.inference.generation.generated import generated
-from lockstep.inference.generation.generator import Completion, Generator
+from lockstep.inference.generation.generator import Completion, Generator, LongPrompt
 from lockstep.inference.generation.sampling import Sampling
 from lockstep.inference.predictor import Predictor, Sample
 from lockstep.inference.serving.batcher import Batcher
@@ -234,7 +234,8 @@ class GenerationService(Service):
         try:
             return generator, generator.completion(prompt, sampling)
         except DataError as error:
-            raise InvalidInput([("prompt" if isinstance(prompt, str) else "messages", str(error))]) from None
+            code = "context_length_exceeded" if isinstance(error, LongPrompt) else None
+            raise InvalidInput([("prompt" if isinstance(prompt, str) else "messages", str(error))], code=code) from None
 
     def pieces(self, generator: Generator, completion: Completion) -> AsyncGenerator[str]:
         """The completion, piece by piece. Raises Full, TimeoutError."""
