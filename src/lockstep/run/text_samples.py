@@ -8,13 +8,16 @@ import torch
 
 from lockstep.base.events import TextSample
 from lockstep.core.numerics.seeds import seed_of
+from lockstep.core.numerics.word_tokens import ids_of
+from lockstep.data.chat import ChatTokenizer
+from lockstep.data.packing import Windows
 from lockstep.data.text_tokenizers import TextTokenizer
 from lockstep.inference.generation.decoding import RecomputedDecoding
 from lockstep.inference.generation.sampling import Sampling, next_token
 from lockstep.run.components import Components
 
 PROMPTS, PROMPT_BYTES = 2, 24
-"""How many there are, and how much of a test sample each begins with."""
+"""Number of texts, and the bytes of a test sample that each begins with."""
 SAMPLING = Sampling(temperature=0.8)
 
 
@@ -23,7 +26,9 @@ def text_samples(parts: Components) -> tuple[TextSample, ...]:
     count, tokenizer = parts.recipe.evaluate.sample_tokens, parts.data.tokenizer
     if not count or not isinstance(tokenizer, TextTokenizer):
         return ()
-    prompts = [*_prompts(parts, tokenizer)]
+    prompts = [*_questions(parts)] if isinstance(tokenizer, ChatTokenizer) else [*_prompts(parts, tokenizer)]
+    if not prompts:
+        return ()
     decoding = RecomputedDecoding(parts.strategy.forward, parts.recipe.data.context, parts.device)
     generators = [torch.Generator().manual_seed(seed_of("text sample", number)) for number in range(len(prompts))]
     made: list[list[int]] = [[] for _ in prompts]
@@ -43,6 +48,18 @@ def text_samples(parts: Components) -> tuple[TextSample, ...]:
         TextSample(prompt=tokenizer.decode(prompt), text=tokenizer.text_after(prompt, row))
         for prompt, row in zip(prompts, ended, strict=True)
     )
+
+
+def _questions(parts: Components) -> Iterator[list[int]]:
+    """Yield test chats up to their first answer, at most half a context of each."""
+    test = parts.data.test
+    assert isinstance(test, Windows)
+    tokens = test.tokens
+    for number in range(min(PROMPTS, len(tokens))):
+        start, stop = tokens.offsets[(chat := number * len(tokens) // PROMPTS) : chat + 2]
+        row = np.asarray(tokens.ids[start:stop])
+        if (row >= 0).any():
+            yield ids_of(row[: int((row >= 0).argmax())])[-(test.context // 2) :].tolist()
 
 
 def _prompts(parts: Components, tokenizer: TextTokenizer) -> Iterator[list[int]]:
