@@ -382,12 +382,8 @@ def test_a_server_gives_the_template_what_training_gives_it(tmp_path):
     assert loaded.generate([parts], tools=tools, max_tokens=1).prompt_tokens == len(
         theirs.apply_chat_template([ASK], tools=tools, add_generation_prompt=True, tokenize=True)["input_ids"]
     )
-    rows = [
-        {"messages": [parts]},
-        {"messages": [parts], "tools": tools},
-        {"conversations": [{"from": "human", "value": "a"}]},
-    ]
-    for number, row in enumerate(rows):
+    shared = {"conversations": [{"from": "human", "value": "a"}]}
+    for number, row in enumerate([{"messages": [parts]}, {"messages": [parts], "tools": tools}, shared]):
         (tmp_path / f"{number}.jsonl").write_text(json.dumps(row))
         done = lockstep(tmp_path, "predict", "runs/r", f"{number}.jsonl", "--out", "out.jsonl", "--max-tokens", "8")
         assert done.returncode == 0, told(done)
@@ -397,6 +393,5 @@ def test_a_server_gives_the_template_what_training_gives_it(tmp_path):
     (tmp_path / "bad.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "a"}]}))
     refused = lockstep(tmp_path, "predict", "runs/r", "bad.jsonl", "--out", "out.jsonl")
     assert refused.returncode == 2 and "line 1 of bad.jsonl: every message is of the assistant" in told(refused)
-    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps({"messages": CHATS[n % 3]}) for n in range(60)))
-    done = lockstep(tmp_path, "evaluate", "runs/r", "--file", "asked.jsonl", "--to", "evaluation")
+    done = lockstep(tmp_path, "evaluate", "runs/r", "--file", "chats.jsonl", "--to", "evaluation")
     assert done.returncode == 0 and "perplexity" in done.stdout, told(done)
