@@ -63,6 +63,11 @@ def judge(agreement: RoundTrip) -> None:
         )
 
 
+def _widened(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    return one.to(dtype), other.to(dtype)
+
+
 def same_weights(model: nn.Module, again: Forward, *, is_reduced: bool = False) -> bool:
     """Compare parameters and buffers bit for bit -> False if a graph was read back, which has none. Raises ModelError.
 
@@ -77,8 +82,9 @@ def same_weights(model: nn.Module, again: Forward, *, is_reduced: bool = False) 
         expected, actual = (dict([*each.named_parameters(), *each.named_buffers()]) for each in (model, again))
     saved = model.state_dict().keys()
     for name, tensor in expected.items():
-        found = actual[name].to(None if name in saved else tensor.dtype) if name in actual else None
-        if found is None or tensor.dtype != found.dtype or not torch.equal(tensor, found):
+        found = actual.get(name)
+        is_kept = found is not None and (tensor.dtype == found.dtype or name not in saved)
+        if found is None or not is_kept or not torch.equal(*_widened(tensor, found)):
             raise ModelError(f"the export was read back and differs (in {name}); nothing was kept")
     return True
 
