@@ -235,7 +235,7 @@ def test_the_same_bits_and_answers(folder):
     [
         ('{"messages": []}', "a chat is a list of messages"),
         ('{"messages": [{"role": "user"}]}', "message 1 has no text 'content'"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "no message is of the assistant"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "no message has the role 'assistant'"),
         ('{"text": "x"}', "has no 'messages': name the list of messages with data.messages_column"),
         ("no json", "Expecting value"),
     ],

@@ -278,7 +278,7 @@ def test_a_chat_that_the_template_refuses_is_named_or_left_out(configured):
     assert len({digest for digest, _ in found}) == 1, "what is left out changes nothing"
     for _, text in found[:2]:
         assert "1 of 121 chats are left out: line 61 of bad.jsonl: the chat template does not take" in text, text
-        assert "1 of 122 chats are left out: line 122 of bad.jsonl: no message is of the assistant" in text, text
+        assert "1 of 122 chats are left out: line 122 of bad.jsonl: no message has the role 'assistant'" in text, text
     assert "left out" not in found[2][1]
 
 
