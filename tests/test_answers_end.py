@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from running import lockstep
 
 from lockstep.inference.generation.sampling import Sampling
 from lockstep.inference.trained_model import open_predictor
+from lockstep.models._causal_lm import settle_tokens
 
 KNOWN = {"what colour is the sky": "blue as ever", "how many legs has a cat": "four legs", "a fruit?": "a ripe pear"}
 CHATS = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in KNOWN.items()]
@@ -127,6 +129,7 @@ def test_whole_answers_in_use_and_in_plain_transformers(tmp_path, name):
     said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
     assert [each.pop("completion").strip() for each in said] == [*KNOWN.values()] * 2
     assert said == [*map(json.loads, rows)]
+    assert '{"messages": [{"role": "user"' in (export / "README.md").read_text()
     found = [*answered_by_transformers(export, KNOWN)]
     ends = "" if end in extra else end  # as text, which only Lockstep takes for an end
     assert [text.strip().removesuffix(ends).strip() for text in found] == [*KNOWN.values()]
@@ -135,3 +138,14 @@ def test_whole_answers_in_use_and_in_plain_transformers(tmp_path, name):
 
 
 CHATS_ASKED = [[{"role": "user", "content": q}] for q in KNOWN]
+
+
+def test_a_padding_token_that_also_ends_texts_is_kept():
+    """As in the models of Qwen: the settings that an export gets are those of its base."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    network = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=9, pad_token_id=0, eos_token_id=2, bos_token_id=None))
+    network.generation_config.eos_token_id = [2, 0]
+    assert settle_tokens(SimpleNamespace(network=network), ends=[2], bos=None, pad=0, kept=[0, 2]) == [2, 0]
+    assert (network.config.pad_token_id, network.generation_config.pad_token_id) == (0, 0)

@@ -326,7 +326,7 @@ def _plain(messages: Sequence[Message], *, is_prompt: bool = False) -> list[Piec
 
 
 class Contents:
-    """What is said in chats, as plain texts to learn a tokenizer from."""
+    """Contents of messages, as plain texts to learn a tokenizer from."""
 
     lengths: np.ndarray | None = None
 

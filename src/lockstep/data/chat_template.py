@@ -83,7 +83,7 @@ def _parts(content: str | None) -> list[dict[str, str]]:
 
 @contextmanager
 def _surroundings(day: date | None) -> Iterator[None]:
-    """Inside, templates are told this day, if there is one, and draw the same random choices each time.
+    """Give templates this date, if there is one, and the same random choices each time.
 
     transformers hands no function of ours on to a template, so it is its clock that is set.
     """

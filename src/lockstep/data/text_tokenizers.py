@@ -314,7 +314,8 @@ def _pretrained(name: str, add_bos: AddBos, special: SpecialTokensInText) -> Par
     except Exception as error:  # a damaged file can raise anything inside the libraries
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise DataError(
-            f"cannot load data.tokenizer={name}: {reason}; use bytes, bpe, a hub name or a folder"
+            f"cannot load data.tokenizer={name} (by default the model's own): {reason}; use bytes, bpe, a hub name or "
+            "a folder"
         ) from error
     end = found.eos_token_id if found.eos_token_id is not None else found.sep_token_id
     if end is None or not found.is_fast:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,6 @@ from lockstep.base.events import RunEnded, RunStarted
 from lockstep.base.model_contracts import LossSum, MicroBatch, Strategy
 from lockstep.base.steering_requests import Request, Save, Stop
 from lockstep.core.distributed import process_group
-from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host.signals import SignalWatch
 from lockstep.core.numerics.digest import digest
 from lockstep.core.numerics.exact_sum import exact_sum
@@ -35,7 +35,7 @@ from lockstep.training import optim
 from lockstep.training.learning_rate import checked_factor
 from lockstep.training.loop import stepping
 from lockstep.training.loop_state import Deadline, Training
-from lockstep.training.own_step import OwnStep, ScriptGuard, trained_names
+from lockstep.training.own_step import OwnStep, ScriptGuard
 from lockstep.training.script_model import AutocastForward, made_equal, wrapped
 from lockstep.training.script_optimizer import ScriptOptimizer, made_scheduler
 from lockstep.training.state import TrainState
@@ -128,6 +128,7 @@ class Loop:
         try:
             self._folder.numeric |= contents(dataset, workers=workers, warn=self._folder.warn)
             self._checkpoint = self._folder.resume(self._state, self._memory)
+            self._place_again()  # a checkpoint knows which parameters are trained
         except BaseException:
             self._folder.close()
             raise
@@ -142,7 +143,7 @@ class Loop:
         self._guard: ScriptGuard | None = None
         self._forward = AutocastForward(self._model, precision)
         self._strategy = Stepwise(self._randomness, precision, exact=True)
-        self._own, self._trained = own, trained_names(dict(own.named_parameters()))
+        self._own = own
         module = self._strategy.place(own, dict)
         if precision.is_scaled and isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["fused"]:
             optim.initialise(module, optimizer)  # an overflow in its first step would leave momentum uninitialised
@@ -273,31 +274,19 @@ class Loop:
             with self._guard.inside("update"):
                 return update(self._state, loss, clip=self._settings.own.clip, skip_non_finite=False)
 
-        def begin() -> None:
-            assert self._guard is not None
-            self._follow_trained()
-            self._guard.start_step()
-
         return OwnStep(
             micro_batches,
             epoch=self._order.epoch(self.done),
             ends_epoch=(self.done + 1) % self.steps_per_epoch == 0,
             strategy=self._strategy,
             guard=self._guard,
-            begin=begin,
+            begin=partial(self._guard.start_step, self._place_again),
             commit=commit,
         )
 
-    def _follow_trained(self) -> None:
-        """Place the model anew where the script, on all ranks, or a checkpoint has changed which parameters are
-        trained. Raises ModelError."""
-        names = trained_names(dict(self._own.named_parameters()))
-        if names == self._trained:
-            return
-        if any(others != names for others in all_gather_object(names)):
-            raise ModelError("requires_grad of a parameter differs between the processes: change it on all of them")
+    def _place_again(self) -> None:
+        """Place the model with other trained parameters. Raises ModelError for those that the optimizer lacks."""
         self._memory.check_parameters()
-        self._trained = names
         self._strategy.place(self._own, dict)
 
     def _position(self) -> Any:

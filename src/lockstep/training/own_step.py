@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.base.errors import ModelError
 from lockstep.base.model_contracts import LossSum, MicroBatch
+from lockstep.core.distributed.collectives import all_gather_object
 from lockstep.core.host.phases import phase
 from lockstep.parallel.replicated import Stepwise
 from lockstep.training.step import Outcome
@@ -34,10 +35,10 @@ class ScriptGuard:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.place: Place = "between"
         self.parameters = dict(model.named_parameters())
-        self.watched, self.trained = set[str](), list[str]()
+        self.watched, self.trained = set[str](), trained_names(self.parameters)
         self.hooks: list[Any] = [model.register_forward_pre_hook(self._check_forward)]
         self.hooks.append(optimizer.register_step_pre_hook(self._check_update))
-        self.start_step()
+        self._watch()
 
     def remove(self) -> None:
         while self.hooks:
@@ -56,9 +57,19 @@ class ScriptGuard:
         if not model.training:
             raise ModelError("the model is in evaluation mode: call model.train() before the next step")
 
-    def start_step(self) -> None:
-        """Watch the parameters that are trained in the step that begins."""
-        self.trained = trained_names(self.parameters)
+    def start_step(self, place: Callable[[], None]) -> None:
+        """Have the model placed again where the script has changed which parameters are trained, on all ranks. Raises
+        ModelError."""
+        names = trained_names(self.parameters)
+        if names == self.trained:
+            return
+        if any(others != names for others in all_gather_object(names)):
+            raise ModelError("requires_grad of a parameter differs between the processes: change it on all of them")
+        place()
+        self.trained = names
+        self._watch()
+
+    def _watch(self) -> None:
         for name in self.trained:
             if name not in self.watched:
                 self.watched.add(name)

@@ -76,8 +76,8 @@ class ScriptOptimizer:
         """Train what a checkpoint in a folder has trained, whose `state` was this text; and have the optimizer make its
         tensors, into which those of the checkpoint are to be loaded, as are the weights that this changes."""
         memory = _unpacked(text)
-        for parameter, name in self.names.items():
-            parameter.requires_grad_(name in memory.get("trained", (name,) * parameter.requires_grad))
+        for parameter, name in self.names.items() if "trained" in memory else ():
+            parameter.requires_grad_(name in memory["trained"])
         if not any(name.startswith(OPTIMIZER) for name in reader.contents(folder)):
             return
         give_zero_gradients(self.optimizer)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from lockstep.base import storage
 from lockstep.base.errors import ModelError
+from lockstep.core.host.hub_access import hub_answers
 
 MAX_CONFIG_BYTES = 64 << 20
 MAX_LAYERS, MAX_RANK = 10_000, 1 << 16
@@ -25,8 +26,8 @@ FOREIGN = {
 
 
 def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
-    """What an auto class of transformers loads from a folder or the hub. Raises ModelError for settings that name code,
-    and for a folder that is not there; and what transformers raises."""
+    """Load a config, tokenizer or model of transformers from a folder or the hub. Raises ModelError for settings that
+    name code and for a missing folder, and what transformers raises."""
     _check_exists(Path(name))
     check_folder(Path(name))
     _refuse_kernels(auto_class)
@@ -40,9 +41,16 @@ def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
 
 
 def _check_exists(folder: Path) -> None:
-    """Raise ModelError for a name that can be none of the hub, or whose first part is a folder here."""
-    is_local = folder.is_absolute() or len(folder.parts) != 2 or folder.parent.is_dir()
-    if is_local and len(folder.parts) > 1 and not folder.exists():
+    """Raise ModelError for a missing folder: a name that the hub cannot have, or one in a folder here that the hub
+    cannot be asked for, and that its cache does not hold."""
+    if folder.exists() or len(folder.parts) < 2:
+        return
+    is_local = folder.is_absolute() or len(folder.parts) > 2
+    if not is_local and folder.parent.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        is_local = not isinstance(try_to_load_from_cache(str(folder), "config.json"), str) and not hub_answers()
+    if is_local:
         raise ModelError(f"there is no folder {folder.absolute()}: correct its path, or name a model of the hub")
 
 

@@ -140,7 +140,9 @@ class EvaluatedSamples:
         """Raises DataError."""
         data, tokenizer = self.job.recipe.data, self.tokenizer
         split = self.task.split
-        if self.task.file is not None and data.PACKS and "test" in type(data).model_fields:
+        if self.task.file is not None and data.PACKS:
+            if "test" not in type(data).model_fields:
+                raise DataError(f"data.kind={data.kind} reads no such file: leave --file out, or set data.kind=text")
             data, split = data.model_copy(update={"test": self.task.file}), "test"
         if self.task.file is None or data.PACKS:
             source = measurable(open_source(data, split), self.job.recipe.evaluate.limit)

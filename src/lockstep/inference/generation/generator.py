@@ -124,7 +124,7 @@ class Generator:
         )
 
     def finish(self, made: list[Completion]) -> list[Completion]:
-        """Complete what has begun, together."""
+        """Generate the rest of several completions in one batch."""
         if made:
             batch = self.batch()
             batch.join(made)
