@@ -28,6 +28,7 @@ OFTEN = ("forward", "shared-memory", "buffers", "optimizer", "agreement", "after
 SHARDED = ("forward", "gather", "scatter", "buffers", "norm", "ready", "applying", "agreement", "after-step")
 """Instead of OFTEN, where several processes hold the weights together."""
 SELDOM = ("evaluation", "save", "writing", "renaming")
+CRASH = "Fatal Python error"
 PATIENCE_SECONDS = 3.0
 MOST_SECONDS = 90.0
 
@@ -151,7 +152,7 @@ class Chaos:
         while not condition():
             if self.process.poll() is not None or time.monotonic() > end:
                 self.end()
-                raise AssertionError((what, self.text()))
+                raise AssertionError((what, self.text(), *self.stacks()))
             time.sleep(0.02)
 
     def end(self):
@@ -169,6 +170,11 @@ class Chaos:
 
     def text(self):
         return (self.folder / "output.txt").read_text()
+
+    def stacks(self):
+        """Of processes that crashed in native code."""
+        logs = [file.read_text() for file in (self.folder / "runs").glob("**/rank-*.log")]
+        return [text[text.index(CRASH) :] for text in logs if CRASH in text]
 
     def run(self, faults, pause_seconds):
         """Start the run, let it meet so many faults, and wait for its end -> its exit code."""

@@ -126,6 +126,13 @@ def test_a_sample_that_cannot_be_read_is_named_with_the_users_own_lines(folder):
     assert "rank 0" not in found, "it only lost its peer"
 
 
+def test_a_crash_in_native_code_shows_the_stack(folder):
+    done = train(folder, "segfault", "data.workers=0", "launch.max_restarts=0")
+    assert done.returncode == 128 + 11
+    assert "rank 1 (process " in done.stderr and "crashed in native code (SIGSEGV" in done.stderr
+    assert "Fatal Python error: Segmentation fault" in done.stderr and "line 20 in fault" in done.stderr
+
+
 def test_a_rank_that_has_failed_by_itself_is_the_cause_also_where_it_was_ended_meanwhile(tmp_path):
     """Its peer has lost it and left first, whereupon the agent ends all others."""
     error = tmp_path / "error.json"

@@ -1,10 +1,10 @@
-"""Training goes on from a classifier: the rows of its head belong to the names of its classes, or it is told."""
+"""Training goes on from a classifier: the rows of its head follow the names of its classes, or the head is new."""
 
 import pytest
 import torch
 from exporting import text_case
 from running import lockstep, summary
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.base.contracts import DataSpec
 from lockstep.models import _transformer as transformer
@@ -36,10 +36,11 @@ def rows_of(network):
     return torch.cat([head.weight, head.bias[:, None]], 1).detach()
 
 
-def taken_over(folder):
-    model = transformer.build(transformer.Config(kind="transformer", name=str(folder), max_length=16), OURS)
-    assert list(model.network.config.id2label.values()) == list(OURS.labels)
-    return dict(zip(OURS.labels, rows_of(model.network), strict=True)), " ".join(model._lockstep_notes)
+def taken_over(folder, spec=OURS):
+    model = transformer.build(transformer.Config(kind="transformer", name=str(folder), max_length=16), spec)
+    names = spec.labels or spec.numbers
+    assert list(model.network.config.id2label.values()) == list(names)
+    return dict(zip(names, rows_of(model.network), strict=True)), " ".join(model._lockstep_notes)
 
 
 @pytest.mark.parametrize("names", [("bad", "good", "so so"), ("so so", "bad", "good"), ("good", "bad", "so so")])
@@ -55,18 +56,38 @@ def test_rows_follow_the_names(classifier, names):
     [
         (
             ("LABEL_0", "LABEL_1", "LABEL_2"),
-            "a head for 3 classes, unnamed: it is taken over, its first output for 'bad'",
+            "a head for other classes (3 unnamed) than the data: a new head is trained",
         ),
-        (("sad", "glad", "calm"), "a head for 3 classes, sad, glad, calm: it is taken over"),
+        (("sad", "glad", "calm"), "a head for other classes (sad, glad, calm) than the data: a new head is trained"),
         (("bad", "good"), ""),
     ],
 )
-def test_other_names_are_told(classifier, names, said):
-    """A head of another size is new, as that of an encoder is."""
+def test_other_classes_get_a_new_head(classifier, names, said):
+    """As an encoder gets one, from the same distribution."""
     folder, trained = classifier(*names)
+    torch.manual_seed(7)
     found, notes = taken_over(folder)
     assert said in notes
-    assert torch.equal(torch.stack([*found.values()]), torch.stack([*trained.values()])) == bool(said)
+    rows = torch.stack([*found.values()])
+    assert not any(torch.equal(row, old) for row, old in zip(rows, trained.values(), strict=False))
+    spread = AutoConfig.from_pretrained(folder).initializer_range
+    assert torch.all(rows[:, -1] == 0) and 0.8 * spread < float(rows[:, :-1].std()) < 1.2 * spread
+    torch.manual_seed(7)
+    assert torch.equal(torch.stack([*taken_over(folder)[0].values()]), rows)
+
+
+def test_numbered_classes_are_those_of_an_unnamed_head(classifier):
+    folder, trained = classifier("LABEL_0", "LABEL_1", "LABEL_2")
+    found, notes = taken_over(folder, DataSpec(modality="text", labels=("1", "0", "2")))
+    assert "follow their names" in notes
+    assert all(torch.equal(found[str(n)], trained[f"LABEL_{n}"]) for n in range(3))
+
+
+def test_the_one_number_of_a_regression_is_taken_over(classifier):
+    folder, trained = classifier("LABEL_0")
+    found, notes = taken_over(folder, DataSpec(modality="text", numbers=("stars",)))
+    assert "one unnamed output, which is taken over for 'stars'" in notes
+    assert torch.equal(found["stars"], trained["LABEL_0"])
 
 
 def test_each_strategy_begins_with_the_same_rows(classifier, tmp_path):

@@ -1,6 +1,7 @@
 """Child processes end with their parent: by PR_SET_PDEATHSIG, or because the parent kills them."""
 
 import ctypes
+import faulthandler
 import gc
 import os
 import signal
@@ -23,6 +24,8 @@ FORK_SERVER = "lockstep-fork"
 """The name of the process that workers are forked from."""
 PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>: set the signal that this process gets when its parent ends."""
+STDERR = 2
+"""File descriptor to which a crash in native code writes the Python stacks."""
 PR_SET_NAME = 15
 """From <sys/prctl.h>: set the name that `top` and `ps -o comm` show, of at most 15 bytes."""
 began: float | None = None
@@ -65,6 +68,7 @@ def begin(argv: Sequence[str]) -> None:
     """The first thing that a worker does, before slow imports: tie its life to the launcher's, and leave messages about
     Ctrl-C to the launcher. See has_imported."""
     gc.disable()  # collections would take a tenth of the time of the imports
+    faulthandler.enable(STDERR)
     name_process(rank_name(os.environ.get("RANK", "0")))
     os.environ.pop("PYTHONSAFEPATH", None)  # set for this process, not for those that the user's code starts
     if LAUNCHER in argv:

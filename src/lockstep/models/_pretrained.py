@@ -1,6 +1,6 @@
 """What models of transformers have in common: load them without code of their own, check, split, save, read back."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -161,23 +161,37 @@ def with_new_head(auto_class: Any, config: PretrainedSection, spec: DataSpec, **
 
 
 def _rows_by_name(network: Any, before: list[str], names: list[str], *, new: set[str]) -> list[str]:
-    """Have the rows of a trained head follow the names of its classes -> a note where they moved, or cannot."""
+    """Reorder the rows of a trained head by the names of its classes, or replace a head of other classes -> a note."""
     inner, rows = f"{network.base_model_prefix}.", len(names)
     last = {name: p for name, p in network.named_parameters() if not name.startswith(inner) and len(p) == rows}
-    if before == names or new & last.keys() or not last:
+    is_unnamed = before == [f"LABEL_{n}" for n in range(rows)]
+    numbered = [str(n) for n in range(rows)] if is_unnamed else before
+    if numbered == names or new & last.keys() or not last:
         return []
-    is_one_layer = len({name.rpartition(".")[0] for name in last}) == 1
-    if sorted(before) != sorted(names) or len(set(names)) < rows or not is_one_layer:
-        found = few(before) if not all(name.startswith("LABEL_") for name in before) else "unnamed"
-        return [
-            f"the checkpoint has a head for {rows} classes, {found}: it is taken over, its first output for "
-            f"{names[0]!r} and so on; what it has learned may be of no use for them"
-        ]
-    order = [before.index(name) for name in names]
+    layers = {name.rpartition(".")[0] for name in last}
+    if sorted(numbered) == sorted(names) and len(set(names)) == rows and len(layers) == 1:
+        order = [numbered.index(name) for name in names]
+        with torch.no_grad():
+            for parameter in last.values():
+                parameter.copy_(parameter[order])
+        return ["the checkpoint has its classes in another order: the rows of its head follow their names"]
+    found = "one unnamed output" if is_unnamed and rows == 1 else few(before) if not is_unnamed else f"{rows} unnamed"
+    if rows == 1:  # a number of another name: there is no other output that it could be
+        return [f"the checkpoint has a head for {found}, which is taken over for {names[0]!r}"]
+    _initialize(network, last)
+    return [
+        f"the checkpoint has a head for other classes ({found}) than the data: a new head is trained. To continue with "
+        "the trained one, name its classes in the checkpoint's config.json (id2label and label2id) as the data does"
+    ]
+
+
+def _initialize(network: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Draw new values for the parameters of some layers, as transformers does for missing ones."""
+    for parameter in parameters.values():
+        parameter._is_hf_initialized = False  # type: ignore[attr-defined]
     with torch.no_grad():
-        for parameter in last.values():
-            parameter.copy_(parameter[order])
-    return ["the checkpoint has its classes in another order: the rows of its head follow their names"]
+        for layer in dict.fromkeys(name.rpartition(".")[0] for name in parameters):
+            network._init_weights(network.get_submodule(layer))
 
 
 def check_task(auto_class: Any, config: PretrainedSection, settings: Any) -> None:

@@ -13,6 +13,10 @@ from lockstep.base.errors import Desync, HangDetected, Interrupted, NonFiniteLos
 from lockstep.base.user_code import MARK
 
 TAIL_LINES = 20
+CRASH = "Fatal Python error: "
+"""What faulthandler writes before the stacks."""
+BEFORE_CRASH = 5
+"""Lines of output shown before the stack of a crash."""
 VERDICT = "verdict.json"
 """The report of the watchdog thread in the folder of logs: {"rank", "text"}."""
 EXPLAINED = {UserError.exit_code, NonFiniteLoss.exit_code, Desync.exit_code, Interrupted.exit_code}
@@ -77,12 +81,24 @@ def failure_of(error: ChildFailedError, logs: Path, oom_kills_before: int) -> Fa
     lines.append(f"rank {rank} (process {first.pid}) {_description(first, oom_kills_before)}")
     log = logs / f"rank-{rank}.log"
     if rank and log.is_file():
-        tail = storage.tail(log).splitlines()[-TAIL_LINES:]
+        tail = _last_lines(log)
         if tail:
             lines.append(f"last lines of {log}:")
         lines += (line if line.startswith(MARK) else MARK + line for line in tail)
     signature = _signature(first) if has_error_file else ""
     return Failure(code=code, text="\n".join(lines), priority=_priority(first), signature=signature)
+
+
+def _last_lines(log: Path) -> list[str]:
+    """Return the end of a log; of a crash in native code the stack of the thread that crashed."""
+    output, crash, stacks = storage.tail(log).rpartition(CRASH)
+    if not crash:
+        return stacks.splitlines()[-TAIL_LINES:]
+    kind, _, others = stacks.partition("\n\n")
+    _, current, stack = others.partition("Current thread")
+    stack = (current + stack if current else others).partition("\n\n")[0]
+    before = [line for line in output.splitlines() if line.strip()][-BEFORE_CRASH:]
+    return [*before, crash + kind, *stack.splitlines()[:TAIL_LINES]]
 
 
 def node_failure(text: str) -> Failure:

@@ -5,6 +5,7 @@ begin with their first own work, and share the memory of all imported code.
 """
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import math
@@ -362,6 +363,7 @@ def _work(start: WorkerStart, *, server: int, inherited: Sequence[int], is_backg
         file = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
+    faulthandler.enable(lifetime.STDERR)
     if start.environment is not None:
         os.environ.clear()
         os.environ.update(start.environment)
