@@ -28,7 +28,7 @@ _redirected: set[int] = set()
 
 
 def has_reader(descriptor: int = 1) -> bool:
-    """Whether a descriptor had a reader at the last write."""
+    """Return whether a descriptor had a reader at the last write."""
     return descriptor not in _redirected
 
 
@@ -61,7 +61,7 @@ def tolerate_lost_reader() -> None:
 
 
 def _is_plain(stream: object, descriptor: int) -> bool:
-    """Whether a stream is Python's own, and not that of a test or a notebook."""
+    """Return whether a stream is Python's own, and not that of a test or a notebook."""
     buffer = getattr(stream, "buffer", None)
     raw = getattr(buffer, "raw", buffer)  # with PYTHONUNBUFFERED there is no buffer in between
     return type(raw) is io.FileIO and raw.fileno() == descriptor

@@ -34,6 +34,7 @@ from lockstep.base.yaml_text import (
 )
 
 MANY = 10**9
+"""The upper limit of counts and times: steps, samples, seconds. Larger values are typing errors."""
 ELSEWHERE = {
     "batch_size": "train.global_batch, the samples of a step on all processes together, or train.micro_batch",
     "learning_rate": "optim.lr",
@@ -46,7 +47,6 @@ ELSEWHERE = {
     "output_dir": "run.dir",
 }
 """Name of a setting in other trainers -> its name here."""
-"""The upper limit of counts and times: steps, samples, seconds. Larger values are typing errors."""
 SMALLEST, LARGEST = 1e-30, 1e30
 """Limits of float settings: float32 ranges from 1.2e-38 to 3.4e38, and products have to fit, too."""
 
@@ -75,7 +75,7 @@ class Section(BaseModel):
         return number
 
     def numeric_settings(self) -> dict[str, Any]:
-        """The fields that may change a bit of the weights, as in YAML."""
+        """Return the fields that may change a bit of the weights, as in YAML."""
         return self.model_dump(mode="json", exclude=set(self.incidental))
 
 
@@ -83,7 +83,7 @@ class PluginSection(Section):
     """The settings of a plugin; `kind` is the name of its file."""
 
     kind: str
-    """Which one; `lockstep plugins` lists them."""
+    """Name of the kind; `lockstep plugins` lists them."""
 
 
 Root = TypeVar("Root", bound=Section)
@@ -100,10 +100,9 @@ class Kind:
     find: Callable[[str], type[PluginSection]]
     """Name -> Config; raises ConfigError for an unknown name."""
     names: Callable[[], list[str]]
-    """The names that there are."""
 
     def config(self, value: Any) -> type[PluginSection]:
-        """The Config class for a section's raw value; raises ConfigError for an unknown kind."""
+        """Return the Config class for a section's raw value. Raises ConfigError for an unknown kind."""
         kind = value.get("kind", self.default) if isinstance(value, dict) else self.default
         return self.find("" if kind is None else str(kind))
 
@@ -127,7 +126,7 @@ class Kind:
         return core_schema.no_info_plain_validator_function(self.validate, serialization=dump)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """For the reference: its keys depend on its kind."""
+        """Describe a section only as an object: its keys depend on its kind."""
         return {"type": "object"}
 
 
@@ -165,7 +164,7 @@ def parse(
     overrides: Sequence[str] = (),
     check: Callable[[Root], list[Complaint]] = lambda _: [],
 ) -> Root:
-    """Like `load`, for YAML in memory; `file` names it in messages."""
+    """Parse YAML in memory as `load` does; `file` names it in messages."""
     locations = KeyLocations(file)
     raw = read(text, locations)
     raw = {} if raw is None else raw
@@ -208,7 +207,7 @@ def _override(raw: dict[str, Any], override: str, locations: KeyLocations) -> No
 
 
 def _complaints(root: type[Section], raw: dict[str, Any], error: ValidationError) -> list[Complaint]:
-    """One complaint per key; those of the members of a union are joined."""
+    """Return one complaint per key; those of the members of a union are joined."""
     messages: dict[KeyPath, list[str]] = {}
     values: dict[KeyPath, str] = {}
     for each in error.errors(include_url=False):
@@ -220,7 +219,7 @@ def _complaints(root: type[Section], raw: dict[str, Any], error: ValidationError
 
 
 def _explain(root: type[Section], raw: dict[str, Any], error: dict[str, Any]) -> Complaint:
-    path = _given(raw, tuple(str(part) for part in error["loc"]))
+    path = _user_path(raw, tuple(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
         return path, _unknown(root, raw, path)
     if error["type"] == "missing":
@@ -237,7 +236,7 @@ def _explain(root: type[Section], raw: dict[str, Any], error: dict[str, Any]) ->
 
 
 def _meaning(root: type[Section], raw: dict[str, Any], path: KeyPath) -> str:
-    """The help of a setting; for an entry of a list, that of the list."""
+    """Return the help of a setting; for an entry of a list, that of the list."""
     section = _section(root, raw, path[:-1])
     if section is None or path[-1] not in section.model_fields:
         return _meaning(root, raw, path[:-1]) if path[-1].isdigit() else ""
@@ -252,8 +251,8 @@ def _unknown(root: type[Section], raw: dict[str, Any], path: KeyPath) -> str:
     return f"unknown key{hint} (known{_kind(raw, path, ' for {}') or ' here'}: {', '.join(known)})"
 
 
-def _given(raw: Any, path: KeyPath) -> KeyPath:
-    """The part of an error's path that the user gave; pydantic appends names of a union's members."""
+def _user_path(raw: Any, path: KeyPath) -> KeyPath:
+    """Return the part of an error's path that the user gave; pydantic appends names of a union's members."""
     for length, part in enumerate(path):
         if isinstance(raw, dict) and part in raw:
             raw = raw[part]
@@ -265,7 +264,7 @@ def _given(raw: Any, path: KeyPath) -> KeyPath:
 
 
 def _kind(raw: dict[str, Any], path: KeyPath, words: str) -> str:
-    """`words` formatted with data.kind=files, for a key of a section whose kind is given; else ""."""
+    """Format `words` with data.kind=files for a key of a section whose kind is given; else return ""."""
     section = raw.get(path[0])
     kind = section.get("kind") if len(path) == 2 and isinstance(section, dict) else None
     return words.format(f"{path[0]}.kind={kind}") if kind else ""
@@ -287,14 +286,14 @@ def _section(root: type[Section], raw: Any, path: KeyPath) -> type[Section] | No
 
 
 def _of_kind(metadata: Sequence[Any], raw: Any) -> type[Section] | None:
-    """The section class that a Kind in an annotation gives; None without one, and for an unknown kind."""
+    """Return the section class of a Kind in an annotation; None without one, and for an unknown kind."""
     with suppress(ConfigError):
         return next((each.config(raw) for each in metadata if isinstance(each, Kind)), None)
     return None
 
 
 def _child(section: type[Section], name: str, raw: Any) -> type[Section] | None:
-    """The section class of a field; None for other fields, and where `raw` gives an unknown kind."""
+    """Return the section class of a field; None for other fields, and where `raw` gives an unknown kind."""
     field = section.model_fields[name]
     if any(isinstance(each, Kind) for each in field.metadata):
         return _of_kind(field.metadata, raw)

@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """What a model needs to know of the data to be built."""
+    """Description of the data that a model is built for."""
 
     modality: str
     """"image", "audio", "text", "tokens", or a name of the user's."""
@@ -45,7 +45,7 @@ class DataSpec:
     numbers: tuple[str, ...] = ()
     """Names of the numbers that are predicted in a regression."""
     objective: str = "auto"
-    """What is learned, as in model.objective; "auto" follows from labels, numbers and vocabulary."""
+    """Kind of the task, as in model.objective; "auto" follows from labels, numbers and vocabulary."""
     image_shape: tuple[int, int, int] | None = None
     """(C, H, W) of every image."""
     prepared: bool = False
@@ -63,13 +63,13 @@ class DataSpec:
     """Columns for which a "COLUMN_mask" is added, int64 [m, T]: 1 except where a row is padded."""
 
     def __post_init__(self) -> None:
-        """Padding has no class of its own: -100, which cross-entropy ignores."""
+        """Pad the labels of tokens with -100, which cross-entropy ignores."""
         if self.objective == "token_classification" and "label" not in self.pad:
             object.__setattr__(self, "pad", {**self.pad, "label": -100})
 
 
 def samples_of(modality: str) -> str:
-    """The plural noun for samples of a modality."""
+    """Return the plural noun for samples of a modality."""
     known = {"image": "images", "audio": "sounds", "text": "texts", "tokens": "texts cut into tokens"}
     return known.get(modality, f"samples of the kind {modality!r}")
 
@@ -126,20 +126,20 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launcher would do, so that it could be run by hand: shown by --dry-run."""
+    """Description of a launch, complete enough to run it by hand; shown by --dry-run."""
 
     argv: tuple[str, ...]
     """The command: that of each process, or the one that submits the files."""
     processes: int = 1
-    """How many times the command is run on this machine."""
+    """Number of times the command is run on this machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that the launcher sets."""
     modules: tuple[str, ...] = ()
-    """What each process imports, as far as it is known."""
+    """Modules that each process imports, as far as known."""
     state_copies: int | None = None
-    """How many copies of the training state the processes hold at the start; None: each of them one."""
+    """Number of copies of the training state that the processes hold at the start; None: one each."""
     process_multiple: int = 1
-    """The run may go on with a number of processes that is a multiple of it; 0: with no other."""
+    """Divisor of any number of processes that the run may go on with; 0: no other number."""
     files: dict[Path, str] = field(default_factory=dict)
     """Scripts and manifests that it would write and submit: file -> text."""
     warnings: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ class Launcher(Protocol):
     """
 
     def plan(self, request: Request) -> Plan:
-        """Say what would be run, changing nothing. Raises LaunchError where it cannot be run as requested."""
+        """Describe what would be run, changing nothing. Raises LaunchError where it cannot be run as requested."""
 
     def run(self, plan: Plan, logs: Path) -> int:
         """Run a plan to its end, or submit it to a scheduler; return the exit code."""
@@ -170,10 +170,10 @@ class Launcher(Protocol):
         """Describe in one line the state of the job that a note identifies. Raises LaunchError."""
 
     def is_over(self, note: Mapping[str, Any]) -> bool:
-        """Whether the job that a note identifies has ended, and will not start again. Raises LaunchError."""
+        """Return whether the job that a note identifies has ended, and will not start again. Raises LaunchError."""
 
     def cancel(self, note: Mapping[str, Any]) -> str:
         """Have that job save and end without a restart; return one line on what was done. Raises LaunchError."""
 
     def output(self, note: Mapping[str, Any], logs: Path) -> Path:
-        """The log file that contains what a terminal would have shown."""
+        """Return the log file that contains what a terminal would have shown."""

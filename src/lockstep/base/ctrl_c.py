@@ -17,21 +17,21 @@ EXIT_CODE = 130
 ECHO_SECONDS = 1.0
 """A second signal within this time may be a copy of the first, forwarded by a tool such as uv or make."""
 _pressed_at: list[float] = []
-"""When Ctrl-C was first pressed (time.monotonic)."""
+"""Time of the first Ctrl-C (time.monotonic); empty before."""
 
 
 def was_pressed() -> bool:
-    """Whether an exception may stem from Ctrl-C, even if code in between has replaced KeyboardInterrupt."""
+    """Return whether an exception may stem from Ctrl-C, even if code in between has replaced KeyboardInterrupt."""
     return bool(_pressed_at)
 
 
 def exit_at_once() -> None:
-    """From now on Ctrl-C prints one word and exits, without cleaning up."""
+    """Make Ctrl-C print one word and exit from now on, without cleaning up."""
     _set_handler(_exit_interrupted)
 
 
 def exit_silently(code: int) -> None:
-    """From now on Ctrl-C exits with this code and without a message, which the parent process prints.
+    """Make Ctrl-C exit with this code from now on, without a message, which the parent process prints.
 
     Unblocks SIGINT, which `blocked` may have blocked since the start: Python itself would print a traceback.
     """

@@ -27,12 +27,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters except line breaks and tabs, marks that change the writing direction, and lone surrogates."""
+"""Control characters except line breaks and tabs, marks that change the writing direction, and unpaired surrogates."""
 
 URL = re.compile(r"[a-z][a-z0-9+.-]{0,20}://?[^\s\"'<>]+", re.IGNORECASE)
 USER = re.compile(r"^([^:]*://?)[^/@]{0,200}:(?!\d+/)[^@]{0,999}@")
 QUERY = re.compile(r"([?&][^=&]{0,40}(?:token|sig|secret|key|pass|pwd|auth|cred)[^=&]{0,40}=)[^&]+", re.IGNORECASE)
-"""With limits to what is repeated: the time is linear, whoever has written the text."""
+"""Pattern of a secret in a URL's query. Repetitions are bounded: the time is linear for any text."""
 
 
 def masked(text: str) -> str:
@@ -52,7 +52,7 @@ class LockstepError(Exception):
     is_shared = False
     """Whether every rank raises it at the same point, so that one of them reports it."""
     rank: int | None = None
-    """For a shared error: the rank it happened on, if on one."""
+    """Rank on which a shared error happened, if on one."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -84,7 +84,7 @@ class LaunchError(UserError):
     """Processes that cannot be started as requested."""
 
     def __init__(self, message: str, *, code: str = "LS-RANK-01") -> None:
-        """`code`: what `lockstep doctor` calls it (docs/troubleshooting.md)."""
+        """`code`: its name in `lockstep doctor` and in docs/troubleshooting.md."""
         super().__init__(message)
         self.code = code
 
@@ -166,14 +166,14 @@ def few(names: Iterable[object], most: int = 3) -> str:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """' — did you mean X?' for the most similar known word, ignoring case; else an empty string."""
+    """Return ' — did you mean X?' for the most similar known word, ignoring case; else an empty string."""
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
     return f" — did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def absence(path: Path, what: str) -> str:
-    """What is missing at a path that should be a folder with something in it: the folder itself, or `what` is."""
+    """Describe why a path is no folder with certain contents: it is no folder, or else `what`."""
     if path.is_dir():
         return what
     if path.exists():

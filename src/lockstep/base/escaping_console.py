@@ -11,7 +11,7 @@ from lockstep.base.errors import printable
 
 
 def escape_name(text: object) -> str:
-    """A name (of a file, a label, a metric) on one line, its control characters escaped."""
+    """Escape line breaks and control characters in a name (of a file, a label, a metric)."""
     return printable(str(text)).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -22,7 +22,7 @@ class EscapingConsole(Console):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich does; it is what the user has waited for."""
+        """Print as rich does; a line of `loading_line` that is still due is cancelled."""
         loading_line.disarm()
         super().print(*objects, **options)
 
@@ -33,5 +33,5 @@ class EscapingConsole(Console):
 
 
 def wide_console(console: Console, width: int) -> Console:
-    """The console itself if it is a terminal, else one of a fixed width: in a log, tables are not folded to 80."""
+    """Return the console if it is a terminal, else one of a fixed width: in a log, tables are not folded to 80."""
     return console if console.is_terminal else EscapingConsole(file=console.file, width=width, quiet=console.quiet)

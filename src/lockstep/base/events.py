@@ -35,7 +35,7 @@ class RunStarted:
     parameters: int
     train_samples: int
     notes: tuple[str, ...] = ()
-    """What the user should know before it starts, one sentence each."""
+    """Sentences that the user should read before the start."""
     goes_on: bool = False
     """Whether this process takes the place of another one in a run that has started already."""
 
@@ -54,19 +54,19 @@ class StepDone:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """Where each rank's time went in the `steps` steps up to a logged one; every tuple has a value per rank."""
+    """Time that each rank spent in the `steps` steps up to a logged one; every tuple has a value per rank."""
 
     step: int
     steps: int
     seconds: Mapping[str, tuple[float, ...]]
-    """By phase: data, forward, backward, exchange, optimizer, other; evaluation and saving come between steps."""
+    """Seconds by phase: data, forward, backward, exchange, optimizer, other. Evaluations and saves are not included."""
     delayed_seconds: tuple[float, ...]
-    """For which the training thread could have run, but other processes had its core."""
+    """Seconds in which the training thread could have run, but other processes had its core."""
     micro_batches: tuple[int, ...]
     memory_bytes: tuple[int, ...]
-    """The peak of the process, or of its GPU."""
+    """Peak memory of the process, or of its GPU."""
     gpus: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Figures of the ranks' GPUs from the driver, as far as it tells them of all: utilization_percent, watts, ..."""
+    """Figures of the ranks' GPUs from the driver, as far as it reports them for all: utilization_percent, watts, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSample:
-    """What a language model made of the beginning of a text."""
+    """The beginning of a text, and what a language model generated after it."""
 
     prompt: str
     text: str
@@ -126,9 +126,9 @@ class CheckpointSaved:
     step: int
     folder: Path
     seconds: float
-    """From copying the state to the end of writing."""
+    """Seconds from copying the state to the end of writing."""
     stall_seconds: float
-    """How long training was blocked."""
+    """Seconds for which training was blocked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,17 +144,15 @@ class Regrouped:
     """Training goes on with other processes: some were lost, or have joined."""
 
     step: int
-    """Finished steps."""
+    """Number of finished steps."""
     losses: Sequence[str]
-    """What became of each process that was lost, for the user."""
+    """Sentences for the user, one for each lost process."""
     joined: int
-    """Processes that have joined."""
     world_size: int
-    """Processes now."""
     waiting: int = 0
     """Further processes, which do not train until there are enough for another replica."""
     seconds: float
-    """For which training stood still."""
+    """Seconds for which training stood still."""
 
     @property
     def text(self) -> str:
@@ -202,7 +200,7 @@ class Bus:
     def __init__(self) -> None:
         self.observers: list[Observer] = []
         self.requests: list[tuple[str, Request]] = []
-        """What observers, by name, have asked of the run since it last looked."""
+        """Requests since the run last read them, each with the name of its observer."""
 
     def subscribe(self, observer: Observer) -> None:
         """Add an observer; it receives events published from now on."""

@@ -15,14 +15,13 @@ def chosen() -> str:
 def fix() -> None:
     """Restart this program with a fixed hash seed, unless the user has set one.
 
-    A user's file may number classes, or build layers, in the order of a set of names. Not on Windows, where the new
-    process would be another one, not under a debugger, which would lose this one, and not in a process that another
-    one has started with work of its own, as multiprocessing does.
+    A user's file may number classes, or build layers, in the order of a set of names. Does nothing on Windows (the new
+    process would be another one), under a debugger (it would lose this one), or in a child process of multiprocessing.
     """
     arguments = sys.argv[1:]
     is_program = sys.orig_argv[len(sys.orig_argv) - len(arguments) :] == arguments
-    can_begin_anew = is_program and sys.executable and os.name != "nt" and sys.gettrace() is None
+    can_restart = is_program and sys.executable and os.name != "nt" and sys.gettrace() is None
     is_random = sys.flags.hash_randomization and os.environ.get(VARIABLE) != chosen()
-    if is_random and can_begin_anew and not sys.flags.ignore_environment:
+    if is_random and can_restart and not sys.flags.ignore_environment:
         os.environ[VARIABLE] = chosen()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

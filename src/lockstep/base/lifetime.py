@@ -29,7 +29,7 @@ STDERR = 2
 PR_SET_NAME = 15
 """From <sys/prctl.h>: set the name that `top` and `ps -o comm` show, of at most 15 bytes."""
 began: float | None = None
-"""When this process's start began (seconds since 1970), if it is a command or another process has done a part of it."""
+"""Start time of this process (seconds since 1970), if it is a command or another process did a part of the start."""
 
 
 def end_with_parent(name: str, parent: int | None = None) -> None:
@@ -48,25 +48,25 @@ def name_process(name: str) -> None:
 
 
 def rank_name(rank: str) -> str:
-    """The name of a worker's process, short enough for four digits."""
+    """Return the name of a worker's process, short enough for four digits."""
     return f"lockstep-r{rank}"
 
 
 def launch_time() -> float:
-    """When a run that is launched now began, in seconds since 1970: of a command's first run, with the command."""
+    """Return the start time (seconds since 1970) of a run that is launched now: the command's for its first run."""
     global began
     first, began = began, None
     return first or time.time()
 
 
 def age_seconds() -> float:
-    """Since the start of this process, imports included."""
+    """Return the seconds since the start of this process, imports included."""
     return time.time() - (began or psutil.Process().create_time())
 
 
 def begin(argv: Sequence[str]) -> None:
-    """The first thing that a worker does, before slow imports: tie its life to the launcher's, and leave messages about
-    Ctrl-C to the launcher. See has_imported."""
+    """Prepare a worker before its slow imports: end it with its launcher, and leave messages about Ctrl-C to the
+    launcher. See has_imported."""
     gc.disable()  # collections would take a tenth of the time of the imports
     faulthandler.enable(STDERR)
     name_process(rank_name(os.environ.get("RANK", "0")))
@@ -81,13 +81,13 @@ def begin(argv: Sequence[str]) -> None:
 
 
 def has_imported() -> None:
-    """Go on with garbage collections, which need not look through what has been imported."""
+    """Resume garbage collection, which skips what has been imported."""
     gc.freeze()
     gc.enable()
 
 
 class Started(Protocol):
-    """A process that was started here: what is used of subprocess.Popen."""
+    """A process that was started here, with the methods of subprocess.Popen that are used."""
 
     @property
     def pid(self) -> int: ...

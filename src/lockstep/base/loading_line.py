@@ -1,4 +1,4 @@
-"""A line on the terminal while a command loads what it needs and has said nothing yet. Imports nothing slow itself."""
+"""Line on the terminal while a command loads, before its first output. Imports nothing slow itself."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """There is something else to read now."""
+    """Cancel the line, as there is other output now."""
     if _is_armed[0]:
         _is_armed[0] = False
         signal.setitimer(signal.ITIMER_REAL, 0.0)

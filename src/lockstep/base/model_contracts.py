@@ -14,8 +14,8 @@ Batch = dict[str, Tensor]
 """Column name -> tensor [m, ...]; "label" is int64 [m], images are uint8 [m, C, H, W], tokens int64 [m, T]."""
 
 Outputs = Any
-"""What a model returns: a tensor, such as logits [m, classes], or a tuple, list, dict or dataclass of outputs; leaves
-may also be None or numbers."""
+"""Output of a model: a tensor, such as logits [m, classes], or a tuple, list, dict or dataclass of outputs; leaves may
+also be None or numbers."""
 
 Cache = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer of a decoder, [m, H, T, D]."""
@@ -25,7 +25,7 @@ Forward = Callable[[Batch], Outputs]
 
 
 SAMPLES = "_samples"
-"""The number of samples among LossSum.sums, of a loss that counts tokens: tokens/s follow from it."""
+"""Name of the number of samples in LossSum.sums, for a loss that counts tokens; tokens/s follow from it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LossSum:
     total: Tensor
     """Sum of the losses, 0-dim."""
     count: Tensor | int
-    """How many losses `total` is the sum of: samples, or tokens that are not ignored."""
+    """Number of losses in `total`: samples, or tokens that are not ignored."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Further sums over the same samples, such as {"accuracy": number correct}; logged as sum / count. Names that begin
     with _ are not logged: they are for Model.derived."""
@@ -91,7 +91,7 @@ class TensorPlan:
     """Name of a module, "*" matching any number in it -> how it is split, in the terms of transformers' tp_plan:
     colwise (by outputs), rowwise (by inputs), ..."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """What else has to be divisible by the number of processes: {"attention heads": 32}."""
+    """Further numbers that the number of processes has to divide: {"attention heads": 32}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +126,13 @@ class Model(nn.Module, ABC):
     """The count of each of LossSum.terms in a batch; None for a loss without terms."""
 
     attention_width: int = 0
-    """Of a language model: heads times the width of one, summed over its layers, as far as it is known."""
+    """Heads of a language model times the width of one, summed over its layers, as far as known."""
     CACHES: ClassVar[bool] = False
     """Whether it is a language model that has `decode`."""
     SLIDES: ClassVar[bool] = False
     """Whether it goes on beyond the tokens that it was trained with: the last ones of these are then read anew."""
     longest: int | None = None
-    """Number of tokens that a language model has positions for; None where it does not tell."""
+    """Number of tokens that a language model has positions for; None where unknown."""
 
     @abstractmethod
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
@@ -140,15 +140,15 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
-        """The modules that run in sequence, each entered once per forward pass: random generators are reseeded there,
-        FSDP wraps them, and the pipeline cuts between them."""
+        """List the modules that run in sequence, each entered once per forward pass: random generators are reseeded
+        there, FSDP wraps them, and the pipeline cuts between them."""
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """What follows from the means over a whole split ("loss" and LossSum.sums), such as a perplexity."""
+        """Compute further values from the means over a split ("loss" and LossSum.sums), such as a perplexity."""
         return {}
 
     def renamed(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Weights by the names of another implementation, in this one's names and layout; others as they are."""
+        """Convert weights of another implementation to this one's names and layout; leave others as they are."""
         return weights
 
     def decode(self, tokens: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
@@ -161,7 +161,7 @@ class Model(nn.Module, ABC):
         raise NotImplementedError
 
     def tensor_plan(self) -> TensorPlan | None:
-        """How parallel.kind=tensor can split the layers; None where it cannot."""
+        """Return how parallel.kind=tensor can split the layers; None where it cannot."""
         return None
 
 
@@ -173,7 +173,7 @@ class BufferNotes(Protocol):
         """Sentences on why changed buffers depend on the number of processes, or differ after a resume."""
 
     def keep_step(self) -> None:
-        """A step is complete, and has not failed."""
+        """Keep the values of a step that is complete."""
 
     def undo_step(self) -> None:
         """Restore the values of the start of a step that has failed."""
@@ -185,10 +185,10 @@ class Strategy(Protocol):
     copies: tuple[int, ...]
     """The ranks that hold the same weights as this one, including itself; set by `place`."""
     buffer_updates: Sequence[BufferNotes]
-    """What the steps so far have shown of the buffers on this rank; set by `place`."""
+    """Records of the changed buffers on this rank in the steps so far; set by `place`."""
 
     touched_rows: Mapping[Tensor, Tensor]
-    """Of gradients that are zero outside of some rows: the numbers of these rows, in the present step."""
+    """Gradient -> numbers of the rows outside of which it is zero in this step; not for other gradients."""
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Spread a model that has the same weights on every rank; return a module with the parameters that this rank
@@ -200,7 +200,7 @@ class Strategy(Protocol):
         """
 
     def owned(self, shards: int, present: frozenset[int]) -> Sequence[int | None]:
-        """The shards that this rank runs in a step whose non-empty shards, out of 0..shards-1, are `present`.
+        """List the shards that this rank runs in a step whose non-empty shards, out of 0..shards-1, are `present`.
         Never empty: None stands for a ghost (see MicroBatch.ghost)."""
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
@@ -214,8 +214,8 @@ class Strategy(Protocol):
         """Return the global norm of the step's gradients, 0-dim; every rank calls it."""
 
     def state(self) -> dict[str, Tensor]:
-        """The live weights and buffers of this rank, by their names in the model before `place`; a shard of a tensor
-        is a DTensor."""
+        """Return the live weights and buffers of this rank, by their names in the model before `place`; a shard is a
+        DTensor."""
 
     def sharded(self, name: str, part: Tensor) -> Tensor:
         """Wrap a tensor that belongs to the placed module's parameter `name`, such as its moving average, as the shard

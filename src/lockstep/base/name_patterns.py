@@ -9,17 +9,16 @@ from pydantic import BeforeValidator
 from lockstep.base.errors import ConfigError, nearest
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 """One pattern or a list of them."""
 
 
 def matching(patterns: Sequence[str], names: Sequence[str], *, setting: str, noun: str = "parameter") -> set[str]:
-    """The names of parameters, or of what `noun` says, that a pattern matches, or that lie in a module whose name it
-    matches.
+    """Return the names of parameters, or of what `noun` says, that match a pattern or lie in a module that matches.
 
     Patterns are those of a shell; `*` also matches dots. A first part that all names share, such as "network.", may be
     left out, and where a pattern matches no whole name, also the first part of a name: "encoder" for "bert.encoder".
@@ -32,13 +31,13 @@ def matching(patterns: Sequence[str], names: Sequence[str], *, setting: str, nou
         own = {name for name, known in aliases.items() if any(fnmatchcase(alias, pattern) for alias in known)}
         own = own or {name for name in names if any(fnmatchcase(each, pattern) for each in _inner(name, shared))}
         if not own:
-            problem = _unmatched(pattern, [a[0] for a in aliases.values()], aliases.values())
+            problem = _describe_unmatched(pattern, [a[0] for a in aliases.values()], aliases.values())
             raise ConfigError(f"{setting}: {problem.replace('parameter', noun)}")
         found |= own
     return found
 
 
-def _unmatched(pattern: str, names: Sequence[str], aliases: Any) -> str:
+def _describe_unmatched(pattern: str, names: Sequence[str], aliases: Any) -> str:
     known = list(dict.fromkeys(alias for each in aliases for alias in each))
     some = ", ".join([*names[:3], *["..."] * (len(names) > 3)])
     return f"{pattern!r} matches no parameter or module of the model{nearest(pattern, known)} (its parameters: {some})"
@@ -50,18 +49,18 @@ def _shared_part(names: Sequence[str]) -> str:
 
 
 def _aliases(name: str, shared: str) -> list[str]:
-    """The name and those of the modules that it lies in, each without and with the shared part."""
+    """List the name and those of the modules that it lies in, each without and with the shared part."""
     short = name.removeprefix(shared)
     return [*_prefixes(short), *(f"{shared}{each}" for each in _prefixes(short) if shared)]
 
 
 def _inner(name: str, shared: str) -> Iterator[str]:
-    """As _aliases, without the first part."""
+    """Yield the prefixes of a name without its first part."""
     return _prefixes(name.removeprefix(shared).partition(".")[2])
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """a.b.c, a.b, a."""
+    """Yield a.b.c, a.b and a for a.b.c."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -1,7 +1,6 @@
 """Preloaded in multiprocessing's fork server: a process that it forks for a parent that has ended exits silently.
 
-A parent asks for a process and then sends what it shall run; if it ends in between, as by Ctrl-C, Python would print a
-traceback.
+A parent asks for a process, then sends its task; if it ends in between, as by Ctrl-C, Python would print a traceback.
 """
 
 import pickle

@@ -27,7 +27,7 @@ FAMILIES = {
 
 
 def names(family: str) -> list[str]:
-    """Sorted names of the plugins in a family's folder (dotted, relative to the package)."""
+    """List the plugins in a family's folder (dotted, relative to the package), sorted."""
     folder = ROOT.joinpath(*family.split("."))
     return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
 
@@ -53,7 +53,7 @@ def implementation(family: str, name: str, part: str = "") -> Any:
 
 
 def implementation_name(family: str, name: str) -> str:
-    """The name of the module that implements a plugin, without importing it."""
+    """Return the name of the module that implements a plugin, without importing it."""
     return f"lockstep.{family}._{name}" if _has(family, f"_{name}") else f"lockstep.{family}.{name}"
 
 
@@ -62,7 +62,7 @@ def _has(family: str, module: str) -> bool:
 
 
 def hook(family: str, name: str, function: str) -> Any:
-    """An optional function of a plugin (see contracts.HOOKS); None where it has none."""
+    """Return an optional function of a plugin (see contracts.HOOKS); None where it has none."""
     assert function in HOOKS[family], f"{function} is not declared"
     return vars(implementation(family, name)).get(function)
 
@@ -122,7 +122,7 @@ class UserExtension(importlib.machinery.ExtensionFileLoader):
 
 
 def _private_copy(content: bytes, name: str) -> str:
-    """The path of a file with this content, which nobody else can exchange before the system loads it."""
+    """Write a file with this content, which nobody else can exchange before it is loaded; return its path."""
     if hasattr(os, "memfd_create"):  # it stays open: the system takes two files of one path for the same
         copy = Path(f"/proc/self/fd/{os.memfd_create(name)}")
     else:
@@ -135,9 +135,8 @@ _APPENDED: set[str] = set()
 """Folders of users' files in sys.path, the one of the latest file first."""
 
 
-def _forget_namesakes(folder: Path) -> None:
-    """Have a file import the modules of its own folder, where another one, or the same one before it was replaced, has
-    imported others of their names."""
+def _unload_shadowing(folder: Path) -> None:
+    """Unload modules that have names of those in a folder, from another folder or with older contents."""
     stale = set()
     for name, module in list(sys.modules.items()):
         loader = getattr(module, "__loader__", None)
@@ -154,7 +153,7 @@ def make_importable(folder: Path) -> None:
     if not trust.FOLDERS:
         sys.path_hooks.insert(0, _finder)
     if str(folder) in _APPENDED or str(folder) not in sys.path:
-        _forget_namesakes(folder)
+        _unload_shadowing(folder)
         sys.path[:] = [entry for entry in sys.path if entry != str(folder)]
         place = next((n for n, entry in enumerate(sys.path) if entry in _APPENDED), len(sys.path))
         sys.path.insert(place, str(folder))
@@ -166,7 +165,7 @@ def make_importable(folder: Path) -> None:
 
 
 def _belongs_to_user(path: str) -> bool:
-    """Whether modules in a folder belong to a user's file, and not to an environment or installed package below it."""
+    """Return whether a folder's modules belong to a user's file, and not to an environment or package below it."""
     folder = _owner(path)
     if folder not in trust.FOLDERS:
         return False
@@ -176,13 +175,13 @@ def _belongs_to_user(path: str) -> bool:
 
 
 def _owner(path: str) -> Path:
-    """The folder from which a module below it is imported, directly or in a package."""
+    """Return the folder from which a module below it is imported, directly or in a package."""
     owners = [Path(entry) for entry in sys.path if entry and Path(path).is_relative_to(entry)]
     return max(owners, key=lambda owner: len(owner.parts), default=Path(path).parent)
 
 
 def _finder(path: str) -> importlib.machinery.FileFinder:
-    """Python's finder for a folder, with our loaders; ImportError leaves the folder to Python's own."""
+    """Return Python's finder for a folder with our loaders; ImportError leaves the folder to Python's own."""
     if not _belongs_to_user(path) or not Path(path).is_dir():
         raise ImportError(path)
     return importlib.machinery.FileFinder(
@@ -207,7 +206,7 @@ def require(extra: str, *modules: str, what: str) -> None:
 
 
 def package_folder(name: str) -> Path:
-    """The folder of an installed package, without importing it."""
+    """Return the folder of an installed package, without importing it."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.origin is not None, f"{name} is a dependency of lockstep and is not installed"
     return Path(spec.origin).parent

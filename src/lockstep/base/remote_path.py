@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from lockstep.base.errors import ConfigError, masked
 
 URL = re.compile(r"[a-z][a-z0-9+.-]*://?[^/]", re.IGNORECASE)
-"""With one slash as well: what pathlib makes of a URL."""
+"""Beginning of a URL, also with one slash, as pathlib writes it."""
 ONLY_LOCAL = (
     "is a URL, but a path on this machine is needed here: object stores are for data, exports, and copies of "
     "checkpoints (docs/remote-storage.md)"
@@ -20,7 +20,7 @@ ONLY_LOCAL = (
 class RemotePath(type(Path())):  # type: ignore[misc]
     """A path in an object store: names, suffixes and joining as of any path; its text is the URL.
 
-    No local file is ever at it: `exists()` and the like say no. core/host/remote_storage.py copies what is there.
+    No local file is ever at it: `exists()` and the like return False. core/host/remote_storage.py copies what is there.
     """
 
     def __str__(self) -> str:
@@ -28,13 +28,13 @@ class RemotePath(type(Path())):  # type: ignore[misc]
 
 
 def is_url(text: str) -> bool:
-    """Whether a text names an object store rather than a local path; file:// does too, and C:/ does not."""
+    """Return whether a text names an object store rather than a local path; file:// does too, and C:/ does not."""
     return URL.match(text) is not None and not re.match(r"[a-z]:", text, re.IGNORECASE)
 
 
 def parsed(text: str) -> Path:
-    """A path of either kind, as it is given on a command line or in Python. Raises ConfigError for a URL with a
-    password or a key, which would be in recipes and logs."""
+    """Parse a path of either kind, from a command line or Python. Raises ConfigError for a URL with a password or a
+    key, which would be in recipes and logs."""
     if is_url(text) and masked(text) != text:
         raise ConfigError(
             f"{text}: a URL may hold no password, key or token, as it is written into recipes, exports and logs: "
@@ -44,13 +44,13 @@ def parsed(text: str) -> Path:
 
 
 def local(path: Path) -> Path:
-    """The absolute path of a local one. Raises ValueError for a URL."""
+    """Return an absolute local path. Raises ValueError for a URL."""
     if is_url(str(path)):
         raise ValueError(f"{RemotePath(path)} {ONLY_LOCAL}")
     return path.expanduser().absolute()
 
 
-def _anywhere(value: Any) -> Path:
+def _parse_any(value: Any) -> Path:
     if isinstance(value, RemotePath):
         return value
     if not isinstance(value, str | Path):
@@ -60,19 +60,19 @@ def _anywhere(value: Any) -> Path:
 
 
 DataPath = Annotated[
-    Path, PlainValidator(_anywhere), PlainSerializer(str), WithJsonSchema({"type": "string", "format": "path"})
+    Path, PlainValidator(_parse_any), PlainSerializer(str), WithJsonSchema({"type": "string", "format": "path"})
 ]
 """A path on this machine, made absolute from the working folder, or in an object store."""
 
 
-def _remote(value: Any) -> RemotePath:
-    path = _anywhere(value)
+def _parse_remote(value: Any) -> RemotePath:
+    path = _parse_any(value)
     if not isinstance(path, RemotePath):
         raise ValueError(f"should be a URL such as s3://bucket/folder, not the local path {value}")
     return path
 
 
 RemoteFolder = Annotated[
-    RemotePath, PlainValidator(_remote), PlainSerializer(str), WithJsonSchema({"type": "string", "format": "uri"})
+    RemotePath, PlainValidator(_parse_remote), PlainSerializer(str), WithJsonSchema({"type": "string", "format": "uri"})
 ]
 """A folder in an object store."""

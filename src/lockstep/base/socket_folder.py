@@ -1,4 +1,4 @@
-"""Where multiprocessing puts its Unix sockets: in a folder whose path is short enough for them."""
+"""Folder for the Unix sockets of multiprocessing, with a path that is short enough for them."""
 
 import sys
 import tempfile
@@ -6,7 +6,7 @@ from multiprocessing import util
 from pathlib import Path
 
 MAX_BYTES = 107 if sys.platform == "linux" else 103
-"""Of a socket's path (`sun_path` in unix(7), without the NUL)."""
+"""Length limit of a socket's path (`sun_path` in unix(7), without the NUL)."""
 NAME_BYTES = len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 SHORT = "/tmp"  # noqa: S108 (multiprocessing makes a folder in it that only this user can read)
 

@@ -1,4 +1,4 @@
-"""What an observer may ask of a run: it returns one of these, or a list of them, from `notice`."""
+"""Requests of an observer to the run: `notice` returns one of them, or a list."""
 
 import math
 from dataclasses import dataclass

@@ -21,11 +21,11 @@ MOST_JSON_BYTES = 32 << 20
 """The largest JSON file that is read: in memory it may take 30 times as much."""
 TAIL_BYTES = 1 << 16
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
-"""Of files, besides regular ones and folders."""
+"""Names of kinds of files, besides regular ones and folders."""
 TEXTS, MOST_TEXT_BYTES = (".json", ".jinja", ".txt"), 256 << 20
-"""What libraries read whole: settings, tokenizers, templates."""
+"""Suffixes and size limit of files that libraries read whole: settings, tokenizers, templates."""
 FEW_INODES = 100
-"""More files than a checkpoint has."""
+"""Number of free inodes below which a disk counts as full; a checkpoint has fewer files."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -71,7 +71,7 @@ def regular(path: Path, *, follows_links: bool = True) -> io.BufferedReader:
 
 
 def tail(path: Path) -> str:
-    """The end of a log; empty where it cannot be read."""
+    """Return the end of a log; empty where it cannot be read."""
     try:
         with regular(path) as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
@@ -117,7 +117,7 @@ def require_own_files(folder: Path) -> None:
 
 def check_files(folder: Path) -> None:
     """Raise OSError where a folder of a model has a pipe or a device, or a text that is too large: libraries would read
-    it without an end. Other folders in it, but that of templates, are none of the model's."""
+    it without an end. Other folders in it, except that of templates, are not checked."""
     for path in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")):
         with suppress(FileNotFoundError):  # a link to nothing
             found = path.stat()

@@ -28,5 +28,5 @@ def render(name: str, **values: Any) -> str:
 
 
 def as_markdown(text: str) -> str:
-    """On one line, with Markdown and HTML escaped."""
+    """Put a text on one line, with Markdown and HTML escaped."""
     return re.sub(r"([\\`*_\[\]<>|&#])", r"\\\1", " ".join(text.split()))

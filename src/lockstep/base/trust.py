@@ -1,4 +1,4 @@
-"""Which code may be executed: a file is known once this user has agreed to run it; its sha256 is recorded."""
+"""Permission to execute code: a file is known once this user has agreed to run it; its sha256 is recorded."""
 
 import ast
 import hashlib
@@ -35,7 +35,7 @@ class Code:
     digest: str
     """sha256."""
     folder: Path | None = None
-    """From which it is imported, as is what it imports."""
+    """Folder from which it is imported, and its own imports too."""
 
     @classmethod
     def of(cls, name: object, content: bytes, folder: Path | None = None) -> "Code":
@@ -46,14 +46,14 @@ class Code:
 
 
 class _ProcessState:
-    """What this process may execute."""
+    """Permissions of this process to execute code."""
 
     def __init__(self) -> None:
         self.allows_all = False
         self.known: set[str] = set()
         """sha256 of code."""
         self.folders: set[str] = set()
-        """Those whose code this user answers for: of the user's own files, and of those that --trust-code is for."""
+        """Folders whose code is allowed: of the user's own files, and of those that --trust-code is for."""
         self.arguments: tuple[str, ...] = ()
 
 
@@ -63,14 +63,14 @@ FOLDERS: set[Path] = set()
 
 
 def accept(arguments: Sequence[str]) -> None:
-    """Allow in this process what the process that started it has got agreement for; `arguments` are from there."""
+    """Allow in this process what the process that started it was allowed; `arguments` come from there."""
     _state.allows_all |= OPTION in arguments
     if KNOWN in arguments:
         _state.known |= set(arguments[arguments.index(KNOWN) + 1].split(","))
 
 
 def arguments() -> tuple[str, ...]:
-    """The arguments by which worker processes learn what this process was last allowed."""
+    """Return the arguments by which worker processes learn what this process was last allowed."""
     return _state.arguments
 
 
@@ -85,7 +85,7 @@ def admit(file: Path, content: bytes, folder: Path) -> str:
 
 
 def is_known(code: Code) -> bool:
-    """Whether this user has agreed to execute this code before."""
+    """Return whether this user has agreed to execute this code before."""
     if code.digest not in _state.known:
         with suppress(OSError), _record() as record:
             _state.known |= {line[:64] for line in record}
@@ -129,7 +129,7 @@ def authorize(codes: Sequence[Code], *, trusts: bool, folder: Path, asks: bool =
 
 
 def _stop_imports_from(folder: Path) -> None:
-    """Where the working folder is below `folder`: `python -m` and processes of multiprocessing would import from it."""
+    """Stop `python -m` and processes of multiprocessing from importing from a working folder below `folder`."""
     working_folder = Path.cwd()
     if working_folder.is_relative_to(folder.resolve()):
         os.environ["PYTHONSAFEPATH"] = "1"
@@ -137,7 +137,7 @@ def _stop_imports_from(folder: Path) -> None:
 
 
 def code_with_imports(file: Path) -> list[Code]:
-    """A Python file and, as far as its source shows, those it imports from its own folder; [] where it is missing."""
+    """List a Python file and those that its source imports from its own folder; [] where it is missing."""
     codes: dict[Path, Code] = {}
     pending = [file]
     while pending:
@@ -189,7 +189,7 @@ def _imported_files(folder: Path, package: Path, content: bytes) -> Iterator[Pat
 
 
 def _is_installed(name: str, folder: Path) -> bool:
-    """Whether an import of this name, by a user's file in a folder, finds a module that is no user's."""
+    """Return whether an import of this name, by a user's file in a folder, finds a module that is no user's."""
     module, own = sys.modules.get(name), {folder, *FOLDERS}
     origins = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
     is_own = any(Path(origin).is_relative_to(each) for origin in origins for each in own)
@@ -212,7 +212,7 @@ def _refusal(codes: Sequence[Code]) -> str:
 
 
 def state_folder() -> Path:
-    """Where this user's records are kept."""
+    """Return the folder of this user's records."""
     if os.name == "nt":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:
@@ -222,7 +222,7 @@ def state_folder() -> Path:
 
 def _record(*, writes: bool = False) -> TextIO:
     """Open the file with a line for each known file of code: its sha256 and path. Raises OSError, also where somebody
-    else could have written it; where this user owns its folder, a new one is begun when it is to be written."""
+    else could have written it; with `writes`, such a file is replaced where this user owns its folder."""
     folder = state_folder()
     file, flags = folder / "trusted", os.O_RDONLY
     if writes:
@@ -244,5 +244,5 @@ def _record(*, writes: bool = False) -> TextIO:
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Whether only this user can write to a file or folder."""
+    """Return whether only this user can write to a file or folder."""
     return os.name == "nt" or (found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))

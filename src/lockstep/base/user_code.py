@@ -17,7 +17,7 @@ LIBRARIES = tuple(
     f"{path}/" for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 COMPILED = "torchinductor_"
-"""Begins the name of the folder in which torch.compile writes Python."""
+"""Prefix of the folder in which torch.compile writes Python."""
 INSTALLED = {"site-packages", "dist-packages"}
 """Folders of packages, also of an environment that this one builds on (--system-site-packages)."""
 CALL_SITES = {
@@ -37,10 +37,10 @@ shapes do not match."""
 IMPORT = ("base/plugins.py", "load_file")
 UNKNOWN = ("your code", "during the run")
 MOST_FRAMES = 12
-"""Of a recursion, this many of the first and of the last frames are shown."""
+"""Number of the first, and of the last, frames of a recursion that are shown."""
 MOST_LINES = 80
 MOST_CHARACTERS = 1000
-"""In a line: a message may contain a whole tensor."""
+"""Length limit of a line: a message may contain a whole tensor."""
 MARK = "  | "
 STEP = re.compile(r"^in step \d+$", re.MULTILINE)
 CALL = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
@@ -79,7 +79,7 @@ class Frame:
 
 
 def frames_of(error: BaseException) -> list[Frame]:
-    """The frames of an error, outermost first."""
+    """List the frames of an error, outermost first."""
     frames = [Frame(f.f_code.co_filename, f.f_code.co_name) for f, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append(Frame(error.filename, "<module>"))
@@ -87,8 +87,8 @@ def frames_of(error: BaseException) -> list[Frame]:
 
 
 def is_from_user(error: BaseException) -> bool:
-    """Whether the user's code raised an error: libraries aside, its last frame is theirs, or one of ours that calls
-    theirs."""
+    """Return whether the user's code raised an error: libraries aside, its last frame is theirs, or one of ours that
+    calls theirs."""
     frames = [frame for frame in frames_of(error) if frame.own_file or frame.is_users]
     return bool(frames) and (frames[-1].is_users or frames[-1].site in CALL_SITES or frames[-1].site == IMPORT)
 
@@ -127,9 +127,8 @@ def noting_step(step: int) -> Iterator[None]:
 
 
 def signature(message: str, traceback_text: str) -> str:
-    """A text that is equal for two failures with the same cause: error type, step, and the lines of code in the
-    traceback, reduced to the user's where there are any. For errors of Lockstep also the message, which names samples.
-    """
+    """Return a text that is equal for two failures with the same cause: error type, step, and lines of code in the
+    traceback, reduced to the user's if any. For errors of Lockstep also the message, which names samples."""
     kind, calls = message.partition(":")[0], CALL.findall(traceback_text)
     user_calls = [call for call in calls if Frame(call[0], call[2]).is_users]
     lines = [f"{file}:{number}" for file, number, _ in user_calls or calls]

@@ -9,7 +9,7 @@ LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SHARES_GPUS = "LOCKSTEP_SHARE_GPUS"
 """Variable of launch.share_gpus; see base/devices.py."""
 OVER_NCCL = "LOCKSTEP_LIVE_NCCL"
-"""Variable of the user's; see `recovers_over_nccl`."""
+"""Variable that the user sets; see `recovers_over_nccl`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class World:
 
 
 def recovers_over_nccl() -> bool:
-    """Whether the user allows launch.recovery=live with a GPU for each process."""
+    """Return whether the user allows launch.recovery=live with a GPU for each process."""
     return os.environ.get(OVER_NCCL) == "1"
 
 
@@ -66,5 +66,5 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Count the CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

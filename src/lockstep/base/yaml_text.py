@@ -17,7 +17,7 @@ class YamlLoader(yaml.SafeLoader):
     """Reads 1e-3 as a number, and 1:30 (in YAML 1.1 the number 90) as text."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Raises RecursionError before the time for deep nesting, which is its square, is felt."""
+        """Raise RecursionError before deep nesting takes long: the time is its square."""
         if len(self.states) > 2 * MOST_LEVELS:
             raise RecursionError
         return super().compose_node(parent, index)
@@ -46,11 +46,11 @@ YamlLoader.yaml_implicit_resolvers = {
 }
 
 MOST_BYTES = 128 << 10
-"""In a config file: 20 times the longest example, and what PyYAML reads in two seconds."""
+"""Size limit of a config file: 20 times the longest example, and what PyYAML reads in two seconds."""
 MOST_VALUES = 20_000
-"""In a config with its aliases (*a) expanded; long texts count more."""
+"""Limit of the values in a config with its aliases (*a) expanded; long texts count more."""
 MOST_LEVELS = 60
-"""Of nested lists and mappings."""
+"""Limit of the depth of nested lists and mappings."""
 TOO_DEEP = f"this is nested too deep (more than {MOST_LEVELS} levels), or an anchor (&) is used inside itself"
 COMMAND_LINE = "command line"
 """The location of an override."""
@@ -64,7 +64,7 @@ KeyPath = tuple[str, ...]
 
 
 class KeyLocations:
-    """Where each key was given: a line of a file, or the command line."""
+    """Locations of keys: lines of a file, or the command line."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -73,7 +73,7 @@ class KeyLocations:
         """Values read so far, with aliases expanded."""
 
     def find(self, path: KeyPath) -> str:
-        """The location of a key, or of the nearest section around it that has one."""
+        """Return the location of a key, or of the nearest section around it that has one."""
         while path not in self.by_key:
             path = path[:-1]
         return self.by_key[path]
@@ -223,7 +223,7 @@ def _scalar(node: yaml.ScalarNode, path: KeyPath, locations: KeyLocations) -> An
 
 
 def _check_text(text: str, prefix: str) -> None:
-    """Raise ConfigError for lone surrogates, which no file and no terminal can take."""
+    """Raise ConfigError for unpaired surrogates, which no file and no terminal can take."""
     if surrogate := SURROGATE.search(text):
         raise ConfigError(f"{prefix}holds {surrogate[0]!r}, which is half a character: write it as UTF-8 text")
 
