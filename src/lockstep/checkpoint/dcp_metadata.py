@@ -17,9 +17,9 @@ from lockstep.base import storage
 
 FILE = ".metadata"
 MOST_BYTES = 256 << 20
-"""Of the file: enough for ten terabytes of tensors."""
+"""Size limit of the file: enough for ten terabytes of tensors."""
 ALWAYS_ALLOWED_BYTES = 16 << 20
-"""Of the file, in any checkpoint; in a larger one also 1/64 of the other files."""
+"""Size of the file that is always allowed; 1/64 of the size of all files is added to it."""
 MOST_AXES = 64
 LARGEST = 2**53
 OPCODES = """
@@ -50,25 +50,25 @@ class TensorType:
     dtype: str
     size: Shape
     chunks: tuple[tuple[Shape, Shape], ...]
-    """(offsets, sizes) of each."""
+    """Offsets and sizes of each."""
 
 
 @dataclass(frozen=True)
 class ChunkLocation:
     name: str
-    """Of the tensor."""
+    """Name of the tensor."""
     offset: Shape | None
-    """In the tensor."""
+    """Offset in the tensor."""
     number: int | None
     file: str
     start: int
-    """In the file."""
+    """Offset in the file."""
     length: int
 
 
 @dataclass(frozen=True)
 class TensorTable:
-    """What DCP needs to read a checkpoint."""
+    """Tensors of a checkpoint, and the places of their chunks."""
 
     tensors: Mapping[str, TensorType]
     locations: tuple[ChunkLocation, ...]
@@ -86,7 +86,7 @@ class PickledObject:
         self.state = state
 
     def get(self, key: str) -> Any:
-        """An attribute of the object. Raises ValueError where there is none."""
+        """Return an attribute of the object. Raises ValueError where there is none."""
         if not isinstance(self.state, dict) or key not in self.state:
             raise ValueError(f"a {self.name} has no {key}")
         return self.state[key]
@@ -121,14 +121,14 @@ class Reader(pickle._Unpickler):
         self.stack[-1][_key(key)] = value
 
     def _set_items(self) -> None:
-        """The items on the stack since the last mark."""
+        """Set the items on the stack since the last mark."""
         items = self.pop_mark()  # type: ignore[attr-defined]
         self.stack[-1].update(zip(map(_key, items[::2]), items[1::2], strict=True))
 
     dispatch |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
 
     def find_class(self, module: str, name: str) -> Any:
-        """A record class, or the name of a dtype. Raises ValueError."""
+        """Return a record class, or the name of a dtype. Raises ValueError."""
         if module == "torch" and name in DTYPES:
             return name
         if module.partition(".")[0] == "pathlib":  # the path where it was written
@@ -139,7 +139,7 @@ class Reader(pickle._Unpickler):
 
 
 def read(folder: Path) -> TensorTable:
-    """The metadata of a checkpoint.
+    """Read the metadata of a checkpoint.
 
     Raises ValueError where it is damaged, names anything but tensors, or does not fit the files beside it; OSError.
     """
@@ -155,9 +155,9 @@ def read(folder: Path) -> TensorTable:
 
 def _table(raw: Any, sizes: Mapping[str, int]) -> TensorTable:
     metadata = _record(raw, "Metadata")
-    entries = _checked(metadata.get("state_dict_metadata"), dict)
-    tensors = {_checked(name, str): _tensor_type(entry) for name, entry in entries.items()}
-    storage_data = _checked(metadata.get("storage_data"), dict)
+    entries = _expect(metadata.get("state_dict_metadata"), dict)
+    tensors = {_expect(name, str): _tensor_type(entry) for name, entry in entries.items()}
+    storage_data = _expect(metadata.get("storage_data"), dict)
     locations = tuple(_location(index, info, sizes) for index, info in storage_data.items())
     _refuse_overlap(locations)
     stored = dict.fromkeys(tensors, 0)
@@ -189,7 +189,7 @@ def _tensor_type(raw: Any) -> TensorType:
         raise ValueError("a tensor has no dtype")
     if properties[0] not in DTYPES:
         raise ValueError("a tensor has an unknown dtype")
-    records = [_record(chunk, "ChunkStorageMetadata") for chunk in _checked(entry.get("chunks"), list)]
+    records = [_record(chunk, "ChunkStorageMetadata") for chunk in _expect(entry.get("chunks"), list)]
     chunks = tuple((_shape(chunk.get("offsets")), _shape(chunk.get("sizes"))) for chunk in records)
     if not all(_is_inside(size, *chunk) for chunk in chunks):
         raise ValueError("a piece of a tensor is not inside of it")
@@ -206,7 +206,7 @@ def _is_inside(full: Shape, offsets: Shape, sizes: Shape) -> bool:
 
 def _location(raw_index: Any, raw_info: Any, sizes: Mapping[str, int]) -> ChunkLocation:
     index, info = _record(raw_index, "MetadataIndex"), _record(raw_info, "_StorageInfo")
-    file, start, length = _checked(info.get("relative_path"), str), _size(info.get("offset")), _size(info.get("length"))
+    file, start, length = _expect(info.get("relative_path"), str), _size(info.get("offset")), _size(info.get("length"))
     if file not in sizes:
         raise ValueError(f"it names {file!r}, which is no file of this checkpoint")
     if start + length > sizes[file]:
@@ -215,7 +215,7 @@ def _location(raw_index: Any, raw_info: Any, sizes: Mapping[str, int]) -> ChunkL
         raise ValueError("it names a transformation of files")
     offset, number = index.get("offset"), index.get("index")
     return ChunkLocation(
-        name=_checked(index.get("fqn"), str),
+        name=_expect(index.get("fqn"), str),
         offset=None if offset is None else _shape(offset),
         number=None if number is None else _size(number),
         file=file,
@@ -236,7 +236,7 @@ def _record(raw: Any, name: str) -> PickledObject:
     return raw
 
 
-def _checked(raw: Any, kind: type[T]) -> T:
+def _expect(raw: Any, kind: type[T]) -> T:
     if not isinstance(raw, kind):
         raise ValueError(f"something is no {kind.__name__}")
     return raw

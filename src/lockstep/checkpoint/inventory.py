@@ -34,7 +34,7 @@ class Entry:
     """None when it cannot be read; see `problem`."""
     kept_for: Sequence[str]
     problem: str | None
-    """What is wrong with it, in a few words; None when nothing is."""
+    """Description of what is wrong with it, in a few words; None when nothing is."""
     is_verified: bool
     """Whether every byte was read, not only the manifest and the files' sizes."""
 
@@ -46,11 +46,11 @@ class Inventory:
     entries: Sequence[Entry]
     """The requested checkpoints, newest first."""
     resumed: Path | None
-    """The one that `--resume auto` would load."""
+    """Checkpoint that `--resume auto` would load."""
     is_certain: bool
-    """Whether every byte of that one was read."""
+    """Whether every byte of `resumed` was read."""
     num_finished: int
-    """How many could be resumed from if they are intact."""
+    """Number of checkpoints that a run could resume from if they are intact."""
     set_aside: Sequence[int] = ()
     """Bytes of each checkpoint that was set aside when the run resumed from an older one."""
     unfinished: Sequence[int] = ()
@@ -108,7 +108,7 @@ def take_inventory(
 def _reasons(
     finished: Mapping[Path, str | None], manifests: Mapping[Path, Manifest], section: CheckpointSection
 ) -> dict[Path, list[str]]:
-    """Checkpoint -> why `retention.tidy` keeps it; `finished`: checkpoint -> its problem, newest first."""
+    """Return checkpoint -> why `retention.tidy` keeps it; `finished`: checkpoint -> its problem, newest first."""
     known = {folder: manifests[folder] for folder in finished if folder in manifests}
     intact = list(dropwhile(finished.get, finished))
     reasons = retention.reasons(intact, known, section)
@@ -122,7 +122,7 @@ def _manifest(folder: Path) -> Manifest | None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files in a folder; files that are deleted meanwhile count 0."""
+    """Count the bytes of all files in a folder; files that are deleted meanwhile count 0."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -136,7 +136,7 @@ class TableLayout:
     has_reasons: bool
     """Whether problems are shown in the row, not below the table."""
     separator: str = ", "
-    """Between several values in a cell."""
+    """Separator of several values in a cell."""
     gap: int = 1
     """Spaces between columns, beyond the first."""
 
@@ -180,7 +180,7 @@ def _table(inventory: Inventory, section: CheckpointSection, layout: TableLayout
 
 
 def _numbers(entry: Entry, now: float) -> list[str]:
-    """Step, epoch, size, age and processes; without a manifest, what the folder shows."""
+    """Return step, epoch, size, age and processes; without a manifest, what the folder shows."""
     manifest = entry.manifest
     if manifest is None:
         step = entry.folder.name.rpartition("step-")[2]
@@ -190,14 +190,14 @@ def _numbers(entry: Entry, now: float) -> list[str]:
 
 
 def _age(seconds: float) -> str:
-    """As '40 s', '3 min', '2 h' or '5 d', rounded down; another machine's clock may be ahead."""
+    """Format an age as '40 s', '3 min', '2 h' or '5 d', rounded down; another machine's clock may be ahead."""
     fitting = (unit for unit in UNITS if unit[2] is None or seconds < unit[1] * unit[2])
     name, length, _ = next(fitting)
     return f"{max(0, int(seconds // length))} {name}"
 
 
 def _metrics(entry: Entry, best: str | None) -> list[str]:
-    """The metric of checkpoint.best, or all metrics if it is not set."""
+    """Format the metric of checkpoint.best, or all metrics if it is not set."""
     metrics = entry.manifest.metrics if entry.manifest else {}
     return [f"{name} {value:.4f}" for name, value in metrics.items() if best in (None, name)]
 
@@ -209,7 +209,7 @@ def _state(entry: Entry, layout: TableLayout) -> Text:
 
 
 def _notes(inventory: Inventory) -> Iterator[str]:
-    """Where a resume continues, and what else is in the folder."""
+    """Yield where a resume continues, and what else is in the folder."""
     if inventory.resumed is not None:
         how = "" if any(entry.is_verified for entry in inventory.entries) else " (--verify reads them)"
         doubt = "" if inventory.is_certain else f", if its bytes are right, too{how}"

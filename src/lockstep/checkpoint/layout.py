@@ -18,14 +18,14 @@ from lockstep.checkpoint.metric_modes import Mode, without_sign
 
 MANIFEST = "manifest.json"
 MOST_BYTES = 8 << 20
-"""Of a manifest."""
+"""Size limit of a manifest."""
 Count = Annotated[int, Field(ge=0, le=2**53)]
 FileName = Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=255)]
-"""Of a file in the checkpoint's own folder."""
+"""Name of a file in the checkpoint's own folder."""
 
 
 class CheckpointSection(Section):
-    """When the run's state is kept on disk, and how much of it."""
+    """Schedule, number and copies of the checkpoints that keep the run's state on disk."""
 
     every_steps: int | None = Field(None, ge=1, le=MANY)
     """Save every so many steps; the last step is always saved."""
@@ -53,7 +53,7 @@ class CheckpointSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds; written last, so that its presence means that the checkpoint is complete."""
+    """Contents of a checkpoint; written last, so that its presence means that the checkpoint is complete."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -62,7 +62,7 @@ class Manifest:
     epoch: Count
     world_size: Annotated[int, Field(ge=1, le=2**31)]
     saved_at: float
-    """When its state was copied, in seconds since 1970, by rank 0's clock."""
+    """Time at which its state was copied, in seconds since 1970, by rank 0's clock."""
     numeric: Mapping[str, Any]
     """The numeric recipe: everything that may change bits."""
     progress: Mapping[str, Any]
@@ -75,18 +75,18 @@ class Manifest:
     """File name -> (size in bytes, sha256)."""
 
     def text(self) -> str:
-        """As JSON, with a sha256 of itself."""
-        return _sealed(asdict(self))
+        """Return the manifest as JSON, with a sha256 of itself."""
+        return _with_checksum(asdict(self))
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Fields of two numeric recipes that differ, in the order of their names: (name, value, other value)."""
+    """List the fields of two numeric recipes that differ, in the order of their names: (name, value, other value)."""
     pairs = [(name, one.get(name), other.get(name)) for name in sorted({*one, *other})]
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def described(name: str, before: Any, now: Any) -> str:
-    """A line on a field of two numeric recipes that differs."""
+    """Describe a field of two numeric recipes that differs, in one line."""
     if name.startswith("data.contents"):
         return f"{name}: the training samples, their labels or their order have changed"
     if name.endswith("_sha256"):
@@ -98,18 +98,18 @@ def described(name: str, before: Any, now: Any) -> str:
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """The folder of a step's checkpoint: step-000000123."""
+    """Return the folder of a step's checkpoint, such as step-000000123."""
     return root / f"step-{step:09}"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises OSError or ValueError."""
+    """Read and check the manifest of a checkpoint. Raises OSError or ValueError."""
     text = storage.read_regular(folder / MANIFEST, MOST_BYTES)
     body = pydantic_core.from_json(text)  # json.loads overflows the stack on deep nesting
     if not isinstance(body, dict):
         raise ValueError("the manifest is no section")
     body.pop("sha256", None)
-    if _sealed(body).encode() != text:
+    if _with_checksum(body).encode() != text:
         raise ValueError("the manifest has been changed (its sha256 differs)")
     try:
         manifest: Manifest = _schema().validate_json(json.dumps(body), strict=True)
@@ -122,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _sealed(body: dict[str, Any]) -> str:
+def _with_checksum(body: dict[str, Any]) -> str:
     own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return json.dumps({**body, "sha256": own}, indent=1)
 
@@ -133,11 +133,11 @@ def _schema() -> TypeAdapter[Any]:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint folder's name."""
+    """Return the step in a checkpoint folder's name."""
     return int(folder.name[5:])
 
 
 def listed(root: Path) -> list[Path]:
-    """Folders of finished checkpoints, newest first."""
+    """List the folders of finished checkpoints, newest first."""
     folders = [f for f in root.glob("step-*") if f.name[5:].isdecimal() and (f / MANIFEST).is_file()]
     return sorted(folders, key=step_of, reverse=True)

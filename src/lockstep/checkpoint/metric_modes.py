@@ -1,4 +1,4 @@
-"""Which values of a metric are better: smaller ones (mode min) or larger ones (max)."""
+"""Mode of a metric: whether smaller values (min) or larger ones (max) are better."""
 
 import math
 import re
@@ -21,15 +21,15 @@ MAX = _words(
     "meteor miou mrr ndcg pearson precision psnr r2 recall reward rouge sensitivity similarity spearman "
     "specificity ssim "
 )
-"""Words of names that leave no doubt."""
+"""Last words of names that determine the mode."""
 NEUTRAL = _words("avg at binary k macro mean micro samples score test top total val valid weighted")
-"""That may come after them, as may numbers."""
+"""Words that are ignored in names, as are numbers."""
 REVERSING = frozenset({"neg", "negative", "inverse", "minus"})
 SPELLED = {"bits_per_byte": "bits", "bits_per_character": "bits", "bits_per_token": "bits", "exact_match": "match"}
 
 
 def mode_by_name(name: str) -> Literal["min", "max"] | None:
-    """Return what the last word of a name says; None where it leaves doubt."""
+    """Return the mode that the last word of a name implies; None where it leaves doubt."""
     text = name.lower()
     for spelled, word in SPELLED.items():
         text = text.replace(spelled, word)

@@ -16,11 +16,11 @@ from lockstep.checkpoint.verify import problem
 from lockstep.core.host import remote_storage
 
 LINKS = "mirrored.tmp-"
-"""Beginning of the names of folders with second names for files that are being copied."""
+"""Prefix of folders with hard links to files that are being copied."""
 
 
 class Mirror:
-    """Makes the checkpoints at a place those of a folder, in a thread; an observer, on rank 0 only.
+    """Observer on rank 0 that copies a folder of checkpoints to an object store, in a thread.
 
     A checkpoint's manifest is copied last: without it, there is no checkpoint. Errors are warnings: training goes on,
     and the next checkpoint, or the next start, tries again.
@@ -36,8 +36,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def prepare(self, resume: str) -> None:
-        """Before a resume: with "auto", copy the newest checkpoint at the place to disk, unless there is one as new;
-        damaged ones are passed over.
+        """Copy the newest intact checkpoint at the place to disk for resume="auto", unless the disk has one as new.
 
         Raises CheckpointError where the place cannot be read, or the run would replace checkpoints that are only there.
         """
@@ -57,7 +56,7 @@ class Mirror:
         self._restore(sorted((step for step in steps if step > newest), reverse=True))
 
     def _restore(self, steps: Iterable[int]) -> None:
-        """Copy the first checkpoint that is whole to disk."""
+        """Copy the first intact checkpoint to disk."""
         for step in steps:
             target = folder_of(self.root, step)
             temporary = self.root / f"{target.name}.tmp-mirror"
@@ -75,7 +74,7 @@ class Mirror:
             self.publish(Warned(message=f"passed over {self.place / target.name}: {reason}"))
 
     def start(self) -> None:
-        """Begin to copy; first what an earlier process may have left undone."""
+        """Start to copy, first what an earlier process may have left."""
         self._is_due.set()
         self._thread.start()
 
@@ -130,14 +129,13 @@ class Mirror:
                 _remove(self.place / name)
 
     def _is_copied(self, folder: Path) -> bool:
-        """Whether the checkpoint of this step at the place is this one, and not one from before a return to an earlier
-        step."""
+        """Return whether the copy of this step is this checkpoint, not one from before a return to an earlier step."""
         with suppress(FileNotFoundError):  # deleted just now
             return (folder / MANIFEST).read_bytes() == remote_storage.read(self.place / folder.name / MANIFEST)
         return True
 
     def _copy(self, folder: Path) -> None:
-        """Under second names, since the run may delete the checkpoint meanwhile."""
+        """Copy a checkpoint through hard links, since the run may delete it meanwhile."""
         links, target = self.root / f"{LINKS}{folder.name}", self.place / folder.name
         shutil.rmtree(links, ignore_errors=True)
         links.mkdir()
@@ -145,7 +143,7 @@ class Mirror:
             with suppress(FileNotFoundError):  # deleted just now
                 names = sorted(read_manifest(folder).files)
                 for name in (*names, MANIFEST):
-                    _second_name(folder / name, links / name)
+                    _link_or_copy(folder / name, links / name)
                 _remove(target)
                 remote_storage.upload(links, target, names)
                 remote_storage.upload(links, target, [MANIFEST])
@@ -155,7 +153,7 @@ class Mirror:
 
 
 def _steps(place: RemotePath) -> set[int]:
-    """The steps of the complete checkpoints at a place."""
+    """Return the steps of the complete checkpoints at a place."""
     parts = [name.split("/") for name in remote_storage.listed(place)]
     return {
         int(folder[5:])
@@ -165,13 +163,13 @@ def _steps(place: RemotePath) -> set[int]:
 
 
 def _remove(place: RemotePath) -> None:
-    """The manifest first: what is left of a checkpoint is none."""
+    """Delete a copy, its manifest first: without it, the rest is no checkpoint."""
     names = remote_storage.listed(place)
     remote_storage.remove(place, [name for name in names if name == MANIFEST])
     remote_storage.remove(place, [name for name in names if name != MANIFEST])
 
 
-def _second_name(file: Path, link: Path) -> None:
+def _link_or_copy(file: Path, link: Path) -> None:
     try:
         os.link(file, link)
     except FileNotFoundError:

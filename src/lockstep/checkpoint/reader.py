@@ -22,10 +22,7 @@ class DamagedError(CheckpointError):
 
 
 def contents(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name, on the meta device: dtype and shape without data.
-
-    Raises DamagedError.
-    """
+    """Return a checkpoint's tensors by name, on the meta device: dtype and shape, no data. Raises DamagedError."""
     try:
         stored = dcp_metadata.read(folder).tensors
     except (OSError, ValueError) as error:
@@ -37,7 +34,7 @@ def contents(folder: Path) -> dict[str, Tensor]:
 
 @cache
 def _safe_reader() -> Any:
-    """DCP's FileSystemReader, but it does not unpickle the metadata, and refuses zip bombs."""
+    """Return DCP's FileSystemReader, changed: it does not unpickle the metadata, and refuses zip bombs."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.utils import _ReaderView
 
@@ -58,7 +55,7 @@ def _safe_reader() -> Any:
 
 
 def _as_dcp(table: dcp_metadata.TensorTable) -> Any:
-    """The table as DCP's Metadata."""
+    """Convert the table to DCP's Metadata."""
     from torch.distributed.checkpoint import metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the newest few, the best, one every few hours; the only intact one is never deleted."""
+"""Retention of checkpoints: the newest few, the best, one every few hours; the only intact one is never deleted."""
 
 import shutil
 from collections import defaultdict
@@ -13,7 +13,7 @@ from lockstep.checkpoint.verify import problem
 
 
 def manifests(root: Path) -> dict[Path, Manifest]:
-    """Every finished checkpoint with a readable manifest, newest first."""
+    """Read the manifests of finished checkpoints that are readable, newest first."""
     readable = {}
     for folder in listed(root):
         with suppress(OSError, ValueError):
@@ -22,7 +22,7 @@ def manifests(root: Path) -> dict[Path, Manifest]:
 
 
 def best(manifests: Mapping[Path, Manifest], section: CheckpointSection) -> Path | None:
-    """The checkpoint with the best value of checkpoint.best (the oldest of equals), or None when none has it."""
+    """Return the checkpoint with the best value of checkpoint.best (the oldest of equals); None when none has it."""
     if section.best is None:
         return None
     champion: tuple[float, Path] | None = None
@@ -34,7 +34,7 @@ def best(manifests: Mapping[Path, Manifest], section: CheckpointSection) -> Path
 
 
 def spaced(manifests: Mapping[Path, Manifest], hours: float) -> list[Path]:
-    """The oldest checkpoint, then each first one that was saved at least so many hours after the one before."""
+    """List the oldest checkpoint, then each first one that was saved at least so many hours after the one before."""
     kept: list[Path] = []
     for folder, manifest in reversed(list(manifests.items())):
         if not kept or manifest.saved_at - manifests[kept[-1]].saved_at >= hours * 3600:
@@ -45,7 +45,7 @@ def spaced(manifests: Mapping[Path, Manifest], hours: float) -> list[Path]:
 def reasons(
     intact: Sequence[Path], readable: Mapping[Path, Manifest], section: CheckpointSection
 ) -> dict[Path, list[str]]:
-    """Checkpoint -> why it is kept; `intact`: the newest that is whole and all older ones, newest first."""
+    """Return checkpoint -> why it is kept; `intact`: the newest that is whole and all older ones, newest first."""
     found = defaultdict[Path, list[str]](list)
     for folder in intact[: section.keep]:
         found[folder].append("newest")
@@ -58,7 +58,7 @@ def reasons(
 
 
 def chosen(root: Path, section: CheckpointSection) -> Path | None:
-    """The checkpoint to evaluate and export: the best, with checkpoint.best and if intact, or the newest intact one."""
+    """Return the checkpoint to evaluate and export: the best (checkpoint.best) if intact, or the newest intact one."""
     champion = best(manifests(root), section)
     candidates = [champion, *listed(root)] if champion else listed(root)
     return next((folder for folder in candidates if problem(folder) is None), None)

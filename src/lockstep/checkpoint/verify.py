@@ -9,7 +9,7 @@ from lockstep.checkpoint.layout import MANIFEST, listed, read_manifest
 
 
 def problem(folder: Path, *, every_byte: bool = True) -> str | None:
-    """What is wrong with a checkpoint in a few words, or None when every file is as it was written.
+    """Describe what is wrong with a checkpoint in a few words; None when every file is as it was written.
 
     Without `every_byte` only the manifest and the files' sizes are checked, which is quick.
     """
@@ -33,7 +33,7 @@ def problem(folder: Path, *, every_byte: bool = True) -> str | None:
 def newest(
     root: Path, on_skip: Callable[[Path, str], None], *, problem: Callable[[Path], str | None] = problem
 ) -> Path | None:
-    """The newest checkpoint without a problem; `on_skip` is called with each newer one and its problem."""
+    """Return the newest checkpoint without a problem; `on_skip` is called with each newer one and its problem."""
     for folder in listed(root):
         reason = problem(folder)
         if reason is None:

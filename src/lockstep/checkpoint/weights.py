@@ -30,5 +30,5 @@ def restore(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor], folde
 
 
 def restore_model(model: nn.Module, folder: Path) -> None:
-    """The same for a model that is not sharded."""
+    """Fill the weights and buffers of a model that is not sharded, as `restore` does."""
     restore(model.state_dict(), dict(model.named_parameters()), folder)

@@ -32,14 +32,14 @@ from lockstep.core.modules.dtensors import global_offset, is_dtensor, local_tens
 from lockstep.core.numerics.digest import digest_of, world_lines
 
 CHUNK_BYTES = 8 << 20
-"""Of a chunk, as far as whole rows allow. Reading takes this much memory besides the target."""
+"""Size of a chunk, as far as whole rows allow. Reading takes this much memory besides the target."""
 
 
 class RowChunks(Tensor):
     """A tensor that DCP writes in chunks of rows: see torch.distributed._checkpointable."""
 
     offset: torch.Size
-    """Where it begins in the full tensor."""
+    """Index of its first element in the full tensor."""
     full_size: torch.Size
 
     @property
@@ -65,7 +65,7 @@ class RowChunks(Tensor):
 
 
 def in_row_chunks(tensor: Tensor) -> Tensor:
-    """A tensor, or this rank's shard of a DTensor, as DCP is to write it."""
+    """Prepare a tensor, or this rank's shard of a DTensor, for DCP to write in chunks if it is large."""
     local = local_tensor(tensor)
     if local.nbytes <= CHUNK_BYTES or not local.ndim:
         return tensor
@@ -76,26 +76,26 @@ def in_row_chunks(tensor: Tensor) -> Tensor:
 
 
 TIMEOUT = timedelta(hours=2)
-"""How long ranks wait for each other's disks."""
+"""Time for which ranks wait for each other's disks."""
 THREAD = "checkpoint"
-"""The name of the writing thread."""
+"""Name of the writing thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """How a save ended; the same on every rank, but for the seconds."""
+    """Result of a save; the same on every rank, except for the seconds."""
 
     step: int
     folder: Path
     failure: str | None
-    """What went wrong, in one line; then there is no such folder."""
+    """Reason of a failure, in one line; then there is no such folder."""
     seconds: float
-    """From the copy to the last rename."""
+    """Seconds from the copy to the last rename."""
 
 
 def assigned_names(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[str]:
-    """The names of the tensors, or shards, that one of `size` ranks writes, all of which hold the same: the largest
-    first, each to the rank with the fewest bytes so far."""
+    """List the tensors, or shards, that one of `size` ranks with the same ones writes. The largest are assigned first,
+    each to the rank with the fewest bytes so far."""
     load = [0] * size
     names = []
     bytes_of = {name: local_tensor(tensor).nbytes for name, tensor in tensors.items()}
@@ -108,7 +108,7 @@ def assigned_names(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[
 
 
 class Writer:
-    """One save at a time, on all ranks together.
+    """Writes one save at a time, on all ranks together.
 
     Until the last rename a checkpoint's folder has a temporary name, so that a kill at any point leaves the older
     checkpoints and no incomplete one. `copies`: the ranks that hold the same tensors as this one, and share the work;
@@ -124,7 +124,7 @@ class Writer:
         self.copies: dict[str, Tensor] = {}
         """This rank's share of the last save; the next save reuses the memory."""
         self.bytes = 0
-        """Of this share."""
+        """Size of this share."""
         self.warming: Future[Any] | None = None
         self.pending: Future[Saved] | None = None
         self._publishing = threading.Lock()
@@ -142,7 +142,7 @@ class Writer:
         self.bytes = sum(local_tensor(tensor).nbytes for tensor in share.values())
 
         def allocate() -> None:
-            self.copies = _copies(share, {})
+            self.copies = _allocate_copies(share, {})
             for copy in self.copies.values():
                 local_tensor(copy).zero_()
 
@@ -158,7 +158,7 @@ class Writer:
         if self.warming is not None:
             self.warming.result()
             self.warming = None
-        self.copies = copies = _copies({name: tensors[name] for name in self._assigned(tensors)}, self.copies)
+        self.copies = copies = _allocate_copies({name: tensors[name] for name in self._assigned(tensors)}, self.copies)
         for name, copy in copies.items():
             local_tensor(copy).copy_(local_tensor(tensors[name]), non_blocking=True)
         copied = torch.cuda.Event(blocking=True) if torch.cuda.is_initialized() else None
@@ -184,7 +184,7 @@ class Writer:
         return self.pending is not None and not self.pending.done()
 
     def finished(self, timeout_seconds: float | None = None) -> Saved | None:
-        """The result of the last save, once; waits for it. None when there is none. Raises TimeoutError, and errors
+        """Wait for the last save and return its result, once; None when there is none. Raises TimeoutError, and errors
         that are not the disk's, such as a lost process."""
         if self.pending is None:
             return None
@@ -195,18 +195,18 @@ class Writer:
     def _write(
         self, copies: dict[str, Tensor], weights: dict[str, Tensor], manifest: Manifest
     ) -> tuple[Path, str | None]:
-        """Write in the thread, on all ranks: folder, and what went wrong. `weights`: those of the digest."""
+        """Write on all ranks, in the thread; return the folder, and what went wrong. `weights`: of the digest."""
         final, is_main = folder_of(self.root, manifest.step), dist.get_rank() == 0
         temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
         temporary, failure = broadcast_object((temporary, self._make_root() if is_main else None), self.group)
         if failure is None:
-            failure = self._complete(_written(temporary, copies), weights, manifest)
+            failure = self._complete(_write_share(temporary, copies), weights, manifest)
         if failure is not None and is_main:
             shutil.rmtree(temporary, ignore_errors=True)
         return final, failure
 
     def _make_root(self) -> str | None:
-        """Create the folder of checkpoints; what went wrong."""
+        """Create the folder of checkpoints; return what went wrong."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -221,15 +221,15 @@ class Writer:
             return reasons
 
     def _complete(self, share: "Share", weights: dict[str, Tensor], manifest: Manifest) -> str | None:
-        """Tell rank 0 what each rank has written, which then writes metadata and manifest, and renames. Returns what
-        went wrong."""
+        """Send rank 0 what each rank has written; it then writes metadata and manifest, and renames. Return what went
+        wrong."""
         lines, failures = world_lines(weights, self.group), list[str]()
         try:
             everyone = gather_object(share, self.group)
             failures = [each.failure for each in everyone or () if each.failure]
             if everyone and not failures:
                 files = sorted(item for each in everyone for item in each.hashes.items())
-                files += _hashes(_with_metadata(share.folder, everyone), ".metadata").items()
+                files += _hashes(_write_metadata(share.folder, everyone), ".metadata").items()
                 complete = replace(manifest, digest=digest_of(lines), files=dict(files))
                 failures = self._publish(share.folder, complete)
         except (OSError, ValueError, LockstepError) as error:  # of rank 0, for which the others wait
@@ -237,7 +237,7 @@ class Writer:
         return broadcast_object(self._with_free_space("; ".join(failures)) if failures else None, self.group)
 
     def _publish(self, temporary: Path, manifest: Manifest) -> list[str]:
-        """Give a complete checkpoint its name, unless the save was cancelled: what went wrong. Raises OSError."""
+        """Rename a complete checkpoint, unless the save was cancelled; return what went wrong. Raises OSError."""
         final = folder_of(self.root, manifest.step)
         with self._publishing:
             if self._is_cancelled:
@@ -250,18 +250,18 @@ class Writer:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one rank has written."""
+    """Part of a checkpoint that one rank has written."""
 
     folder: Path
     plan: Any = None
-    """dcp.SavePlan, and of what it has written:"""
+    """dcp.SavePlan"""
     results: Any = None
     """list[dcp.storage.WriteResult]"""
     hashes: dict[str, tuple[int, str]] = field(default_factory=dict)
     failure: str | None = None
 
 
-def _written(folder: Path, copies: dict[str, Tensor]) -> Share:
+def _write_share(folder: Path, copies: dict[str, Tensor]) -> Share:
     """Write this rank's share through DCP. Not by dcp.save, which unpickles what other processes send; each rank plans
     by itself, since no two write the same."""
     import torch.distributed.checkpoint as dcp
@@ -280,8 +280,8 @@ def _written(folder: Path, copies: dict[str, Tensor]) -> Share:
         return Share(folder=folder, failure=_reason(error, rank))
 
 
-def _with_metadata(folder: Path, shares: Sequence[Share]) -> Path:
-    """The folder, once it has DCP's metadata of all shares. Raises OSError."""
+def _write_metadata(folder: Path, shares: Sequence[Share]) -> Path:
+    """Write DCP's metadata of all shares; return the folder. Raises OSError."""
     import torch.distributed.checkpoint as dcp
 
     _, metadata = dcp.DefaultSavePlanner().create_global_plan([share.plan for share in shares])
@@ -289,10 +289,10 @@ def _with_metadata(folder: Path, shares: Sequence[Share]) -> Path:
     return folder
 
 
-def _copies(tensors: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Memory on the CPU for a copy of each tensor, or of the local shard of a DTensor: that of the old copies where it
-    fits, else uninitialised. It is pinned for tensors of a GPU, up to half of what the processes here can get: so much
-    the GPU copies while the host goes on."""
+def _allocate_copies(tensors: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Allocate CPU memory for a copy of each tensor, or local shard of a DTensor, uninitialised; reuse old copies that
+    fit. It is pinned for tensors of a GPU, up to half of what the processes here can get: so much the GPU copies while
+    the host goes on."""
     left, copies = available_bytes() // (2 * World.from_environment().local_size), {}
     for name, tensor in tensors.items():
         local, copy = local_tensor(tensor), old.get(name)
@@ -325,7 +325,7 @@ def _reason(error: BaseException, rank: int) -> str:
 
 
 def _hashes(folder: Path, *patterns: str) -> dict[str, tuple[int, str]]:
-    """File name -> (size, sha256) of the matching files."""
+    """Return file name -> (size, sha256) of the matching files."""
     paths = [path for pattern in patterns for path in folder.glob(pattern)]
     return {path.name: (path.stat().st_size, storage.sha256(path)) for path in paths}
 
