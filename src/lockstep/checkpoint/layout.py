@@ -133,7 +133,6 @@ def _schema() -> TypeAdapter[Any]:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in a checkpoint folder's name."""
     return int(folder.name[5:])
 
 

@@ -78,7 +78,6 @@ def in_row_chunks(tensor: Tensor) -> Tensor:
 TIMEOUT = timedelta(hours=2)
 """Time for which ranks wait for each other's disks."""
 THREAD = "checkpoint"
-"""Name of the writing thread."""
 
 
 @dataclass(frozen=True, kw_only=True)

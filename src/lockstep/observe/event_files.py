@@ -14,7 +14,7 @@ def remove(folder: Path, name: str) -> None:
 
 
 def opened(folder: Path, **options: Any) -> Any:
-    """A SummaryWriter, whose methods raise OSError where its thread could not write."""
+    """Open a SummaryWriter, whose methods raise OSError where its thread could not write."""
     from torch.utils.tensorboard import SummaryWriter
 
     threading.excepthook = _report
@@ -22,14 +22,14 @@ def opened(folder: Path, **options: Any) -> Any:
 
 
 def _report(error: Any) -> None:
-    """Leave out what the thread of a writer cannot write: `opened`."""
+    """Print an error of a thread, unless a writer raises it as well: see `opened`."""
     if not (isinstance(error.exc_value, OSError) and type(error.thread).__module__.startswith("tensorboard.")):
         threading.__excepthook__(error)
 
 
 @contextmanager
 def replacing(folder: Path, name: str) -> Iterator[Any]:
-    """A SummaryWriter for the file of that name, in the same run as the other files of the folder. Raises OSError."""
+    """Open a SummaryWriter for the file of that name, in the run of the folder's other files. Raises OSError."""
     remove(folder, name)
     writer = opened(folder, filename_suffix=f".{name}")
     try:

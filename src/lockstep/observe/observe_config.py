@@ -10,14 +10,14 @@ from lockstep.base.errors import nearest
 
 
 class ObserveSection(Section):
-    """What is shown and written down while it runs."""
+    """Output and diagnosis of a run while it trains."""
 
     sinks: tuple[str, ...] = ("progress", "jsonl", "tensorboard")
-    """Where events go; `lockstep plugins` lists the sinks."""
+    """Sinks that get the events; `lockstep plugins` lists them."""
     log_every: int = Field(10, ge=1, le=MANY)
     """Read loss and metrics from the device every this many steps (reading waits for the device)."""
     hang_seconds: Annotated[float, Field(ge=0.1, le=MANY)] | Literal["auto"] = "auto"
-    """Without progress for this long, all processes' stacks are collected and the rank that the others wait for is
+    """Time without progress after which all processes' stacks are collected and the rank that the others wait for is
     named; auto: ten times the median step, at least 30 s."""
     on_hang: Literal["report", "restart"] = "report"
     """Only report it, or also restart the processes from the newest checkpoint (with launch.recovery=live: only those
@@ -34,14 +34,14 @@ class ObserveSection(Section):
 
     @field_validator("profile_steps")
     @classmethod
-    def _rise(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+    def _check_order(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
         if steps is not None and steps[1] < steps[0]:
             raise ValueError(f"should be the first and the last step, such as [100, 105], not {list(steps)}")
         return steps
 
     @field_validator("sinks")
     @classmethod
-    def _exist(cls, sinks: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_sinks(cls, sinks: tuple[str, ...]) -> tuple[str, ...]:
         known = plugins.names("observe.sinks")
         for sink in sinks:
             if sink not in known:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 QUIET_SECONDS = 5.0
-"""Lines come at most this often."""
+"""Least time between two lines."""
 WIDE = 110
 """Characters from which a bar and what is beside it fit into one line."""
 NARROW_BAR = 12
@@ -32,7 +32,7 @@ class FittingProgress(Progress):
         return self.screen.width < WIDE
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """A table of bars, and lines below it."""
+        """Yield a table of bars, and lines below it."""
         yield self.make_tasks_table(self.tasks)
         if self.is_narrow:
             for task in self.tasks:
@@ -51,7 +51,7 @@ class FittingProgress(Progress):
 
 
 def progress_bar(console: Console) -> Progress:
-    """Bars with count and remaining time, and the field `figures` of each of its tasks."""
+    """Create bars with count and remaining time, and the field `figures` of each of its tasks."""
     return FittingProgress(console)
 
 
@@ -63,7 +63,7 @@ class Pace:
         self.start, self.last_line = time.monotonic(), -math.inf
 
     def speed(self, done: int) -> float:
-        """Units per second since the start."""
+        """Return the units per second since the start."""
         return (done - self.done_before) / max(time.monotonic() - self.start, 1e-9)
 
     def time_left(self, done: int) -> str:
@@ -71,7 +71,7 @@ class Pace:
         return f"{timedelta(seconds=round(seconds))} left"
 
     def is_due(self) -> bool:
-        """Whether the last line, which this call counts as, is long enough ago."""
+        """Return whether the last line is long enough ago; if so, this call counts as a line."""
         now = time.monotonic()
         if now - self.last_line < self.quiet_seconds:
             return False
@@ -104,7 +104,7 @@ class UnitCounter:
 
 @contextmanager
 def counting(console: Console, what: str, unit: str, *, total: int, done: int) -> Iterator[UnitCounter]:
-    """A counter of a task, of which `done` units were done before."""
+    """Provide a counter of a task, of which `done` units were done before."""
     if not console.is_terminal:
         yield UnitCounter(console, unit, total=total, done=done, bar=None)
         return

@@ -30,9 +30,9 @@ from lockstep.core.host.phases import BUSY
 
 FILE = "history.jsonl"
 MOST_RANKS = 64
-"""In a line about them: those with most to do."""
+"""Limit of the ranks in a line; those with most to do are kept."""
 MOST_CHARACTERS = 2000
-"""Of a warning."""
+"""Length limit of a message."""
 
 
 class RunHistory:
@@ -44,7 +44,7 @@ class RunHistory:
         self.path = folder / FILE
         self.step = 0
         self.step_seconds = 0.0
-        """Spent in steps since the last line about them."""
+        """Seconds in steps since the last line about them."""
         self.mark = time.monotonic()
 
     @singledispatchmethod
@@ -118,7 +118,7 @@ class RunHistory:
 
     @notice.register
     def _(self, event: Regrouped) -> None:
-        self.mark = time.monotonic()  # what was begun of the present step is done again
+        self.mark = time.monotonic()  # the unfinished step is repeated
         message = event.text.replace("\n", "; ")[:MOST_CHARACTERS]
         self._write("regrouped", event.step, message=message, seconds=round(event.seconds, 3))
 
@@ -142,7 +142,7 @@ class RunHistory:
                     appended.write("\n")
 
     def _write_steps(self) -> None:
-        """What was spent in steps since the last such line."""
+        """Write the seconds in steps since the last such line."""
         seconds, self.step_seconds = max(0.0, self.step_seconds), 0.0  # the last save comes after the last step
         self._write("steps", self.step, seconds=round(seconds, 4), memory_bytes=device_peak_bytes())
 

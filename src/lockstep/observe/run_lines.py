@@ -19,12 +19,12 @@ from pydantic.dataclasses import dataclass
 from lockstep.base import storage
 
 MOST_BYTES = 1 << 30
-"""Of a file."""
+"""Size limit of a file."""
 MOST_LINES = 1_000_000
-"""That are read at a time."""
+"""Limit of the lines that are read at a time."""
 MOST_LINE_BYTES = 1 << 20
 MOST_CHARACTERS = 2000
-"""Of a message; the rest is cut off."""
+"""Length limit of a message; the rest is cut off."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 Step = Annotated[int, Field(ge=0, le=10**12)]
@@ -58,11 +58,11 @@ class HistoryLine:
     """Phase -> seconds of each of the ranks."""
     memory_by_rank: tuple[Count, ...] = ()
     gpus: dict[str, tuple[Figure, ...]] = Field(default_factory=dict)
-    """What the driver said of the GPU of each of the ranks, by name."""
+    """Figure from the GPU's driver -> value of each of the ranks."""
     message: Message = ""
     status: Name = ""
     texts: tuple[tuple[str, str], ...] = ()
-    """Prompts and what a language model made of them."""
+    """Prompts, each with the text that a language model generated after it."""
 
 
 class MetricLine(BaseModel):
@@ -88,10 +88,10 @@ class Lines(Generic[L]):
     """The lines of a file, in their order; none where there is no file, or none that can be read."""
 
     def __init__(self, path: Path, kind: TypeAdapter[L], notes: list[str]) -> None:
-        """`notes` gets what was left out, once all have been read."""
+        """`notes` gets sentences on what was left out, once all have been read."""
         self.path, self.kind, self.notes = path, kind, notes
         self.damaged, self.size, self.is_cut = 0, 0, False
-        """How many were left out, the bytes of the last one, and whether there are more than were read."""
+        """Number of damaged lines, bytes of the last line, and whether there are more lines than were read."""
 
     def __iter__(self) -> Iterator[L]:
         try:
@@ -108,7 +108,7 @@ class Lines(Generic[L]):
             self.notes += self.left_out
 
     def parsed(self, text: bytes) -> L | None:
-        """A line, or None where it is damaged."""
+        """Parse a line; None where it is damaged."""
         self.size = len(text)
         with suppress(ValidationError):
             return self.kind.validate_json(text)
@@ -117,7 +117,7 @@ class Lines(Generic[L]):
 
     @property
     def left_out(self) -> list[str]:
-        """What was left out so far, for the user."""
+        """Sentences for the user on what was left out so far."""
         found, name = [], self.path.name
         if self.damaged:
             lines = f"{self.damaged:,} line{'s' if self.damaged > 1 else ''} of {name}"
@@ -135,7 +135,7 @@ def opened(path: Path) -> BufferedReader:
 
 
 def short_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines from here on; an empty one in place of each that is too long."""
+    """Yield the lines from here on; an empty one in place of each that is too long."""
     while line := file.readline(MOST_LINE_BYTES):
         is_long = False
         while len(line) == MOST_LINE_BYTES and not line.endswith(b"\n"):

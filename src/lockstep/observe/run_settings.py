@@ -38,14 +38,14 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def known_settings(folder: Path) -> dict[str, Any]:
-    """Return the same; none where they cannot be read."""
+    """Return the sections of a run's settings; none where they cannot be read."""
     with suppress(ConfigError):
         return settings_of(folder)
     return {}
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """{"train": {"steps": 3}} -> ("train.steps", 3)."""
+    """Yield ("train.steps", 3) for {"train": {"steps": 3}}."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flattened(value, f"{prefix}{key}.")

@@ -17,7 +17,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's bits as integers, int64 0-dim: one changed bit always changes it, the order does not."""
+    """Sum a tensor's bits as integers, int64 0-dim: one changed bit always changes it, the order does not."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return plain.detach().view(INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
 
@@ -65,7 +65,7 @@ class RankComparison:
 
 
 def _line(name: str, sums: dict[int, int]) -> str:
-    """The ranks that differ from the majority; all where there is none."""
+    """Name the ranks that differ from the majority; all where there is none."""
     (usual, count), *_ = Counter(sums.values()).most_common()
     others = [rank for rank, value in sums.items() if value != usual]
     if 2 * count <= len(sums):

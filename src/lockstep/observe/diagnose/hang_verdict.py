@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting: one sentence from the reports of all ranks."""
+"""Diagnosis of the rank that keeps the others waiting: one sentence from the reports of all ranks."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Where a rank's training thread is."""
+    """Location of a rank's training thread."""
 
     rank: int
     process: int
@@ -21,7 +21,7 @@ class Report:
     location: str
     """file:line `function`."""
     seconds: float
-    """How long it has been there."""
+    """Seconds for which it has been there."""
     stacks: str
     """The stacks of all threads."""
 
@@ -30,7 +30,7 @@ class Report:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """'rank 3', 'ranks 0-2, 5'."""
+    """Format ranks as 'rank 3', 'ranks 0-2, 5'."""
     numbers = sorted(ranks)
     runs = []
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
@@ -40,7 +40,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def verdict(reports: Sequence[Report], silent: Sequence[str] = ()) -> str:
-    """One sentence: the ranks that are busy or silent, then where the others wait for them."""
+    """Write one sentence: the ranks that are busy or silent, then where the others wait for them."""
     busy = [report for report in reports if report.waits_in is None]
     clauses = list(silent)
     by_location: dict[str, list[Report]] = defaultdict(list)

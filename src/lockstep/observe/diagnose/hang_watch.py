@@ -30,25 +30,25 @@ from lockstep.observe.diagnose.store_notes import StoreNotes
 
 
 class TrainingThread:
-    """The thread that makes this object."""
+    """The thread that creates this object."""
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
         self.location, self.since = "", time.monotonic()
 
     def waits_in(self) -> str | None:
-        """The collective that it waits in, if so."""
+        """Return the collective that it waits in, if any."""
         return activity.waits_for_others(self.ident)
 
     def sample(self) -> None:
-        """Note the time whenever it has moved."""
+        """Record the time whenever its location has changed."""
         stack = stack_of(self.ident)
         location = self.waits_in() or (str(telling(stack)) if stack else "")
         if location != self.location:
             self.location, self.since = location, time.monotonic()
 
     def report(self, rank: int, step: int) -> Report:
-        """Its location with all stacks; that of a data loader's worker process where it waits for one, and the
+        """Report its location with all stacks; that of a data loader's worker process where it waits for one, and the
         collective that its GPU waits in."""
         stack, waits, since = stack_of(self.ident), self.waits_in(), self.since
         location, stacks = str(telling(stack)) if stack else "nowhere", all_stacks()
@@ -74,22 +74,22 @@ class TrainingThread:
 
 LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
-"""How long ranks may take to report where they are."""
+"""Time for ranks to report their locations."""
 FIRST_STEPS_SECONDS = 120.0
 """Limit of a step while no two have been measured."""
 TIMES_MEDIAN, LEAST_SECONDS = 10, 30.0
-"""Written to the folder of logs when the thread ends the run: {"rank", "text"}."""
+"""Limit of later steps: so many times the median, at least so many seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When a rank counts as stuck or silent, and what follows."""
+    """Limits from which a rank counts as stuck or silent, and the reaction."""
 
     hang_seconds: float | None
     """A step that takes longer is diagnosed; None: ten times the median step, at least 30 s, but before collectives
     time out."""
     timeout_seconds: float
-    """Of a collective."""
+    """Timeout of a collective."""
     restarts: bool
     """Whether a stuck run is ended, for its launcher to restart it; else it is only reported."""
     silent_seconds: float
@@ -110,12 +110,12 @@ class Watch:
         self.durations: deque[float] = deque(maxlen=100)
         self._step_ended: float | None = None
         self._stopped = threading.Event()
-        self._question = 0
+        self._last_request = 0
         """Number of the last request for reports."""
         self._reported: tuple[int, float] | None = None
         """Step and seconds without progress of the last report."""
-        self._dropped_in = 0
-        """The last step in which this process had others ended."""
+        self._last_drop = 0
+        """The last step in which this process ended others."""
         self._last_look = self._store_seen = time.monotonic()
         self._parent = os.getppid()
 
@@ -141,7 +141,7 @@ class Watch:
         if world.size > 1:
             heartbeats = Heartbeats(StoreNotes(world.rank, world.size), self.limits.silent_seconds)
             heartbeats.send()  # at once: one that freezes before its first would never count as silent
-        self.world, self.heartbeats, self._question = world, heartbeats, 0
+        self.world, self.heartbeats, self._last_request = world, heartbeats, 0
         activity.progress()
 
     def rest(self) -> None:
@@ -210,10 +210,10 @@ class Watch:
             self._leave("another process has found out that the run cannot go on", PeerLost.exit_code)
         if self.limits.recovers_live and heartbeats.notes.count(f"drop-{heartbeats.notes.rank}"):
             os.kill(os.getpid(), SIGKILL)
-        question = heartbeats.notes.count("ask")
-        if question > self._question:
-            self._question = question
-            heartbeats.notes.write(f"answer-{question}", self._own_report().plain())
+        number = heartbeats.notes.count("ask")
+        if number > self._last_request:
+            self._last_request = number
+            heartbeats.notes.write(f"answer-{number}", self._own_report().plain())
         heartbeats.receive()
 
     def _check_silence(self, heartbeats: Heartbeats) -> None:
@@ -261,8 +261,8 @@ class Watch:
         is_waited_for = bool(mute) or 0 < len(busy) < len(reports)
         if not (self.limits.restarts and is_waited_for):  # it may only be slow: a compilation, a large evaluation
             self._log(text)
-        elif self.limits.recovers_live and self._dropped_in != step:
-            self._dropped_in = step
+        elif self.limits.recovers_live and self._last_drop != step:
+            self._last_drop = step
             self._drop([*mute, *(busy if len(busy) < len(reports) else [])], text)
         else:
             self._end(text)
@@ -271,18 +271,18 @@ class Watch:
         return self.thread.report(self.world.rank, self.steps_done + 1)
 
     def _reports(self, ranks: list[int]) -> list[Report]:
-        """The reports of these ranks, as far as they answer in time."""
+        """Collect the reports of these ranks, as far as they answer in time."""
         own = self._own_report()
         if self.heartbeats is None:
             return [own]
         notes = self.heartbeats.notes
-        question = self._question = notes.count("ask", 1)
+        number = self._last_request = notes.count("ask", 1)
         others, end = [rank for rank in ranks if rank != self.world.rank], time.monotonic() + ANSWER_SECONDS
         answers: dict[int, Report] = {}
         while len(answers) < len(others) and time.monotonic() < end:
             time.sleep(0.1)
             missing = [rank for rank in others if rank not in answers]
-            answers |= {rank: Report(**plain) for rank, plain in notes.read(f"answer-{question}", missing).items()}
+            answers |= {rank: Report(**plain) for rank, plain in notes.read(f"answer-{number}", missing).items()}
         self._last_look = time.monotonic()  # this process was not frozen, it waited
         return sorted([own, *answers.values()], key=lambda report: report.rank)
 

@@ -21,7 +21,7 @@ FROZEN = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBI
 
 
 class Heartbeats:
-    """Of this rank, and of the others as far as this rank watches them. Methods raise DistError without the store."""
+    """Heartbeats of this rank, and of others that it watches. Methods raise DistError without the store."""
 
     def __init__(self, notes: StoreNotes, silent_seconds: float) -> None:
         self.notes, self.silent_seconds = notes, silent_seconds
@@ -38,7 +38,7 @@ class Heartbeats:
             self.notes.write("beat", LEFT)
 
     def receive(self) -> None:
-        """Read those of lower ranks up to the first that is alive, which watches the others; of all if none is."""
+        """Read the heartbeats of lower ranks up to the first alive one, which watches the others; of all if none is."""
         for lower in range(self.notes.rank):
             self._read([lower])
             if not self.is_silent(lower):
@@ -46,11 +46,11 @@ class Heartbeats:
         self._read(list(range(self.notes.size)))
 
     def forget(self) -> None:
-        """After this process was frozen itself, older observations mean nothing."""
+        """Discard observations from before this process was frozen itself."""
         self._seen.clear()
 
     def silence(self, rank: int) -> float:
-        """Seconds since a rank's last heartbeat; 0 for one that has ended regularly, or has not begun."""
+        """Return the seconds since a rank's last heartbeat; 0 for one that has ended regularly or not started."""
         beat, at = self._seen.get(rank, (LEFT, 0.0))
         return 0.0 if beat == LEFT else time.monotonic() - at
 
@@ -61,11 +61,11 @@ class Heartbeats:
         return all(self.is_silent(rank) for rank in range(self.notes.rank))
 
     def silent_ranks(self) -> dict[int, Mapping[str, Any]]:
-        """Rank -> its last heartbeat, with its process and host."""
+        """Return rank -> its last heartbeat, with its process and host."""
         return {rank: self._seen[rank][0] for rank in range(self.notes.size) if self.is_silent(rank)}
 
     def loss(self, rank: int, last: Mapping[str, Any]) -> str | None:
-        """Why a rank with this last heartbeat is lost or frozen; None if it may only be busy in native code."""
+        """Describe why a rank with this last heartbeat is lost or frozen; None if it may be busy in native code."""
         process, host, silence = last["process"], last["host"], self.silence(rank)
         seconds = f"has sent no heartbeat for {silence:.0f} s"
         if host != platform.node():  # its state cannot be seen from here

@@ -1,4 +1,4 @@
-"""Stacks of all threads of a process, and the line of a stack that tells the user most."""
+"""Stacks of all threads of a process, and the line of a stack that is most useful to the user."""
 
 import os
 import re
@@ -31,8 +31,8 @@ class CodeLine:
 
 
 def telling(stack: list[CodeLine]) -> CodeLine:
-    """The line of a stack (innermost first) that tells the user most: the innermost in the user's own code, else the
-    innermost of all. Its file is relative where it lies in the working directory."""
+    """Return the most useful line of a stack (innermost first): the innermost in the user's own code, else of all
+    code. Its file is relative where it lies in the working directory."""
     users = [line for line in stack if not line.file.startswith((OURS, "<", *LIBRARIES))]
     chosen = (users or stack)[0]
     with suppress(ValueError, OSError):
@@ -41,7 +41,7 @@ def telling(stack: list[CodeLine]) -> CodeLine:
 
 
 def stack_of(thread: int) -> list[CodeLine]:
-    """The stack of a thread, innermost first; empty when it has ended."""
+    """Return the stack of a thread, innermost first; empty when it has ended."""
     innermost = sys._current_frames().get(thread)
     if innermost is None:
         return []
@@ -51,7 +51,6 @@ def stack_of(thread: int) -> list[CodeLine]:
 
 
 def all_stacks() -> str:
-    """The Python stacks of all threads, as text."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []
     for thread, frame in sys._current_frames().items():
@@ -60,5 +59,5 @@ def all_stacks() -> str:
 
 
 def parsed(dump: str) -> list[CodeLine]:
-    """The lines of a stack written by faulthandler, innermost first."""
+    """Parse the lines of a stack written by faulthandler, innermost first."""
     return [CodeLine(file, int(line), function) for file, line, function in DUMPED.findall(dump)]

@@ -26,7 +26,7 @@ class StoreNotes:
         self.store.set(f"{PREFIX}/{what}/{self.rank}", json.dumps(value))
 
     def read(self, what: str, ranks: list[int]) -> dict[int, Any]:
-        """Rank -> its note, for those of the ranks that have written one."""
+        """Return rank -> its note, for those of the ranks that have written one."""
         keys = {rank: f"{PREFIX}/{what}/{rank}" for rank in ranks}
         there = {rank: key for rank, key in keys.items() if self.store.check([key])}
         if not there:
@@ -34,5 +34,5 @@ class StoreNotes:
         return {r: json.loads(text) for r, text in zip(there, self.store.multi_get(list(there.values())), strict=True)}
 
     def count(self, what: str, more: int = 0) -> int:
-        """A counter shared by all ranks, after adding `more`."""
+        """Add `more` to a counter shared by all ranks; return its value."""
         return int(self.store.add(f"{PREFIX}/{what}", more))

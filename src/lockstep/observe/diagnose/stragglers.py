@@ -7,7 +7,7 @@ from lockstep.base.events import RankTimes, Regrouped, Warned
 from lockstep.core.host.phases import BUSY
 
 WINDOW_SECONDS = 5.0
-"""Of steps that are judged together: shorter ones differ by chance."""
+"""Duration of steps that are compared together: shorter ones differ by chance."""
 WINDOWS = 3
 """A rank is named when it was the slowest in so many windows, one after the other."""
 FACTOR = 1.25
@@ -46,14 +46,14 @@ class Stragglers:
 
 
 def slowest(window: Sequence[RankTimes]) -> int:
-    """The rank that is slower than the others by FACTOR; -1 if none is."""
+    """Return the rank that is slower than the others by FACTOR; -1 if none is."""
     seconds = _per_micro_batch(window, BUSY)
     rank = max(range(len(seconds)), key=seconds.__getitem__)
     return rank if seconds[rank] > FACTOR * statistics.median(_others(seconds, rank)) else -1
 
 
 def description(rank: int, window: Sequence[RankTimes]) -> str:
-    """A sentence on a slow rank: how slow, how long the others wait for it, and why."""
+    """Describe a slow rank in a sentence: how slow, how long the others wait for it, and why."""
     seconds = _per_micro_batch(window, BUSY)
     own, usual = seconds[rank], statistics.median(_others(seconds, rank))
     steps = sum(times.steps for times in window)
@@ -66,7 +66,7 @@ def description(rank: int, window: Sequence[RankTimes]) -> str:
 
 
 def reason(rank: int, window: Sequence[RankTimes]) -> str:
-    """What most of a slow rank's additional time is."""
+    """Explain most of a slow rank's additional time."""
     more = {
         name: seconds[rank] - statistics.median(_others(seconds, rank))
         for name, seconds in ((name, _per_micro_batch(window, (name,))) for name in BUSY)
@@ -81,12 +81,12 @@ def reason(rank: int, window: Sequence[RankTimes]) -> str:
 
 
 def _each(times: RankTimes, phases: Sequence[str]) -> list[float]:
-    """Seconds in these phases, by rank."""
+    """Return the seconds in these phases, by rank."""
     return [sum(values) for values in zip(*(times.seconds[name] for name in phases), strict=True)]
 
 
 def _per_micro_batch(window: Sequence[RankTimes], phases: Sequence[str]) -> list[float]:
-    """Seconds in these phases per micro-batch, by rank; 0 for a rank without any."""
+    """Return the seconds in these phases per micro-batch, by rank; 0 for a rank without any."""
     seconds = [sum(values) for values in zip(*(_each(times, phases) for times in window), strict=True)]
     counts = [sum(values) for values in zip(*(times.micro_batches for times in window), strict=True)]
     return [total / count if count else 0.0 for total, count in zip(seconds, counts, strict=True)]

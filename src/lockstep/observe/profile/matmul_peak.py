@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 SIZE = 8192
-"""Of the square matrices on a GPU; a CPU gets smaller ones."""
+"""Size of the square matrices on a GPU; a CPU gets smaller ones."""
 CPU_SIZE = 1024
 SECONDS = 0.3
 TOGETHER = 10
@@ -16,14 +16,14 @@ TOGETHER = 10
 
 @functools.cache
 def peak_flops(precision: str, device: torch.device) -> float:
-    """Operations per second of the best of several products, in the precision of the forward pass."""
+    """Measure the operations per second of the best of several products, in the precision of the forward pass."""
     operations, seconds = _products(precision, device)
     return operations / min(seconds)
 
 
 def mean_flops(precision: str, device: torch.device) -> float:
-    """The same over all of them. On a CPU only the time counts for which this thread has the core: what is measured is
-    the processor, not what else runs on it."""
+    """Measure the operations per second over all products. On a CPU only the time counts for which this thread has the
+    core: other processes on it change nothing."""
     operations, seconds = _products(
         precision, device, clock=time.perf_counter if device.type == "cuda" else time.thread_time
     )
@@ -33,7 +33,7 @@ def mean_flops(precision: str, device: torch.device) -> float:
 def _products(
     precision: str, device: torch.device, *, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[int, list[float]]:
-    """Operations of one product, seconds of each."""
+    """Return the operations of one product, and the seconds of each."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     size = SIZE if device.type == "cuda" else CPU_SIZE
     a, b = torch.randn(2, size, size, device=device).to(dtype).unbind()

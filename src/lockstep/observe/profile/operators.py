@@ -21,12 +21,12 @@ class Operator:
     line: str
     """FILE:LINE FUNCTION; empty where none is known."""
     seconds: float
-    """Without the operators that it called."""
+    """Seconds without the operators that it called."""
     calls: int
 
 
 def most_expensive(events: Iterable[Any], count: int = 3) -> list[Operator]:
-    """Of a profiler's events, by the time they took themselves: on the GPU where they ran there, else on the CPU."""
+    """List the operators with most time of their own: on the GPU where they ran there, else on the CPU."""
     operators = [event for event in events if event.name.startswith("aten::")]
     seconds, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     is_on_gpu = any(event.self_device_time_total for event in operators)
@@ -42,7 +42,7 @@ def most_expensive(events: Iterable[Any], count: int = 3) -> list[Operator]:
 
 
 def _line(event: Any) -> str:
-    """The line of an operator, or of the forward operator that it differentiates."""
+    """Return the line of an operator, or of the forward operator that it differentiates."""
     line, outer = caller(event.stack), event
     while outer is not None:
         if outer.name.startswith(BACKWARD):
@@ -52,7 +52,7 @@ def _line(event: Any) -> str:
 
 
 def caller(stack: Sequence[str] | None) -> str:
-    """The innermost line that is neither PyTorch's, Python's nor Lockstep's own, such as "model.py:12 forward".
+    """Return the innermost line that is neither PyTorch's, Python's nor Lockstep's own, such as "model.py:12 forward".
 
     `stack`: "FILE(LINE): FUNCTION", the innermost first; files in a folder of imports are relative to it.
     """
@@ -65,7 +65,7 @@ def caller(stack: Sequence[str] | None) -> str:
 
 
 def _is_library(path: Path) -> bool:
-    """Whether a file is PyTorch's, Python's, or Lockstep's and not one of its models."""
+    """Return whether a file is PyTorch's, Python's, or Lockstep's and not one of its models."""
     if not path.is_absolute():
         is_own = path.parts[0] == "lockstep" and path.parts[:2] != ("lockstep", "models")
         return is_own or path.parts[0] == "torch" or (STANDARD / path).is_file()

@@ -38,8 +38,8 @@ def traced(file: Path, *, with_stack: bool) -> Iterator[profile]:
         yield profiler
         finish_collectives()
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".trace-", dir=file.parent) as made:  # only this user may write there
-        plain, packed = Path(made) / "trace.json", Path(made) / "trace.json.gz"
+    with tempfile.TemporaryDirectory(prefix=".trace-", dir=file.parent) as staging:  # only this user may write there
+        plain, packed = Path(staging) / "trace.json", Path(staging) / "trace.json.gz"
         profiler.export_chrome_trace(str(plain))  # by itself it packs in the shared folder for temporary files
         with plain.open("rb") as source, gzip.open(packed, "wb") as target:
             shutil.copyfileobj(source, target)
@@ -57,7 +57,7 @@ def _annotation(name: str) -> Iterator[None]:
 
 
 def tracing(steps: Steps, *, first: int, last: int, done: int, file: Path) -> Steps:
-    """The same steps; those from `first` to `last` (from 1, both included) are traced. `done`: steps before them."""
+    """Yield the steps; trace those from `first` to `last` (from 1, both included). `done`: steps before them."""
     for number, micro_batches in enumerate(steps, start=done + 1):
         if number != first:
             yield micro_batches

@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.observe.report.run_files import TEST, LoggedCurve, RunFiles, shortened
 
 MOST_POINTS = 8000
-"""Of a curve in the page."""
+"""Limit of the points of a curve in the page."""
 LAST = ("learning_rate", "gradient_norm", "samples_per_second", "tokens_per_second", "mfu", "memory")
 TITLES = {
     "learning_rate": "learning rate",
@@ -19,7 +19,7 @@ TITLES = {
 }
 MEMORY = "memory"
 TABLE_ROWS = 12
-"""Of the values below a chart."""
+"""Number of evenly spread rows below a chart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Chart:
     series: tuple[Series, ...]
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Convert to types of JSON."""
         series = [
             {"run": each.run, "test": each.is_test, "x": short.steps, "y": short.values}
             for each in self.series
@@ -48,7 +48,7 @@ class Chart:
 
 
 def charts(runs: Sequence[RunFiles]) -> list[Chart]:
-    """One for each quantity, with its values in training and on the test split, of all runs."""
+    """Create one chart for each quantity, with its values in training and on the test split, of all runs."""
     curves = [{**run.curves, **memory(run)} for run in runs]
     names = dict.fromkeys(name.removeprefix(f"{TEST} ") for each in curves for name in each)
     ordered = sorted(names, key=lambda name: (name != "loss", LAST.index(name) if name in LAST else -1))
@@ -64,14 +64,14 @@ def _series(name: str, runs: Sequence[dict[str, LoggedCurve]]) -> Iterable[Serie
 
 
 def memory(run: RunFiles) -> dict[str, LoggedCurve]:
-    """The peak memory in GB (10^9 bytes) by step; of repeated steps the last value."""
+    """Return the peak memory in GB (10^9 bytes) by step; of repeated steps the last value."""
     found = {line.step: line.memory_bytes / 1e9 for line in run.history if line.kind == "steps"}
     steps = sorted(found)
     return {MEMORY: LoggedCurve(steps=steps, values=[found[step] for step in steps])} if steps else {}
 
 
 def table(chart: Chart, names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of a chart's values at evenly spread steps, for readers without the picture."""
+    """Return headings and rows of a chart's values at evenly spread steps, for readers without the picture."""
     headings = ["step"]
     for each in chart.series:
         several = f"{names[each.run]}, " if len(names) > 1 else ""

@@ -1,4 +1,4 @@
-"""Where a run's time went, over all of its starts."""
+"""Goodput of a run: its time by purpose, over all of its starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from lockstep.observe.run_lines import HistoryLine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """What happened from one start of the processes to their end."""
+    """Lines of a run from one start of the processes to their end."""
 
     lines: tuple[HistoryLine, ...]
     began: float
-    """Of the command, or of training after a restart by the same command: seconds since 1970."""
+    """Start of the command, or of training after a restart by the same command: seconds since 1970."""
 
     @property
     def ended(self) -> float:
-        """The last sign of it, seconds since 1970."""
+        """Time of its last line, seconds since 1970."""
         return self.lines[-1].time
 
     @property
@@ -33,7 +33,7 @@ class Start:
         return self.lines[0].world_size
 
     def seconds_in_steps(self, until: float) -> float:
-        """Time spent in steps up to a step, in proportion where it is between two logged ones."""
+        """Return the time spent in steps up to a step, in proportion where it is between two logged ones."""
         total, before = 0.0, self.first_step
         for line in self.lines:
             if line.kind == "steps":
@@ -47,18 +47,18 @@ class Goodput:
     """Seconds by what they were spent on; they add up to `wall`."""
 
     wall: float
-    """From the first command's start to the last sign of the run."""
+    """Time from the first command's start to the last line of the run."""
     steps: float
-    """In steps whose result is part of the run."""
+    """Time in steps whose result is part of the run."""
     repeated: float
-    """In steps that a kill undid, and that were done again."""
+    """Time in steps that a kill undid, and that were done again."""
     evaluations: float
     saves: float
-    """Training stood still for them."""
+    """Time for which training stood still for them."""
     recoveries: float
-    """With live recovery, from the loss of a process until the others went on, and until a process has joined."""
+    """Time until the others went on after a loss, and until a process has joined, with live recovery."""
     down: float
-    """Between the last sign of one start and the next start."""
+    """Time between the last line of one start and the next start."""
 
     @property
     def rest(self) -> float:
@@ -73,7 +73,7 @@ class Goodput:
 
 
 def starts(history: Sequence[HistoryLine]) -> list[Start]:
-    """The starts of a run. One at step 0 after an orderly end is a new run in the same folder, and forgets the old."""
+    """List the starts of a run. One at step 0 after an orderly end is a new run in the folder, and replaces the old."""
     found: list[list[HistoryLine]] = []
     for line in history:
         if line.kind == "started":
@@ -82,16 +82,16 @@ def starts(history: Sequence[HistoryLine]) -> list[Start]:
             found.append([line])
         elif found:
             found[-1].append(line)
-    made = list[Start]()
+    all_starts = list[Start]()
     for each in found:
         command = each[0].time - each[0].seconds
-        is_restart = bool(made) and command < made[-1].ended
-        made.append(Start(lines=tuple(each), began=each[0].time if is_restart else command))
-    return made
+        is_restart = bool(all_starts) and command < all_starts[-1].ended
+        all_starts.append(Start(lines=tuple(each), began=each[0].time if is_restart else command))
+    return all_starts
 
 
 def goodput(runs: Sequence[Start]) -> Goodput | None:
-    """None where the run has no history."""
+    """Add up the seconds of all starts; None where the run has no history."""
     if not runs:
         return None
     nexts: list[float] = [each.first_step for each in runs[1:]]

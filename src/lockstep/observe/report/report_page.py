@@ -21,12 +21,12 @@ from lockstep.observe.run_lines import HistoryLine
 FILE = "report.html"
 LIBRARY = "observe/report/uplot"
 COLOURS = ("#2f6fb3", "#d55e00", "#009e73", "#cc79a7", "#8800ff", "#8f5230", "#b01878", "#e85cf0")
-"""Of runs; the first two, of training and test where there is one run: clear without seeing red or green, too."""
+"""Colours of runs. One run uses the first two, for training and test: clear without seeing red or green, too."""
 MOST_CLASSES = 30
-"""In the confusion matrix; with more, the most frequent confusions are listed."""
+"""Limit of the confusion matrix; with more classes, the most frequent confusions are listed."""
 MOST_CONFUSIONS = 20
 SAVED_SETTINGS = ("run.name", "run.dir")
-"""Differ between any two runs."""
+"""Settings that differ between any two runs."""
 
 
 def write(folder: Path) -> Path:
@@ -37,7 +37,7 @@ def write(folder: Path) -> Path:
 
 
 def html(runs: Sequence[RunFiles]) -> str:
-    """The page of these runs, side by side."""
+    """Render the page of these runs, side by side."""
     names, histories = names_of(runs), [starts(run.history) for run in runs]
     drawn = charts(runs)
     timelines = [timeline(each, is_running=is_running(run)) for run, each in zip(runs, histories, strict=True)]
@@ -57,8 +57,8 @@ def html(runs: Sequence[RunFiles]) -> str:
         data=Markup(json.dumps(data).replace("<", "\\u003c")),
         charts=[(chart, *table(chart, names)) for chart in drawn],
         runs=[
-            run_section(run, history, told) | {"name": name, "colour": COLOURS[number % len(COLOURS)]}
-            for number, (run, name, history, told) in enumerate(zip(runs, names, histories, timelines, strict=True))
+            run_section(run, history, entries) | {"name": name, "colour": COLOURS[number % len(COLOURS)]}
+            for number, (run, name, history, entries) in enumerate(zip(runs, names, histories, timelines, strict=True))
         ],
         facts=_side_by_side([facts(run, goodput(history)) for run, history in zip(runs, histories, strict=True)]),
         differences=differences(runs),
@@ -67,18 +67,18 @@ def html(runs: Sequence[RunFiles]) -> str:
 
 
 def names_of(runs: Sequence[RunFiles]) -> list[str]:
-    """The runs' names; with their folders where two have the same."""
+    """Return the runs' names, or their folders where two have the same name."""
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
 
 
 def is_running(run: RunFiles) -> bool:
-    """Whether it may still be running: summary.json is removed at the start and written at the end."""
+    """Return whether it may still be running: summary.json is removed at the start and written at the end."""
     return not run.summary.status
 
 
-def run_section(run: RunFiles, history: Sequence[Start], told: Sequence[Happening]) -> dict[str, Any]:
-    """What the page says about one run, besides its name."""
+def run_section(run: RunFiles, history: Sequence[Start], entries: Sequence[Happening]) -> dict[str, Any]:
+    """Return the values that the page shows of one run, besides its name."""
     spent = goodput(history)
     began = history[0].began if history else 0.0
     return {
@@ -86,7 +86,7 @@ def run_section(run: RunFiles, history: Sequence[Start], told: Sequence[Happenin
         "goodput": spent,
         "timeline": [
             {"happening": each, "when": datetime.fromtimestamp(each.time).astimezone(), "after": each.time - began}
-            for each in told
+            for each in entries
         ],
         "matrix": matrix(run),
         "worst": run.evaluation.worst,
@@ -99,13 +99,13 @@ def run_section(run: RunFiles, history: Sequence[Start], told: Sequence[Happenin
 
 
 def _side_by_side(columns: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, list[str]]]:
-    """Each label with its values, one for each column."""
+    """Return each label with its values, one for each column."""
     found = [dict(column) for column in columns]
     return [(label, [column.get(label, "") for column in found]) for label in dict.fromkeys(chain(*found))]
 
 
 def facts(run: RunFiles, spent: Goodput | None) -> list[tuple[str, str]]:
-    """Labels and values at the top."""
+    """Return the labels and values at the top."""
     summary = run.summary
     last = run.curves["loss"].steps[-1] if "loss" in run.curves else 0
     found = [("status", summary.status or "running, or killed"), ("steps", f"{summary.steps or last:,}")]
@@ -124,7 +124,7 @@ def facts(run: RunFiles, spent: Goodput | None) -> list[tuple[str, str]]:
 
 
 def parts(spent: Goodput) -> list[dict[str, Any]]:
-    """What the time was spent on, the parts of a whole."""
+    """List the parts of the time, by what it was spent on."""
     wall = spent.wall or 1.0
     named = [
         ("steps that count", spent.steps, "good"),
@@ -139,13 +139,13 @@ def parts(spent: Goodput) -> list[dict[str, Any]]:
 
 
 def texts(run: RunFiles) -> list[HistoryLine]:
-    """What a language model generated at first and at last."""
+    """List the first and the last texts that a language model generated."""
     by_step = {line.step: line for line in run.history if line.texts}
     return [by_step[step] for step in sorted({min(by_step), max(by_step)})] if by_step else []
 
 
 def matrix(run: RunFiles) -> dict[str, Any] | None:
-    """The confusion matrix [true][predicted] with the share of each row, or the most frequent confusions."""
+    """Return the confusion matrix [true][predicted] with the share of each row, or the most frequent confusions."""
     counts = run.summary.confusion_matrix
     if not counts:
         return None
@@ -162,7 +162,7 @@ def matrix(run: RunFiles) -> dict[str, Any] | None:
 
 
 def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[Any]]]:
-    """Settings in which the runs differ."""
+    """List the settings in which the runs differ."""
     keys = sorted({key for run in runs for key in run.settings} - set(SAVED_SETTINGS))
     rows = [(key, [run.settings.get(key, "") for run in runs]) for key in keys]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]

@@ -20,9 +20,9 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 EVALUATION = "evaluation.json"
 MOST_KEPT_BYTES = 128 << 20
-"""Of history.jsonl, the lines about ranks not counted."""
+"""Size limit of history.jsonl, without the lines about ranks."""
 MOST_KEPT_POINTS = 32_000
-"""Of a curve while it is read; then three of four are left out."""
+"""Limit of a curve's points while it is read; beyond it, three of four are left out."""
 MOST_CURVES, MOST_NAME = 200, 200
 TEST = "test"
 
@@ -39,7 +39,7 @@ class Drift(BaseModel):
 
 
 class RunSummary(BaseModel):
-    """What reports and comparisons need of summary.json."""
+    """Fields of summary.json that reports and comparisons need."""
 
     model_config = ConfigDict(allow_inf_nan=False)
     status: Name = ""
@@ -78,11 +78,11 @@ class WorstSample(BaseModel):
     loss: float
     text: str = ""
     image: Annotated[str, Field(pattern="^(data:image/|$)")] = ""
-    """A data URI, never a place."""
+    """A data URI, never an address."""
 
 
 class StoredEvaluation(BaseModel):
-    """What a report shows of evaluation.json."""
+    """Fields of evaluation.json that a report shows."""
 
     worst: list[WorstSample] = Field([], max_length=1000)
 
@@ -93,7 +93,7 @@ class LoggedCurve:
 
     steps: list[int]
     values: list[float | None]
-    """None where it was not finite."""
+    """Values by step; None for one that was not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +103,17 @@ class RunFiles:
     name: str
     folder: Path
     settings: dict[str, Any]
-    """By "section.key"."""
+    """Settings by "section.key"."""
     curves: dict[str, LoggedCurve]
     history: list[HistoryLine]
     summary: RunSummary
     evaluation: StoredEvaluation
     notes: list[str]
-    """What could not be read."""
+    """Sentences on what could not be read."""
 
 
 def read(folder: Path) -> RunFiles:
-    """Raises ConfigError for a folder that is no run's."""
+    """Read the files of a run. Raises ConfigError for a folder that is no run's."""
     settings_file(folder)
     notes = list[str]()
     return RunFiles(
@@ -129,10 +129,10 @@ def read(folder: Path) -> RunFiles:
 
 
 def history_lines(path: Path, notes: list[str]) -> list[HistoryLine]:
-    """All but those about ranks; generated texts of the first and the last line with some."""
+    """Read all lines except those about ranks; keep generated texts of the first and the last line with some."""
     found, size, lines = list[HistoryLine](), 0, Lines(path, HISTORY, notes)
     texts = list[int]()
-    """Places of lines with texts."""
+    """Indices in `found` of lines with texts."""
     for line in lines:
         if line.kind == "ranks":
             continue
@@ -150,7 +150,7 @@ def history_lines(path: Path, notes: list[str]) -> list[HistoryLine]:
 
 
 def model_of(kind: type[M], path: Path, notes: list[str]) -> M:
-    """The contents of a JSON file; the defaults where there is none, or no valid one."""
+    """Read a JSON file; return the defaults where there is none, or no valid one."""
     try:
         return kind.model_validate_json(storage.read_regular(path, storage.MOST_JSON_BYTES, follows_links=False))
     except FileNotFoundError:
@@ -165,7 +165,7 @@ def model_of(kind: type[M], path: Path, notes: list[str]) -> M:
 
 
 def curves(path: Path, notes: list[str]) -> dict[str, LoggedCurve]:
-    """Name -> curve of the values in metrics.jsonl; those of evaluations are called "test ..."."""
+    """Read metrics.jsonl: name -> curve of the values; those of evaluations are called "test ..."."""
     found: dict[str, LoggedCurve] = {}
     left_out = 0
     for line in Lines(path, METRIC, notes):
@@ -182,17 +182,17 @@ def curves(path: Path, notes: list[str]) -> dict[str, LoggedCurve]:
                 found[name] = shortened(curve, MOST_KEPT_POINTS // 4)
     if left_out:
         notes.append(f"{left_out:,} values of {path.name} left out: a report has {MOST_CURVES} curves with short names")
-    return {name: _ascending(curve) for name, curve in found.items()}
+    return {name: _sort_by_step(curve) for name, curve in found.items()}
 
 
-def _ascending(curve: LoggedCurve) -> LoggedCurve:
-    """With each step once, the last value of it."""
+def _sort_by_step(curve: LoggedCurve) -> LoggedCurve:
+    """Sort a curve by step, each step once with its last value."""
     values = dict(sorted(zip(curve.steps, curve.values, strict=True), key=itemgetter(0)))
     return LoggedCurve(steps=list(values), values=list(values.values()))
 
 
 def shortened(curve: LoggedCurve, most: int) -> LoggedCurve:
-    """The curve with at most so many points: the ends, and of each bucket of neighbours the lowest and the highest."""
+    """Reduce a curve to so many points: the ends, and of each bucket of neighbours the lowest and the highest."""
     count = len(curve.steps)
     if count <= most:
         return curve

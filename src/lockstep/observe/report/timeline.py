@@ -1,4 +1,4 @@
-"""What happened to a run, in order: starts, kills, changes of size, saves, evaluations, warnings, hangs, ends."""
+"""Timeline of a run: starts, kills, changes of size, saves, evaluations, warnings, hangs, ends."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from lockstep.observe.run_lines import HistoryLine
 MOST_OF_A_KIND = 40
 """Saves, and evaluations, that are listed: the first and the last ones."""
 MOST = 1000
-"""Of all that are listed, the same."""
+"""Limit of all lines: the first and the last ones are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,25 +21,25 @@ class Happening:
     step: int
     text: str
     is_mark: bool = False
-    """Drawn in the curves as well."""
+    """Whether it is drawn in the curves as well."""
     is_bad: bool = False
 
 
 def timeline(starts: Sequence[Start], *, is_running: bool) -> list[Happening]:
-    """`is_running`: the last start may still go on, so that a missing end says nothing."""
+    """List the lines. `is_running`: the last start may still go on, so that a missing end means nothing."""
     found: list[Happening] = []
     for number, start in enumerate(starts):
         if MOST <= number < len(starts) - MOST:  # is left out below
             continue
-        found.append(_beginning(start, starts[number - 1] if number else None))
-        found += filter(None, map(_happening, start.lines[1:]))
+        found.append(_describe_start(start, starts[number - 1] if number else None))
+        found += filter(None, map(_describe_line, start.lines[1:]))
         is_last = number + 1 == len(starts)
         if start.status is None and not (is_last and is_running):
-            found.append(_killed(start, None if is_last else starts[number + 1]))
-    return _without_most(found)
+            found.append(_describe_kill(start, None if is_last else starts[number + 1]))
+    return _shorten(found)
 
 
-def _beginning(start: Start, before: Start | None) -> Happening:
+def _describe_start(start: Start, before: Start | None) -> Happening:
     processes = f"{start.world_size} process{'' if start.world_size == 1 else 'es'}"
     device = start.lines[0].device
     if before is None and not start.first_step:
@@ -51,7 +51,7 @@ def _beginning(start: Start, before: Start | None) -> Happening:
     return Happening(time=start.began, step=start.first_step, text=text, is_mark=before is not None)
 
 
-def _killed(start: Start, after: Start | None) -> Happening:
+def _describe_kill(start: Start, after: Start | None) -> Happening:
     step = start.lines[-1].step
     text = f"ended without a word after step {step:,}: killed, or its machine was lost"
     if after is not None and after.first_step < step:
@@ -59,7 +59,7 @@ def _killed(start: Start, after: Start | None) -> Happening:
     return Happening(time=start.ended, step=step, text=text, is_mark=True, is_bad=True)
 
 
-def _happening(line: HistoryLine) -> Happening | None:
+def _describe_line(line: HistoryLine) -> Happening | None:
     is_bad = line.kind == "warned" or line.status == "failed"
     stall = f"training stood still for {1000 * line.stall_seconds:.0f} ms"
     texts = {
@@ -74,16 +74,16 @@ def _happening(line: HistoryLine) -> Happening | None:
     return None if text is None else Happening(time=line.time, step=line.step, text=text, is_bad=is_bad)
 
 
-def _without_most(found: Sequence[Happening]) -> list[Happening]:
-    """Without those in the middle of a long row of saves or evaluations, or of a very long timeline."""
-    kept = [each for each, keep in zip(found, _kept(found), strict=True) if keep]
+def _shorten(found: Sequence[Happening]) -> list[Happening]:
+    """Leave out the middle of a long row of saves or evaluations, or of a very long timeline."""
+    kept = [each for each, keep in zip(found, _select(found), strict=True) if keep]
     if len(kept) <= MOST:
         return kept
     gap = replace(kept[MOST // 2], text="from here on, until the next line, what happened is left out")
     return [*kept[: MOST // 2], gap, *kept[-MOST // 2 :]]
 
 
-def _kept(found: Sequence[Happening]) -> Iterator[bool]:
+def _select(found: Sequence[Happening]) -> Iterator[bool]:
     words = ("checkpoint saved", "evaluated")
     counts = {word: sum(each.text.startswith(word) for each in found) for word in words}
     seen = dict.fromkeys(words, 0)

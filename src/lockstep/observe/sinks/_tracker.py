@@ -1,4 +1,4 @@
-"""What sinks for experiment trackers share: one tracker run for a run, over kills and resumes, without a repeat.
+"""Base of sinks for experiment trackers: one tracker run for a run, over kills and resumes, without repeats.
 
 The tracker's id of the run, and the last step that it was given, are in the run's folder. Steps that a resume repeats
 have the same values, so they are not sent again; what a kill has kept from the tracker is sent from metrics.jsonl and,
@@ -35,7 +35,7 @@ class Tracker(ABC):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.record = folder / f"{self.name}.jsonl"
-        """The id of the tracker's run, then a line [step, part] for all that was sent."""
+        """File with the id of the tracker's run, then a line [step, part] for all that was sent."""
         self.id, self.sent = "", NOTHING
         self.is_open = False
 
@@ -56,7 +56,7 @@ class Tracker(ABC):
             self.end(event.status, event.summary, files)
 
     def _start(self, event: RunStarted) -> None:
-        """Open the tracker's run, that of an earlier start unless this one begins anew."""
+        """Open the tracker's run, that of an earlier start unless this one starts at step 0."""
         known, self.sent = self._known() if event.resumed_step else ("", NOTHING)
         self.id = known
         self.id = self.open(event, known_settings(self.folder))
@@ -80,7 +80,7 @@ class Tracker(ABC):
                 self._send(step, part, values)
 
     def _known(self) -> tuple[str, tuple[int, int]]:
-        """The id of the tracker's run, and the last that it was sent; a line that was cut short does not count."""
+        """Read the id of the tracker's run, and the last (step, part) sent; a line cut short does not count."""
         try:
             first, *lines, _ = storage.read_regular(self.record, storage.MOST_JSON_BYTES).split(b"\n")
             step, part = pydantic_core.from_json(lines[-1]) if lines else NOTHING
@@ -107,7 +107,7 @@ class Tracker(ABC):
         """Begin the tracker's run, or go on with that of self.id if it is not empty -> its id."""
 
     def delivered(self) -> tuple[int, int]:
-        """The last that the tracker has for certain; what is older is not sent again."""
+        """Return the last (step, part) that the tracker has for certain; older ones are not sent again."""
         return self.sent
 
     @abstractmethod
@@ -122,19 +122,19 @@ class Tracker(ABC):
 def of_ranks(
     seconds: Mapping[str, Sequence[float]], steps: int, gpus: Mapping[str, Sequence[float]]
 ) -> dict[str, float]:
-    """Milliseconds of a step by phase, of the rank with the most; figures of the GPUs."""
+    """Return the milliseconds of a step by phase, of the rank with the most; figures of the GPUs."""
     times = {f"time/{name}": 1000 * max(seconds[name]) / steps for name in OF_STEPS}
     return times | {f"gpu/{name}": value for name, value in gpu_meter.scalars(gpus).items()}
 
 
 def missing(package: str) -> ConfigError:
-    """The error where a tracker's package is not installed."""
+    """Return the error for a tracker's package that is not installed."""
     how = f"pip install 'lockstep-train[{package}]'"
     return ConfigError(f"observe.sinks names {package}, which is not installed: {how}")
 
 
 def final_values(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the summary a tracker shows beside the run."""
+    """Return the values of the summary that a tracker shows beside the run."""
     names = ("digest", "chain", "steps", "epochs", "train_samples_per_second")
     facts = {name: summary[name] for name in names if summary.get(name) is not None}
     return facts | {f"evaluation/{name}": value for name, value in (summary.get("evaluation") or {}).items()}

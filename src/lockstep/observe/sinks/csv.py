@@ -32,7 +32,7 @@ class Csv:
         """Nothing is kept open."""
 
     def _write(self, row: Mapping[str, object]) -> None:
-        """Raises OSError, after which the bus leaves this sink out."""
+        """Append a row. Raises OSError, after which the bus leaves this sink out."""
         added = [name for name in row if name not in self.columns]
         if added or not self.path.exists():
             self.columns += added
@@ -67,5 +67,4 @@ class Csv:
 
 
 def build(folder: Path) -> Csv:
-    """The sink for a run's folder."""
     return Csv(folder)

@@ -57,7 +57,7 @@ class Jsonl:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a line; infinite for one that a kill has cut short, so that it is dropped."""
+    """Return the step of a line; infinite for one that a kill has cut short, so that it is dropped."""
     try:
         return float(pydantic_core.from_json(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError):
@@ -65,5 +65,4 @@ def _step_of(line: bytes) -> float:
 
 
 def build(folder: Path) -> Jsonl:
-    """The sink for a run directory."""
     return Jsonl(folder)

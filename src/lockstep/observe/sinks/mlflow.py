@@ -12,11 +12,11 @@ from lockstep.observe.run_settings import flattened
 from lockstep.observe.sinks._tracker import Tracker, final_values, missing
 
 DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""So that a server that is down is given up soon."""
+"""Limits after which a server that is down is given up."""
 MOST_PARAMETERS = 100
-"""In one request, by the server's limits."""
+"""Limit of parameters in one request, set by the server."""
 MOST_CHARACTERS = 6000
-"""Of a parameter's value."""
+"""Length limit of a parameter's value."""
 ENDS = {"finished": "FINISHED", "stopped early": "FINISHED", "interrupted": "KILLED"}
 
 
@@ -42,7 +42,6 @@ class Mlflow(Tracker):
         self.client = self.mlflow.MlflowClient(tracking_uri=address)
 
     def open(self, event: RunStarted, config: Mapping[str, Any]) -> str:
-        """See Tracker."""
         self._connect()
         if self.id:
             self.client.update_run(self.id, status="RUNNING")
@@ -58,13 +57,11 @@ class Mlflow(Tracker):
         return identity
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See Tracker."""
         now = int(1000 * time.time())
         metrics = [self.mlflow.entities.Metric(name, float(value), now, step) for name, value in values.items()]
         self.client.log_batch(self.id, metrics=metrics)
 
     def end(self, status: str, summary: Mapping[str, Any], files: list[Path]) -> None:
-        """See Tracker."""
         for name, value in {"status": status, **final_values(summary)}.items():
             self.client.set_tag(self.id, name, value)
         for file in files:
@@ -73,5 +70,5 @@ class Mlflow(Tracker):
 
 
 def build(folder: Path) -> Mlflow:
-    """The sink for a run's folder. Raises ConfigError."""
+    """Create the sink. Raises ConfigError where the package is not installed."""
     return Mlflow(folder)

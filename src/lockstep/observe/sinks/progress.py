@@ -1,4 +1,4 @@
-"""What the user sees of a run: a bar on a terminal, plain lines elsewhere, and always logs/rank-0.log."""
+"""Output of a run for the user: a bar on a terminal, plain lines elsewhere, and always logs/rank-0.log."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -29,7 +29,7 @@ from lockstep.observe.progress_bar import QUIET_SECONDS, Pace, progress_bar
 
 EVALUATION = "evaluating"
 MOST_SHOWN = 160
-"""Characters of a generated text."""
+"""Length limit of a generated text."""
 
 
 class ProgressLines:
@@ -39,7 +39,7 @@ class ProgressLines:
         self.console, self.quiet_seconds = console, quiet_seconds
         self.pace: Pace | None = None
         self.preparation: tuple[str, Pace] | None = None
-        """What is being prepared, and its pace."""
+        """Name and pace of the last preparation."""
         self.evaluation: tuple[int, Pace] | None = None
         """The step of the last evaluation, and its pace."""
 
@@ -128,7 +128,6 @@ class LogLines(ProgressLines):
         super().__init__(EscapingConsole(file=file), quiet_seconds=0)
 
     def print(self, text: str, style: str | None = None) -> None:
-        """Write one line."""
         self.console.file.write(f"{printable(text)}\n")
 
 
@@ -173,7 +172,7 @@ class ProgressBar(ProgressLines):
 
 
 def terminal() -> ProgressLines:
-    """An observer for the terminal alone: a bar if it is one, else lines."""
+    """Create an observer for the terminal alone: a bar if it is one, else lines."""
     console = EscapingConsole()
     return ProgressBar(console) if console.is_terminal else ProgressLines(console)
 
@@ -206,7 +205,7 @@ SHORT = {"learning_rate": "lr", "gradient_norm": "grad norm", "samples_per_secon
 
 
 def readable(values: Mapping[str, float]) -> str:
-    """Values in the given order, short: 'loss 0.0312 · accuracy 0.9912 · 5,312 samples/s'."""
+    """Format values in the given order, short: 'loss 0.0312 · accuracy 0.9912 · 5,312 samples/s'."""
     texts = []
     for name, value in values.items():
         if name in (SPEED, TOKENS):
@@ -247,5 +246,4 @@ def end_lines(event: RunEnded) -> list[str]:
 
 
 def build(folder: Path) -> ProgressSink:
-    """The sink for a run's folder."""
     return ProgressSink(folder)

@@ -27,9 +27,9 @@ from lockstep.observe.run_settings import flattened, known_settings
 
 HYPERPARAMETERS = "hparams"
 SHAPING = ("data.", "model.", "optim.", "parallel.", "run.reproducibility", "run.seed", "schedule.", "train.")
-"""Beginnings of the names of settings that are shown as hyper-parameters."""
+"""Prefixes of settings that are shown as hyper-parameters."""
 FIRST = ("model.kind", "optim.kind", "optim.lr", "train.epochs", "train.global_batch")
-"""TensorBoard shows five unasked; these are marked as settings that differ between runs, which come first."""
+"""Five settings that TensorBoard shows by default: they are marked as differing between runs, which come first."""
 
 
 class TensorBoard:
@@ -77,17 +77,16 @@ class TensorBoard:
             self._write(event.step, tagged("checkpoint", seconds))
 
     def close(self) -> None:
-        """Flush and close the event file."""
         if self.writer:
             self.writer.close()
 
     def _write_text(self, name: str, file: Path, step: int) -> None:
-        """The contents of a file, where there is one."""
+        """Write the contents of a file, where there is one."""
         with suppress(OSError, ValueError):
             self.writer.add_text(name, as_code(storage.read_regular(file, storage.MOST_JSON_BYTES).decode()), step)
 
     def _write_hyperparameters(self, event: RunEnded) -> None:
-        """The settings, and which scalars are the run's metrics: TensorBoard shows the last values of these.
+        """Write the settings, and which scalars are the run's metrics: TensorBoard shows the last values of these.
 
         add_hparams of torch would make a run of its own of them.
         """
@@ -107,7 +106,7 @@ class TensorBoard:
                 writer.file_writer.add_summary(summary)
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars as one event: an event for each, as add_scalar writes, takes five times as long."""
+        """Write scalars as one event: an event for each, as add_scalar writes, takes five times as long."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
@@ -115,12 +114,12 @@ class TensorBoard:
 
 
 def tagged(group: str, values: Mapping[str, float]) -> dict[str, float]:
-    """GROUP/NAME -> value, as TensorBoard groups its charts."""
+    """Return GROUP/NAME -> value, as TensorBoard groups its charts."""
     return {f"{group}/{name}": value for name, value in values.items()}
 
 
 def hyperparameters(folder: Path) -> dict[str, float | str]:
-    """ "section.key" -> value, of a run's settings that shape its result."""
+    """Return "section.key" -> value, of a run's settings that shape its result."""
     found: dict[str, float | str] = {}
     for name, value in flattened(known_settings(folder)):
         if name.startswith(SHAPING) and value is not None:
@@ -130,21 +129,20 @@ def hyperparameters(folder: Path) -> dict[str, float | str]:
 
 
 def mean_milliseconds(times: RankTimes) -> dict[str, float]:
-    """Phase -> milliseconds of a step, the mean over the ranks; `waits_most`: of the rank that waits most."""
+    """Return phase -> milliseconds of a step, the mean over the ranks; `waits_most`: of the rank that waits most."""
     mean = {str(name): 1000 * statistics.fmean(times.seconds[name]) / times.steps for name in OF_STEPS}
     return {**mean, "waits_most": 1000 * max(times.seconds["exchange"]) / times.steps}
 
 
 def as_code(text: str) -> str:
-    """Markdown that shows a text as it is."""
+    """Return Markdown that shows a text as it is."""
     return "".join(f"    {line}\n" for line in text.splitlines())
 
 
 def build(folder: Path) -> TensorBoard:
-    """The sink for a run directory."""
     return TensorBoard(folder)
 
 
 def as_quotes(samples: Sequence[TextSample]) -> str:
-    """Each generated text as a paragraph of Markdown, its prompt in bold."""
+    """Format each generated text as a paragraph of Markdown, its prompt in bold."""
     return "\n\n".join(f"**{as_markdown(each.prompt)}**{as_markdown(each.text)}" for each in samples)

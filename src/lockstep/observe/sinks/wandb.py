@@ -11,7 +11,7 @@ from lockstep.observe.sinks._tracker import Tracker, final_values, missing
 
 LAST_PART = 2
 INIT_SECONDS = 30.0
-"""How long the server may take to answer before the run goes on without it."""
+"""Time for the server to answer before the run goes on without it."""
 
 
 class Wandb(Tracker):
@@ -27,7 +27,6 @@ class Wandb(Tracker):
         self.run: Any = None
 
     def open(self, event: RunStarted, config: Mapping[str, Any]) -> str:
-        """See Tracker."""
         identity = self.id or secrets.token_hex(4)
         self.run = self.wandb.init(
             project=os.environ.get("WANDB_PROJECT", "lockstep"),  # noqa: TID251 (a variable of the tracker's)
@@ -41,15 +40,13 @@ class Wandb(Tracker):
         return identity
 
     def delivered(self) -> tuple[int, int]:
-        """What the server has; it ignores older steps. Offline nothing is certain: a kill loses what is in memory."""
+        """Return the last step that the server has; it ignores older ones. Offline, a kill loses what is in memory."""
         return self.run.starting_step - 1, LAST_PART
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See Tracker."""
         self.run.log(dict(values), step=step)
 
     def end(self, status: str, summary: Mapping[str, Any], files: list[Path]) -> None:
-        """See Tracker."""
         self.run.summary.update({"status": status, **final_values(summary)})
         if files:
             artifact = self.wandb.Artifact(f"run-{self.id}", type="run")
@@ -61,5 +58,5 @@ class Wandb(Tracker):
 
 
 def build(folder: Path) -> Wandb:
-    """The sink for a run's folder. Raises ConfigError."""
+    """Create the sink. Raises ConfigError where the package is not installed."""
     return Wandb(folder)

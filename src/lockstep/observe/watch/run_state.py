@@ -1,4 +1,4 @@
-"""What a run is doing, from the files in its folder, read again and again while they grow."""
+"""State of a run, from the files in its folder, read repeatedly while they grow."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from lockstep.observe.run_lines import HISTORY, METRIC, MOST_LINES, HistoryLine,
 from lockstep.observe.run_settings import settings_file
 
 LAUNCH = "launch.yaml"
-"""There before the processes of a run have started."""
+"""File that is in a run's folder before its processes have started."""
 MOST_KEPT = 10_000
 """Lines of the history: those of the present start, and some before."""
 FREQUENT = ("steps", "ranks")
@@ -37,12 +37,12 @@ class RunState:
     ranks: HistoryLine | None
     saved: HistoryLine | None
     metrics: MetricLine | None
-    """The newest logged step's."""
+    """The newest line about a step."""
     evaluation: MetricLine | None
-    """The newest one's."""
+    """The newest line about an evaluation."""
     happenings: list[Happening]
     notes: list[str]
-    """What was left out."""
+    """Sentences on what was left out."""
 
     @property
     def step(self) -> int:
@@ -56,12 +56,12 @@ class RunReader:
         self.folder = folder
         self.offset, self.read = 0, Lines(folder / run_history.FILE, HISTORY, [])
         self.lines: list[HistoryLine] = []
-        """The last ones; of FREQUENT kinds only the last of a start are kept."""
+        """The last lines; of FREQUENT kinds only the last of a start."""
         self.newest: dict[str, HistoryLine] = {}
-        """Of FREQUENT kinds, of the newest start."""
+        """The newest line of each of the FREQUENT kinds, in the newest start."""
 
     def state(self) -> RunState:
-        """What the files say now."""
+        """Read the files again and return the present state."""
         if not (self.folder / LAUNCH).is_file():
             settings_file(self.folder)
         self._read_history()
@@ -110,15 +110,15 @@ class RunReader:
             self.newest.clear()
         self.lines.append(line)
         if len(self.lines) > 2 * MOST_KEPT:
-            begun = [each for each in self.lines[:-MOST_KEPT] if each.kind == "started"]
-            self.lines = begun[-1:] + self.lines[-MOST_KEPT:]
+            start_lines = [each for each in self.lines[:-MOST_KEPT] if each.kind == "started"]
+            self.lines = start_lines[-1:] + self.lines[-MOST_KEPT:]
 
     def _newest(self) -> list[HistoryLine]:
         return sorted(self.newest.values(), key=lambda line: line.time)
 
 
 def last_lines(path: Path) -> Iterator[MetricLine]:
-    """The last whole lines of metrics.jsonl, the newest first; none where there is no file."""
+    """Yield the last whole lines of metrics.jsonl, the newest first; none where there is no file."""
     for text in reversed(storage.tail(path).split("\n")[:-1]):
         with suppress(ValidationError):
             yield METRIC.validate_json(text)

@@ -20,23 +20,23 @@ MOST_RANKS = 8
 """Rows of ranks: the slowest ones."""
 HAPPENINGS = 6
 WIDE = 100
-"""Columns from which the table of ranks says where the time of each goes."""
+"""Columns from which the table of ranks shows the time of each by phase."""
 GB = 1e9
 GPU_UNITS = {"utilization_percent": "%", "used_gigabytes": "GB", "watts": "W", "celsius": "°C"}
 MOST_SECONDS = 1e10
-"""Of a duration, which a timedelta can hold."""
+"""Limit of a duration, which a timedelta can hold."""
 
 
 def screen(state: RunState, *, width: int, now: float | None = None) -> RenderableType:
-    """The whole screen; `now` in seconds since 1970."""
+    """Render the whole screen; `now` in seconds since 1970."""
     now = time.time() if now is None else now
     if state.start is None:
         return Text(f"{escape_name(state.name)}: waiting for its first step", style="bold")
     parts: list[RenderableType] = [_headline(state, now), *_progress(state)]
-    parts += [_fitted(line, width) for line in _figures(state)]
+    parts += [_wrap(line, width) for line in _figures(state)]
     if state.ranks is not None:
         parts += [Text(), _ranks(state.ranks, is_wide=width >= WIDE)]
-    parts += [Text(), *(_happening(each, now) for each in state.happenings[-HAPPENINGS:])]
+    parts += [Text(), *(_timeline_line(each, now) for each in state.happenings[-HAPPENINGS:])]
     parts += [Text(escape_name(note), style="yellow") for note in state.notes]
     return Group(*parts)
 
@@ -50,7 +50,7 @@ def _headline(state: RunState, now: float) -> Text:
 
 
 def _progress(state: RunState) -> list[RenderableType]:
-    """A bar, and beside it the step, the epoch and the remaining time."""
+    """Render a bar, and beside it the step, the epoch and the remaining time."""
     assert state.start is not None
     first = state.start.lines[0]
     if not first.total_steps:
@@ -70,7 +70,7 @@ def _progress(state: RunState) -> list[RenderableType]:
 
 
 def _figures(state: RunState) -> Iterable[Sequence[str]]:
-    """Lines of what was logged last: of the step, of the evaluation, of memory and saves."""
+    """Yield lines of the last figures: of the step, of the evaluation, of memory and saves."""
     if state.metrics:
         yield ["train", *_values(state.metrics)]
     if state.evaluation:
@@ -85,12 +85,11 @@ def _figures(state: RunState) -> Iterable[Sequence[str]]:
 
 
 def _values(line: MetricLine) -> list[str]:
-    """Values of a logged line, each as a text."""
     return [readable({name: value}) for name, value in line.values.items() if value is not None]
 
 
-def _fitted(texts: Sequence[str], width: int) -> Text:
-    """As many of the texts as fit into lines of this width, none of them cut."""
+def _wrap(texts: Sequence[str], width: int) -> Text:
+    """Join the texts into lines that fit this width, none of them cut."""
     lines = [""]
     for text in texts:
         joined = f"{lines[-1]} · {text}" if lines[-1] else text
@@ -102,7 +101,7 @@ def _fitted(texts: Sequence[str], width: int) -> Text:
 
 
 def _ranks(line: HistoryLine, *, is_wide: bool) -> Table:
-    """Milliseconds of a step by rank, the slowest first."""
+    """Tabulate the milliseconds of a step by rank, the slowest first."""
     steps = max(line.steps, 1)
     rows = []
     for place, rank in enumerate(line.ranks):
@@ -124,7 +123,7 @@ def _ranks(line: HistoryLine, *, is_wide: bool) -> Table:
     return table
 
 
-def _happening(each: Happening, now: float) -> Text:
+def _timeline_line(each: Happening, now: float) -> Text:
     text = f"{_clock(each.time)} step {each.step:,}: {escape_name(each.text)}"
     return Text(text, style="yellow" if each.is_bad else "", overflow="fold")
 
