@@ -7,7 +7,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The members of every ModuleList, and the modules beside them; a module without ModuleLists gives its children, or
+    """List the members of every ModuleList and the modules beside them; without ModuleLists the module's children, or
     itself. What computes a weight from parameters, such as weight_norm, belongs to the module that has the weight."""
     if _has_list(module):
         return list(dict.fromkeys(_walk(module)))
@@ -15,7 +15,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def with_weights(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks that have parameters; the others, such as activations, can run anywhere."""
+    """List the blocks that have parameters; the others, such as activations, can run anywhere."""
     return [block for block in blocks if next(block.parameters(), None) is not None]
 
 

@@ -1,5 +1,5 @@
-"""Rules for the value that several shards leave in a buffer: declared in the model's file, or of the buffer's type,
-as long as what the shards do to it fits."""
+"""Rules for the value that several shards leave in a buffer: declared in the model's file, or derived from the buffer's
+type, as long as its changes fit it."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -14,15 +14,15 @@ from lockstep.base.name_patterns import matching
 from lockstep.core.modules.module_trace import class_of, origin
 
 Declared = Literal["mean", "sum", "in_order", "frozen"]
-"""mean: of the shards' values; sum: of what each has added to the value of the step's start; in_order: each goes on
-from what the one before has left; frozen: training does not change it."""
+"""mean: of the shards' values; sum: of what each has added to the value of the step's start; in_order: each continues
+from the value that the previous one has left; frozen: training does not change it."""
 Rule = Declared | Literal["any", "steps"]
 """any: a bool is flipped if any shard has flipped it; steps: it counts them."""
 
 ATTRIBUTE = "_lockstep_buffer_rules"
-"""Of a module: its buffers' declared rules, by key. By name they would be lost with an adapter, which renames them."""
+"""Attribute of a module: its buffers' declared rules, by key, because an adapter renames the buffers."""
 LOOKS = 3
-"""In how many steps a buffer's mean is looked at; a sum always is: a pointer wraps around at some time."""
+"""Number of steps in which the rule mean is checked; the others always are: a pointer may wrap around late."""
 
 
 def declare(model: nn.Module, rules: Mapping[str, str]) -> None:
@@ -45,8 +45,8 @@ def declare(model: nn.Module, rules: Mapping[str, str]) -> None:
 
 
 def rule_of(module: nn.Module, key: str, tensor: Tensor) -> tuple[Rule, bool]:
-    """Return the rule of a module's buffer, and whether it has to be checked that it fits. Where one buffer of a module
-    is updated in order, so are those beside it, which usually describe it."""
+    """Return the rule of a module's buffer, and whether its fit has to be checked. Where one buffer of a module is
+    updated in order, so are the others, which usually describe it."""
     declared: dict[str, Declared] = vars(module).get(ATTRIBUTE, {})
     if key in declared:
         return declared[key], False
@@ -73,17 +73,17 @@ def must_declare(name: str, module: nn.Module, why: str) -> ModelError:
 
 
 class BufferEvidence:
-    """Observations of what shards do to a buffer whose rule nobody has declared."""
+    """Observations of the changes that shards make to a buffer without a declared rule."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule, self.steps = rule, 0
-        """`steps`: in which it has changed."""
+        """`steps`: number of steps in which it has changed."""
         self.laws: set[tuple[str, Fraction]] | None = None
-        """How it may grow: by a number for each batch, or for each sample."""
+        """Rates at which it may grow, per batch or per sample; None before it has grown."""
         self.seen: set[str] = set()
 
     def misfit(self, before: Tensor, after: Tensor, samples: int) -> str | None:
-        """Return why the rule does not fit what a shard of so many samples has done; None where it does."""
+        """Return why the rule does not fit the change by a shard of so many samples; None where it does."""
         if not before.numel():
             return None
         if self.rule == "any":
@@ -97,7 +97,7 @@ class BufferEvidence:
             return None
         if self._counts(after.double() - before.double(), samples) and self.steps == LOOKS - 1 and self.laws:
             return "counts samples or batches in a floating-point number"
-        return self._scattered(before, after)
+        return self._partial_update(before, after)
 
     def _counts(self, added: Tensor, samples: int) -> bool:
         """Return whether it grows by one number for each batch, or each sample; True before it has grown at all."""
@@ -111,8 +111,8 @@ class BufferEvidence:
         self.laws = laws if self.laws is None else self.laws & laws
         return bool(self.laws)
 
-    def _scattered(self, before: Tensor, after: Tensor) -> str | None:
-        """Return why not all of it moves, as a running statistic does; None if it does. Zeros may stay zeros."""
+    def _partial_update(self, before: Tensor, after: Tensor) -> str | None:
+        """Return why it is no running statistic, all of which changes; None if it is one. Zeros may stay zeros."""
         same, moved = (after == before) | (after.isnan() & before.isnan()), "moved"
         kept = same & (before != 0)
         if bool(same.all()):

@@ -27,42 +27,42 @@ from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.tree import TreeSum
 
 WATCHED_STEPS = 2
-"""In the first steps buffers are compared by value, later by autograd's version counter, which costs nothing."""
+"""Number of first steps that compare buffers by value; later ones use autograd's version counter at no cost."""
 
 COMPARED_EVERY = 50
-"""Number of steps from one in which buffers are compared by value, after the first steps, to the next."""
+"""Number of steps between two comparisons of buffers by value, after the first steps."""
 
 
 class BufferUpdates:
-    """The buffers of some modules, by name, through steps and their shards.
+    """Buffers of some modules, by name, through steps and their shards.
 
-    Those of a synchronised BatchNorm are left alone: they are updated alike on every rank.
+    Those of a synchronised BatchNorm are left out: they are updated alike on every rank.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.modules = {name: m for name, m in modules.items() if not is_synchronised(m)}
         self.buffers: dict[str, TrackedBuffer] = {}
         self.changing: dict[str, TrackedBuffer] = {}
-        """Those that steps change."""
+        """Buffers that steps change."""
         self.sums: list[tuple[Sequence[TrackedBuffer], TreeSum]] = []
-        """Of the contributions of this rank's shards in the current step: for several buffers of a dtype together, one
-        after the other, and for each one that has changed for the first time."""
+        """Sums of the contributions of this rank's shards in the current step: one for several buffers of a dtype,
+        concatenated, and one for each buffer that has changed for the first time."""
         self.ordered = BuffersInOrder([])
         self.new: set[str] = set()
-        """Those that have changed for the first time in the current step, on this rank."""
+        """Buffers that have changed for the first time in the current step, on this rank."""
         self.unreducible: dict[str, str] = {}
         """Buffer -> why its value depends on the number of processes."""
         self.steps, self.finished_shards = 0, list[int]()
         self.all_reduce: AllReduce | None = None
         self.updated: list[TrackedBuffer] = []
-        """Those that the current step has set, until it is kept."""
+        """Buffers that the current step has set, until it is kept."""
         self.may_find_new = True
         """Whether a buffer may yet change for the first time, so that ranks have to agree on it in every step. The same
         on every rank."""
         self._find_buffers(is_first=True)
 
     def _find_buffers(self, *, is_first: bool = False) -> None:
-        """Some are created in the first forward pass. Raises ModelError where a checkpoint would have to hold them."""
+        """Find new buffers, as of the first forward pass. Raises ModelError where a checkpoint would hold them."""
         known = {id(buffer.tensor) for buffer in self.buffers.values()}
         for prefix, module in self.modules.items():
             for key, tensor in module._buffers.items():
@@ -93,7 +93,7 @@ class BufferUpdates:
         self.sums = [(buffers, self._tree()) for buffers in self._by_dtype()]
 
     def _check_silent(self) -> None:
-        """Raise ModelError where forward passes have begun to change a buffer without autograd's knowledge."""
+        """Raise ModelError for a buffer that started to change after the first steps, without autograd's knowledge."""
         for buffer in self._reducible:
             if not buffer.is_written and buffer.differs:
                 raise ModelError(
@@ -103,7 +103,7 @@ class BufferUpdates:
                 )
 
     def _by_dtype(self) -> list[list[TrackedBuffer]]:
-        """The changing ones, in the same order on every rank."""
+        """Group the changing buffers by dtype, and by whether they are means, in the same order on every rank."""
         by_dtype: dict[tuple[torch.dtype, bool], list[TrackedBuffer]] = {}
         for _, buffer in sorted(self.changing.items()):
             by_dtype.setdefault((buffer.sum_dtype, buffer.rule == "mean"), []).append(buffer)
@@ -128,19 +128,19 @@ class BufferUpdates:
                 buffer.install(buffer.before.clone())
 
     def start_shard(self, shard: int | None) -> None:
-        """Before the forward pass of a shard, or of a ghost (None)."""
+        """Prepare the buffers for the forward pass of a shard, or of a ghost (None)."""
         if self.ordered.buffers and shard is not None:
             self.ordered.start_shard(shard)
         self.reset()
 
     def restart(self, shard: int | None) -> None:
-        """Restore what the forward pass of a shard has begun with."""
+        """Restore the values with which the forward pass of a shard started."""
         self.reset()
         if self.ordered.buffers and shard is not None:
             self.ordered.restart(shard)
 
     def end_shard(self, shard: int, *, samples: int) -> None:
-        """Take the values that a shard of so many samples has left. Raises ModelError."""
+        """Add the values that a shard of so many samples has left to the sums. Raises ModelError."""
         written = {buffer.name: buffer for buffer in self._reducible if self._is_changed(buffer)}
         self._check_shapes(written.values())
         changed = {name: buffer for name, buffer in written.items() if buffer.is_summed and buffer.has_kept_shape}
@@ -166,22 +166,22 @@ class BufferUpdates:
                 continue
             if buffer.is_saved or not buffer.is_summed or (name in self.changing and name not in self.new):
                 raise _late_shape(buffer, "changes its shape or type in the forward pass")
-            self._leave_out(name)
+            self._stop_sum(name)
             self.unreducible[name] = f"changes its shape or type in {origin(buffer.module)}"
 
-    def _leave_out(self, name: str) -> None:
-        """Add up a buffer no longer that has changed for the first time in this step."""
+    def _stop_sum(self, name: str) -> None:
+        """Stop summing a buffer that has changed for the first time in this step."""
         if buffer := self.changing.pop(name, None):
             self.sums = [pair for pair in self.sums if buffer not in pair[0]]
 
     def _is_changed(self, buffer: TrackedBuffer) -> bool:
-        """Whether a forward pass has changed it; in the first steps also without autograd's knowledge."""
+        """Return whether a forward pass has changed a buffer; in the first steps also without autograd's knowledge."""
         if self.steps < WATCHED_STEPS and not buffer.is_written and buffer.differs:
             buffer.is_silent = True
         return buffer.is_written
 
     def _start_sum(self, buffer: TrackedBuffer) -> None:
-        """A buffer changes for the first time: this rank's earlier shards have left it as it was."""
+        """Start the sum of a buffer that changes for the first time: this rank's earlier shards left it unchanged."""
         self.changing[buffer.name], tree = buffer, self._tree()
         self.sums.append(([buffer], tree))
         for shard in self.finished_shards:
@@ -210,7 +210,7 @@ class BufferUpdates:
         self._discard()
 
     def _agree_on_new(self, all_reduce: AllReduce) -> None:
-        """Reduce a buffer that changes on one rank on all ranks. One small collective in every step."""
+        """Sum a buffer that changes on one rank on all ranks. One small collective in every step."""
         summed = sum(buffer.is_summed for buffer in self.buffers.values())
         flags = torch.tensor([int(bool(self.new)), int(len(self.changing) < summed)])
         all_reduce_max(flags)
@@ -223,13 +223,13 @@ class BufferUpdates:
         everywhere = set.intersection(*(reducible for _, reducible in reported))
         for name in sorted(set[str]().union(*(new for new, _ in reported))):
             if name not in everywhere:
-                self._leave_out(name)
+                self._stop_sum(name)
                 self.unreducible.setdefault(name, "is made, or keeps its shape, on some processes only")
             elif name not in self.changing:
                 self._start_sum(self.buffers[name])
 
     def _total(self, all_reduce: AllReduce, buffers: list[TrackedBuffer]) -> Tensor:
-        """The all-reduced sums of these buffers, which are of one dtype, one after the other."""
+        """All-reduce the sums of these buffers, which are of one dtype, concatenated."""
         partials = []
         for node in all_reduce.local_nodes:
             part = dict[TrackedBuffer, Tensor]()
@@ -243,7 +243,7 @@ class BufferUpdates:
         return all_reduce.sum(partials)
 
     def keep_step(self) -> None:
-        """The step is complete: `undo_step` leaves it alone."""
+        """Complete the step: `undo_step` no longer reverts it."""
         self.updated.clear()
 
     def undo_step(self) -> None:
@@ -273,7 +273,7 @@ class BufferUpdates:
 
     @property
     def notes(self) -> list[str]:
-        """Why the weights depend on the number of processes, or on where a run was resumed; one line per buffer."""
+        """Reasons why weights depend on the number of processes, or on where a run was resumed; one line per buffer."""
         unreducible = [
             f"the buffer {name} {why}, which cannot be joined over the processes"
             for name, why in self.unreducible.items()
@@ -297,7 +297,7 @@ def _late_shape(buffer: TrackedBuffer, what: str) -> ModelError:
 
 @contextmanager
 def copied_buffers(model: nn.Module) -> Iterator[None]:
-    """Inside, a model has copies of its buffers, so that a trial forward pass does not change its own."""
+    """Give a model copies of its buffers meanwhile, so that a trial forward pass does not change its own."""
     own = [(m, key, tensor) for m in model.modules() for key, tensor in m._buffers.items() if tensor is not None]
     try:
         for module, key, tensor in own:

@@ -14,18 +14,18 @@ WAIT = "the buffers of an earlier micro-batch"
 
 
 class BuffersInOrder:
-    """Buffers of the rule in_order, through a step: their `before` is what the shard before the next one has left."""
+    """Buffers with the rule in_order, through a step: `before` is the value that the previous shard has left."""
 
     def __init__(self, buffers: Sequence[TrackedBuffer]) -> None:
         self.buffers = buffers
         self.starts: dict[int, list[Tensor]] = {}
-        """Shard -> the values that its forward pass has begun with, until its backward pass begins."""
+        """Shard -> the values with which its forward pass started, for recomputation in its backward pass."""
         self.sent: list[tuple[dist.Work | None, Tensor]] = []
         self.of_step: AllReduce | None = None
-        """Within a step: the model's hooks would keep its process group for good."""
+        """The step's; None between steps, because the model's hooks would keep its process group for good."""
 
     def start_step(self, all_reduce: AllReduce) -> None:
-        """Begin a step; `all_reduce` tells which rank runs which shard."""
+        """Start a step; `all_reduce` knows which rank runs which shard."""
         self.leave_step()
         self.of_step, self.shards = all_reduce, sorted(all_reduce.present)
         for buffer in self.buffers:
@@ -43,7 +43,7 @@ class BuffersInOrder:
         return self.of_step
 
     def start_shard(self, shard: int) -> None:
-        """Wait for what the shard before has left."""
+        """Wait for the values that the previous shard has left."""
         place = self.shards.index(shard)
         if place and (owner := self._owner(place - 1)) != self.all_reduce.rank:
             values = self._packed()
@@ -53,7 +53,7 @@ class BuffersInOrder:
         self.starts[shard] = [buffer.before for buffer in self.buffers]
 
     def end_shard(self, shard: int) -> None:
-        """Hand what a shard has left to the next one."""
+        """Send the values that a shard has left to the rank of the next one."""
         for buffer in self.buffers:
             assert buffer.value is not None
             buffer.before = buffer.value.detach().clone()
@@ -63,12 +63,12 @@ class BuffersInOrder:
             self.sent.append((dist.isend(values, group=self.all_reduce.group, group_dst=owner), values))
 
     def restart(self, shard: int) -> None:
-        """Put the values into the modules that a shard's forward pass has begun with."""
+        """Put the values into the modules with which a shard's forward pass started."""
         for buffer, start in zip(self.buffers, self.starts[shard], strict=True):
             buffer.install(start.clone())
 
     def end_step(self) -> None:
-        """Give every rank what the last shard has left. A collective."""
+        """Broadcast the values that the last shard has left. A collective."""
         with waiting_in(WAIT):
             for work, _ in self.sent:
                 if work is not None:

@@ -52,11 +52,11 @@ class CallChecksums:
             self._hooks.pop().remove()
 
     def read(self) -> list[Call]:
-        """The calls; synchronises with the device."""
+        """Return the calls; synchronises with the device."""
         return [(name, int(inputs), int(outputs)) for name, inputs, outputs in self.calls]
 
     def sum_of(self, value: Any) -> Tensor:
-        """One checksum of all tensors in nested containers; each tensor is read again only after it was written to."""
+        """Compute one checksum of all tensors in nested containers; each is read again only after it was written to."""
         total: Tensor | None = None
         for tensor in tensors_of(value):
             own = self._sum(tensor)
@@ -99,8 +99,8 @@ class _DataWrites(TorchFunctionMode):
 
 
 class _WritesToMemory(TorchDispatchMode):
-    """Notices what writes to a parameter's memory by another tensor, such as `parameter.data.clamp_(...)`, which
-    autograd does not count, and which FSDP loses with the gathered weights."""
+    """Notices writes to a parameter's memory by another tensor, such as `parameter.data.clamp_(...)`, which autograd
+    does not count, and which FSDP loses with the gathered weights."""
 
     def __init__(self, calls: CallChecksums) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def in_common(one: list[Call], other: list[Call]) -> tuple[list[Call], list[Call]]:
-    """The calls that both of two ranks have made, which may run different stages of a model, in one order."""
+    """Return the calls that both of two ranks have made, in one order; they may run different stages of a model."""
     numbered = []
     for calls in (one, other):
         times: Counter[str] = Counter()
@@ -136,8 +136,8 @@ def in_common(one: list[Call], other: list[Call]) -> tuple[list[Call], list[Call
 
 
 def first_difference(one: list[Call], other: list[Call]) -> str | None:
-    """The first module with other outputs for equal inputs, else the first whose calls differ. An inner module comes
-    before the one around it, because calls are ordered by their end."""
+    """Return the first module with other outputs for equal inputs, else the first whose calls differ. An inner module
+    comes before the one around it, because calls are ordered by their end."""
     for a, b in zip(one, other, strict=False):
         if a[0] != b[0]:
             return a[0]

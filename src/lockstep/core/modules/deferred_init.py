@@ -26,7 +26,7 @@ from lockstep.base.model_contracts import Model
 
 @dataclass(frozen=True)
 class StorageView:
-    """How a fake tensor viewed its storage when an operation was recorded; it may be transposed in place later."""
+    """View of a fake tensor on its storage when an operation was recorded; later it may be transposed in place."""
 
     storage: int
     size: tuple[int, ...]
@@ -35,13 +35,13 @@ class StorageView:
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """The view of a fake tensor; other values as they are."""
+        """Return the view of a fake tensor; other values as they are."""
         if not is_fake(value):
             return value
         return cls(_storage(value), tuple(value.size()), tuple(value.stride()), int(value.storage_offset()))
 
     def of_memory(self, memory: dict[int, Tensor]) -> Tensor:
-        """The same view of real memory."""
+        """Return this view of real memory."""
         return memory[self.storage].as_strided(self.size, self.stride, self.offset)
 
 
@@ -54,14 +54,14 @@ class Operation:
     kwargs: Any
     outputs: list[StorageView]
     reads: frozenset[int]
-    """Storages, by address."""
+    """Addresses of storages."""
     writes: frozenset[int]
     generator: Tensor | None
-    """The state of torch's generator before it, if it draws random numbers."""
+    """State of torch's generator before it, if it draws random numbers."""
 
 
 class InitRecorder(TorchDispatchMode, AbstractContextManager["InitRecorder"]):
-    """While it is entered, new tensors are fake, and operations on them are recorded."""
+    """Mode in which new tensors are fake, and operations on them are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class InitRecorder(TorchDispatchMode, AbstractContextManager["InitRecorder"]):
         generator = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = torch.default_generator.get_state()
-            func(*pytree.tree_map(_allocated, args), **pytree.tree_map(_allocated, kwargs))
+            func(*pytree.tree_map(_allocate, args), **pytree.tree_map(_allocate, kwargs))
         seen_args, seen_kwargs = pytree.tree_map(StorageView.of, args), pytree.tree_map(StorageView.of, kwargs)
         with self.fake:
             outputs = func(*args, **kwargs)
@@ -96,7 +96,7 @@ class InitRecorder(TorchDispatchMode, AbstractContextManager["InitRecorder"]):
         return outputs
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The value of a fake tensor after all operations, on the CPU; a real one as it is."""
+        """Compute the value of a fake tensor after all operations, on the CPU; return a real one as it is."""
         if not is_fake(tensor):
             return tensor
         needed, chosen = {_storage(tensor)}, []
@@ -134,7 +134,7 @@ def _replay(operation: Operation, memory: dict[int, Tensor]) -> None:
 
 
 def _arguments(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, bool]]:
-    """Each argument's value, and whether the function changes it."""
+    """Yield each argument's value, and whether the function changes it."""
     for number, argument in enumerate(func._schema.arguments):
         value = args[number] if number < len(args) else kwargs.get(argument.name)
         yield value, bool(argument.alias_info and argument.alias_info.is_write)
@@ -149,19 +149,18 @@ def _storage(tensor: Tensor) -> int:
 
 
 def is_fake(value: Any) -> TypeGuard[Tensor]:
-    """Whether something is a tensor without memory."""
     return isinstance(value, FakeTensor)
 
 
-def _allocated(value: Any) -> Any:
+def _allocate(value: Any) -> Any:
     if is_fake(value):
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
     return value
 
 
 def deferred(build: Callable[[], Model]) -> Model | None:
-    """A model of fake tensors whose `_lockstep_initial` gives the real ones. None where the build reads values, has a
-    generator of its own, or keeps tensors outside of parameters and buffers."""
+    """Build a model of fake tensors whose `_lockstep_initial` gives the real ones; None where the build reads values,
+    has a generator of its own, or keeps tensors outside of parameters and buffers."""
     recorder, before = InitRecorder(), torch.default_generator.get_state()
     try:
         with recorder:
@@ -177,8 +176,8 @@ def deferred(build: Callable[[], Model]) -> Model | None:
 
 
 def _hides_fakes(model: nn.Module) -> bool:
-    """Whether a module holds a fake tensor that is neither a parameter nor a buffer, also in an object or a function of
-    its own, such as a hook."""
+    """Return whether a module holds a fake tensor that is neither a parameter nor a buffer, also in an object or a
+    function of its own, such as a hook."""
     own = {"_parameters", "_buffers", "_modules"}
     left = [value for m in model.modules() for name, value in vars(m).items() if name not in own]
     seen = dict[int, Any]()
@@ -192,7 +191,7 @@ def _hides_fakes(model: nn.Module) -> bool:
 
 
 def _held(value: Any) -> list[Any]:
-    """List what a function captures, and what an object holds that is no module."""
+    """List the values that a function captures, and those in an object that is no module."""
     if isinstance(value, FunctionType):
         return [*inspect.getclosurevars(value).nonlocals.values(), value.__defaults__]
     if isinstance(value, MethodType):

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> TypeGuard["DTensor"]:
-    """Whether it is a DTensor. Importing DTensor takes half a second; where it is not imported, there is none."""
+    """Return whether it is a DTensor, without an import of that class, which takes half a second."""
     known = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # a thread may be importing it
     return known is not None and isinstance(tensor, known)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, or a plain tensor itself: detached, on the same memory."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself: detached, on the same memory."""
     return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter's gradient; zeros where an autograd function gave it none. Autograd may leave
-    the gradient with other placements than the parameter has, as for an embedding whose rows are split. Raises
+    """Return this rank's shard of a parameter's gradient; zeros where an autograd function gave it none. Autograd may
+    leave the gradient with other placements than the parameter has, as for an embedding whose rows are split. Raises
     ModelError for a sparse one."""
     refuse_sparse(parameter)
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -45,7 +45,7 @@ def refuse_sparse(parameter: Tensor) -> None:
 
 
 def global_offset(tensor: Tensor) -> tuple[int, ...]:
-    """Where this rank's shard of a DTensor begins in the full tensor, along each axis."""
+    """Return the offset of this rank's shard of a DTensor in the full tensor, along each axis."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 (see is_dtensor)
 
     assert is_dtensor(tensor)
@@ -54,7 +54,7 @@ def global_offset(tensor: Tensor) -> tuple[int, ...]:
 
 
 def sharded_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """A local shard, on any device, as a DTensor with the placements of `tensor`; as it is where that is plain."""
+    """Wrap a local shard, on any device, as a DTensor placed like `tensor`; return it as it is where that is plain."""
     if not is_dtensor(tensor):
         return local
     return type(tensor)(local, tensor._spec, requires_grad=False)  # from_local would move it to the mesh's device
@@ -68,25 +68,25 @@ class LocalParameters(nn.Module):
         self.model, self._local = model, parameters
 
     def named_parameters(self, *_, **__):  # type: ignore[no-untyped-def]
-        """The shards by name; arguments are ignored."""
+        """Yield the shards by name; arguments are ignored."""
         yield from self._local.items()
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> the name that `named_parameters` gives it: a tied one has several."""
+    """Map every name of a parameter to the one that `named_parameters` gives it: a tied one has several."""
     first = {parameter: name for name, parameter in model.named_parameters()}
     return {name: first[p] for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:
-    """The names of the buffers in the model's state dict."""
+    """Return the names of the buffers in the model's state dict."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name for name, value in model.state_dict().items() if name not in parameters and torch.is_tensor(value)}
 
 
 def parameter_views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a flat tensor, one per parameter, laid out as in DDP's buckets: with the parameter's strides where it is
-    dense, such as channels last. GradBucket.gradients() returns contiguous views, which would permute those."""
+    """Return views of a flat tensor, one per parameter, laid out as in DDP's buckets: with the parameter's strides
+    where it is dense, such as channels last. GradBucket.gradients() returns contiguous views instead."""
     views, offset = [], 0
     for parameter in parameters:
         view = flat[offset : offset + parameter.numel()]

@@ -29,7 +29,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, t
 """Immutable values, compared by their repr()."""
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 LIBRARIES = ("torch", "numpy", "lockstep", "threading", "_thread", "concurrent", "logging", "multiprocessing")
-"""Objects of their classes are not looked into."""
+"""Packages whose objects are not inspected."""
 INSTALLED = tuple(
     os.path.realpath(folder) + os.sep
     for folder in (
@@ -42,7 +42,7 @@ INSTALLED = tuple(
 )
 """Folders of code that is not the user's."""
 LARGE = 2**28
-"""Bytes: larger arrays are neither copied nor compared, except for a tensor's version counter."""
+"""Bytes; larger arrays are neither copied nor compared, except for a tensor's version counter."""
 MOST_VALUES = 100_000
 DEPTH = 8
 
@@ -61,7 +61,7 @@ class Mark:
 
 
 class Snapshot:
-    """All such values of a model as they are now, and how to restore them.
+    """Hidden state of a model at one moment, and how to restore it.
 
     Tensors, arrays, numbers, containers, generators and plain objects are compared by value; others by identity.
     Without `is_kept` it makes no copies, and cannot restore.
@@ -83,7 +83,7 @@ class Snapshot:
         self._globals()
 
     def restore(self) -> None:
-        """Restore everything, as far as it is known."""
+        """Restore all values whose former state is known."""
         with torch.no_grad():
             for undo in reversed(self._undo):
                 undo()
@@ -153,7 +153,7 @@ class Snapshot:
 
 
 def changed(before: Snapshot, after: Snapshot) -> dict[str, Mark]:
-    """The values that differ between two snapshots, by attribute or global."""
+    """Return the values that differ between two snapshots, by attribute or global."""
     differences: dict[str, Mark] = {}
     for path in [*before.marks, *after.marks]:
         one, other = before.marks.get(path), after.marks.get(path)
@@ -165,7 +165,7 @@ def changed(before: Snapshot, after: Snapshot) -> dict[str, Mark]:
 
 
 def is_own(thing: Any) -> bool:
-    """Whether a class or function is from a user's file, not from an installed package."""
+    """Return whether a class or function is from a user's file, not from an installed package."""
     if isinstance(thing, FunctionType):
         return not os.path.realpath(thing.__code__.co_filename).startswith(INSTALLED)
     functions = [value for value in vars(thing).values() if isinstance(value, FunctionType)]
@@ -173,7 +173,7 @@ def is_own(thing: Any) -> bool:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether a value is not looked into: parameters, code, types, and objects of libraries."""
+    """Return whether a value is not inspected: parameters, code, types, and objects of libraries."""
     if isinstance(value, nn.Parameter) or is_dtensor(value):
         return True
     if isinstance(value, (Tensor, nn.Module, np.ndarray, np.generic, *GENERATORS, *PLAIN)):
@@ -184,7 +184,7 @@ def is_opaque(value: Any) -> bool:
 
 
 def summary(value: Any) -> str:
-    """Text that differs where the value does; of a container only its type and length."""
+    """Return a text that differs where the value does; of a container only its type and length."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, Tensor):
@@ -197,7 +197,7 @@ def summary(value: Any) -> str:
 
 
 def undo_of(value: Any) -> Undo | None:
-    """What restores a mutable value; None where nothing can."""
+    """Return a function that restores a mutable value; None where nothing can."""
     if isinstance(value, Tensor):
         if value.requires_grad or _is_large(value):
             return None
@@ -217,7 +217,7 @@ def undo_of(value: Any) -> Undo | None:
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container or an object holds, each with the expression by which it is reached."""
+    """Yield the members of a container or an object, each with the expression by which it is reached."""
     if isinstance(value, dict):
         yield from ((f"[{key!r:.40}]", child) for key, child in value.items())
     elif isinstance(value, list | tuple | deque):
@@ -233,7 +233,7 @@ def _is_large(tensor: Tensor) -> bool:
 
 
 def _generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """How to get and to set the state of a random number generator; None of one without state, or anything else."""
+    """Return the getter and setter of a random number generator's state; None for other values and without a state."""
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else (value.getstate, value.setstate)
     if isinstance(value, np.random.Generator):

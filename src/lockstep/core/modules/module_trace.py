@@ -20,7 +20,7 @@ Line = dict[str, Any]
 
 
 def fingerprint(value: Any) -> str:
-    """16 hex digits over nested tensors, arrays and plain values; of other objects only the type counts."""
+    """Return 16 hex digits over nested tensors, arrays and plain values; of other objects only the type counts."""
     sha = hashlib.blake2b(digest_size=8)
     _feed(sha, value)
     return sha.hexdigest()
@@ -51,17 +51,17 @@ def _feed(sha: Any, value: Any) -> None:
 
 
 def descriptions(model: nn.Module) -> dict[str, str]:
-    """Dotted name of each module -> its description: 'body.2 (Noise, my_model.py:12)'."""
+    """Return the description of each module by its dotted name: 'body.2 (Noise, my_model.py:12)'."""
     return {name: f"{name or 'the model itself'} ({origin(module)})" for name, module in model.named_modules()}
 
 
 def class_of(module: nn.Module) -> type:
-    """A module's class as it was written, not the subclass that FSDP or a parametrization makes of it."""
+    """Return a module's class as it was written, not the subclass that FSDP or a parametrization makes of it."""
     return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith(("FSDP", "Parametrized")))
 
 
 def origin(module: nn.Module) -> str:
-    """A module's class, with file and line unless it is torch's."""
+    """Return the name of a module's class, with file and line unless it is torch's."""
     kind = class_of(module)
     if kind.__module__.split(".")[0] == "torch":
         return f"torch.nn.{kind.__name__}"
@@ -81,7 +81,7 @@ class Trace:
         self.write = write
         self.queue: list[MicroBatch] = []
         self.position: dict[str, int] | None = None
-        """Step and shard that are traced now."""
+        """Step and shard of the current micro-batch."""
         self.inputs: list[str] = []
         write({"kind": "modules", "modules": descriptions(model)})
         self.handles: list[Any] = [model.register_forward_pre_hook(self._begin)]

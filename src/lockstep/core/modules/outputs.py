@@ -25,20 +25,20 @@ def _is_unknown(leaf: Any) -> bool:
 
 
 def each(change: Callable[[Tensor], Any], outputs: Outputs) -> Outputs:
-    """The same pytree with `change` applied to every tensor; other leaves as they are."""
+    """Return the pytree with `change` applied to every tensor; other leaves stay as they are."""
     register(outputs)
     return pytree.tree_map_only(Tensor, change, outputs)
 
 
 def tensors(outputs: Outputs) -> list[Tensor]:
-    """The tensors of a pytree, in its order."""
+    """List the tensors of a pytree, in its order."""
     register(outputs)
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 def logits_of(outputs: Outputs) -> Tensor | None:
-    """Outputs that are one tensor, else the `logits` of a dict, dataclass or named tuple, as transformers names them;
-    None where there is no such tensor."""
+    """Return outputs that are one tensor, else the `logits` of a dict, dataclass or named tuple, as transformers names
+    them; None where there is no such tensor."""
     if isinstance(outputs, Tensor):
         return outputs
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
@@ -46,7 +46,7 @@ def logits_of(outputs: Outputs) -> Tensor | None:
 
 
 def widened(outputs: Outputs) -> Outputs:
-    """Outputs with half-precision tensors as fp32, in which losses and metrics are computed."""
+    """Convert half-precision tensors to fp32, in which losses and metrics are computed."""
     return each(lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, outputs)
 
 
@@ -55,12 +55,12 @@ def detached(outputs: Outputs) -> Outputs:
 
 
 def moved(outputs: Outputs, device: torch.device | str) -> Outputs:
-    """The same without gradients, on a device."""
+    """Detach the tensors, and move them to a device."""
     return each(lambda t: t.detach().to(device), outputs)
 
 
 def are_equal(outputs: Outputs, others: Outputs) -> bool:
-    """Whether two pytrees have the same structure and equal tensors; NaN equals NaN."""
+    """Return whether two pytrees have the same structure and equal tensors; NaN equals NaN."""
     register(outputs)
     register(others)
     leaves, spec = pytree.tree_flatten(outputs)

@@ -14,9 +14,9 @@ class TrackedBuffer:
     """A buffer of a module, with its value at the start of the step.
 
     `tensor` is the model's own; within a step `current` may take its place in the module. `version` is autograd's
-    version counter of `current` when it was last looked at. `is_silent`: whether it is written to without advancing
-    that counter, as by F.batch_norm, .data or NumPy, and so has to be compared by value. PyTorch's own BatchNorm counts
-    its batches together with its statistics.
+    version counter of `current` at the last check. `is_silent`: whether it is written to without advancing that
+    counter, as by F.batch_norm, .data or NumPy, and so has to be compared by value. PyTorch's own BatchNorm counts its
+    batches together with its statistics.
     """
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
@@ -33,12 +33,12 @@ class TrackedBuffer:
 
     @property
     def value(self) -> Tensor | None:
-        """What the module holds now."""
+        """Tensor that the module holds now."""
         return self.module._buffers.get(self.key)
 
     @property
     def is_summed(self) -> bool:
-        """Whether its value after a step is made of what all shards leave or add."""
+        """Whether its value after a step combines those of all shards."""
         return self.rule not in ("in_order", "frozen")
 
     @property
@@ -48,7 +48,7 @@ class TrackedBuffer:
 
     @property
     def is_written(self) -> bool:
-        """Whether it was written to, or replaced, since it was last looked at."""
+        """Whether it was written to, or replaced, since the last check."""
         if not self.is_summed:
             return True
         if self.value is not self.current or self._version != self.version:
@@ -62,7 +62,7 @@ class TrackedBuffer:
 
     @property
     def differs(self) -> bool:
-        """Whether its value is another than at the start of the step."""
+        """Whether its value differs from that at the start of the step."""
         value = self.value
         return value is not None and self.has_kept_shape and not torch.equal(value, self.before)
 
@@ -74,7 +74,7 @@ class TrackedBuffer:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype in which contributions are summed."""
+        """Dtype in which contributions are summed."""
         is_float = self.before.is_floating_point() or self.before.is_complex()
         return self.before.dtype if is_float else torch.int64
 
@@ -91,12 +91,12 @@ class TrackedBuffer:
 
     @property
     def is_reset_in_place(self) -> bool:
-        """Whether the value of the step's start may be restored where the current one is. Autograd may have saved that
-        for the backward pass; that of BatchNorm in training does not read it."""
+        """Whether the value of the step's start may overwrite the current one. Autograd may have saved the current one
+        for the backward pass, but the backward pass of BatchNorm in training does not read it."""
         return isinstance(self.module, _BatchNorm) and self.current is self.tensor
 
     def contribution(self, *, is_changed: bool) -> Tensor:
-        """Return what the shard that has just run adds to the sum over all shards, flat; on memory of the buffer."""
+        """Return the latest shard's contribution to the sum over all shards, flat; it may share the buffer's memory."""
         value = self.value if is_changed else self.before
         assert value is not None
         if self.rule == "any":
@@ -106,14 +106,14 @@ class TrackedBuffer:
         return value.detach().to(self.sum_dtype).flatten()
 
     def check_fit(self, samples: int) -> None:
-        """Raise ModelError where its rule, which nobody has declared, does not fit what a shard has done to it."""
+        """Raise ModelError where an undeclared rule does not fit what a shard has done to the buffer."""
         if self.evidence is None or self.value is None:
             return
         if why := self.evidence.misfit(self.before, self.value.detach(), samples):
             raise must_declare(self.name, self.module, why)
 
     def update(self, total: Tensor, is_finite: Tensor) -> None:
-        """Take the value after the step from the sum over its shards (the mean, by the rule "mean"), both flat."""
+        """Compute the value after the step from the sum over its shards (the mean, by the rule "mean"), both flat."""
         total, before = total.view(self.before.shape), self.before
         if self.rule == "steps":
             after = before + 1  # however often recomputation has repeated a forward pass
@@ -127,8 +127,8 @@ class TrackedBuffer:
 
 
 def restore(buffers: Sequence[TrackedBuffer]) -> None:
-    """Set the model's own tensors to the values of the step's start; those of a dtype together: on a GPU the number of
-    operations counts."""
+    """Set the model's own tensors to the values of the step's start, with one operation for each dtype: on a GPU the
+    number of operations counts."""
     by_dtype: dict[torch.dtype, list[TrackedBuffer]] = {}
     for buffer in buffers:
         by_dtype.setdefault(buffer.before.dtype, []).append(buffer)

@@ -11,14 +11,13 @@ from lockstep.core.modules.dtensors import is_dtensor
 from lockstep.core.numerics.checksum import checksum
 
 READ_EVERY = 53
-"""Steps between two comparisons of the weights' bits; a prime, so that writes in every n-th step are met sooner or
-later."""
+"""Steps between two comparisons of the weights' bits; a prime, so that writes in every n-th step are found, too."""
 
 
 class WeightWatch:
-    """Compares weights before and after each forward pass, by autograd's counter of their versions and their storages,
-    without reading them, and now and then by their bits, since writes through .data change neither; and their
-    requires_grad with that of the first one."""
+    """Comparison of weights before and after each forward pass, by autograd's version counters and their storages,
+    without reading them. In every READ_EVERY-th step it includes their bits, since writes through .data change neither.
+    requires_grad is compared with that of the first pass."""
 
     def __init__(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self.weights, self.trained = weights, dict[str, bool]()
@@ -27,7 +26,7 @@ class WeightWatch:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Around a forward pass of a step, from 0. Raises ModelError."""
+        """Check the weights around a forward pass of a step, from 0. Raises ModelError."""
         before = {name: _state(weight) for name, weight in self.weights()}
         self.sums = {} if step % READ_EVERY == READ_EVERY - 1 else None
         self.read(self.weights())
@@ -75,12 +74,12 @@ def _is_changed(weight: Tensor, before: tuple[int, UntypedStorage, int]) -> bool
 
 
 def _checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return those of the weights that are in memory: FSDP frees gathered ones."""
+    """Return the checksums of the weights that are in memory: FSDP frees gathered ones."""
     return {name: checksum(weight) for name, weight in weights if weight.untyped_storage().size()}
 
 
 def _differing(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> str | None:
-    """Return the first name under which both have another checksum; waits for the device once."""
+    """Return the first name whose checksums differ; waits for the device once."""
     names = [name for name in before if name in after]
     if not names:
         return None
