@@ -25,7 +25,7 @@ class SynchronisedBatchNorm(_BatchNorm):
     """
 
     group: dist.ProcessGroup
-    """All processes; of its own, since gradients are exchanged meanwhile."""
+    """Group of all processes, for this layer alone, since gradients are exchanged meanwhile."""
 
     def _check_input_dim(self, _: Tensor) -> None:
         """Take any number of dimensions, as SyncBatchNorm does."""
@@ -51,12 +51,12 @@ class SynchronisedBatchNorm(_BatchNorm):
         return found.to(input.dtype)
 
     def _sums(self, *own: Tensor) -> list[Tensor]:
-        """The sums of flat tensors over all processes, through which gradients flow back."""
+        """Sum flat tensors over all processes; gradients flow back through the sums."""
         with waiting_in("the statistics of BatchNorm"):
             return list(all_reduce(torch.cat(own), group=self.group).split([len(each) for each in own]))
 
     def _track(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics, as PyTorch does."""
+        """Update the running statistics, as PyTorch does."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -66,17 +66,17 @@ class SynchronisedBatchNorm(_BatchNorm):
 
 
 def is_synchronised(module: nn.Module) -> bool:
-    """Whether a layer's statistics, and so its buffers, are equal on all processes."""
+    """Return whether a layer's statistics, and so its buffers, are equal on all processes."""
     return isinstance(module, nn.SyncBatchNorm | SynchronisedBatchNorm)
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Whether any layer is a BatchNorm, synchronised or not."""
+    """Return whether any layer is a BatchNorm, synchronised or not."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def synchronise(model: nn.Module, device: torch.device) -> None:
-    """Have the model's BatchNorm layers take their statistics over all processes, in place, with the same names and
+    """Make the model's BatchNorm layers take their statistics over all processes, in place, with the same names and
     values. Collective."""
     if device.type != "cpu":
         nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -12,11 +12,11 @@ from lockstep.core.modules.dtensors import local_tensor
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDTH = 256
-"""Elements in a row, where a checksum is made of the sums of rows and columns."""
+"""Elements in a row, for checksums of the sums of rows and columns."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """int64, 0-dim: a checksum of dtype, shape and bits.
+    """Compute a checksum of dtype, shape and bits, int64, 0-dim.
 
     On a CPU the CRC-32 of the bytes (4 GB/s; sums of integers take nine times as long). Elsewhere rows and columns of
     the bits are summed as integers, so that the host does not wait for the device.
@@ -41,7 +41,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in nested containers, and in the attributes of other objects, such as dataclasses."""
+    """List the tensors in nested containers, and in the attributes of other objects, such as dataclasses."""
     tensors: list[Tensor] = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
@@ -52,7 +52,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, valid while the tensor lives.
+    """Return the memory of a contiguous tensor on the CPU, valid while the tensor lives.
 
     Not tensor.numpy(): the storage of a tensor that was one could not be resized again, as FSDP does with gathered
     weights, which modules may get as inputs.

@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 
 def line(name: str, tensor: Tensor) -> str:
-    """A tensor's name, dtype, shape and hex sha256 of its bytes."""
+    """Return a tensor's name, dtype, shape and the hex sha256 of its bytes."""
     plain = tensor.detach().cpu().contiguous()
     sha256 = hashlib.sha256(bytes_of(plain)).hexdigest()
     return f"{name} {plain.dtype} {tuple(plain.shape)} {sha256}"
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """Hex sha256 over the distinct lines of all tensors, sorted."""
+    """Return the hex sha256 over the distinct lines of all tensors, sorted."""
     return hashlib.sha256("\n".join(sorted(set(lines))).encode()).hexdigest()
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """Hex sha256 over names, dtypes, shapes and bytes of all weights and buffers."""
+    """Return the hex sha256 over names, dtypes, shapes and bytes of all weights and buffers."""
     return digest_of(line(name, tensor) for name, tensor in state.items())
 
 
 def world_lines(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[str]:
-    """The lines of all tensors that the ranks of a group hold together, on every rank. A collective."""
+    """List the lines of all tensors that the ranks of a group hold together, on every rank. A collective."""
     lines = [line(name, tensor) for name, tensor in state.items() if not is_dtensor(tensor)]
     sharded = {name: tensor for name, tensor in state.items() if is_dtensor(tensor)}
     names = sorted({name for own in all_gather_object(list(sharded), group) for name in own})
@@ -46,7 +46,7 @@ def world_lines(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[s
 
 
 def gathered(tensor: "DTensor | None", rank: int, group: dist.ProcessGroup) -> Tensor | None:
-    """A sharded tensor in full, on the CPU of one rank of a group; None on the others. A collective.
+    """Gather a sharded tensor in full, on the CPU of one rank of a group; None on the others. A collective.
 
     Not DTensor.full_tensor(), which needs a shard on every rank and puts the full tensor on all of them.
     """

@@ -18,9 +18,9 @@ class ExactSum:
     """A sum of whole numbers and floats."""
 
     units: int = 0
-    """Of the finite numbers, in 1/UNIT."""
+    """Sum of the finite numbers, in 1/UNIT."""
     beyond: float = 0.0
-    """Of the others: infinite or NaN."""
+    """Sum of the infinite numbers and NaNs."""
     is_whole: bool = True
     """Whether all were whole numbers by their type."""
 
@@ -40,7 +40,7 @@ class ExactSum:
 
 
 def exact_sum(values: Any) -> ExactSum:
-    """The sum of a number, a tensor, an array, or several of these."""
+    """Add up a number, a tensor, an array, or several of these."""
     numbers = list(_numbers(values))
     floats = [number for number in numbers if isinstance(number, float)]
     finite = [number.as_integer_ratio() for number in floats if math.isfinite(number)]
@@ -53,7 +53,7 @@ def exact_sum(values: Any) -> ExactSum:
 
 
 def _numbers(values: Any) -> Iterable[int | float]:
-    """Raises TypeError for what is no number."""
+    """Yield the numbers in nested values. Raises TypeError for what is no number."""
     if isinstance(values, Tensor):
         values = values.detach().cpu().double() if values.is_floating_point() else values.detach().cpu()
         yield from values.reshape(-1).tolist()

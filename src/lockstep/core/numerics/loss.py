@@ -17,7 +17,7 @@ EXAMPLE = 'LossSum(F.cross_entropy(outputs, batch["label"], reduction="sum"), le
 
 
 def checked(loss: Any) -> LossSum:
-    """A user's loss with its sums as 0-dim tensors. Raises ModelError where it is not a valid LossSum."""
+    """Return a user's loss with its sums as 0-dim tensors. Raises ModelError where it is not a valid LossSum."""
     if not isinstance(loss, LossSum):
         raise ModelError(
             f"loss(outputs, batch) returned {_repr(loss)}, which does not say how many samples (or tokens) it is the "
@@ -47,18 +47,18 @@ def checked(loss: Any) -> LossSum:
 
 
 def shown(values: Mapping[str, float]) -> dict[str, float]:
-    """Without those that are for Model.derived alone."""
+    """Leave out the values that are for Model.derived alone."""
     return {name: value for name, value in values.items() if not name.startswith("_")}
 
 
 def unweighted(loss: LossSum) -> LossSum:
-    """The plain sum of the totals of all terms, for checks of what they depend on; not a loss to train with."""
+    """Return the plain sum of the totals of all terms, to check what they depend on; not a loss to train with."""
     return replace(loss, total=sum((term.total for term in loss.terms.values()), start=loss.total), terms={})
 
 
 def weighted(loss: LossSum, micro_batch: MicroBatch) -> LossSum:
-    """The loss with its terms added to the total, each weighted as if it counted samples, and to the logged sums.
-    Raises ModelError where term_counts gave no count for a term, or another one."""
+    """Add the terms of a loss to its total, each weighted as if it counted samples, and to the logged sums. Raises
+    ModelError where term_counts gave no count for a term, or another one."""
     if not loss.terms:
         return loss
     weights = micro_batch.weights
@@ -90,8 +90,8 @@ def weighted(loss: LossSum, micro_batch: MicroBatch) -> LossSum:
 
 
 def with_gradient(loss: LossSum, outputs: Outputs) -> LossSum:
-    """The loss; one that is the constant 0, as of a micro-batch that has nothing to learn from, with gradients of 0 for
-    what the outputs depend on. Raises ModelError for any other constant."""
+    """Return the loss, with gradients of 0 for what the outputs depend on where it is the constant 0, as of a
+    micro-batch that has nothing to learn from. Raises ModelError for any other constant."""
     if loss.total.requires_grad:
         return loss
     nothing = [output.flatten()[:0].sum() for output in tensors(outputs) if output.requires_grad]
@@ -106,8 +106,8 @@ def with_gradient(loss: LossSum, outputs: Outputs) -> LossSum:
 def with_term_weights(
     micro_batches: Sequence[MicroBatch], term_counts: Callable[[Batch], Mapping[str, float]]
 ) -> Sequence[MicroBatch]:
-    """A rank's micro-batches of a step, with the weights of the loss's terms. A collective, before any forward pass;
-    the counts of the shards are added in their order. Raises ModelError."""
+    """Return a rank's micro-batches of a step with the weights of the loss's terms. A collective, before any forward
+    pass; the counts of the shards are added in their order. Raises ModelError."""
     counted = [replace(each, term_counts=_counts(term_counts(each.batch))) for each in micro_batches]
     own = {
         each.shard: (len(each.indices), dict.fromkeys(each.term_counts, 0.0) if each.is_void else each.term_counts)

@@ -17,13 +17,13 @@ from lockstep.core.distributed.collectives import all_reduce_max
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_SCALE = 2.0**16
-"""Of the gradients in fp16, as in torch.amp.GradScaler."""
+"""First scale of the gradients in fp16, as in torch.amp.GradScaler."""
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""Variable of cuBLAS's: its memory, on which the order of additions depends."""
+"""Environment variable of cuBLAS: its workspace, on which the order of additions depends."""
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-"""Variable of torch's: where compiled code lies."""
+"""Environment variable of torch: the folder of compiled code."""
 MANY_SHAPES = 1 << 20
-"""How often a block may be compiled; above its limit, torch would run the block without compiling it."""
+"""Limit of a block's compilations; above torch's own limit, it would run without being compiled."""
 
 
 class Scaler(torch.amp.GradScaler):
@@ -33,7 +33,7 @@ class Scaler(torch.amp.GradScaler):
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As in PyTorch; a collective."""
+        """Unscale as PyTorch does; an overflow on one rank counts on all. A collective."""
         super().unscale_(optimizer)
         if self.is_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
             for found_inf in self._found_inf_per_device(optimizer).values():
@@ -44,8 +44,8 @@ class Precision:
     """Autocast to a format, with a gradient scaler for fp16 (bf16 has fp32's range and needs none)."""
 
     def __init__(self, kind: Format, device: torch.device, *, targets: int = 1) -> None:
-        """`targets`: of a sample, such as its tokens. Losses are sums over them, so the first scale is smaller by about
-        that factor; as each overflow only halves it, many steps would be left out at the start."""
+        """`targets`: number of targets of a sample, such as its tokens. Losses are sums over them, so the first scale
+        is smaller by about that factor; as each overflow only halves it, many steps would be left out at the start."""
         self.kind, self.device = kind, device
         first_scale = FIRST_SCALE / 2 ** (targets - 1).bit_length()
         self.scaler = Scaler(device.type, enabled=kind == "fp16", init_scale=first_scale)
@@ -56,11 +56,11 @@ class Precision:
         return self.scaler.is_enabled()
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context of every forward pass and its loss."""
+        """Return the context of every forward pass and its loss."""
         return torch.autocast(self.device.type, AUTOCAST.get(self.kind), enabled=self.kind in AUTOCAST)
 
     def scaled(self, total: Tensor) -> Tensor:
-        """The loss to call backward() on: scaled where the format needs it."""
+        """Return the loss to call backward() on: scaled where the format needs it."""
         return self.scaler.scale(total)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -69,7 +69,7 @@ class Precision:
         self.scaler.unscale_(optimizer)
 
     def undo_unscaling(self) -> None:
-        """Forget a step that has failed in between: another one may be unscaled."""
+        """Reset the state of a step that failed after unscaling, so that another one may be unscaled."""
         if self.is_scaled:
             self.scaler._per_optimizer_states.clear()
 
@@ -82,7 +82,7 @@ class Precision:
             self.scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state; empty for formats without one."""
+        """Return the scaler's state; empty for formats without one."""
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ def check_format(kind: Format, device: torch.device) -> None:
 
 
 def fix_numerics(*, threads: int, exact: bool, precision: Format = "fp32") -> dict[str, Any]:
-    """Set the global switches that change bits or speed, before any thread starts; returns what runs record of them.
+    """Set the global switches that change bits or speed, before any thread starts -> facts for the run's record.
 
     Denormals are flushed first, because threads inherit the setting from the thread that starts them.
     """
@@ -125,7 +125,7 @@ def fix_numerics(*, threads: int, exact: bool, precision: Format = "fp32") -> di
 
 
 def prepare_compiler(device: torch.device, *, exact: bool) -> None:
-    """Set what changes bits: no choice between kernels by their speed, no split of graphs at DDP's buckets.
+    """Set compiler options that change bits: no choice between kernels by speed, no split of graphs at DDP's buckets.
 
     Raises ConfigError where there is no compiler.
     """

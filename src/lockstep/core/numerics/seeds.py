@@ -24,7 +24,7 @@ LEVELS = 1 << BITS
 PER_DRAW = 64 // BITS
 """Numbers for dropout on the CPU from each draw of the generator, in a fifth of the time."""
 TOLERANCE = 1e-3
-"""By how much rounding may change a probability, or that of the opposite."""
+"""Largest relative change of a probability, or of its complement, by rounding."""
 
 _kernels: list[torch.library.Library] = []
 """Keeps the kernel of bernoulli_ registered."""
@@ -74,7 +74,7 @@ GeneratorStates = tuple[Tensor, Tensor | None, Any, Any]
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 63-bit seed from numbers and strings; a hash, so different arguments give unrelated seeds."""
+    """Return a 63-bit seed for numbers and strings; a hash, so different arguments give unrelated seeds."""
     packed = b"".join(p.encode() + b"\0" if isinstance(p, str) else struct.pack("<q", p) for p in parts)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
@@ -93,7 +93,7 @@ def seed_all(seed: int) -> None:
 
 
 def generators() -> GeneratorStates:
-    """The states of torch's (CPU and this process's GPU), NumPy's and Python's generators: about 10 KB."""
+    """Return the states of torch's (CPU and this process's GPU), NumPy's and Python's generators: about 10 KB."""
     has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     cuda = torch.cuda.get_rng_state() if has_cuda else None
     return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
@@ -111,7 +111,7 @@ def set_generators(states: GeneratorStates) -> None:
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """On exit the generators are as they were on entry."""
+    """Restore the states of all generators on exit."""
     states = generators()
     try:
         yield
@@ -120,11 +120,11 @@ def generators_restored() -> Iterator[None]:
 
 
 class _Uses:
-    """The uses of blocks in the forward pass of a shard: one that is called again draws other numbers."""
+    """Uses of blocks in the forward pass of a shard: a block that is called again draws other numbers."""
 
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
-        """By block."""
+        """Number of uses by block."""
         self.entered: dict[tuple[int, int], int | None] = {}
         """(block, seed of the generator on entry) -> the use: recomputation starts from the same generator. None if
         there were several."""
@@ -158,11 +158,11 @@ class Randomness:
         self.compiles = False
         """Whether blocks are compiled."""
         self._uses: dict[int, _Uses] = {}
-        """By shard of the present step, of which a pipeline runs several at a time."""
+        """Uses by shard of the current step, of which a pipeline runs several at a time."""
         self._current: dict[int, int] = {}
-        """Block -> its use that began last; none of a block that another stage of a pipeline runs."""
+        """Block -> its latest use; none of a block that another stage of a pipeline runs."""
         self._watched: list[tuple[nn.Module, Any, RemovableHandle]] = []
-        """Each block with the `forward` that it had of its own, None where it had its class's, and the hook."""
+        """Blocks, each with its own `forward`, None where it had its class's, and its hook."""
 
     def watch(self, blocks: Sequence[nn.Module], *, recompute: bool = False, compiles: bool = False) -> None:
         """Reseed on entering and leaving each of these blocks; with `recompute`, checkpoint their activations
@@ -172,15 +172,15 @@ class Randomness:
             own, training = vars(block).get("forward"), block.forward
             if compiles:  # each shape by itself: code for changing shapes is made for those that a rank met first
                 training = torch.compile(training, dynamic=False)
-            training = partial(self._seeded, number, training)
+            training = partial(self._run_seeded, number, training)
             if recompute:  # which reseeds as well
                 training = partial(checkpoint, training, use_reentrant=False, preserve_rng_state=False)
-            training = partial(self._used, number, training)
+            training = partial(self._count_use, number, training)
             block.forward = partial(_in_training, block, block.forward, training)
             self._watched.append((block, own, block.register_forward_hook(partial(self._left, number))))
 
     def unwatch(self) -> None:
-        """Leave the blocks as they were."""
+        """Remove the hooks, and restore `forward` of the blocks."""
         while self._watched:
             block, own, handle = self._watched.pop()
             handle.remove()
@@ -197,11 +197,11 @@ class Randomness:
         self._current.clear()
         seed_all(seed_of(self.seed, step, shard, -1))
 
-    def _used(self, number: int, training: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    def _count_use(self, number: int, training: Forward, /, *args: Any, **kwargs: Any) -> Any:
         use = self._current[number] = self._uses.setdefault(self.shard, _Uses()).begin(number)
         return training(use, *args, **kwargs)
 
-    def _seeded(self, number: int, forward: Forward, use: int, /, *args: Any, **kwargs: Any) -> Any:
+    def _run_seeded(self, number: int, forward: Forward, use: int, /, *args: Any, **kwargs: Any) -> Any:
         self._seed(use, number)
         return forward(*args, **kwargs)
 
@@ -214,7 +214,7 @@ class Randomness:
 
 
 def restore_forward(module: nn.Module, own: Any) -> None:
-    """Give a module back the `forward` that it had of its own, or that of its class where it had none."""
+    """Restore the `forward` of a module's own, or that of its class where it had none."""
     if own is None:
         vars(module).pop("forward", None)
     else:

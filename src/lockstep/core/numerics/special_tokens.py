@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from lockstep.base.errors import DataError
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Around the number of an escaped character."""
+"""Delimiters of the number of an escaped character."""
 MARKS = f"[\uffff{OPEN}{CLOSE}]"
 """Noncharacters that mark texts here and in data.packing; they are replaced in what users write."""
 

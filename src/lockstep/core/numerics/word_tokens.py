@@ -1,4 +1,4 @@
-"""Texts of words as one string, and tokens that tell which of them have a target.
+"""Texts of words as one string, and tokens that are marked where they have a target.
 
 T = tokens of a text, W = its words that have a token. A *marked* token is the id itself, int32, where it has a target:
 it begins a word, or is part of what an assistant says. Else it is ~id, which is negative: a text stays one array.
@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 
 END = "\x1f"
-"""After each word of a text that is split already; no word contains it."""
+"""Separator after each word of a text that is split already; no word contains it."""
 IGNORED = -100
-"""The target of tokens that have none: cross-entropy leaves it out."""
+"""Target of tokens without one: cross-entropy leaves it out."""
 
 
 def joined(words: Iterable[str]) -> str:
@@ -19,27 +19,27 @@ def joined(words: Iterable[str]) -> str:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a joined text; any other is split at white space."""
+    """Split a joined text into its words, and any other at white space."""
     return [word for word in text.split(END) if word] if END in text else text.split()
 
 
 def with_spaces(text: str) -> str:
-    """The text with spaces between its words."""
+    """Return the text with spaces between its words."""
     return " ".join(words_of(text)) if END in text else text
 
 
 def marked(ids: np.ndarray, has_target: np.ndarray) -> np.ndarray:
-    """Marked tokens int32 [T] of ids [T] and bool [T], whether each has a target."""
+    """Mark ids [T] by bool [T], whether each has a target -> marked tokens, int32 [T]."""
     return np.where(has_target, ids, ~ids).astype(np.int32)
 
 
 def ids_of(tokens: np.ndarray) -> np.ndarray:
-    """The ids of tokens, marked or not."""
+    """Return the ids of tokens, marked or not."""
     return np.where(tokens < 0, ~tokens, tokens)
 
 
 def spread(classes: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The class of each marked token, int64 [T], of the classes of the words, of which the last may have no token.
+    """Return the class of each marked token, int64 [T], from those of the words, of which the last may have no token.
 
     Raises ValueError for fewer classes than words.
     """

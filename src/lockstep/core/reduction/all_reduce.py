@@ -25,21 +25,20 @@ class AllReduce:
         self.owned, self.present, self.group = owned, present, group
         self.rank, self.size = group.rank(), group.size()
         self.nodes = [cover(shards, present) for shards in owned]
-        """The nodes of each rank: one partial sum each."""
+        """Nodes of each rank: one partial sum each."""
         self.max_nodes = max(1, len(cover(owned[self.rank], frozenset[int]().union(*owned))))
-        """How many nodes this rank has when no shard is absent; otherwise it may have fewer."""
+        """Number of nodes of this rank when no shard is absent; otherwise it may have fewer."""
         self._buffer: Tensor | None = None
 
     @property
     def local_nodes(self) -> tuple[Node, ...]:
-        """The nodes of this rank."""
         return self.nodes[self.rank]
 
     def sum(self, partials: Sequence[Tensor]) -> Tensor:
-        """This rank's partial sums, one flat [n] for each of its nodes in order -> the sum over all shards [n].
+        """Reduce this rank's partial sums, one flat [n] for each of its nodes in order -> the sum over all shards [n].
 
-        The same bits on every rank. `partials` may be overwritten; a rank without a node passes one tensor for its
-        type and memory.
+        The same bits on every rank. `partials` may be overwritten; a rank without a node passes one tensor for its type
+        and memory.
         """
         if self.size == 1:
             return partials[0]
@@ -74,14 +73,14 @@ class AllReduce:
         return total.partials[top]
 
     def _receive_buffer(self, like: Tensor, count: int, width: int) -> Tensor:
-        """`count` rows of `width` elements, reused for all buckets: page faults of new memory cost as much as the
-        sum."""
+        """Return `count` rows of `width` elements, reused for all buckets: page faults of new memory cost as much as
+        the sum."""
         if self._buffer is None or self._buffer.numel() < count * width or self._buffer.dtype != like.dtype:
             self._buffer = like.new_empty(count * width)
         return self._buffer[: count * width].view(count, width)
 
     def _transfer(self, sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]]) -> None:
-        """Between two ranks messages arrive in the order in which they were sent."""
+        """Send and receive; between two ranks messages arrive in the order in which they were sent."""
         works = [dist.irecv(tensor, group=self.group, group_src=rank) for tensor, rank in receives if tensor.numel()]
         works += [dist.isend(tensor, group=self.group, group_dst=rank) for tensor, rank in sends if tensor.numel()]
         for work in works:
@@ -89,7 +88,7 @@ class AllReduce:
             work.wait()
 
     def _collective(self, partials: Sequence[Tensor]) -> Tensor:
-        """An all-to-all and an all-gather, which NCCL runs on a stream; chunks are padded to one size."""
+        """Use an all-to-all and an all-gather, which NCCL runs on a stream; chunks are padded to one size."""
         count, numel = len(self.local_nodes), partials[0].numel()
         width = -(-numel // self.size)
         padded = [F.pad(partial, (0, width * self.size - numel)) for partial in partials[:count]]

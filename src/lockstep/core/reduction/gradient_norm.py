@@ -19,7 +19,7 @@ EPSILON = 1e-6
 
 
 def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients that are not None, in the parameters' order."""
+    """List the gradients that are not None, in the parameters' order."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
@@ -58,7 +58,7 @@ def average_(
 
 
 def _scale_together(grads: Sequence[Tensor], factor: Tensor, max_value: float | None) -> None:
-    """In a few kernels, which need the factor in the dtype of all gradients."""
+    """Scale and clamp gradients in a few kernels, which need the factor in the dtype of all gradients."""
     for dtype in {grad.dtype for grad in grads}:
         alike = [grad for grad in grads if grad.dtype == dtype]
         torch._foreach_mul_(alike, factor.to(dtype))
@@ -73,7 +73,7 @@ def _clamp(values: Tensor, largest: float | None) -> Tensor:
 
 
 def row_squares(grads: Sequence[Tensor], touched_rows: Mapping[Tensor, Tensor] = NO_ROWS) -> Tensor:
-    """Sum of squares of each row of each gradient, flat [total rows]; a 0-dim gradient is one row.
+    """Return the sum of squares of each row of each gradient, flat [total rows]; a 0-dim gradient is one row.
 
     `touched_rows`: see Strategy. In the widest dtype of all gradients, at least fp32.
     """
@@ -91,7 +91,7 @@ def _row_norms(grad: Tensor, touched: Tensor | None = None) -> Tensor:
 
 
 def _dtype_of(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The widest dtype of the tensors, at least fp32."""
+    """Return the widest dtype of the tensors, at least fp32."""
     return reduce(torch.promote_types, (each.dtype for each in tensors if each.numel()), torch.float32)
 
 
@@ -104,10 +104,10 @@ class ShardedNorm(ABC):
 
     @abstractmethod
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """A table of sums of squares, of which each rank fills other elements and leaves the rest zero."""
+        """Return a table of sums of squares, of which each rank fills other elements and leaves the rest zero."""
 
     def global_norm(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The global norm, 0-dim, from the gradients of each rank's parameters. A collective."""
+        """Compute the global norm, 0-dim, from the gradients of each rank's parameters. A collective."""
         grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         table = self.squares(grads)
         if self.group.size() > 1:
@@ -116,7 +116,7 @@ class ShardedNorm(ABC):
 
 
 class RowwiseNorm(ShardedNorm):
-    """For parameters that are sharded by whole rows: the bits of an unsharded model.
+    """Norm of parameters that are sharded by whole rows: the bits of an unsharded model.
 
     `first_row`: the first row that this rank holds, for the parameters of which it holds any; the ranks of `group`
     together hold each row once.
@@ -139,7 +139,7 @@ class RowwiseNorm(ShardedNorm):
                 self.total += parameter.size(0) if parameter.ndim else 1
 
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """[rows of all parameters]."""
+        """Return a table [rows of all parameters]."""
         table = torch.zeros(self.total, device=self.device, dtype=self.dtype)
         for name, grad in grads.items():
             if grad.numel():
@@ -149,7 +149,7 @@ class RowwiseNorm(ShardedNorm):
 
 
 class SplitNorm(ShardedNorm):
-    """For parameters that are split along any axis, or replicated on all ranks of the group.
+    """Norm of parameters that are split along any axis, or replicated on all ranks of the group.
 
     `split`: the names of the split ones. A row may lie on several ranks, so the bits are not those of `RowwiseNorm`;
     they are the same on every rank, and every element counts once.
@@ -167,7 +167,7 @@ class SplitNorm(ShardedNorm):
         self.split = frozenset(split)
 
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """[ranks, parameters]."""
+        """Return a table [ranks, parameters]."""
         rank = self.group.rank()
         table = torch.zeros(self.group.size(), len(grads), device=self.device, dtype=self.dtype)
         for column, (name, grad) in enumerate(grads.items()):

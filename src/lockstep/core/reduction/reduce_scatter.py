@@ -50,7 +50,7 @@ class TreeReduceScatter(ReduceScatter):
     rounds: Rounds
     """Set at the start of each step."""
     part: torch.dtype | None = None
-    """The dtype of the parameters whose gradients come next, where the module has several."""
+    """Dtype of the parameters whose gradients come next, where the module has several."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -62,10 +62,10 @@ class TreeReduceScatter(ReduceScatter):
         self.trees: dict[torch.dtype | None, TreeSum] = {}
         self.rows: Tensor | None = None
         self.finished: dict[torch.dtype | None, tuple[Rounds, int]] = {}
-        """Of each part, the last round for which FSDP has passed gradients."""
+        """Dtype -> the last round for which FSDP has passed gradients of it."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer into which FSDP copies gradients."""
+        """Allocate the buffer into which FSDP copies gradients."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(  # type: ignore[override]

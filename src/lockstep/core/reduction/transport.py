@@ -1,4 +1,4 @@
-"""How the partial sums of a bucket are reduced: over the network, or in memory that the ranks of a machine share.
+"""Reduction of the partial sums of a bucket: over the network, or in memory that the ranks of a machine share.
 
 n = elements of a bucket, L = ranks of a machine.
 """
@@ -30,15 +30,14 @@ class Topology:
     column: int
     """This rank's index on its machine, 0..L-1."""
     row_group: dist.ProcessGroup
-    """The ranks of this rank's machine."""
+    """Ranks of this rank's machine."""
     column_group: dist.ProcessGroup
-    """The ranks with the same index on each machine."""
+    """Ranks with the same index on each machine."""
 
 
 def topology(machine: str) -> Topology | None:
-    """The topology, from each rank's machine name; None if no two ranks share a machine, or machines have different
-    numbers of ranks. Collective.
-    """
+    """Compute the topology from each rank's machine name; None if no two ranks share a machine, or machines have
+    different numbers of ranks. Collective."""
     names = all_gather_object(machine)
     machines = tuple(tuple(rank for rank, name in enumerate(names) if name == each) for each in dict.fromkeys(names))
     width = len(machines[0])
@@ -52,8 +51,8 @@ def topology(machine: str) -> Topology | None:
 
 
 def this_machine() -> str:
-    """A name that is equal for two processes of one machine that can see each other: a container with its own network
-    or PID namespace counts as a machine."""
+    """Return a name that is equal for two processes of one machine that can see each other: a container with its own
+    network or PID namespace counts as a machine."""
     unique = f"process {os.getpid()} of rank {dist.get_rank()}"
     if sys.platform != "linux":
         return unique
@@ -68,9 +67,9 @@ BLOCK = 1 << 17
 """Elements that are added at once: a few times 512 KiB stay in a core's cache."""
 SHARED = Path("/dev/shm")
 FREE_FACTOR = 1.1
-"""How many times the shared bytes have to be free: writing to a full /dev/shm kills the process."""
+"""Required ratio of free bytes to shared ones: writing to a full /dev/shm kills the process."""
 CANNOT_SHARE = (OSError, RuntimeError)
-"""/dev/shm is not writable, too many files are open, or the system forbids access to other processes."""
+"""Errors where /dev/shm is not writable, too many files are open, or access to other processes is forbidden."""
 
 Offer = tuple[int, int, int]
 """Process id, file descriptor in it, bytes."""
@@ -83,11 +82,11 @@ class NetworkTransport:
         self.group = group
 
     def slots(self, bucket: int, buffer: Tensor, count: int) -> list[Tensor]:
-        """Memory for this rank's partial sums of a bucket: `count` flat tensors [n], the first of them `buffer`."""
+        """Return memory for this rank's partial sums of a bucket: `count` flat tensors [n], the first `buffer`."""
         return [buffer, *(torch.empty_like(buffer) for _ in range(count - 1))]
 
     def sum(self, bucket: int, slots: Sequence[Tensor], all_reduce: AllReduce) -> Tensor:
-        """The sum over all shards [n], once the slots are filled. Every rank calls it."""
+        """Return the sum over all shards [n], once the slots are filled. Every rank calls it."""
         return all_reduce.sum(slots)
 
 
@@ -108,7 +107,7 @@ class SharedMemoryTransport(NetworkTransport):
         self._machine_reductions: dict[AllReduce, AllReduce] = {}
 
     def slots(self, bucket: int, buffer: Tensor, count: int) -> list[Tensor]:
-        """As `NetworkTransport.slots`, in shared memory. All ranks share a new bucket at the same time."""
+        """Do as `NetworkTransport.slots`, in shared memory. All ranks share a new bucket at the same time."""
         # What `own` holds keeps its memory, so a bucket that DDP has rebuilt has another address, on every rank.
         if bucket not in self.own or self.own[bucket][0].data_ptr() != buffer.data_ptr():
             if bucket == 0:  # all buckets are new: there may be fewer of them
@@ -119,7 +118,7 @@ class SharedMemoryTransport(NetworkTransport):
         return self.own[bucket]
 
     def sum(self, bucket: int, slots: Sequence[Tensor], all_reduce: AllReduce) -> Tensor:
-        """As `NetworkTransport.sum`; the result is in the first slot of every rank."""
+        """Do as `NetworkTransport.sum`; the result is in the first slot of every rank."""
         rows, column = self.rows[bucket], self.neighbours.column
         if not rows:
             return super().sum(bucket, slots, all_reduce)
@@ -146,7 +145,7 @@ class SharedMemoryTransport(NetworkTransport):
                 target.copy_(value)
 
     def _between_machines(self, all_reduce: AllReduce) -> AllReduce:
-        """The all-reduce between machines, each of which owns the shards of its ranks."""
+        """Return the all-reduce between machines, each of which owns the shards of its ranks."""
         if all_reduce not in self._machine_reductions:
             owned = [
                 frozenset[int]().union(*(all_reduce.owned[rank] for rank in ranks))
@@ -156,15 +155,15 @@ class SharedMemoryTransport(NetworkTransport):
         return self._machine_reductions[all_reduce]
 
     def _shared(self, own: list[Tensor]) -> list[list[Tensor]]:
-        """The slots of every rank of this machine. Empty, on all ranks of all machines, where any of them cannot
+        """Return the slots of every rank of this machine. Empty, on all ranks of all machines, where any of them cannot
         share."""
         size = sum(slot.nbytes for slot in own) * len(self.ranks)
         is_free = SHARED.is_dir() and shutil.disk_usage(SHARED).free >= FREE_FACTOR * size
         offers = all_gather_object(_offers(own) if is_free else [], self.group)
-        rows = self._opened_rows(own, offers) if all(offers) else []
+        rows = self._open_rows(own, offers) if all(offers) else []
         return rows if all(all_gather_object(bool(rows), self.group)) else []
 
-    def _opened_rows(self, own: list[Tensor], offers: Sequence[list[Offer]]) -> list[list[Tensor]]:
+    def _open_rows(self, own: list[Tensor], offers: Sequence[list[Offer]]) -> list[list[Tensor]]:
         with suppress(*CANNOT_SHARE):
             return [
                 own if rank == dist.get_rank() else [_opened(offer, own[0]) for offer in offers[rank]]
@@ -199,7 +198,7 @@ def _opened(offer: Offer, like: Tensor) -> Tensor:
 
 
 def transport(device: torch.device) -> NetworkTransport:
-    """The fastest transport for a device. Every rank has to call it.
+    """Open the fastest transport for a device. Collective.
 
     On Gloo it has a process group of its own, because its thread runs beside other collectives.
     """

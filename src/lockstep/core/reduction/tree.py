@@ -17,13 +17,13 @@ Shards = frozenset[int]
 
 
 def root(present: Shards) -> Node:
-    """The smallest aligned node over all present shards that starts at 0."""
+    """Return the smallest aligned node over all present shards that starts at 0."""
     return (0, 1 << max(present).bit_length())
 
 
 @lru_cache(maxsize=64)
 def cover(owned: Shards, present: Shards) -> tuple[Node, ...]:
-    """The fewest nodes that hold all present shards of `owned` and no other present shard, from left to right."""
+    """Return the fewest nodes that hold all present shards of `owned` and no other one, from left to right."""
 
     def inside(node: Node) -> list[Node]:
         start, size = node
@@ -78,7 +78,7 @@ class TreeSum:
 
 
 def tree_sum(rows: Tensor, present: Shards) -> Tensor:
-    """Sum of rows [V, ...] over the present shards, in the tree's order -> [...]."""
+    """Sum rows [V, ...] over the present shards, in the tree's order -> [...]."""
     top = root(present)
     total = TreeSum(present, [top])
     for shard in sorted(present):
@@ -87,24 +87,24 @@ def tree_sum(rows: Tensor, present: Shards) -> Tensor:
 
 
 def contiguous(rank: int, size: int, *, shards: int, present: Shards) -> list[int]:
-    """The present ones of shards rank*V/size .. (rank+1)*V/size-1: neighbours, so that most additions are local.
+    """List the present ones of shards rank*V/size .. (rank+1)*V/size-1: neighbours, so that most additions are local.
     May be empty."""
     return [shard for shard in range(rank * shards // size, (rank + 1) * shards // size) if shard in present]
 
 
 def contiguous_by_rank(size: int, *, shards: int, present: Shards) -> list[Shards]:
-    """`contiguous` for every rank."""
+    """Return `contiguous` of every rank."""
     return [frozenset(contiguous(rank, size, shards=shards, present=present)) for rank in range(size)]
 
 
 def strided(rank: int, size: int, shards: Sequence[int]) -> list[int | None]:
-    """Every `size`-th of the given shards; None for ranks without one in the last round. The shards of a round are
-    neighbours. At least one round."""
+    """Return every `size`-th of the given shards; None for ranks without one in the last round. The shards of a round
+    are neighbours. At least one round."""
     rounds = max(1, -(-len(shards) // size))
     own: list[int | None] = [*shards[rank::size]]
     return own + [None] * (rounds - len(own))
 
 
 def alone(rank: int, size: int, shards: Sequence[int]) -> list[int | None]:
-    """`strided`, with a single shard in each round. At least one round."""
+    """Return shards as `strided` does, with a single one in each round. At least one round."""
     return [shard if number % size == rank else None for number, shard in enumerate(shards)] or [None]
