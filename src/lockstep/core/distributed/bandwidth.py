@@ -13,7 +13,7 @@ from lockstep.core.reduction.all_reduce import AllReduce
 from lockstep.core.reduction.transport import transport
 
 ELEMENTS = 1 << 22
-"""Per message: 16 MiB, about a bucket."""
+"""Number of elements of a message: 16 MiB, about a bucket."""
 ROUNDS = 5
 
 
@@ -30,9 +30,9 @@ class Bandwidth:
     pair: float
     """Point-to-point, to the next rank: a pipeline's activations."""
     latency_seconds: float
-    """Of a point-to-point message of one element."""
+    """Latency of a point-to-point message of one element."""
     together_seconds: float
-    """Of an all-reduce of one element."""
+    """Latency of an all-reduce of one element."""
 
 
 def bandwidth(device: torch.device) -> Bandwidth:
@@ -66,7 +66,7 @@ def bandwidth(device: torch.device) -> Bandwidth:
 
 
 def _seconds(task: Callable[[], object]) -> float:
-    """The median time of a collective on this rank, without the first round, which opens connections."""
+    """Return the median time of a collective on this rank, without the first round, which opens connections."""
     times = []
     for _ in range(ROUNDS + 1):
         dist.barrier()

@@ -32,7 +32,7 @@ def broadcast_object(value: T, group: dist.ProcessGroup | None = None, *, source
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Give every rank the values of rank 0, in place."""
+    """Broadcast the values of rank 0, in place."""
     for tensor in tensors:
         with waiting_in("the tensors of rank 0"), torch.no_grad():
             plain = tensor.detach().contiguous()
@@ -41,7 +41,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, on every rank, by rank. Raises ModelError on all ranks, as `broadcast_object` does."""
+    """Gather every rank's value, by rank, on every rank. Raises ModelError on all ranks, as `broadcast_object` does."""
     with waiting_in("an all-gather of objects"):
         message, sizes = _padded(value, group)
         messages = [torch.empty_like(message) for _ in sizes]
@@ -50,7 +50,7 @@ def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> lis
 
 
 def gather_object(value: Any, group: dist.ProcessGroup | None = None, *, to: int = 0) -> list[Any] | None:
-    """Every rank's value, by rank, on one rank of a group; None on the others. Raises ModelError there, as
+    """Gather every rank's value, by rank, on one rank of a group; None on the others. Raises ModelError there, as
     `broadcast_object` does."""
     if dist.get_world_size(group) == 1:
         return [value]
@@ -78,7 +78,7 @@ def receive_object(rank: int, group: dist.ProcessGroup | None) -> Any:
 
 
 def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, list[int]]:
-    """The value's message, padded to the longest of the group, and the length of each rank's."""
+    """Encode a value, and pad it to the longest message of the group -> the message, and the length of each rank's."""
     message = encode(value)
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
     dist.all_gather(list(sizes.split(1)), torch.tensor([len(message)]), group=group)
@@ -115,7 +115,7 @@ class DisjointSum:
         self.work = dist.all_reduce(table, group=group, async_op=True) if dist.get_world_size(group) > 1 else None
 
     def result(self) -> torch.Tensor:
-        """The same table, with the rows of all ranks."""
+        """Wait for the all-reduce -> the same table, with the rows of all ranks."""
         if self.work is not None:
             with waiting_in("the all-reduce of a table"):
                 self.work.wait()
@@ -123,12 +123,12 @@ class DisjointSum:
 
 
 def add_disjoint(table: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Do what `DisjointSum` does, and wait for it."""
+    """Run a `DisjointSum`, and wait for it."""
     return DisjointSum(table, group).result()
 
 
 def all_reduce_max(flags: torch.Tensor) -> None:
-    """The maximum over all ranks, in place."""
+    """Reduce to the maximum over all ranks, in place."""
     with waiting_in("the all-reduce of flags"):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
 
@@ -146,7 +146,7 @@ def all_reduce_each(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -
 
 
 def all_reduce_async(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Sum over ranks in place, asynchronously, in the backend's order of summation. Of one rank, nothing is moved."""
+    """Sum over ranks in place, asynchronously, in the backend's order of summation. With one rank nothing is moved."""
     if dist.get_world_size() == 1:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
@@ -172,10 +172,10 @@ def reported_once(terminal: TextIO) -> Iterator[None]:
 
 
 def finish_collectives() -> None:
-    """Wait for every collective begun so far in a Gloo group of this process, until its thread has left it. Collective.
+    """Wait until the threads of this process's Gloo groups have left all collectives started so far. Collective.
 
-    To be called before a profiler stops: Gloo notes the end of a collective, begun under the profiler, in memory that
-    the profiler frees when it stops.
+    Called before a profiler stops: Gloo notes the end of a collective that was started under the profiler in memory
+    that the profiler frees when it stops.
     """
     groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()  # in the order they were made
     for group in groups:
@@ -200,7 +200,7 @@ class Agreement:
         self.work = dist.all_reduce(self.flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def read(self) -> list[int]:
-        """The flags of the last post, of each the largest of all ranks; all 0 before the first."""
+        """Return the flags of the last post, of each the largest of all ranks; all 0 before the first."""
         if self.work is None:
             return [0] * len(self.flags)
         with waiting_in("the all-reduce of the stop and save flags"):

@@ -1,7 +1,7 @@
 """Opens process groups whose members have proved to belong to the run.
 
-Gloo takes whoever connects to a port of a process, and guesses a small number, for the rank that is expected there. So
-each group proves its members before its first collective, within seconds, and is opened again where that fails.
+Gloo takes any client that connects to a port of a process, and guesses a small number, for the expected rank. So each
+group proves its members before its first collective, within seconds, and is opened again where that fails.
 """
 
 import hmac
@@ -21,7 +21,7 @@ BYTES = 32
 
 
 def authenticate(group: dist.ProcessGroup, secret: bytes) -> None:
-    """Collective. Raises PeerLost where another process does not know the secret."""
+    """Check that each member knows the secret. Collective. Raises PeerLost where one does not."""
     rank = dist.get_rank()
     others = [other for other in dist.get_process_group_ranks(group) if other != rank]
     challenges = {other: secrets.token_bytes(BYTES) for other in others}
@@ -33,12 +33,12 @@ def authenticate(group: dist.ProcessGroup, secret: bytes) -> None:
 
 
 def _proof(secret: bytes, challenge: bytes, *, ranks: tuple[int, int]) -> bytes:
-    """Of the first rank for the second, so that nobody in between can pass it on as an answer to a third."""
+    """Return the first rank's proof for the second, which nobody in between can pass on as an answer to a third."""
     return hmac.digest(secret, b"%d %d " % ranks + challenge, "sha256")
 
 
 def _exchanged(messages: Mapping[int, bytes], group: dist.ProcessGroup) -> dict[int, bytes]:
-    """Send each rank its message -> those of the others."""
+    """Send each rank its message -> the messages of the others."""
     received = {other: torch.empty(BYTES, dtype=torch.uint8) for other in messages}
     sent = {other: torch.frombuffer(bytearray(message), dtype=torch.uint8) for other, message in messages.items()}
     works = [dist.isend(tensor, other, group=group) for other, tensor in sent.items()]
@@ -50,11 +50,11 @@ def _exchanged(messages: Mapping[int, bytes], group: dist.ProcessGroup) -> dict[
 
 
 CONNECT_SECONDS = 5.0
-"""How long processes may take to connect to each other once all are there."""
+"""Seconds that processes may take to connect to each other once all are there."""
 MOST_ATTEMPTS = 5
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NOT_CONNECTED = "connectFullMesh failed"
-"""Of Gloo, when the processes have met but cannot open connections to each other."""
+"""Text of Gloo's error when the processes have found each other but cannot open connections."""
 
 
 def wait_for_all(store: dist.Store, keys: list[str], timeout: timedelta) -> None:
@@ -66,7 +66,7 @@ def wait_for_all(store: dist.Store, keys: list[str], timeout: timedelta) -> None
 
 
 class Attempts:
-    """To open one group, or several that divide all ranks; every rank makes the same ones."""
+    """Attempts to open one group, or several that divide all ranks; every rank makes the same ones."""
 
     def __init__(self, store: dist.Store, secret: bytes, *, rank: int, size: int) -> None:
         self.first = dist.distributed_c10d._world.group_count
@@ -77,7 +77,7 @@ class Attempts:
         self.seconds = CONNECT_SECONDS + size / 8  # the store answers one request at a time
 
     def until_proven(self, open_own: Callable[[timedelta], dist.ProcessGroup], timeout: timedelta) -> dist.ProcessGroup:
-        """This rank's group, which `open_own` opens with the timeout of connecting, and which has `timeout` afterwards.
+        """Open this rank's group by `open_own`, with the timeout of connecting; afterwards it has `timeout`.
         Collective. Raises LaunchError, PeerLost."""
         reasons: list[str] = []
         for self.number in range(MOST_ATTEMPTS):
@@ -95,7 +95,7 @@ class Attempts:
         raise _not_connected(reasons)
 
     def _attempt(self, open_own: Callable[[timedelta], dist.ProcessGroup]) -> tuple[dist.ProcessGroup | None, str]:
-        """The group, if it could be opened, and why it cannot be used, if so."""
+        """Open the group -> the group, if it could be opened, and why it cannot be used, if so."""
         group = None
         try:
             group = open_own(timedelta(seconds=self.seconds))
@@ -106,7 +106,7 @@ class Attempts:
         return group, ""
 
     def _reasons(self, own: str) -> list[str]:
-        """Why ranks cannot use their groups."""
+        """Collect the reasons why ranks cannot use their groups."""
         self.store.set(f"{self.number}/{self.rank}", own or " ")  # TCPStore gives no empty values
         keys = [f"{self.number}/{rank}" for rank in range(self.size)]
         try:
@@ -116,7 +116,7 @@ class Attempts:
         return [text for value in self.store.multi_get(keys) if (text := bytes(value).decode(errors="replace").strip())]
 
     def once(self, open_own: Callable[[timedelta], dist.ProcessGroup], timeout: timedelta) -> dist.ProcessGroup:
-        """The same with live recovery, for which a failure is a loss. Raises PeerLost, RuntimeError."""
+        """Open a group with live recovery, for which a failure is a loss. Raises PeerLost, RuntimeError."""
         dist.all_reduce(torch.zeros(1))
         try:
             group = open_own(timedelta(seconds=self.seconds))

@@ -1,4 +1,4 @@
-"""The network connections of process groups, which can be shut down to wake everybody who waits in one of them.
+"""The network connections of process groups, which can be shut down to wake every thread that waits in one of them.
 
 A process that waits in a collective of Gloo notices a lost process only where it is connected to it at that moment, and
 `ProcessGroup.abort` wakes no thread. Once the connections are shut down, every collective fails at once.
@@ -17,8 +17,8 @@ DESCRIPTORS = "/proc/self/fd"
 
 
 def shut_down_connections() -> None:
-    """Shut down the connections of all Gloo groups of this process, in any thread. The groups are of no use afterwards,
-    and can be destroyed without waiting."""
+    """Shut down the connections of all Gloo groups of this process, in any thread. The groups cannot be used
+    afterwards, and can be destroyed without waiting."""
     for each in _sockets():
         if not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # Gloo ends the process when it cannot accept
             with suppress(OSError):
@@ -26,8 +26,8 @@ def shut_down_connections() -> None:
 
 
 def abort_nccl() -> None:
-    """End what GPUs wait for in the NCCL groups of this process, in any thread. The GPUs go on, without an error, with
-    results that are of no use."""
+    """End what GPUs wait for in the NCCL groups of this process, in any thread. The GPUs continue, without an error,
+    with invalid results."""
     for group in reversed(list(dist.distributed_c10d._world.pg_map)) if dist.is_nccl_available() else ():
         with suppress(RuntimeError):  # it has none for GPUs, or was aborted by another thread
             backend = group._get_backend(torch.device("cuda"))

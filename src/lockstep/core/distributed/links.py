@@ -1,4 +1,4 @@
-"""The network between ranks, measured: collectives of all, and pairs by themselves."""
+"""The network between ranks, measured: collectives of all ranks, and messages in pairs."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 BYTES = 4 << 20
-"""Of a collective, and of a message whose speed is measured."""
+"""Bytes of a collective, and of a message whose speed is measured."""
 ROUNDS = 5
 TRIPS = 20
 MOST_IN_FULL = 16
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 def together(task: Callable[[], T]) -> T:
-    """Do something on all ranks at the same time."""
+    """Run a task on all ranks at the same time."""
     dist.barrier()
     return task()
 
 
 def collective_seconds(device: torch.device) -> dict[str, float]:
-    """Median seconds of each collective on BYTES of every rank, the barrier's of none. Collective."""
+    """Return the median seconds of each collective on BYTES of every rank, the barrier's of none. Collective."""
     size = dist.get_world_size()
     tensor = torch.zeros(BYTES, dtype=torch.uint8, device=device)
     gathered = torch.empty(size * BYTES, dtype=torch.uint8, device=device)
@@ -54,14 +54,14 @@ def by_pair(device: torch.device) -> dict[int, list[float]]:
     for one, other in pairs(dist.get_world_size()):
         for sender, receiver in ((one, other), (other, one)):  # a cable or a queue may be slow in one direction
             if rank == sender:
-                found[receiver] = _sent(receiver, device)
+                found[receiver] = _ping(receiver, device)
             elif rank == receiver:
                 _answered(sender, device)
         dist.barrier()
     return found
 
 
-def _sent(receiver: int, device: torch.device) -> list[float]:
+def _ping(receiver: int, device: torch.device) -> list[float]:
     byte, large = _messages(device)
 
     def trip(message: torch.Tensor) -> float:
@@ -78,7 +78,7 @@ def _sent(receiver: int, device: torch.device) -> list[float]:
 
 
 def _answered(sender: int, device: torch.device) -> None:
-    """Answer each message of `_sent` with a byte."""
+    """Answer each message of `_ping` with a byte."""
     byte, large = _messages(device)
     for message in (*[byte] * (1 + TRIPS), *[large] * ROUNDS):
         dist.recv(message, sender)

@@ -1,4 +1,4 @@
-"""The process group with launch.recovery=live: given up when a member is lost, and opened again by the others."""
+"""The process group with launch.recovery=live: abandoned when a member is lost, and opened again by the others."""
 
 import gc
 import os
@@ -35,16 +35,16 @@ from lockstep.launch.elastic.store_client import StoreClient
 
 MOST_ATTEMPTS = 10
 STUCK_SECONDS = 5.0
-"""Between two looks at whether a collective has noticed that its connections are closed."""
+"""Seconds between two checks whether a collective has noticed that its connections are closed."""
 NOTICE_SECONDS = 2.0
-"""How long after an error in a collective the launcher may take to notice the loss that has caused it."""
+"""Seconds within which the launcher notices the loss that has caused an error in a collective."""
 
 
 class LiveGroup:
     """This worker's place in the formations of its run."""
 
     def __init__(self, name: str, *, joins: bool, timeout_seconds: float) -> None:
-        """The process group is open: that of the first formation, or of this process alone, which `joins` a run in
+        """Use the open process group: that of the first formation, or of this process alone, which `joins` a run in
         progress. `timeout_seconds`: of collectives."""
         self.name, self.joins, self.timeout_seconds = name, joins, timeout_seconds
         self.backend = backend_of(World.from_environment())
@@ -53,29 +53,29 @@ class LiveGroup:
         newest = self.notes.formation()
         self.formation = replace(newest, generation=0, members=(name,)) if joins else newest
         self._newest = newest
-        """That the watching thread has seen."""
+        """Latest formation that the watching thread has seen."""
         self.part = None if joins and newest.replica_size > 1 else self.formation.part_of(name)
-        """Of the training state, that this worker holds or is prepared for."""
-        self._untold: list[str] = []
-        """What became of members of formations since the last one that trained."""
+        """Part of the training state that this worker holds or is prepared for."""
+        self._unreported_losses: list[str] = []
+        """Descriptions of the losses since the last formation that trained."""
         self.failed_attempts = 0
-        """To open a group, in a row and without a loss."""
+        """Number of failed attempts to open a group, in a row and without a loss."""
         self.is_wanted = False
         """Whether another worker waits to join."""
         self._left: list[dist.ProcessGroup] = []
-        """Groups that were given up and are not freed yet."""
+        """Groups that were abandoned and are not freed yet."""
         self._has_left = threading.Event()
-        """Whether this process has given up the present formation."""
+        """Whether this process has abandoned the current formation."""
         self._thread = threading.get_ident()
         self._lost = threading.Event()
-        """Whether a member of the present formation is lost."""
-        self._moving = threading.Lock()
-        """Held while the present formation is another, or is given up."""
+        """Whether a member of the current formation is lost."""
+        self._formation_lock = threading.Lock()
+        """Lock held while the current formation is replaced or abandoned."""
         threading.Thread(target=self._watch, name="formations", daemon=True).start()
 
     @classmethod
     def from_environment(cls, timeout_seconds: float) -> "LiveGroup | None":
-        """None unless the launcher recovers live."""
+        """Return an instance if the launcher recovers live, else None."""
         name = os.environ.get(NAME)
         return cls(name, joins=JOINS in os.environ, timeout_seconds=timeout_seconds) if name else None
 
@@ -87,13 +87,13 @@ class LiveGroup:
         return World(rank=rank, size=len(members), local_rank=local_rank, local_size=len(here), has_agent=True)
 
     def explains(self, error: BaseException) -> bool:
-        """Whether an error comes of the loss of a member; waits a moment for the launcher's notice."""
+        """Return whether an error comes from the loss of a member; waits a moment for the launcher's notice."""
         if isinstance(error, PeerLost) or is_lost_peer(error):
             return True
         return isinstance(error, RuntimeError) and self._lost.wait(NOTICE_SECONDS)
 
     def leave(self) -> None:
-        """Give up the present group, which `release` has to follow."""
+        """Abandon the current group, which `release` has to follow."""
         self._has_left.set()
         _shut_down()
         if dist.is_initialized():
@@ -104,7 +104,7 @@ class LiveGroup:
         """Free the groups that were left, and their threads, once nothing here needs them any more.
 
         In another thread: Gloo at times misses that the connection for a send is closed, and then keeps a thread, and
-        whoever frees its group, until the timeout.
+        the one that frees its group, until the timeout.
         """
         left, self._left = self._left, []
         del meetings[:-2]
@@ -113,8 +113,8 @@ class LiveGroup:
 
     @contextmanager
     def as_part(self) -> Iterator[None]:
-        """For a worker that joins: inside, it is alone, and builds its part of a training state that several processes
-        hold together. Waits for the part that it is to have; collectives with the others are imitated."""
+        """Let a worker that joins build, alone, its part of a training state that several processes hold together.
+        Waits for the part that is assigned to it; collectives with the others are imitated."""
         if not self.joins or self.formation.replica_size == 1:
             yield
             return
@@ -131,8 +131,8 @@ class LiveGroup:
         self.open_alone()
 
     def regroup(self, position: Position, left_out: Callable[[], None]) -> Formation:
-        """Report where this worker is, wait for the next formation and open its group. `left_out` is called if the
-        others go on without this worker, until there are enough for a further replica.
+        """Report this worker's position, wait for the next formation and open its group. `left_out` is called if the
+        others continue without this worker, until there are enough for a further replica.
 
         Raises DistError when the launcher is lost, LaunchError where the members cannot connect to each other.
         """
@@ -156,12 +156,12 @@ class LiveGroup:
             ) from None
 
     def untold_losses(self) -> tuple[str, ...]:
-        """What became of lost members, for the user; told once."""
-        told, self._untold = tuple(self._untold), []
-        return told
+        """Return the descriptions of lost members, for the user; each only once."""
+        losses, self._unreported_losses = tuple(self._unreported_losses), []
+        return losses
 
     def _wait_for_formation(self, position: Position, left_out: Callable[[], None]) -> Position:
-        """Until this worker is a member of one -> its position: none, once the others have gone on without it."""
+        """Wait until this worker is a member of one -> its position: none, once the others went on without it."""
         newest = self.formation
         while True:
             generation = newest.generation
@@ -175,11 +175,11 @@ class LiveGroup:
                 left_out()
             elif not newest.is_broken:
                 break
-        with self._moving:
+        with self._formation_lock:
             self._lost.clear()
             self._has_left.clear()
             self.is_wanted, self.formation = False, newest
-            self._untold += newest.losses
+            self._unreported_losses += newest.losses
             self._compare(self._newest)  # the other thread may have seen already that it is broken
         return position
 
@@ -193,7 +193,7 @@ class LiveGroup:
             return
         meetings.append(store_at(Endpoint.parse(self.formation.meeting), timeout=connect))
         store = dist.PrefixStore(f"formation-{self.formation.generation}", meetings[-1])
-        with self._moving:
+        with self._formation_lock:
             if self._lost.is_set():  # before there was a client of the store to shut down
                 raise PeerLost("a member was lost before the group was opened")
         dist.distributed_c10d._world.group_count = 0  # an attempt that has failed counts, and names the next group
@@ -204,16 +204,16 @@ class LiveGroup:
             raise PeerLost("a member was lost while the group was opened")
 
     def open_alone(self) -> None:
-        """A group of this process."""
+        """Open a group of this process alone."""
         timeout = timedelta(seconds=self.timeout_seconds)
         dist.init_process_group(self.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
     def _watch(self) -> None:
-        """Look at each formation that is published, until the launcher ends."""
+        """Watch each formation that is published, until the launcher ends."""
         with suppress(dist.DistError):
             while True:
                 newest = self._watched.formation(after=self._newest.version)
-                with self._moving:
+                with self._formation_lock:
                     self._newest = newest
                     self._compare(newest)
 
@@ -228,7 +228,7 @@ class LiveGroup:
             threading.Thread(target=self._end_if_stuck, args=(own,), name="stuck", daemon=True).start()
 
     def _end_if_stuck(self, generation: int) -> None:
-        """End this process, for another to take its place, if Gloo does not notice that its connections are closed."""
+        """End this process, which another replaces, if Gloo does not notice that its connections are closed."""
         before = None
         while not self._has_left.wait(STUCK_SECONDS) and self.formation.generation == generation:
             waits = activity.waits_for_others(self._thread)
@@ -240,9 +240,9 @@ class LiveGroup:
 
 
 def _shut_down() -> None:
-    """Wake whoever waits in the present group, or for the address of a process that will not come."""
+    """Wake all threads that wait in the current group, or for the address of a process that will not come."""
     shut_down_connections()
-    abort_nccl()  # after it: what follows on Gloo fails wherever the results of NCCL may be of no use
+    abort_nccl()  # after it: what follows on Gloo fails wherever the results of NCCL may be invalid
     for meeting in meetings[-1:]:
         if isinstance(meeting, StoreClient):
             meeting.shut_down()

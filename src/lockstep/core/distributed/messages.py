@@ -20,9 +20,9 @@ from lockstep.base.errors import LockstepError, ModelError
 from lockstep.base.remote_path import parsed
 
 MOST_JSON_BYTES = 1 << 28
-"""Of the values in a message, without the contents of tensors."""
+"""Limit of the bytes of the values in a message, without the contents of tensors."""
 HEAD = 8
-"""Bytes before the JSON: its length."""
+"""Number of bytes before the JSON, which hold its length."""
 AS_IS = (type(None), bool, int, float, str)
 OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 OF_OPERATIONS = "torch.return_types"
@@ -30,7 +30,7 @@ SEQUENCES: dict[str, Any] = {"Size": torch.Size, "tuple": tuple, "set": set, "fr
 
 
 def encode(value: Any) -> Tensor:
-    """A message, uint8 [bytes]; for what cannot be sent, one whose readers get a ModelError."""
+    """Encode a value as a message, uint8 [bytes]; for what cannot be sent, one whose readers get a ModelError."""
     contents: list[Tensor] = []
     try:
         text = json.dumps(_plain(value, contents), check_circular=False).encode()
@@ -43,7 +43,7 @@ def encode(value: Any) -> Tensor:
 
 
 def decode(message: Tensor) -> Any:
-    """The value of a message, uint8 [bytes]. Raises the sender's ModelError, ValueError for damaged messages."""
+    """Decode a message, uint8 [bytes]. Raises the sender's ModelError, ValueError for damaged messages."""
     size = int.from_bytes(bytes(message[:HEAD].tolist()), "little")
     if size > min(MOST_JSON_BYTES, len(message)):
         raise _damaged()
@@ -51,7 +51,7 @@ def decode(message: Tensor) -> Any:
 
 
 def _plain(value: Any, contents: list[Tensor]) -> Any:
-    """A value as JSON has it: a dict {kind: ...} for all that JSON has no form for. Adds to `contents`."""
+    """Convert a value to JSON's types: a dict {kind: ...} for all that JSON has no form for. Adds to `contents`."""
     kind = type(value)
     if kind in AS_IS:
         return value
@@ -109,7 +109,7 @@ class _Reader:
         self.contents = contents
 
     def value(self, plain: Any) -> Any:
-        """The reverse of `_plain`."""
+        """Invert `_plain`."""
         if isinstance(plain, list):
             return [self.value(each) for each in plain]
         if not isinstance(plain, dict):
@@ -126,7 +126,7 @@ class _Reader:
         return {self.value(key): self.value(each) for key, each in pairs}
 
     def _mapping(self, inner: Any) -> Any:
-        """With the attributes of a dataclass, as transformers' outputs have them."""
+        """Make a mapping, with the attributes of a dataclass, as transformers' outputs have them."""
         kind = _known(inner, dict)
         made, pairs = kind.__new__(kind), self._dict(inner[2])
         for key, each in pairs.items():
@@ -152,7 +152,7 @@ class _Reader:
         return array if inner[2] else array[()]
 
     def _error(self, inner: Any) -> LockstepError:
-        """Of the most specific kind that this process has imported."""
+        """Make an error of the most specific kind that this process has imported."""
         args, attributes = self.value(inner[1])
         kind = next(found for each in inner[0] if (found := _class(each[0], each[1], LockstepError)))
         error: LockstepError = kind.__new__(kind, *args)
@@ -183,14 +183,14 @@ class _Reader:
 
 
 def _name_of(kind: type) -> tuple[str, str]:
-    """The name of a class, for `_class`. Raises ModelError for one that no other process could find."""
+    """Return the name of a class, for `_class`. Raises ModelError for one that no other process could find."""
     if _class(kind.__module__, kind.__qualname__, kind) is not kind:
         raise _unsendable(kind)
     return kind.__module__, kind.__qualname__
 
 
 def _class(module: str, name: str, base: type) -> Any:
-    """A class that this process has imported, if it has, and it is derived from `base`."""
+    """Find a class that this process has imported, and that is derived from `base`."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)

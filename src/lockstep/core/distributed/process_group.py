@@ -27,7 +27,7 @@ if os.name != "nt":
     import resource
 
 TIMEOUT_SECONDS = 1800.0
-"""Of a collective, unless launch.collective_timeout_seconds says otherwise; data is prepared before the first one."""
+"""Timeout of a collective, unless launch.collective_timeout_seconds is set; data is prepared before the first one."""
 TIMED_OUT = (
     "ms for recv operation to complete",
     "ms for send operation to complete",
@@ -45,15 +45,15 @@ UNPROVEN = (
     "the processes of this run do not prove to each other that they belong to it: whoever reaches their ports could "
     f"take part. Set {run_secret.VARIABLE} to a folder of yours on all machines (docs/launching.md)"
 )
-_proved: list[bytes | None] = [None]
-"""The secret that the ranks of the default group share."""
+_group_secret: list[bytes | None] = [None]
+"""Secret that the ranks of the default group share."""
 meetings: list[dist.Store] = []
-"""The stores in which the present group was opened, and earlier ones; kept, since C++ does not keep
-their Python objects, and the thread that watches for hangs may still use those of the last group."""
+"""Stores in which the current group was opened, and earlier ones; kept, since C++ does not keep their Python objects,
+and the thread that watches for hangs may still use those of the last group."""
 
 
 def device_of(world: World) -> torch.device:
-    """The device of this process: GPU local_rank if there are GPUs, in turn where they are shared; else the CPU.
+    """Return the device of this process: GPU local_rank if there are GPUs, in turn where they are shared; else the CPU.
 
     Raises LaunchError when there are more processes than GPUs, which are not shared.
     """
@@ -70,7 +70,7 @@ def device_of(world: World) -> torch.device:
 
 
 def backend_of(world: World) -> str:
-    """The backend of groups whose tensors may be on this process's device. Its name has "gloo" in it."""
+    """Return the backend of groups whose tensors may be on this process's device. Its name has "gloo" in it."""
     if not torch.cuda.is_available():
         return "gloo"
     has_nccl = dist.is_nccl_available() and not world.shares_gpus
@@ -78,7 +78,7 @@ def backend_of(world: World) -> str:
 
 
 def device_model(device: torch.device) -> str:
-    """The name of the CPU or GPU: results may differ between models in the last bits."""
+    """Return the name of the CPU or GPU: results may differ between models in the last bits."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -87,7 +87,7 @@ def device_model(device: torch.device) -> str:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error means that another process is lost, or was waited for too long; Gloo raises a plain
+    """Return whether an error means that another process is lost, or was waited for too long; Gloo raises a plain
     RuntimeError."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
         return True
@@ -95,19 +95,18 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether such an error means that another process was waited for too long."""
+    """Return whether such an error means that another process was waited for too long."""
     return any(message in str(error) for message in TIMED_OUT)
 
 
 def world_group() -> dist.ProcessGroup:
-    """The default process group."""
     group = dist.group.WORLD
     assert group is not None, "the process group is not open"
     return group
 
 
 def _timeout() -> timedelta:
-    """The timeout of the default process group, which groups of their own share."""
+    """Return the timeout of the default process group, which further groups share."""
     options: Any = getattr(world_group()._get_backend(torch.device("cpu")), "options", None)
     return options._timeout if options is not None else timedelta(seconds=TIMEOUT_SECONDS)  # of a fake group
 
@@ -117,23 +116,23 @@ def _default_store() -> dist.Store:
 
 
 def further_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Another Gloo group of all ranks, with a timeout other than the default group's. Collective; raises as `own_group`
-    does."""
+    """Open another Gloo group of all ranks, with the default group's timeout unless another is given. Collective;
+    raises as `own_group` does."""
     return own_group([range(dist.get_world_size())], backend="gloo", timeout=timeout)
 
 
 def own_group(
     partition: Sequence[Sequence[int]], *, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
-    """This rank's one of several groups that divide all ranks; its members prove to belong to the run. Collective.
+    """Open several groups that divide all ranks -> this rank's one; its members prove to belong to the run. Collective.
 
     `backend`: by default, those of the default group. With live recovery, raises PeerLost where a rank is lost before
-    all are connected; else LaunchError where they cannot connect. Nothing wakes those that wait for a connection but
-    the timeout: hence a short one, which begins when all are there.
+    all are connected; else LaunchError where they cannot connect. Only the timeout wakes those that wait for a
+    connection: hence a short one, which begins when all are there.
     """
     secret = None
     if dist.get_world_size() > 1 and dist.get_backend() != "fake":
-        secret = secret_of_run() if is_live_worker() else _proved[0]
+        secret = secret_of_run() if is_live_worker() else _group_secret[0]
     limit = timeout or _timeout()
 
     def open_own(short: timedelta) -> dist.ProcessGroup:
@@ -147,7 +146,7 @@ def own_group(
 
 
 def open_mesh(device: str, sizes: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
-    """A mesh of all ranks. Collective; raises as `own_group` does."""
+    """Open a mesh of all ranks. Collective; raises as `own_group` does."""
     if dist.get_backend() == "fake":
         return init_device_mesh(device, sizes, mesh_dim_names=names)
     ranks = torch.arange(dist.get_world_size()).view(sizes)
@@ -159,7 +158,7 @@ def open_mesh(device: str, sizes: tuple[int, int], names: tuple[str, str]) -> De
 def opened(world: World, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[None]:
     """Initialize the default process group (NCCL on GPUs of their own, with Gloo for CPU tensors; Gloo elsewhere)."""
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")  # deprecated name in 2.13, same call
-    if os.name != "nt":  # Gloo ends a process that cannot accept a connection, whoever makes it
+    if os.name != "nt":  # Gloo ends a process that cannot accept a connection, of any client
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -175,7 +174,7 @@ def opened(world: World, device: torch.device, timeout_seconds: float = TIMEOUT_
 
 
 def joined() -> World:
-    """The processes of the group that a script has opened itself; else open one, until the process ends.
+    """Return the processes of the group that a script has opened itself; else open one, until the process ends.
 
     Raises LaunchError where a script's own group has no backend for tensors on the CPU.
     """
@@ -191,13 +190,13 @@ def joined() -> World:
             '"cpu:gloo,cuda:nccl"'
         )
     rank, size = dist.get_rank(), dist.get_world_size()
-    _proved[:] = [None]
+    _group_secret[:] = [None]
     if (world.rank, world.size) == (rank, size):
         if size > 1:
-            _proved[:] = [run_secret.of_process(world)]
-            check_secrets(_default_store(), world, _proved[0], timeout=_timeout())
-            if _proved[0] is not None:
-                authenticate(world_group(), _proved[0])
+            _group_secret[:] = [run_secret.of_process(world)]
+            check_secrets(_default_store(), world, _group_secret[0], timeout=_timeout())
+            if _group_secret[0] is not None:
+                authenticate(world_group(), _group_secret[0])
         return world
     return World(rank=rank, size=size, local_rank=rank, local_size=size)
 
@@ -225,7 +224,7 @@ def _open(world: World, timeout: timedelta) -> None:
     secret = run_secret.of_process(world)
     store = meet(world, secret, timeout)
     meetings.append(store)
-    _proved[:] = [secret]
+    _group_secret[:] = [secret]
     if secret is None:
         if world.is_main:
             sys.stderr.write(f"{UNPROVEN}\n")

@@ -1,4 +1,4 @@
-"""Where the processes of a run find each other: a store that asks for their secret, whoever has started them."""
+"""The rendezvous of a run's processes: a store that asks for their secret, whichever program has started them."""
 
 import hmac
 import os
@@ -18,19 +18,19 @@ from lockstep.launch.elastic.store_client import connected
 
 
 def meet(world: World, secret: bytes | None, timeout: timedelta) -> dist.Store:
-    """The store of Lockstep's launcher; under torchrun, that of rank 0 or, without a secret, torch's own. Collective.
-    Raises LaunchError where the processes do not share one secret."""
+    """Return the store of Lockstep's launcher; under torchrun, that of rank 0 or, without a secret, torch's own.
+    Collective. Raises LaunchError where the processes do not share one secret."""
     if secret is not None and os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID:
         return connected(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), secret, timeout=timeout)
     torchs, *_ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
     check_secrets(torchs, world, secret, timeout=timeout)
     if secret is None:
         return torchs
-    return _of_main_rank(dist.PrefixStore("meeting", torchs), world, secret, timeout=timeout)
+    return _store_of_main_rank(dist.PrefixStore("meeting", torchs), world, secret, timeout=timeout)
 
 
 def check_secrets(store: dist.Store, world: World, secret: bytes | None, *, timeout: timedelta) -> None:
-    """Collective. Raises LaunchError on all ranks where some have another secret, or none: they would wait for ever."""
+    """Check that all ranks have the same secret, or none. Collective. Raises LaunchError on all ranks where not."""
     store.set(f"secret-{world.rank}", "none" if secret is None else hmac.digest(secret, b"which", "sha256").hex())
     keys = [f"secret-{rank}" for rank in range(world.size)]
     wait_for_all(store, keys, timeout)
@@ -45,9 +45,9 @@ def check_secrets(store: dist.Store, world: World, secret: bytes | None, *, time
         )
 
 
-def _of_main_rank(torchs: dist.Store, world: World, secret: bytes, *, timeout: timedelta) -> dist.Store:
-    """A store of rank 0. Torch's, to which anybody can write, tells where it is, under a code for a number that each
-    rank has chosen, so that nobody can name another place."""
+def _store_of_main_rank(torchs: dist.Store, world: World, secret: bytes, *, timeout: timedelta) -> dist.Store:
+    """Return a store of rank 0, whose address torch's store holds. Anybody can write to that one, so the address comes
+    with a code for a number that each rank has chosen."""
     if world.is_main:
         master = Endpoint(host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]))
         host = master.host if master.is_local() else address_to(master) or master.host

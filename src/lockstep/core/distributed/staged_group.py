@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BACKEND = "gloo-on-shared-gpu"
-"""Its name as a backend of torch.distributed."""
+"""Name of its backend in torch.distributed."""
 COLLECTIVES = (
     "allgather",
     "_allgather_base",
@@ -36,7 +36,7 @@ READS_ONLY = ("barrier", "send")
 
 
 class StagedWork(dist._Work):
-    """A collective on copies in the CPU's memory; whoever waits for it copies its results to the GPU."""
+    """A collective on copies in the CPU's memory; `wait` copies its results to the GPU."""
 
     def __init__(self, work: dist.Work, results: list[tuple[Tensor, Tensor]]) -> None:
         """`results`: (tensor on the GPU, its copy)."""
@@ -80,7 +80,7 @@ class StagedGroup(dist.ProcessGroup):
         return BACKEND
 
     def run(self, method: str, *arguments: Any, **options: Any) -> StagedWork:
-        """Begin a collective on copies of the tensors in its arguments."""
+        """Start a collective on copies of the tensors in its arguments."""
         copies: list[tuple[Tensor, Tensor]] = []
         outputs = [self._staged(each, copies) for each in arguments[:1]]
         results = [] if method in READS_ONLY else list(copies)
@@ -106,7 +106,7 @@ for _name in COLLECTIVES:
 
 
 def register() -> str:
-    """Make the backend known to torch.distributed -> its name."""
+    """Register the backend with torch.distributed -> its name."""
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, StagedGroup, devices=["cpu", "cuda"])
     return BACKEND

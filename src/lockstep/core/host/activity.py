@@ -1,4 +1,4 @@
-"""What this process does, for the watchdog thread: which collective it waits in, and when it last made progress."""
+"""Activity of this process, for the watchdog thread: the collective it waits in, and the time of its last progress."""
 
 import sys
 import threading
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from lockstep.core.host.phases import phase
 
 SAVE = "the end of the last save"
-"""No hang: training waits for the disk."""
+"""A wait for the disk, which is no hang."""
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/nn/parallel/distributed.py")
-"""A thread whose innermost line is there waits in native code for other processes."""
+"""Files of torch: a thread whose innermost line is in one waits in native code for other processes."""
 GRADIENTS = "gradients"
-"""Name of the thread that exchanges them."""
+"""Name of the thread that exchanges gradients."""
 _waiting: dict[int, list[str]] = {}
-"""Thread -> what it waits in, the innermost last."""
+"""Thread -> names of what it waits in, the innermost last."""
 _progress = [0.0]
 
 
@@ -32,14 +32,14 @@ def waiting_in(what: str) -> Iterator[None]:
 
 
 def waits(thread: int) -> str | None:
-    """What a thread waits in, if anything."""
+    """Return the name of what a thread waits in, if anything."""
     stack = _waiting.get(thread)
     return stack[-1] if stack else None
 
 
 def waits_for_others(thread: int) -> str | None:
-    """The collective that the training thread waits in, if so: its own, one of the user's or of DDP's, or that of the
-    gradients' thread during the backward pass."""
+    """Return the collective that the training thread waits in, if any: its own, one of the user's or of DDP's, or that
+    of the gradients' thread during the backward pass."""
     own, frame = waits(thread), sys._current_frames().get(thread)
     if own is not None or frame is None:
         return own
@@ -58,5 +58,4 @@ def progress() -> None:
 
 
 def seconds_without_progress() -> float:
-    """Seconds since the last call of `progress`."""
     return time.monotonic() - _progress[0]

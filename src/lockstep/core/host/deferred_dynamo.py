@@ -76,7 +76,7 @@ def is_imported() -> bool:
 
 
 def imported() -> ModuleType:
-    """The real `torch._dynamo`; what was excluded before is excluded again at its next call."""
+    """Import the real `torch._dynamo`; what was excluded before is excluded again at its next call."""
     deferred = sys.modules.get(NAME)
     if isinstance(deferred, DeferredDynamo):
         del sys.modules[NAME], vars(torch)["_dynamo"]
@@ -104,4 +104,4 @@ class Existing(Loader):
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to do."""
+        """Do nothing: the module has been executed."""

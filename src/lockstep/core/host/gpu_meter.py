@@ -1,4 +1,4 @@
-"""Figures of a GPU from its driver, as nvidia-smi shows them: for the whole GPU, whoever uses it."""
+"""Figures of a GPU from its driver, as nvidia-smi shows them: for the whole GPU, with all programs that use it."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ FIGURES: dict[str, Read] = {
 }
 """utilization: percent of the driver's last sample period, up to a second, in which any kernel ran."""
 LEAST_SECONDS = 1.0
-"""Between two looks: the driver measures no more often, and a look takes some of the training thread's time."""
+"""Seconds between two readings: the driver measures no more often, and a reading takes time of the training thread."""
 
 
 class GpuMeter:
@@ -28,7 +28,7 @@ class GpuMeter:
         self._found, self._seen = [math.nan] * len(self.figures), -math.inf
 
     def look(self) -> list[float]:
-        """Return each of `figures` now, or up to LEAST_SECONDS ago; NaN for one that this machine does not tell."""
+        """Return each of `figures` now, or up to LEAST_SECONDS ago; NaN for one that this machine does not report."""
         if self.figures and time.monotonic() - self._seen >= LEAST_SECONDS:
             self._found, self._seen = [self._read(read) for read in self.figures.values()], time.monotonic()
         return self._found
@@ -41,7 +41,7 @@ class GpuMeter:
 
 
 def known(figures: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]:
-    """Name -> value of each rank, without those that are not known of all ranks."""
+    """Return the figures that are known of all ranks: name -> value of each rank."""
     return {name: tuple(values) for name, values in figures.items() if all(map(math.isfinite, values))}
 
 

@@ -6,7 +6,7 @@ CONNECT_SECONDS = 2.0
 
 
 def hub_answers() -> bool:
-    """True when the hub's address (HF_ENDPOINT) accepts a connection and offline mode (HF_HUB_OFFLINE) is not set."""
+    """Return whether the hub's address (HF_ENDPOINT) accepts a connection and offline mode (HF_HUB_OFFLINE) is off."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -1,4 +1,4 @@
-"""Runs a function in a process of its own, with limits, where somebody else has a say in how long it takes."""
+"""Runs a function in a process of its own, with limits, where input from others decides how long it takes."""
 
 import gc
 import json
@@ -16,7 +16,7 @@ import psutil
 from lockstep.base.errors import DataError
 
 MOST_BYTES = 512 << 20
-"""Memory beyond what the process had when it was forked."""
+"""Limit of the memory beyond what the process had when it was forked."""
 
 
 def limited(work: Callable[[], Any], what: str, *, seconds: float) -> Any:
@@ -47,7 +47,7 @@ def limited(work: Callable[[], Any], what: str, *, seconds: float) -> Any:
 
 
 def _run(work: Callable[[], Any], sender: Connection, seconds: float) -> NoReturn:
-    """In the forked process."""
+    """Run `work` in the forked process, and send its outcome."""
     import resource  # noqa: PLC0415 (not on Windows)
 
     try:

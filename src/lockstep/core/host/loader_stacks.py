@@ -11,7 +11,7 @@ from typing import IO
 
 _open: weakref.WeakSet["StackFiles"] = weakref.WeakSet()
 TIMEOUT_SECONDS = 1.0
-"""How long a worker may take to write its stack."""
+"""Seconds that a worker may take to write its stack."""
 MAX_BYTES = 1 << 20
 
 
@@ -24,13 +24,13 @@ class StackFiles:
         weakref.finalize(self, _close, self.files)
 
     def register(self, number: int) -> None:
-        """In worker `number`: write the process id to its file, and the stack on every SIGUSR2."""
+        """Write the process id of worker `number` to its file, and its stack on every SIGUSR2; called in the worker."""
         file = self.files[number]
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=False)
         os.write(file.fileno(), f"{os.getpid()}\n".encode())
 
     def dump(self) -> dict[int, str]:
-        """Process id -> its current stack in faulthandler's format; without those that do not respond."""
+        """Return process id -> its current stack in faulthandler's format; without those that do not respond."""
         before = [os.fstat(file.fileno()).st_size for file in self.files]
         processes = [os.pread(file.fileno(), 32, 0).partition(b"\n")[0] for file in self.files]
         for process in filter(None, processes):
@@ -52,5 +52,5 @@ def _close(files: list[IO[bytes]]) -> None:
 
 
 def dump_all() -> dict[int, str]:
-    """The stacks of all loader workers of this process."""
+    """Return the stacks of all loader workers of this process."""
     return {process: text for files in list(_open) for process, text in files.dump().items()}

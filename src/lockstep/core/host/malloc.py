@@ -7,11 +7,11 @@ from contextlib import suppress
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """See mallopt(3)."""
 LARGE = 4 << 20
-"""Bytes; larger tensors get their own pages (mmap)."""
+"""Size in bytes above which tensors get their own pages (mmap)."""
 LARGEST = 32 << 20
 """The highest threshold that glibc accepts (DEFAULT_MMAP_THRESHOLD_MAX)."""
 NEVER = 2**31 - 1
-"""Never trim the top of the heap."""
+"""Threshold that never trims the top of the heap."""
 
 
 def keep_freed_memory() -> None:

@@ -24,21 +24,21 @@ SAMPLE_SECONDS = 0.002
 
 
 def available_bytes(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Memory that new processes can have together: what is available on the host, or less where a cgroup of this
-    process (of a container or a Slurm job) allows less."""
+    """Return the memory that new processes can have together: what is available on the host, or less where a cgroup of
+    this process (of a container or a Slurm job) allows less."""
     return min(psutil.virtual_memory().available, *_left_in_cgroups(proc, cgroups), sys.maxsize)
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 when it has ended."""
+    """Return the resident memory of a process; 0 when it has ended."""
     with suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss)
     return 0
 
 
 def descendants_bytes(pid: int) -> int:
-    """Resident memory of all workers below a launcher, and of what they started; each counts the libraries that it
-    shares with the process that it was forked from."""
+    """Return the resident memory of all workers below a launcher, and of what they started; each counts the libraries
+    that it shares with the process that it was forked from."""
     with suppress(psutil.Error):
         found = psutil.Process(pid).children(recursive=True)
         return sum(resident_bytes(child.pid) for child in found if _name(child) != FORK_SERVER)
@@ -52,7 +52,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def peak_bytes() -> int:
-    """Peak resident memory of this process, with Python and all libraries.
+    """Return the peak resident memory of this process, with Python and all libraries.
 
     On Linux that is VmHWM. getrusage's ru_maxrss would be wrong there: it survives fork and exec, so it starts at the
     size of the parent, which has torch loaded.
@@ -66,7 +66,7 @@ def peak_bytes() -> int:
 
 
 def device_peak_bytes() -> int:
-    """Peak memory of tensors on the GPU where this process uses one, else of this process, in bytes."""
+    """Return the peak memory of tensors on the GPU where this process uses one, else of this process, in bytes."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else peak_bytes()
 
 
@@ -91,7 +91,7 @@ class Meter:
         return int(self.process.memory_info().rss)
 
     def reset(self) -> int:
-        """Restart the peak at the current value, which is returned."""
+        """Restart the peak at the current value, and return it."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self._is_tracked:
@@ -100,7 +100,7 @@ class Meter:
         return self._peak
 
     def peak(self) -> int:
-        """Peak since `reset`."""
+        """Return the peak since `reset`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return max(self._peak, (_high_water_mark() if self._is_tracked else None) or self.now())
@@ -112,7 +112,7 @@ class Meter:
 
 
 def _high_water_mark() -> int | None:
-    """VmHWM of this process in bytes; None where the system has none."""
+    """Return VmHWM of this process in bytes; None where the system has none."""
     with suppress(OSError):
         for line in (PROC / "self" / "status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -121,7 +121,7 @@ def _high_water_mark() -> int | None:
 
 
 def _reset_high_water_mark() -> bool:
-    """Whether the system could do it."""
+    """Reset VmHWM of this process -> whether the system could do it."""
     with suppress(OSError):
         (PROC / "self" / "clear_refs").write_text("5", encoding="ascii")
         return _high_water_mark() is not None
@@ -129,7 +129,7 @@ def _reset_high_water_mark() -> bool:
 
 
 def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Limit minus usage of each cgroup above this process, reclaimable page cache not counted as used."""
+    """Yield limit minus usage of each cgroup above this process, reclaimable page cache not counted as used."""
     for folder, (limit, usage, inactive) in _cgroups(proc, cgroups):
         with suppress(OSError, ValueError):  # no such file, or "max"
             left = int((folder / limit).read_text()) - int((folder / usage).read_text())
@@ -137,8 +137,8 @@ def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
 
 
 def _cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Folders of this process's cgroup and of its ancestors, with their file names. Inside a container the path in
-    /proc may be the host's: then only the root exists, and it is the container's own."""
+    """Yield the folders of this process's cgroup and of its ancestors, with their file names. Inside a container the
+    path in /proc may be the host's: then only the root exists, and it is the container's own."""
     with suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -153,7 +153,7 @@ def _cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, 
 
 
 def _field(file: Path, name: str) -> int:
-    """A field of memory.stat; 0 when there is none."""
+    """Return a field of memory.stat; 0 when there is none."""
     with suppress(OSError):
         for line in file.read_text(encoding="ascii").splitlines():
             if line.startswith(f"{name} "):

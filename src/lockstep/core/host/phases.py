@@ -1,4 +1,4 @@
-"""Where the training thread's time goes: seconds by phase. Each moment counts once, for the innermost phase.
+"""Time of the training thread: seconds by phase. Each moment counts once, for the innermost phase.
 
 On a GPU, where the host only enqueues work, it is that of the device: see stream_clock.
 """
@@ -16,23 +16,23 @@ Phase = Literal["data", "forward", "backward", "exchange", "optimizer", "other",
 """exchange: waiting for other ranks; other: the loop itself, logs, observers."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 OF_STEPS = PHASES[:6]
-"""Those that make up a step."""
+"""Phases that make up a step."""
 BUSY: tuple[Phase, ...] = ("data", "forward", "backward", "optimizer", "other")
-"""Those of a step in which a rank does not wait for others."""
+"""Phases of a step in which a rank does not wait for others."""
 ABSORBING = ("evaluation", "saving")
-"""What happens in them counts for them."""
+"""Phases that include the time of phases inside them."""
 SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """What was measured up to a moment; two of them give what was measured between."""
+    """Seconds measured up to a moment; the difference of two is the time between them."""
 
     phases: Mapping[Phase, float]
     background: float
-    """In which gradients were exchanged beside the backward pass."""
+    """Seconds in which gradients were exchanged beside the backward pass."""
     delayed: float
-    """In which the thread could have run, but other processes had its core."""
+    """Seconds in which the thread could have run, but other processes had its core."""
 
     def __sub__(self, before: "PhaseSeconds") -> "PhaseSeconds":
         return PhaseSeconds(
@@ -43,7 +43,7 @@ class PhaseSeconds:
 
 
 class PhaseClock:
-    """Seconds by phase of the thread that made it."""
+    """Clock of the thread that makes it: seconds by phase."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -52,10 +52,10 @@ class PhaseClock:
         """Seconds for which another thread, that of the gradient exchange, was in the phase `exchange`."""
         self.phase: Phase = "other"
         self.since = self.moment()
-        """When this phase began, and the one before it ended."""
+        """Moment when this phase began, and the one before it ended."""
 
     def moment(self, *, beside: bool = False) -> Any:
-        """Now; with `beside`, for what happens beside the measured thread."""
+        """Return the present moment; with `beside`, for what happens beside the measured thread."""
         return time.perf_counter()
 
     def count(self, start: Any, end: Any, target: Phase | None, *, source: Phase | None = None) -> None:
@@ -72,11 +72,11 @@ class PhaseClock:
             self.seconds[source] -= seconds
 
     def measures(self, phase: Phase) -> bool:
-        """Whether a phase that begins in this thread takes the measured time."""
+        """Return whether a phase that begins in this thread takes the measured time."""
         return self.thread == threading.get_ident()
 
     def is_beside(self) -> bool:
-        """Whether what begins in this thread runs beside what is measured."""
+        """Return whether work that begins in this thread runs beside the measured work."""
         return not self.measures("other")
 
     def switch(self, phase: Phase) -> Phase:
@@ -87,7 +87,7 @@ class PhaseClock:
         return before
 
     def so_far(self) -> "PhaseSeconds":
-        """What was measured up to now; to be called by the measured thread."""
+        """Return the seconds measured up to now; called by the measured thread."""
         self.switch(self.phase)
         return PhaseSeconds(dict(self.seconds), self.background, scheduling_delay())
 
@@ -113,12 +113,11 @@ def start(clock: PhaseClock | None = None) -> PhaseClock:
 
 
 def running() -> PhaseClock:
-    """The clock that was started."""
+    """Return the clock that `start` has set."""
     return _clocks[0]
 
 
 def stop() -> None:
-    """Measure nothing any more."""
     _clocks.clear()
 
 
@@ -155,7 +154,7 @@ class phase:  # noqa: N801 (a context manager, several of them in a step: contex
 
 
 def moment() -> Any:
-    """Now, for `move_end`; None where nothing is measured."""
+    """Return the present moment, for `move_end`; None where nothing is measured."""
     return _clocks[0].moment() if _clocks else None
 
 
@@ -166,7 +165,7 @@ def move_end(moment: Any, source: Phase, target: Phase) -> None:
 
 
 def scheduling_delay() -> float:
-    """Seconds for which this thread could have run, but other processes had its core; 0 where the system tells none."""
+    """Return the seconds for which this thread could have run, but other processes had its core; 0 where unknown."""
     with suppress(OSError, ValueError, IndexError):
         return int(SCHEDULER.read_text().split()[1]) / 1e9
     return 0.0

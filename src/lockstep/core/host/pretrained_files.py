@@ -22,7 +22,7 @@ FOREIGN = {
     "transformers_weights": r"[/\\]",
     "megatron_core": r"^(?!megatron\.core$)",
 }
-"""Settings that do so where this matches, as do implementations with a slash in their name."""
+"""Settings that name code where their value matches, as do implementations with a slash in their name."""
 
 
 def load(auto_class: Any, name: str | Path, **options: Any) -> Any:
@@ -55,7 +55,7 @@ def _check_exists(folder: Path) -> None:
 
 
 def untrained(auto_class: Any, settings: Any, **options: Any) -> Any:
-    """A model of transformers with random weights, from a config that `load` has returned."""
+    """Build a model of transformers with random weights, from a config that `load` has returned."""
     _refuse_kernels(auto_class)
     return auto_class.from_config(settings, **options, trust_remote_code=False)
 
@@ -76,7 +76,7 @@ def add_adapter(network: Any, folder: Path, config: Any) -> None:
 
 
 def _refuse_kernels(auto_class: Any) -> None:
-    """Let no model of transformers load kernels from the hub, which are code: a setting of the model may name any."""
+    """Keep models of transformers from loading kernels of the hub, which are code: any setting may name one."""
     if auto_class.__name__.startswith("AutoModel"):  # the others are loaded without torch
         from transformers.integrations import hub_kernels
 
@@ -93,7 +93,7 @@ def _refuse_kernel(name: str, *_: Any, **__: Any) -> NoReturn:
 
 def check_folder(folder: Path) -> None:
     """Raise ModelError for settings that name code, which transformers or peft would import, or more layers than can be
-    built; DataError for what leads out of the folder. So for the folder of the model that an adapter names."""
+    built; DataError for what leads out of the folder. Likewise for the folder of the model that an adapter names."""
     done: set[Path] = set()
     while folder not in done:
         done.add(folder)
@@ -106,7 +106,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _checked(path: Path) -> Any:
-    """The settings in a file; None where it is no JSON. Raises ModelError."""
+    """Return the settings in a file; None where it is no JSON. Raises ModelError."""
     try:
         whole = json.loads(storage.read_regular(path, MAX_CONFIG_BYTES))
     except (ValueError, RecursionError):

@@ -13,12 +13,12 @@ from lockstep.core.host.pretrained_files import load
 PROBES = ((48, 64), (64, 48))
 """Heights and widths of blank images, which must come out with the same size."""
 PROBE_SECONDS = (0.5, 1)
-"""Of silence: an extractor that gives the same shape for both makes all sounds equally long."""
+"""Seconds of silence: an extractor that gives the same shape for both makes all sounds equally long."""
 
 
 class ImageProcessor:
-    """What a model's processor does to the geometry of an image, such as to resize and crop it; a model itself does
-    what is left, to scale the pixels to numbers.
+    """Processor of a model, which changes the geometry of an image, such as to resize and crop it; the model itself
+    scales the pixels to numbers.
 
     Raises DataError where it cannot be loaded, or gives images of different sizes.
     """
@@ -39,7 +39,7 @@ class ImageProcessor:
                 "processor.save_pretrained(FOLDER), or set data.image_processor=none and data.image_size"
             ) from error
         self.channels = 1 if getattr(settings, "num_channels", 3) == 1 else 3
-        shapes = {self._probed(name, size) for size in PROBES}
+        shapes = {self._probe(name, size) for size in PROBES}
         if len(shapes) > 1:
             raise DataError(
                 f"the image processor of {name} keeps the shape of an image, but a micro-batch holds images of one "
@@ -47,7 +47,7 @@ class ImageProcessor:
             )
         self.shape: tuple[int, int, int] = shapes.pop()
 
-    def _probed(self, name: str, size: tuple[int, int]) -> tuple[int, int, int]:
+    def _probe(self, name: str, size: tuple[int, int]) -> tuple[int, int, int]:
         try:
             channels, height, width = self(Image.new("RGB", size[::-1])).shape
         except Exception as error:
@@ -58,7 +58,7 @@ class ImageProcessor:
         return channels, height, width
 
     def __call__(self, image: Image.Image) -> np.ndarray:
-        """Image of any size -> pixels, uint8 [C, H, W]."""
+        """Process an image of any size -> pixels, uint8 [C, H, W]."""
         pixels = np.asarray(image.convert("L" if self.channels == 1 else "RGB"))
         given = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         options = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
@@ -67,7 +67,7 @@ class ImageProcessor:
 
     @property
     def normalization(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Per channel: factor of a pixel, and what is subtracted then."""
+        """Factor of a pixel, and what is subtracted then, per channel."""
         processor, ones = self.processor, (1.0,) * self.channels
         rescale = float(processor.rescale_factor) if processor.do_rescale else 1.0
         is_normalized = bool(getattr(processor, "do_normalize", False))
@@ -83,7 +83,7 @@ class ImageProcessor:
 
 
 class FeatureExtractor:
-    """What a model's feature extractor makes of a sound, and how that is padded.
+    """Feature extractor of a model for sounds, and their padding.
 
     Raises DataError where it cannot be loaded, or is none of sounds.
     """
@@ -111,7 +111,7 @@ class FeatureExtractor:
         """Whether all sounds get the same length."""
 
     def __call__(self, wave: np.ndarray) -> np.ndarray:
-        """A sound float32 [T] at the model's rate -> features, float32 [T] or [frames, bands]."""
+        """Extract from a sound, float32 [T] at the model's rate -> features, float32 [T] or [frames, bands]."""
         return np.asarray(self._answer(wave)[self.column][0], dtype=np.float32)
 
     def _answer(self, wave: np.ndarray) -> Any:
@@ -123,7 +123,7 @@ class FeatureExtractor:
 
 
 class Waves:
-    """In place of a feature extractor: the sound itself."""
+    """Substitute for a feature extractor: the sound itself."""
 
     rate, column, has_mask, padding, is_fixed = 16_000, "input_values", True, 0.0, False
 
@@ -131,4 +131,4 @@ class Waves:
         return wave
 
     def save(self, folder: Path) -> None:
-        """There is no file."""
+        """Write nothing: there is no file."""

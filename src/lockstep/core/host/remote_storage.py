@@ -18,9 +18,9 @@ from lockstep.base.errors import MissingExtra, RemoteStorageError, few
 from lockstep.base.remote_path import RemotePath, parsed
 
 VERSIONS = ("ETag", "etag", "md5Hash", "crc32c", "blob_id", "mtime", "LastModified", "last_modified")
-"""What tells two contents of a file apart, under the names that file systems give it."""
+"""Names that file systems give to what differs between two versions of a file."""
 AT_ONCE = 64
-"""Files that are copied together."""
+"""Number of files that are copied together."""
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
 
@@ -30,14 +30,14 @@ class RemoteFile:
     """A file in an object store."""
 
     name: str
-    """Its path below what was asked for; "" for that itself."""
+    """Path below the listed place; "" for the place itself."""
     bytes: int
     version: str
-    """Changes with its contents."""
+    """Text that changes with its contents."""
 
 
 def listed(place: RemotePath) -> dict[str, RemoteFile]:
-    """The file at a place, or those below it, by name; {} where there is nothing. Raises RemoteStorageError."""
+    """Return the file at a place, or those below it, by name; {} where there is nothing. Raises RemoteStorageError."""
     with _opened(place) as (files, root):
         found = {}
         for path, entry in sorted(files.find(root, detail=True).items()):
@@ -50,7 +50,7 @@ def listed(place: RemotePath) -> dict[str, RemoteFile]:
 
 
 def local_copy(place: RemotePath, cache: Path, progress: Progress = lambda *_: None) -> Path:
-    """What is at a place, as a local file or folder in a cache; only what has changed since is copied again.
+    """Copy the file or folder at a place into a cache, unless the same version is there -> the copy.
 
     Processes of one machine wait for the first that copies. Raises RemoteStorageError.
     """
@@ -72,7 +72,7 @@ def local_copy(place: RemotePath, cache: Path, progress: Progress = lambda *_: N
 
 
 def here(path: Path, cache: Path | None = None, progress: Progress = lambda *_: None) -> Path:
-    """A local path as it is; of a remote one, a local copy. Raises RemoteStorageError."""
+    """Return a local path as it is, and the local copy of a remote one. Raises RemoteStorageError."""
     place = parsed(str(path))  # an argument of the command line is a plain Path
     if not isinstance(place, RemotePath):
         return path
@@ -85,7 +85,7 @@ def download(place: RemotePath, target: Path) -> None:
 
 
 def _download(place: RemotePath, found: Mapping[str, RemoteFile], *, target: Path, progress: Progress) -> None:
-    """A file that is there already is complete: each gets its name once it is."""
+    """Download the missing files; one that is there is complete, since each gets its name once it is."""
     names = Counter(PurePosixPath(name) for name in found)
     folders = {folder for name in names for folder in name.parents}
     if twice := sorted(str(name) for name, count in names.items() if count > 1 or name in folders):
@@ -132,22 +132,22 @@ def write(place: RemotePath, contents: bytes) -> None:
 
 
 def remove(place: RemotePath, names: Sequence[str]) -> None:
-    """Delete files below a place; those that are gone already are no error. Raises RemoteStorageError."""
+    """Delete files below a place; missing ones are no error. Raises RemoteStorageError."""
     if names:
         with _opened(place) as (files, root):
             files.rm([f"{root}/{name}" for name in names])
 
 
 def read(place: RemotePath) -> bytes:
-    """A small file. Raises RemoteStorageError."""
+    """Read a small file. Raises RemoteStorageError."""
     with _opened(place) as (files, root):
         return files.cat_file(root)
 
 
 @contextmanager
 def _opened(place: RemotePath) -> Iterator[tuple[Any, str]]:
-    """The file system of a URL, which asks anew for every listing, and the path in it. What it raises becomes a
-    RemoteStorageError."""
+    """Yield the file system of a URL, without a cache of listings, and the path in it. Its errors become
+    RemoteStorageErrors."""
     scheme = str(place).partition("://")[0]
     try:
         files, root = fsspec.core.url_to_fs(str(place), use_listings_cache=False)

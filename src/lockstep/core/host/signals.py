@@ -12,14 +12,14 @@ from lockstep.base.errors import Interrupted
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 CTRL_C_SECONDS = 4.0
-"""After Ctrl-C, a process that has not reached its step's end by then exits at once (the run stays resumable)."""
+"""Seconds after Ctrl-C at which a process that has not reached its step's end exits (the run stays resumable)."""
 ECHO_SECONDS = 1.0
-"""Signals this close together count as one: a launcher forwards what the terminal has sent already."""
+"""Seconds within which signals count as one: a launcher forwards what the terminal has sent already."""
 
 
 class SignalWatch:
-    """The first signal requests a stop at the next step boundary; a second one, or CTRL_C_SECONDS after Ctrl-C, exits
-    at once with the exit code of Interrupted. So does the first signal before training has begun."""
+    """Handler of signals: the first requests a stop at the next step boundary; a second one, or CTRL_C_SECONDS after
+    Ctrl-C, exits at once with the exit code of Interrupted. So does the first signal before training starts."""
 
     def __init__(self, ignored: Collection[int] = ()) -> None:
         """`ignored`: signals that have no effect."""

@@ -1,4 +1,4 @@
-"""Where the time of a GPU goes, by phase; the clock of the host would only tell how long it takes to enqueue work."""
+"""Time of a GPU by phase; the clock of the host would only measure how long it takes to enqueue work."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from lockstep.core.host.phases import Phase, PhaseClock, PhaseSeconds
 
 MOST_SPANS = 4096
-"""That are kept until the next look at the clock: from then on those that are over are read, without a wait."""
+"""Number of unread spans above which those that are over are read at once, without a wait."""
 
 
 class Event(Protocol):
@@ -19,10 +19,10 @@ class Event(Protocol):
     def record(self, stream: Any) -> None: ...
 
     def query(self) -> bool:
-        """Whether its stream has reached it."""
+        """Return whether its stream has reached it."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to another one, both reached."""
+        """Return the milliseconds from this event to another one, both reached."""
 
 
 class StreamClock(PhaseClock):
@@ -33,7 +33,7 @@ class StreamClock(PhaseClock):
     """
 
     def __init__(self, stream: Any, current: Callable[[], Any], event: Callable[[], Event]) -> None:
-        """`stream`: that computes; `current`: gives the calling thread's; `event`: makes one."""
+        """`stream`: the one that computes; `current`: returns the calling thread's; `event`: makes an event."""
         self.stream, self.current, self.event = stream, current, event
         self.spans: deque[tuple[Event, Event, Phase | None, Phase | None]] = deque()
         super().__init__()
@@ -49,7 +49,7 @@ class StreamClock(PhaseClock):
             self._read()
 
     def measures(self, phase: Phase) -> bool:
-        """Also a wait in autograd's thread, which runs the backward pass while the measured thread waits for it."""
+        """Include a wait in autograd's thread, which runs the backward pass while the measured thread waits for it."""
         return phase == "exchange" or super().measures(phase)
 
     def is_beside(self) -> bool:
@@ -67,7 +67,7 @@ class StreamClock(PhaseClock):
 
 
 def clock_of(device: torch.device) -> PhaseClock:
-    """A clock for this thread's work on a device."""
+    """Return a clock for this thread's work on a device."""
     if device.type != "cuda":
         return PhaseClock()
     current = partial(torch.cuda.current_stream, device)
