@@ -21,7 +21,7 @@ from lockstep.models._model_config import AdapterSection
 from lockstep.models.objectives._choice import TAGS
 
 NAME, BASE, PREFIX = "default", ".base_layer", "base_model.model."
-"""peft's name of a single adapter, of what it is beside, and of the model in its files."""
+"""peft's names: of a single adapter, of the layer beside it, and of the model in its files."""
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of LoRA's init_lora_weights that change the weights beside it, too."""
@@ -65,8 +65,8 @@ def attach(model: Model, section: AdapterSection, *, has_new_head: bool) -> None
 
 
 def merged(model: Model) -> Model:
-    """A copy with the adapter added to the weights, which shares the memory of all others; a model without an adapter
-    is left as it is.
+    """Return a copy with the adapter added to the weights, which shares the memory of all others; a model without an
+    adapter is returned as it is.
 
     A weight with an adapter that is tied to another, such as a head's to the embeddings, is untied.
     """
@@ -93,7 +93,7 @@ def _names(network: nn.Module) -> dict[Any, list[str]]:
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """The layers with an adapter, with their parents and names."""
+    """Yield the layers with an adapter, with their parents and names."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if callable(getattr(child, "get_base_layer", None)) and hasattr(child, "merge"):
@@ -105,14 +105,14 @@ def _network(model: Model) -> nn.Module:
 
 
 def _targets(network: nn.Module, section: AdapterSection, whole: set[nn.Parameter]) -> list[str]:
-    """Names of the layers that get an adapter: none whose weight is trained as a whole. Raises ConfigError where there
-    is none."""
+    """List the layers that get an adapter, by name: none whose weight is trained as a whole. Raises ConfigError where
+    there is none."""
     from transformers.pytorch_utils import Conv1D
 
     kinds = (nn.Linear, Conv1D) if section.kind in ("lora", "ia3") else (nn.Linear,)
     linear = [name for name, each in network.named_modules() if isinstance(each, kinds) and each.weight not in whole]
     if section.targets:
-        chosen = [name for each in section.targets for name in _chosen(each, linear, network)]
+        chosen = [name for each in section.targets for name in _matching_layers(each, linear, network)]
         return sorted(matching(chosen, linear, setting="model.adapter.targets"))
     inside = [name for name in linear if any(part.isdigit() for part in name.split("."))]
     if not inside:
@@ -123,9 +123,9 @@ def _targets(network: nn.Module, section: AdapterSection, whole: set[nn.Paramete
     return inside
 
 
-def _chosen(target: str, linear: list[str], network: Any) -> list[str]:
-    """Layers that peft's users mean: all but the head, the end of a name, or a regular expression; else the target
-    itself, where it is a pattern as of other settings."""
+def _matching_layers(target: str, linear: list[str], network: Any) -> list[str]:
+    """List the layers that a target of peft stands for: all but the head, the end of a name, or a regular expression;
+    else the target itself, which may be a pattern as of other settings."""
     if target == ALL_LINEAR:
         head = getattr(network, "get_output_embeddings", lambda: None)()
         return [name for name in linear if network.get_submodule(name) is not head]
@@ -138,7 +138,7 @@ def _chosen(target: str, linear: list[str], network: Any) -> list[str]:
 
 
 def _config(section: AdapterSection, options: dict[str, Any], targets: list[str]) -> Any:
-    """peft's config, with further options. Raises ConfigError."""
+    """Make peft's config, with further options. Raises ConfigError."""
     import peft
 
     made: dict[str, Any] = {"target_modules": targets}
@@ -162,7 +162,7 @@ def _config(section: AdapterSection, options: dict[str, Any], targets: list[str]
 
 
 def save_adapter(model: Model, folder: Path, *, base: str | None, revision: str | None, objective: str) -> None:
-    """Write what was trained, as peft reads it beside the model `base`."""
+    """Write the trained weights, as peft reads them beside the model `base`."""
     network: Any = _network(model)
     config, state = _trained(network)
     config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
@@ -173,7 +173,7 @@ def save_adapter(model: Model, folder: Path, *, base: str | None, revision: str 
 
 
 def _trained(network: Any) -> tuple[Any, dict[str, Tensor]]:
-    """peft's config, and what was trained by peft's names: the adapter, and modules as a whole."""
+    """Return peft's config, and the trained weights by peft's names: the adapter, and modules as a whole."""
     config, modules = copy.deepcopy(network.peft_config[NAME]), []
     state = _adapter_weights(network)
     for parameter, names in _names(network).items():
@@ -193,14 +193,14 @@ def _trained(network: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def base_digest(model: Model) -> str:
-    """Hex sha256 of the weights of the model that an adapter was trained beside, as far as they are as before."""
+    """Return the hex sha256 of the weights beside which an adapter was trained, without those that it has changed."""
     network = _network(model)
     config, state = _trained(network)
     return _digest_beside(network, config, state)
 
 
 def _digest_beside(network: nn.Module, config: Any, names: Container[str]) -> str:
-    """Hex sha256 of the weights that an adapter's file lacks, whatever their names, which change between versions."""
+    """Return the hex sha256 of the weights that an adapter's file lacks, without names, which versions change."""
     begins = str(getattr(config, "init_lora_weights", ""))
     changed = {layer.get_base_layer() for *_, layer in _adapted(network)} if begins.startswith(CHANGING) else set()
     left_out = {p for layer in changed for p in layer.parameters()}
@@ -212,7 +212,7 @@ def _digest_beside(network: nn.Module, config: Any, names: Container[str]) -> st
 
 
 def _adapter_weights(network: nn.Module) -> dict[str, Tensor]:
-    """The adapter's weights, and biases that peft trains with it, by the names of its files."""
+    """Return the adapter's weights, and biases that peft trains with it, by the names of its files."""
     import peft
 
     found: dict[str, Tensor] = peft.get_peft_model_state_dict(
@@ -222,7 +222,7 @@ def _adapter_weights(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _outermost(network: nn.Module, name: str) -> str | None:
-    """The largest module with a parameter in which all are trained, and none is an adapter's: peft saves such modules,
+    """Return the largest module with a parameter in which all are trained and none is an adapter's: peft saves those,
     and a classifier's head only as a whole. None where that is the network itself, or a layer with an adapter."""
     owner = name.rpartition(".")[0]
     if not owner or BASE in owner:

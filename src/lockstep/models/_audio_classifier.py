@@ -20,7 +20,7 @@ LAYER_DROPS = ("layerdrop", "encoder_layerdrop")
 
 
 class AudioModel(ProcessedModel):
-    """Takes what the model's feature extractor makes of sounds."""
+    """Classifier of the features that the model's feature extractor makes of sounds."""
 
     AUTO_CLASS: ClassVar[str] = "AutoModelForAudioClassification"
     PROCESSOR: ClassVar[Callable[[str], Any]] = FeatureExtractor
@@ -52,7 +52,7 @@ def build(config: Config, spec: DataSpec) -> Model:
             f"{[*features.shape]} for a second: {reason}"
         ),
     )
-    if _without_layer_drop(network):
+    if _disable_layer_drop(network):
         notes.append(
             f"{config.name} skips layers at random in training (layerdrop): it is off, as each process runs each block"
         )
@@ -60,8 +60,8 @@ def build(config: Config, spec: DataSpec) -> Model:
     return model
 
 
-def _without_layer_drop(network: Any) -> bool:
-    """Turn it off: FSDP and pipelines need each block in each forward pass -> whether it was on."""
+def _disable_layer_drop(network: Any) -> bool:
+    """Turn layerdrop off: FSDP and pipelines need each block in each forward pass -> whether it was on."""
     found = [
         (owner, name)
         for owner in (network.config, *network.modules())

@@ -1,4 +1,4 @@
-"""Causal language models from transformers: load, start anew, check. m = samples, T = tokens of one, V = vocabulary."""
+"""Causal language models from transformers: load, build, check. m = samples, T = tokens of one, V = vocabulary."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -29,20 +29,20 @@ OWN = 0.9
 """A tokenizer with fewer of the model's tokens than this is another model's; embeddings are padded by up to 2 %."""
 FULL = "full_attention"
 ROUTER = "router_loss"
-"""Among outputs and logged sums: how unevenly a mixture of experts divides the tokens of a micro-batch."""
+"""Name among outputs and logged sums: how unevenly a mixture of experts divides the tokens of a micro-batch."""
 ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 """Names that models of transformers give the weight with which they add it to their loss."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def by_positions(document: Tensor) -> dict[str, Tensor]:
-    """Documents as transformers knows them: it finds where positions begin anew, and layers with a window count in it
-    from the beginning of a document."""
+    """Return the positions by which transformers knows documents: it finds where they start again, and layers with a
+    window count in it from the beginning of a document."""
     return {"position_ids": positions_of(document)}
 
 
 def by_mask(document: Tensor) -> dict[str, Tensor]:
-    """The same for models that do not look for it, such as OPT: what is added to the scores of attention."""
+    """Return a mask, added to attention scores, and positions for models that do not find documents, such as OPT."""
     hidden = ~visible_of(document)
     lowest = torch.finfo(torch.bfloat16).min  # finite in fp32, too
     return {"attention_mask": hidden.float().masked_fill(hidden, lowest), **by_positions(document)}
@@ -53,11 +53,11 @@ class CausalTransformer(NetworkModel):
 
     AUTO_CLASS: ClassVar[str] = "AutoModelForCausalLM"
     apart: Callable[[Tensor], dict[str, Tensor]] = staticmethod(by_positions)
-    """The arguments with which the network keeps documents apart."""
+    """Function that makes the arguments with which the network keeps documents apart."""
     router_weight: float = 0.0
     """Weight of the router's loss, which is a mean over the tokens of a micro-batch, in the loss of training."""
     routers: int = 0
-    """Layers that it is of."""
+    """Number of layers with a router."""
 
     def __init__(self, network: nn.Module, spec: DataSpec) -> None:
         super().__init__(network, spec)
@@ -87,7 +87,7 @@ class CausalTransformer(NetworkModel):
         return {"output_router_logits": False} if self.router_weight else {}
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
-        """With the router's loss, where there is one: its mean over micro-batches, weighted by their counts."""
+        """Add the router's loss, where there is one: its mean over micro-batches, weighted by their counts."""
         found = super().loss(outputs, batch)
         if not isinstance(outputs, dict) or ROUTER not in outputs:
             return found
@@ -97,12 +97,12 @@ class CausalTransformer(NetworkModel):
         )
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Of the tokens' loss alone."""
+        """Derive figures from the tokens' loss alone."""
         return super().derived({**means, "loss": means["loss"] - self.router_weight * means.get(ROUTER, 0.0)})
 
     @property
     def CACHES(self) -> bool:  # type: ignore[override]
-        """Not models that keep a state in place of keys and values, such as Mamba."""
+        """Whether it caches keys and values: not models that keep a state in their place, such as Mamba."""
         return not getattr(self.network, "_is_stateful", False)
 
     def decode(self, tokens: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
@@ -170,7 +170,7 @@ def build(config: Config, spec: DataSpec) -> Model:
 
 
 def _add_router_loss(config: Config, model: CausalTransformer) -> list[str]:
-    """Have the loss of training hold the router's as the network's own class adds it -> a note. Raises ModelError where
+    """Add the router's loss to that of training, as the network's own class adds it -> a note. Raises ModelError where
     its weight is not known."""
     network: Any = model.network
     owners = (network, network.config, network.config.get_text_config())
@@ -194,7 +194,7 @@ def _add_router_loss(config: Config, model: CausalTransformer) -> list[str]:
 
 
 def _trained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
-    """The pretrained model, and notes on it."""
+    """Load the pretrained model -> the model, and notes on it."""
     from transformers import AutoModelForCausalLM
 
     vocabulary = spec.vocabulary or 0
@@ -217,7 +217,7 @@ def _trained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
 
 
 def _untrained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
-    """A model of the same sizes, but for the vocabulary, with random weights."""
+    """Build a model of the same sizes, except for the vocabulary, with random weights -> the model, and notes on it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     vocabulary = spec.vocabulary or 0
@@ -235,7 +235,7 @@ def _untrained(config: Config, spec: DataSpec) -> tuple[Any, list[str]]:
 
 
 def _attention_width(sizes: Any) -> int:
-    """See Model: 0 where the config does not tell."""
+    """Compute Model.attention_width; 0 where the config lacks the sizes."""
     layers, heads, width = (
         getattr(sizes, name, 0) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
@@ -249,7 +249,7 @@ def _attention(config: Config) -> dict[str, str]:
 
 
 def _longest(settings: Any) -> int | None:
-    """For how many tokens a model has positions, by its transformers config; None where it does not tell."""
+    """Return the number of positions in a transformers config; None where it has none."""
     longest = getattr(settings.get_text_config(), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
 

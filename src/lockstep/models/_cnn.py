@@ -15,7 +15,7 @@ from lockstep.models.objectives._choice import ObjectiveModel, width_of
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """The images [m, C, H, W] with the strides of channels_last, also where C = 1.
+    """Give images [m, C, H, W] the strides of channels_last, also where C = 1.
 
     There `contiguous(memory_format=torch.channels_last)` changes nothing, and convolutions choose the other format.
     """
@@ -53,7 +53,7 @@ class Head(nn.Module):
 
 
 class CNN(ObjectiveModel):
-    """For images of one size."""
+    """Network for images of one size."""
 
     def __init__(self, spec: DataSpec, config: Config) -> None:
         super().__init__(spec)
@@ -69,7 +69,7 @@ class CNN(ObjectiveModel):
         return self.head(self.features(batch["image"]))
 
     def renamed(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """From the names of PyTorch's MNIST example (conv1, conv2, fc1, fc2), whose fc1 reads channel by channel."""
+        """Convert weights of PyTorch's MNIST example (conv1, conv2, fc1, fc2), whose fc1 reads channel by channel."""
         found = {name.removeprefix("module."): value for name, value in weights.items()}
         if not {"conv1.weight", "fc1.weight"} <= found.keys():
             return weights
@@ -79,7 +79,7 @@ class CNN(ObjectiveModel):
         return {f"{'features' if name.startswith('conv') else 'head'}.{name}": found[name] for name in found}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """As in PyTorch, and also weights of its MNIST example."""
+        """Load weights as PyTorch does, and also those of its MNIST example."""
         return super().load_state_dict(self.renamed(state_dict), *args, **options)
 
     def blocks(self) -> list[nn.Module]:

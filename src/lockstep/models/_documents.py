@@ -1,4 +1,4 @@
-"""Documents of a sample that are kept apart: what a token attends to, where it is, and whether a model keeps to it.
+"""Documents of a sample that are kept apart: what a token attends to, its position, and whether a model keeps to it.
 
 m = samples, T = tokens of one, V = vocabulary. The column "document", int64 [m, T], numbers the documents of a sample.
 """
@@ -15,28 +15,28 @@ from lockstep.core.modules.outputs import logits_of
 
 DOCUMENT = "document"
 TOLERANCE = 1e-4
-"""Of the largest logit: rounding, where rows of a batch are computed in another order. Reading ahead, or in another
-document, changes 1e-2."""
+"""Largest difference by rounding, as a part of the largest logit, where rows of a batch are computed in another order.
+Reading ahead, or in another document, changes 1e-2."""
 
 COARSE = 0.05
 """Largest difference in a format of 16 bits, as a part of the largest logit."""
 
 
 def positions_of(document: Tensor) -> Tensor:
-    """Where each token is in its document, from 0, int64 [m, T]."""
+    """Return the position of each token in its document, from 0, int64 [m, T]."""
     order = torch.arange(document.shape[1], device=document.device)
     is_first = F.pad(document[:, 1:] != document[:, :-1], (1, 0))
     return order - (order * is_first).cummax(1).values
 
 
 def visible_of(document: Tensor) -> Tensor:
-    """What each token may attend to: itself and those before it in its document, bool [m, 1, T, T]."""
+    """Return what each token may attend to: itself and those before it in its document, bool [m, 1, T, T]."""
     order = torch.arange(document.shape[1], device=document.device)
     return ((document[:, :, None] == document[:, None, :]) & (order <= order[:, None]))[:, None]
 
 
 def keeps_apart(model: Model, forward: Callable[[Batch], Outputs], *, vocabulary: int) -> bool:
-    """Whether a document has the same logits behind another one as alone; also where there are no logits to tell.
+    """Return whether a document has the same logits behind another one as alone; True where there are no logits.
 
     Passes on what `forward` raises, which that of a model without memory for its weights (deferred_init) does: it is
     then built with memory.
@@ -56,7 +56,7 @@ def keeps_apart(model: Model, forward: Callable[[Batch], Outputs], *, vocabulary
 
 
 def not_apart(what: str) -> ModelError:
-    """The error for a model that does not keep documents apart, which `what` names."""
+    """Return the error for a model, `what`, that does not keep documents apart."""
     return ModelError(
         f"{what} does not keep the documents of a sample apart, as data.documents=apart asks: what it predicts in one "
         "depends on the one before. Set data.documents=joined, or take another model"
@@ -64,6 +64,6 @@ def not_apart(what: str) -> ModelError:
 
 
 def are_close(one: Tensor, other: Tensor) -> bool:
-    """Whether logits differ by rounding only."""
+    """Return whether logits differ by rounding only."""
     tolerance = TOLERANCE if other.dtype == torch.float32 else COARSE
     return torch.allclose(one, other, rtol=0, atol=tolerance * float(other.abs().max()), equal_nan=True)

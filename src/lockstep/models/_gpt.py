@@ -12,21 +12,21 @@ from lockstep.models.gpt import Config
 from lockstep.models.objectives._choice import ObjectiveModel
 
 BASE = 10_000.0
-"""Of the wavelengths of rotary positions. Source: J. Su et al., RoFormer, 2021."""
+"""Base of the wavelengths of rotary positions. Source: J. Su et al., RoFormer, 2021."""
 INITIAL = 0.02
 """Standard deviation of the first weights, as in GPT-2."""
 
 
 def turns_at(positions: Tensor, size: int) -> Tensor:
-    """Cosines and sines of angles that grow with positions [T] or [m, 1, T], for heads of D = `size` numbers: float32
-    [2, T, D/2] or [2, m, 1, T, D/2]."""
+    """Return cosines and sines of angles that grow with positions [T] or [m, 1, T], for heads of D = `size` numbers:
+    float32 [2, T, D/2] or [2, m, 1, T, D/2]."""
     steps = torch.arange(size // 2, device=positions.device, dtype=torch.float32) / (size // 2)
     angles = positions.to(torch.float32)[..., None] * BASE**-steps
     return torch.stack([angles.cos(), angles.sin()])
 
 
 def rotated(x: Tensor, turns: Tensor) -> Tensor:
-    """Turn pairs of numbers of queries or keys [m, H, T, D]."""
+    """Rotate pairs of numbers of queries or keys [m, H, T, D]."""
     cos, sin = turns.to(x.dtype)
     one, other = x.chunk(2, dim=-1)
     return torch.cat([one * cos - other * sin, one * sin + other * cos], dim=-1)
@@ -39,8 +39,8 @@ Reads = tuple[Tensor, Tensor | None]
 
 
 def behind_padding(mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Where the last `count` of T tokens are, int64 [m, 1, count], and what each may attend to, bool [m, 1, count, T];
-    see Model.decode."""
+    """Return the positions of the last `count` of T tokens, int64 [m, 1, count], and what each may attend to, bool [m,
+    1, count, T]; see Model.decode."""
     order = torch.arange(mask.shape[1], device=mask.device)
     is_before = order <= order[-count:, None]
     is_itself = order == order[-count:, None]  # so that padding attends to something
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         return self.decode(x, reads, None)[0]
 
     def decode(self, x: Tensor, reads: Reads, cache: Entry | None) -> tuple[Tensor, Entry]:
-        """The same for further tokens [m, t, W], which attend to those in the cache, too."""
+        """Compute `forward` for further tokens [m, t, W], which attend to those in the cache, too."""
         (query, key, value), (turns, visible) = self._heads(x), reads
         query, key = rotated(query, turns), rotated(key, turns)
         if cache is not None:
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         return self.output(attended.transpose(1, 2).flatten(2)), (key, value)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [m, H, T, D]."""
+        """Compute queries, keys and values [m, H, T, D]."""
         query, key, value = (
             each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.query, self.key, self.value)
         )
@@ -106,7 +106,7 @@ class DecoderBlock(nn.Module):
         return x + self.dropout(self.feed_forward(self.norm_2(x)))
 
     def decode(self, x: Tensor, reads: Reads, cache: Entry | None) -> tuple[Tensor, Entry]:
-        """The same for further tokens, without dropout."""
+        """Compute `forward` for further tokens, without dropout."""
         attended, entry = self.attention.decode(self.norm_1(x), reads, cache)
         x = x + attended
         return x + self.feed_forward(self.norm_2(x)), entry
@@ -156,7 +156,7 @@ class GPT(ObjectiveModel):
         return self.head(x)
 
     def _reads(self, positions: Tensor, visible: Tensor | None) -> Reads:
-        """Computed once for all layers."""
+        """Compute the turns once, for all layers."""
         return turns_at(positions, self.head_size), visible
 
     CACHES = SLIDES = True
@@ -175,7 +175,7 @@ class GPT(ObjectiveModel):
         return [self.embedding, *self.layers, self.head]
 
     def tensor_plan(self) -> TensorPlan:
-        """Heads and hidden numbers are split; each block then adds up twice."""
+        """Split heads and hidden numbers; each block then sums over the ranks twice."""
         colwise = ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up")
         rowwise = ("attention.output", "feed_forward.down")
         return TensorPlan(

@@ -24,20 +24,20 @@ class AdapterSection(Section):
     alpha: float | None = Field(None, gt=0, le=2**16)
     """Their product is scaled by alpha / rank; by default 2, whatever the rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Of what goes into the matrices; lora only."""
+    """Dropout of the inputs of the matrices; lora only."""
     targets: Patterns = ()
     """Layers that get an adapter: names of modules or their ends, such as q_proj, shell patterns of them, such as
     "*.q_proj", a regular expression, or all-linear, which is all but the head; by default all linear layers of the
     numbered layers, such as those of attention and feed-forward blocks."""
     train: Patterns = ()
-    """What is trained besides, as a whole and in place of an adapter: names of parameters or modules; what is tied to
+    """Names of parameters or modules that are trained besides, as a whole and in place of an adapter; what is tied to
     them stays so. A new head always is."""
     options: dict[str, Any] = {}
     """Further arguments of peft's config class."""
 
 
 class ModelSection(PluginSection):
-    """What is trained."""
+    """The model that is trained."""
 
     incidental: ClassVar[frozenset[str]] = frozenset({"init"})  # the digest of its weights is a fact of the run
 
@@ -50,20 +50,20 @@ class ModelSection(PluginSection):
     TAKES_TOKENS: ClassVar[bool] = False
     """Whether it has a tokenizer and takes token ids."""
     LIBRARIES: ClassVar[tuple[str, ...]] = ()
-    """Modules that it takes seconds to import: done once for all workers, before they start."""
+    """Modules whose import takes seconds: done once for all workers, before they start."""
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Settings that `lockstep init` writes for it, by section."""
 
     objective: str = "auto"
-    """What is learned: classification, multilabel, regression, token_classification, causal_lm, or own, what the loss
-    in the model's file says. auto: what the data has targets for."""
+    """Objective: classification, multilabel, regression, token_classification, causal_lm, or own, which the loss in the
+    model's file defines. auto: the one that the data has targets for."""
 
     file: LocalPath | None = None
     """A Python file with `loss(outputs, batch)` or `metrics(spec)` in place of, or beside, those of the objective;
     `optimizer` and `schedule` may lie there, too."""
     init: DataPath | None = None
-    """Where to take the first weights from (a warm start): a run, a checkpoint, an export, a folder with *.safetensors,
-    or a file of weights, or a URL of one. Those that have a name and a shape of the model's are copied; the others are
+    """Source of the first weights (a warm start): a run, a checkpoint, an export, a folder with *.safetensors, or a
+    file of weights, or a URL of one. Those that have a name and a shape of the model's are copied; the others are
     reported."""
     adapter: AdapterSection | None = None
     """Train an adapter beside frozen weights: {kind: lora, rank: 8} and more (extra `adapters`)."""

@@ -1,4 +1,4 @@
-"""What a user's Python file says beside a model of any kind: its loss, what the loss's terms count, and its metrics."""
+"""Functions of a user's Python file beside a model of any kind: loss, counts of the loss's terms, metrics."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from lockstep.models.objectives._choice import ObjectiveModel
 Loss = Callable[[Outputs, Batch], LossSum]
 TermCounts = Callable[[Batch], Mapping[str, float]]
 FUNCTIONS = ("loss", "metrics", "optimizer", "schedule")
-"""What may lie in the file of a model of Lockstep's own kinds."""
+"""Names of the functions that the file of a model of Lockstep's own kinds may have."""
 
 
 def build(section: ModelSection, spec: DataSpec) -> Model:
@@ -73,7 +73,7 @@ def term_counts(*owners: Any) -> TermCounts | None:
 
 
 def summed(loss: Loss, counts: TermCounts | None) -> Loss:
-    """Check what a user's loss returns: it raises ModelError for no sums, or for terms without `term_counts`."""
+    """Wrap a user's loss in checks, which raise ModelError for no sums, or for terms without `term_counts`."""
 
     def own_loss(outputs: Outputs, batch: Batch) -> LossSum:
         try:
@@ -96,7 +96,7 @@ def summed(loss: Loss, counts: TermCounts | None) -> Loss:
 
 
 def is_function(value: Any, *, arguments: int) -> bool:
-    """Whether a value is a function or method that accepts this number of positional arguments."""
+    """Return whether a value is a function or method that accepts this number of positional arguments."""
     if not inspect.isroutine(value) and not isinstance(value, partial):
         return False
     try:

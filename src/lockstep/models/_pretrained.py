@@ -1,4 +1,4 @@
-"""What models of transformers have in common: load them without code of their own, check, split, save, read back."""
+"""Common part of transformers' models: load them without code of their own, check, split, save, read back."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from lockstep.models._model_config import PretrainedSection, TokensSection
 from lockstep.models.objectives._choice import ObjectiveModel, name_of, width_of
 
 PROBLEM_TYPES = {"regression": "regression", "multilabel": "multi_label_classification"}
-"""What transformers' pipelines call an objective; the others follow from the labels."""
+"""Names of objectives in transformers' pipelines; the others follow from the labels."""
 POSITIONS = ("position_embeddings", "embed_positions", "wpe", "positions_embed")
 """Attribute names of tables of learned positions."""
 MAX_NAMES = 3
@@ -38,7 +38,7 @@ class NetworkModel(ObjectiveModel):
 
     @classmethod
     def auto_class(cls, spec: DataSpec | None) -> Any:
-        """What loads the network, with a head for the objective."""
+        """Return the class that loads the network, with a head for the objective."""
         import transformers
 
         return getattr(transformers, cls.AUTO_CLASS)
@@ -68,7 +68,7 @@ class NetworkModel(ObjectiveModel):
 
     @classmethod
     def in_folder(cls, network: nn.Module, spec: DataSpec, folder: Path) -> Model:
-        """The model of a network whose files are in a folder."""
+        """Make the model of a network whose files are in a folder."""
         return cls(network, spec)
 
     def blocks(self) -> list[nn.Module]:
@@ -76,8 +76,8 @@ class NetworkModel(ObjectiveModel):
         return blocks_of(self.network)
 
     def tried_out(self, batch: Batch, problem: Callable[[str], ModelError]) -> Any:
-        """Outputs in evaluation, without gradients; None of weights without memory (deferred_init), which tell none.
-        Raises the problem with the reason why there are none."""
+        """Return outputs in evaluation, without gradients; None for weights without memory (deferred_init), which give
+        none. Raises the problem with the reason why there are none."""
         if any(map(is_fake, self.parameters())):
             return None
         self.eval()
@@ -116,7 +116,7 @@ def position_rows(network: Any) -> int | None:
 
 
 def from_pretrained(auto_class: Any, config: PretrainedSection, *, check: Callable[[Any], None], **options: Any) -> Any:
-    """What an auto class of transformers loads; `check` gets its transformers config before. Raises ModelError."""
+    """Load with an auto class of transformers; `check` gets its transformers config before. Raises ModelError."""
     from transformers import AutoConfig
 
     folder = Path(config.name)
@@ -135,8 +135,8 @@ def from_pretrained(auto_class: Any, config: PretrainedSection, *, check: Callab
 
 
 def with_new_head(auto_class: Any, config: PretrainedSection, spec: DataSpec, **options: Any) -> tuple[Any, list[str]]:
-    """A pretrained classifier with a new head for the data's targets, whose names go into the model's config, and notes
-    on its weights. Raises ModelError."""
+    """Load a pretrained classifier with a new head for the data's targets, whose names go into the model's config ->
+    the model, and notes on its weights. Raises ModelError."""
     names, before = dict(enumerate(spec.labels or spec.numbers)), dict[int, str]()
 
     def check(settings: Any) -> None:
@@ -195,7 +195,7 @@ def _initialize(network: Any, parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_task(auto_class: Any, config: PretrainedSection, settings: Any) -> None:
-    """Raise ModelError for a model that transformers has no classifier of such samples, or of words, of."""
+    """Raise ModelError for a model for which transformers has no classifier of such samples, or of words."""
     if type(settings) not in auto_class._model_mapping:
         samples, example = samples_of(config.modality), type(config).model_fields["name"].default
         what = "words" if "Token" in auto_class.__name__ else samples
@@ -245,7 +245,7 @@ def resize_embeddings(network: Any, tokens: int) -> list[str]:
 
 @contextmanager
 def reported(config: PretrainedSection) -> Iterator[None]:
-    """Turn whatever is raised while a model is loaded into a ModelError."""
+    """Turn any error while a model is loaded into a ModelError."""
     try:
         yield
     except LockstepError:
@@ -261,7 +261,7 @@ def reported(config: PretrainedSection) -> Iterator[None]:
 
 
 def mismatches(loading: dict[str, Any], prefix: str = "") -> list[str]:
-    """Notes on weights with this prefix that only the model or only the checkpoint has, from transformers' report."""
+    """Describe weights with this prefix that only the model or only the checkpoint has, by transformers' report."""
     missing, unexpected = (
         sorted(name for name in loading[key] if name.startswith(prefix)) for key in ("missing_keys", "unexpected_keys")
     )
@@ -287,7 +287,7 @@ def silence() -> None:
 
 
 class ProcessedModel(NetworkModel):
-    """Takes what its processor, one of images or a feature extractor, makes of a sample; both are saved together."""
+    """Model of what its processor, one of images or a feature extractor, makes of a sample; both are saved together."""
 
     PROCESSOR: ClassVar[Callable[[str], Any]]
     """Builds the processor from a folder."""

@@ -34,7 +34,7 @@ MIN_VOCABULARY = 3
 SHORT = 256
 """Tokens up to which plain attention is faster on a CPU."""
 LONG = 4096
-"""Tokens up to which it is tried out whether a model takes them."""
+"""Number of tokens up to which a trial finds out whether a model takes them."""
 CHARACTERS_PER_TOKEN = 64
 """Only this much of a long text is tokenized at first; typical text has five characters per token."""
 
@@ -46,7 +46,7 @@ class TextModel(NetworkModel):
         super().__init__(network, spec)
         summary = getattr(network, "sequence_summary", None)
         self.reads_last = getattr(summary, "summary_type", None) == "last"
-        """Whether it classifies a text by what stands last in its row, as XLNet does: its padding is at the left."""
+        """Whether it classifies a text by the last token of its row, as XLNet does: its padding is at the left."""
         self.positions = position_rows(network)
         settings: Any = network.config
         self.end = (
@@ -149,7 +149,7 @@ def _check_length(model: TextModel, config: Config, text_config: Any) -> None:
 
 
 def _bears_padding(model: TextModel, text_config: Any) -> bool:
-    """Whether outputs of a text are the same alone and beside a longer one; also where it cannot be tried out."""
+    """Return whether outputs of a text are the same alone and beside a longer one; True where no trial is possible."""
     tokens = torch.full((2, 16), (text_config.pad_token_id + 1) % text_config.vocab_size)
     mask = torch.ones_like(tokens)
     tokens[0, 5:], mask[0, 5:] = text_config.pad_token_id, 0
@@ -164,7 +164,7 @@ def _bears_padding(model: TextModel, text_config: Any) -> bool:
 
 
 def _attention(config: Config) -> str | None:
-    """The implementation of attention; None for transformers' own choice.
+    """Return the implementation of attention; None for transformers' own choice.
 
     With dropout, PyTorch's fused attention falls back on a CPU to plain operations and more of them: steps of MiniLM in
     bf16 took 1.04 to 1.13 times as long for 24 to 256 tokens; without dropout 1.2 to 1.4 times, and 0.9 for 512.
@@ -247,7 +247,7 @@ class PretrainedTokenizer:
         return [np.array(ids or [self.pad_id], dtype=np.int32) for ids in encoded["input_ids"]]
 
     def _marked(self, texts: list[list[str]]) -> list[np.ndarray]:
-        """Marked tokens of words. A word without a token, such as a control character, becomes the unknown one."""
+        """Mark tokens of words. A word without a token, such as a control character, becomes the unknown one."""
         found = []
         for words, (ids, of_word) in zip(texts, self._encoded(texts), strict=True):
             reached = len(words) if len(ids) < self.max_length else of_word.max(initial=-1) + 1
@@ -259,7 +259,7 @@ class PretrainedTokenizer:
         return found
 
     def _encoded(self, texts: list[list[str]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Token ids of words, and the number of the word that each belongs to, -1 for special tokens."""
+        """Return token ids of words, and the number of the word that each belongs to, -1 for special tokens."""
         if not texts:
             return []
         encoded = self.reader(texts, is_split_into_words=True, truncation=True, max_length=self.max_length)
@@ -275,7 +275,7 @@ class PretrainedTokenizer:
 
 
 def _as_text(tokenizer: Any) -> tuple[Any, str]:
-    """A tokenizer of transformers for which names of special tokens are letters, and the alias of its unknown token."""
+    """Return a tokenizer for which names of special tokens are letters, and the alias of its unknown token."""
     reader = copy.copy(tokenizer)
     reader.split_special_tokens = not tokenizer.is_fast
     if not tokenizer.is_fast:

@@ -34,7 +34,7 @@ class UserModel(Model):
         derived: Derived | None = None,
         objective: Objective | None = None,
     ) -> None:
-        """`objective`: whose loss it is."""
+        """`objective`: the one whose loss it is, if any."""
         super().__init__()
         self.network, self._loss, self.term_counts, self._derived = network, loss, term_counts, derived
         self.objective = objective
@@ -94,7 +94,7 @@ def build(config: Config, spec: DataSpec) -> Model:
 
 
 def uncompiled(network: nn.Module) -> tuple[nn.Module, list[str]]:
-    """A network without what torch.compile has made of its parts, and the names of these."""
+    """Undo torch.compile on a network and its parts -> the network, and the names of these parts."""
     root, names = nn.ModuleDict({"network": network}), list[str]()
     for prefix, parent in [*root.named_modules()]:
         for name, child in parent._modules.items():
@@ -108,8 +108,8 @@ def uncompiled(network: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def averaged(network: nn.Module, rules: Any) -> tuple[Averaged, ...]:
-    """What the file's `averages(module)` declares: {copy: (source, momentum[, every])}, names of modules or parameters.
-    The copies are frozen. Raises ModelError."""
+    """Read what the file's `averages(module)` declares: {copy: (source, momentum[, every])}, names of modules or
+    parameters. The copies are frozen. Raises ModelError."""
     parameters, found = dict(network.named_parameters()), []
     for copy, rule in dict(rules).items():
         if not isinstance(rule, tuple | list) or len(rule) not in (2, 3) or not 0 <= rule[1] <= 1:

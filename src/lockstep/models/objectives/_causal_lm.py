@@ -24,7 +24,7 @@ from lockstep.training.metrics.declared_metrics import DeclaredMetric
 TARGET, BYTES = "target", "bytes"
 BYTES_PER_TOKEN = "_bytes"
 MOST_NATS = 700.0
-"""exp() of more is infinite."""
+"""Largest exponent of exp(), which is infinite above."""
 
 
 class CausalLM(Objective):
@@ -55,7 +55,7 @@ class CausalLM(Objective):
         return LossSum(total, count, sums)
 
     def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Tensor, Tensor] | None:
-        """Float64 [m, 4]: the mean loss of a sample's tokens and, of the token that surprises most, its id, the
+        """Return float64 [m, 4]: the mean loss of a sample's tokens and, of the token that surprises most, its id, the
         likeliest id in its place, and the probability of that; and where in the sample it is, int64 [m]."""
         logits, target = logits_of(widened(outputs)), batch.get(TARGET)
         if logits is None or target is None or logits.shape[:-1] != target.shape:
@@ -71,7 +71,7 @@ class CausalLM(Objective):
         return {}
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """Perplexity and, as it does not depend on the tokenizer, bits per byte."""
+        """Compute perplexity and, as it does not depend on the tokenizer, bits per byte."""
         nats = means["loss"]
         found = {"perplexity": math.exp(min(nats, MOST_NATS))}
         if per_token := means.get(BYTES_PER_TOKEN):

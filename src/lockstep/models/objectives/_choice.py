@@ -18,7 +18,7 @@ TAGS = "token_classification"
 
 
 def name_of(spec: DataSpec) -> str:
-    """The objective that the data names, or that follows from its targets."""
+    """Return the objective that the data names, or that follows from its targets."""
     if spec.objective != AUTO:
         return spec.objective
     if spec.vocabulary is not None:
@@ -29,7 +29,7 @@ def name_of(spec: DataSpec) -> str:
 
 
 def objective_of(spec: DataSpec) -> Objective:
-    """The objective of a model for this data. Raises ModelError where the data lacks what it needs."""
+    """Build the objective of a model for this data. Raises ModelError where the data lacks what it needs."""
     name = name_of(spec)
     found: Objective = plugins.implementation(FAMILY, name).build()
     if lacking := found.missing(spec):
@@ -41,7 +41,7 @@ def objective_of(spec: DataSpec) -> Objective:
 
 
 def with_objective(spec: DataSpec, requested: str) -> DataSpec:
-    """The spec with the objective of model.objective, if it names one. Raises ModelError for classes of words that the
+    """Set the objective of a spec to model.objective, if it names one. Raises ModelError for classes of words that the
     data does not have, or that it has: their columns are padded in another way."""
     if TAGS in (requested, spec.objective) and requested not in (AUTO, OWN, spec.objective):
         raise ModelError(
@@ -52,7 +52,7 @@ def with_objective(spec: DataSpec, requested: str) -> DataSpec:
 
 
 def objective_of_classes(model: Model, setting: str) -> Objective:
-    """The objective of a model, for a setting of its loss. Raises ConfigError where its loss is not that of classes."""
+    """Return the objective of a model, for a setting of its loss. Raises ConfigError unless its loss is of classes."""
     objective = None if getattr(model, "own_loss", None) else getattr(model, "objective", None)
     if not isinstance(objective, Objective) or not objective.SMOOTHS:
         whose = "this objective has no classes" if isinstance(objective, Objective) else "the model's own loss decides"
@@ -61,7 +61,7 @@ def objective_of_classes(model: Model, setting: str) -> Objective:
 
 
 def width_of(spec: DataSpec) -> int:
-    """K: how many numbers a model gives for each sample. Raises ModelError where the objective is not about samples."""
+    """Return K, the number of outputs for each sample. Raises ModelError where the objective is not about samples."""
     found = objective_of(spec)
     if not isinstance(found, PredictingObjective):
         raise ModelError(
@@ -72,11 +72,11 @@ def width_of(spec: DataSpec) -> int:
 
 
 class ObjectiveModel(Model):
-    """A model whose loss is that of the objective, or the user's. Raises ModelError where the data lacks what the
-    objective needs."""
+    """A model with the loss of the objective, or the user's. Raises ModelError where the data lacks what the objective
+    needs."""
 
     own_loss: Callable[[Outputs, Batch], LossSum] | None = None
-    """The user's, in place of the objective's."""
+    """The user's loss, in place of the objective's."""
 
     def __init__(self, spec: DataSpec) -> None:
         super().__init__()

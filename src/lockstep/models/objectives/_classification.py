@@ -28,7 +28,7 @@ class Classification(PredictingObjective):
     CALIBRATES = True
     SMOOTHS = True
     classes: int | None = None
-    """Which the model gives; known from its first outputs."""
+    """Number of classes that the model gives; known from its first outputs."""
 
     def missing(self, spec: DataSpec) -> str:
         return "" if spec.labels else "a class for each sample"
@@ -119,7 +119,7 @@ class Classification(PredictingObjective):
 
 
 def class_indices(label: Tensor, logits: Tensor) -> Tensor:
-    """Labels as int64. Raises DataError where they are no whole numbers, one for each of logits [m, K, ...]."""
+    """Return labels as int64. Raises DataError where they are no whole numbers, one for each of logits [m, K, ...]."""
     shape = [len(logits), *logits.shape[2:]]
     if label.is_floating_point() or list(label.shape) != shape:
         raise DataError(

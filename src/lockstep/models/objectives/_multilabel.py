@@ -20,7 +20,7 @@ from lockstep.models.objectives._objective import PredictingObjective, target_of
 from lockstep.training.metrics.declared_metrics import DeclaredMetric, SummedMetric
 
 LEAST = 0.5
-"""A class fits if its probability is more than this."""
+"""Probability above which a class fits."""
 
 
 class Multilabel(PredictingObjective):
@@ -84,7 +84,7 @@ def _joined(fits: Tensor, spec: DataSpec) -> str:
 
 
 def _pair(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits and labels [m, K]. Raises ModelError for other shapes."""
+    """Return logits and labels [m, K]. Raises ModelError for other shapes."""
     logits, target = logits_of(outputs), target_of(batch, "a 0 or 1 for each class")
     if logits is None or logits.shape != target.shape or logits.ndim != 2:
         given = "nothing" if logits is None else str(list(logits.shape))
@@ -96,7 +96,7 @@ def _pair(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _counts(logits: Tensor, target: Tensor) -> Tensor:
-    """int64 [K + 1, 3]: of each class true positives, false positives and false negatives; then exact matches,
+    """Return int64 [K + 1, 3]: of each class true positives, false positives and false negatives; then exact matches,
     samples, and 0."""
     fits, is_one = logits.float().sigmoid() > LEAST, target > 0
     counts = torch.stack([fits & is_one, fits & ~is_one, ~fits & is_one], dim=-1).sum(0)
@@ -115,7 +115,7 @@ def _f1(counts: Tensor) -> Tensor:
 
 
 def _macro_f1(counts: Tensor) -> Tensor:
-    """Mean over the classes; 0 for those that are neither there nor predicted."""
+    """Compute the mean over the classes; 0 for those that are neither there nor predicted."""
     return _f1(counts[:-1]).mean()
 
 

@@ -22,7 +22,7 @@ from lockstep.core.numerics.word_tokens import IGNORED
 from lockstep.training.metrics.declared_metrics import DeclaredMetric
 
 LABEL = "label"
-"""The column that is predicted."""
+"""Name of the column that is predicted."""
 Rows = Any
 """One row for each sample: a tensor [m, ...], or a list of m tensors of different lengths."""
 
@@ -31,10 +31,10 @@ class Objective(ABC):
     """The loss and the metrics of a model."""
 
     smoothing: float = 0.0
-    """How much of a target's weight is spread over all classes in training (C. Szegedy et al., Rethinking the Inception
-    Architecture, 2016)."""
+    """Part of a target's weight that is spread over all classes in training (C. Szegedy et al., Rethinking the
+    Inception Architecture, 2016)."""
     class_weights: Tensor | None = None
-    """[K]: the weighted mean of torch's cross_entropy is minimised in training."""
+    """Weights of the classes, [K]: the weighted mean of torch's cross_entropy is minimised in training."""
     SMOOTHS: ClassVar[bool] = False
     """Whether `smoothing` and `class_weights` may be set: targets are classes."""
 
@@ -43,19 +43,19 @@ class Objective(ABC):
     GENERATES: ClassVar[bool] = False
     """Whether its models complete texts."""
     PURPOSE: ClassVar[str] = ""
-    """What a model is for, as "that ..." in its model card: of {count} {names}, from {samples}."""
+    """Purpose of a model, as "that ..." in its model card: of {count} {names}, from {samples}."""
     TASK: ClassVar[str] = ""
-    """What the Hugging Face hub calls the task, if the objective alone decides it."""
+    """Name of the task on the Hugging Face hub, if the objective alone decides it."""
     WORDS: ClassVar[bool] = False
     """Whether a sample is a text of words with a target and a prediction for each: its tokens are marked
     (core.numerics.word_tokens), and its scores are [W, K] for W words."""
 
     @abstractmethod
     def missing(self, spec: DataSpec) -> str:
-        """What the data lacks, such as "classes"; empty where it has all."""
+        """Return what the data lacks, such as "classes"; empty where it has all."""
 
     def outside(self, batch: Batch) -> tuple[int, str] | None:
-        """The first sample of a micro-batch, by its place, whose target the model cannot give, and what is wrong."""
+        """Find the first sample of a micro-batch whose target the model cannot give -> its place, and what is wrong."""
         return None
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Objective(ABC):
 
     @abstractmethod
     def metrics(self, spec: DataSpec) -> dict[str, DeclaredMetric]:
-        """The metrics of an evaluation by name."""
+        """Return the metrics of an evaluation by name."""
 
     @property
     def is_weighted(self) -> bool:
@@ -72,8 +72,8 @@ class Objective(ABC):
         return self.class_weights is not None and torch.is_grad_enabled()
 
     def cross_entropy(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over all targets that are not IGNORED, and their number, or the sum of their weights; smoothed and
-        weighted where gradients are wanted, so not in evaluations."""
+        """Return the sum over all targets that are not IGNORED, and their number, or the sum of their weights; smoothed
+        and weighted where gradients are wanted, so not in evaluations."""
         smoothing, weights = (self.smoothing if torch.is_grad_enabled() else 0.0), None
         counts = target != IGNORED
         if self.class_weights is not None and self.is_weighted:
@@ -85,12 +85,12 @@ class Objective(ABC):
         return total, counts.sum()
 
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """What follows from the means over a whole split ("loss" and LossSum.sums)."""
+        """Derive figures from the means over a whole split ("loss" and LossSum.sums)."""
         return {}
 
     def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Rows, Rows] | None:
-        """Outputs [m, K] and targets [m] or [m, K] of a micro-batch for the report of an evaluation; None where there
-        is no such pair."""
+        """Return outputs [m, K] and targets [m] or [m, K] of a micro-batch for the report of an evaluation; None where
+        there is no such pair."""
         return None
 
 
@@ -107,11 +107,11 @@ class PredictingObjective(Objective):
     """Separator of the labels of a sample in a text; empty where a sample has one, or none."""
 
     def width(self, spec: DataSpec) -> int:
-        """K: how many numbers a model gives for each sample, by default one for each class."""
+        """Return K, the number of outputs for each sample, by default one for each class."""
         return len(spec.labels)
 
     def raw(self, outputs: Outputs, spec: DataSpec) -> Tensor:
-        """A model's outputs, float32 [m, K], on the CPU. Raises ModelError for outputs of another shape."""
+        """Return a model's outputs, float32 [m, K], on the CPU. Raises ModelError for outputs of another shape."""
         found = logits_of(outputs)
         if found is not None and found.ndim == 1 and self.width(spec) == 1:
             found = found[:, None]
@@ -137,44 +137,44 @@ class PredictingObjective(Objective):
         return raw, target.detach().cpu()
 
     def scores(self, raw: Tensor, temperature: float) -> Tensor:
-        """Probabilities or other numbers that a prediction consists of, [m, K]."""
+        """Return probabilities or other numbers that a prediction consists of, [m, K]."""
         return raw
 
     def blank(self, count: int, spec: DataSpec) -> np.ndarray:
-        """An array for the scores of some samples, which is to be filled in."""
+        """Allocate an array for the scores of `count` samples."""
         return np.empty((count, self.width(spec)), dtype=np.float32)
 
     def of_samples(self, scores: np.ndarray, samples: Sequence[np.ndarray]) -> np.ndarray:
-        """The scores of each sample without padding: [m, K], or an object array [m] of arrays [W, K]."""
+        """Return the scores of each sample without padding: [m, K], or an object array [m] of arrays [W, K]."""
         return scores
 
     @abstractmethod
     def losses(self, raw: Rows, target: Rows, temperature: float) -> Tensor:
-        """The loss of each sample, float64 [m]."""
+        """Compute the loss of each sample, float64 [m]."""
 
     def fits(self, raw: Rows) -> Tensor | None:
-        """Which classes are predicted: their indices, or 0 and 1 [m, K]; None without classes."""
+        """Return the predicted classes: their indices, or 0 and 1 [m, K]; None without classes."""
         return None
 
     @abstractmethod
     def answer(self, scores: np.ndarray, spec: DataSpec, text: str) -> dict[str, Any]:
-        """The prediction for the scores [K] of a sample, as a dict for `Answer`; `text` is what was asked, empty for
+        """Return the prediction for the scores [K] of a sample, as a dict for `Answer`; `text` is the input, empty for
         an image."""
 
     @abstractmethod
     def columns(
         self, scores: np.ndarray, spec: DataSpec, *, texts: Sequence[str], every: bool
     ) -> dict[str, np.ndarray]:
-        """Columns of a table for scores [n, K] of texts, or of images by their paths; with `every` also the
+        """Return columns of a table for scores [n, K] of texts, or of images by their paths; with `every` also the
         probability of each class. Several labels of a sample are a list."""
 
     @abstractmethod
     def target(self, target: Tensor, spec: DataSpec) -> str:
-        """The target of a sample in words."""
+        """Describe the target of a sample in words."""
 
     @abstractmethod
     def predicted(self, scores: Tensor, spec: DataSpec) -> tuple[str, float | None]:
-        """The prediction for the scores [K] of a sample in words, and how sure the model is of it."""
+        """Describe the prediction for the scores [K] of a sample in words -> the text, and the model's confidence."""
 
 
 def described(number: float) -> str:
@@ -182,12 +182,12 @@ def described(number: float) -> str:
 
 
 def finite(scores: np.ndarray) -> np.ndarray:
-    """Which samples have finite scores only, bool [n]."""
+    """Return which samples have finite scores only, bool [n]."""
     return np.array([np.isfinite(row).all() for row in scores], dtype=bool)
 
 
 def target_of(batch: Batch, needs: str) -> Tensor:
-    """The column that is predicted. Raises ModelError where there is none."""
+    """Return the column that is predicted. Raises ModelError where there is none."""
     if LABEL not in batch:
         raise ModelError(
             f"the data has no column {LABEL!r} with {needs} to learn (there is: {', '.join(sorted(batch))}): give it, "

@@ -8,7 +8,7 @@ from lockstep.training.metrics.declared_metrics import DeclaredMetric
 
 
 class Own(Objective):
-    """The user's file says everything."""
+    """Objective that the user's file defines."""
 
     def missing(self, spec: DataSpec) -> str:
         return ""

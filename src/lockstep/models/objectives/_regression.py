@@ -66,7 +66,7 @@ class Regression(PredictingObjective):
 
 
 def _pair(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Outputs and labels [m, K]; [m] and [m, 1] are the same. Raises ModelError for other shapes."""
+    """Return outputs and labels [m, K]; [m] and [m, 1] are the same. Raises ModelError for other shapes."""
     predicted, target = logits_of(outputs), target_of(batch, "numbers")
     if predicted is not None and predicted.ndim <= 2 and target.ndim <= 2:
         rows = len(target)
@@ -80,7 +80,7 @@ def _pair(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _sums(predicted: Tensor, target: Tensor) -> Tensor:
-    """float64 [5, K]: samples, absolute and squared errors, targets and their squares."""
+    """Return float64 [5, K]: samples, absolute and squared errors, targets and their squares."""
     predicted, target = predicted.double(), target.double()
     error = predicted - target
     rows = [torch.ones_like(target), error.abs(), error.square(), target, target.square()]
@@ -92,12 +92,12 @@ def _mae(sums: Tensor) -> Tensor:
 
 
 def _rmse(sums: Tensor) -> Tensor:
-    """The mean over the numbers of the roots, as scikit-learn's root_mean_squared_error."""
+    """Compute the mean over the numbers of the roots, as scikit-learn's root_mean_squared_error."""
     return (sums[2] / sums[0]).sqrt().mean()
 
 
 def _r2(sums: Tensor) -> Tensor:
-    """Mean over the numbers, as scikit-learn's r2_score: of a constant number 1 if all are right, else 0."""
+    """Average over the numbers, as scikit-learn's r2_score: of a constant number 1 if all are right, else 0."""
     count, _, squared, total, squares = sums
     variation = (squares - total.square() / count).clamp_min(0)
     constant = torch.where(squared > 0, 0.0, 1.0).double()

@@ -28,7 +28,7 @@ OUTSIDE, BEGIN, INSIDE = "O", "B-", "I-"
 
 
 def entity_f1(labels: Sequence[str], *, ignored: int) -> SummedMetric | None:
-    """The micro F1 of entities for predicted and true tags [m, T]; None for labels that are no tags of IOB2."""
+    """Return the micro F1 of entities for predicted and true tags [m, T]; None for labels that are no tags of IOB2."""
     entities = [label for label in labels if label != OUTSIDE]
     if not entities or not all(label.startswith((BEGIN, INSIDE)) for label in entities):
         return None
@@ -39,17 +39,17 @@ def entity_f1(labels: Sequence[str], *, ignored: int) -> SummedMetric | None:
 
 
 def _counts(predicted: Tensor, tags: Tensor, *, kind: Tensor, begins: Tensor, ignored: int) -> Tensor:
-    """int64 [3]: entities that are found exactly, that are predicted, and that are there."""
+    """Count entities that are found exactly, that are predicted, and that are there: int64 [3]."""
     is_word = tags != ignored
     text = is_word.nonzero()[:, 0]
     spans = [_spans(kind[words], begins[words], text) for words in (predicted[is_word], tags[is_word])]
-    (said, said_kind), (true, true_kind) = spans
-    found = (true >= 0) & (said == true) & (said_kind == true_kind)
-    return torch.stack([found.sum(), (said >= 0).sum(), (true >= 0).sum()])
+    (guess, guess_kind), (true, true_kind) = spans
+    found = (true >= 0) & (guess == true) & (guess_kind == true_kind)
+    return torch.stack([found.sum(), (guess >= 0).sum(), (true >= 0).sum()])
 
 
 def _spans(kind: Tensor, begins: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a word begins an entity, its last word, else -1; and the kinds of the words: int64 [N]."""
+    """Return, for a word that begins an entity, its last word, else -1; and the kinds of the words: int64 [N]."""
     is_inside = kind >= 0
     goes_on = torch.zeros_like(is_inside)
     goes_on[1:] = is_inside[1:] & (kind[1:] == kind[:-1]) & (text[1:] == text[:-1]) & ~begins[1:]
@@ -61,12 +61,12 @@ def _spans(kind: Tensor, begins: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _f1(counts: Tensor) -> Tensor:
-    """2 * found / (predicted + there); 0 where there is neither."""
+    """Compute 2 * found / (predicted + there); 0 where there is neither."""
     return 2 * counts[0] / (counts[1] + counts[2]).clamp_min(1)
 
 
 NO_TAG = "_"
-"""In a table, the tag of a word that the model does not reach."""
+"""Tag in a table of a word that the model does not reach."""
 
 
 class TokenClassification(PredictingObjective):
@@ -94,7 +94,7 @@ class TokenClassification(PredictingObjective):
         return {name: DeclaredMetric(metric=metric, arguments=_tags) for name, metric in found.items()}
 
     def raw(self, outputs: Outputs, spec: DataSpec) -> Tensor:
-        """A model's outputs, float32 [m, T, C], on the CPU. Raises ModelError for outputs of another shape."""
+        """Return a model's outputs, float32 [m, T, C], on the CPU. Raises ModelError for outputs of another shape."""
         found = logits_of(outputs)
         if found is None or found.ndim != 3 or found.shape[-1] != len(spec.labels):
             given = "nothing" if found is None else str(list(found.shape))
@@ -105,7 +105,7 @@ class TokenClassification(PredictingObjective):
         return found.detach().float().cpu()
 
     def rows(self, outputs: Outputs, batch: Batch, spec: DataSpec) -> tuple[Any, Any] | None:
-        """Of each sample the outputs [W, C] and the targets [W] of its words."""
+        """Return the outputs [W, C] and the targets [W] of each sample's words."""
         try:
             raw, label = self.raw(outputs, spec), target_of(batch, "a class for each word").cpu()
         except ModelError:
@@ -119,7 +119,7 @@ class TokenClassification(PredictingObjective):
         return np.empty(count, dtype=object)
 
     def of_samples(self, scores: np.ndarray, samples: Sequence[np.ndarray]) -> np.ndarray:
-        """The scores [W, C] of the words alone, by the marks of the samples' tokens."""
+        """Return the scores [W, C] of the words alone, by the marks of the samples' tokens."""
         found = np.empty(len(samples), dtype=object)
         for number, (row, tokens) in enumerate(zip(scores, samples, strict=True)):
             found[number] = row[: len(tokens)][tokens >= 0]
@@ -129,7 +129,7 @@ class TokenClassification(PredictingObjective):
         return (raw / temperature).softmax(-1)
 
     def losses(self, raw: Any, target: Any, temperature: float) -> Tensor:
-        """The mean over the words of a sample; 0 for a sample without any."""
+        """Compute the mean over the words of a sample; 0 for a sample without any."""
         losses = [
             F.cross_entropy(row.double() / temperature, tags, reduction="sum") / max(1, len(tags))
             for row, tags in zip(raw, target, strict=True)
@@ -166,7 +166,7 @@ class TokenClassification(PredictingObjective):
 
 
 def _pair(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits [m, T, C] and labels [m, T]. Raises ModelError for other shapes."""
+    """Return logits [m, T, C] and labels [m, T]. Raises ModelError for other shapes."""
     logits, label = logits_of(widened(outputs)), target_of(batch, "a class for each token")
     if logits is None or logits.ndim != 3 or logits.shape[:2] != label.shape or label.is_floating_point():
         given = "nothing" if logits is None else str(list(logits.shape))
@@ -178,7 +178,7 @@ def _pair(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _tags(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Predicted classes and labels [m, T]."""
+    """Return predicted classes and labels [m, T]."""
     logits, label = _pair(outputs, batch)
     return logits.argmax(-1), label
 

@@ -1,3 +1,3 @@
-"""What the loss in the model's file says; nothing is measured besides it and the metrics of that file."""
+"""The loss in the model's file; nothing is measured besides it and the metrics of that file."""
 
 METRICS: tuple[str, ...] = ()
