@@ -105,8 +105,7 @@ def _network(model: Model) -> nn.Module:
 
 
 def _targets(network: nn.Module, section: AdapterSection, whole: set[nn.Parameter]) -> list[str]:
-    """List the layers that get an adapter, by name: none whose weight is trained as a whole. Raises ConfigError where
-    there is none."""
+    """List the layers that get an adapter: none whose weight is trained as a whole. Raises ConfigError without any."""
     from transformers.pytorch_utils import Conv1D
 
     kinds = (nn.Linear, Conv1D) if section.kind in ("lora", "ia3") else (nn.Linear,)
@@ -200,7 +199,7 @@ def base_digest(model: Model) -> str:
 
 
 def _digest_beside(network: nn.Module, config: Any, names: Container[str]) -> str:
-    """Return the hex sha256 of the weights that an adapter's file lacks, without names, which versions change."""
+    """Return the hex sha256 of the weights that an adapter's file lacks, without names, which differ by version."""
     begins = str(getattr(config, "init_lora_weights", ""))
     changed = {layer.get_base_layer() for *_, layer in _adapted(network)} if begins.startswith(CHANGING) else set()
     left_out = {p for layer in changed for p in layer.parameters()}

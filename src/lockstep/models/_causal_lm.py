@@ -106,7 +106,6 @@ class CausalTransformer(NetworkModel):
         return not getattr(self.network, "_is_stateful", False)
 
     def decode(self, tokens: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """See Model.decode."""
         from transformers import DynamicCache
 
         known = DynamicCache()

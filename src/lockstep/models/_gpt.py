@@ -39,8 +39,8 @@ Reads = tuple[Tensor, Tensor | None]
 
 
 def behind_padding(mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the positions of the last `count` of T tokens, int64 [m, 1, count], and what each may attend to, bool [m,
-    1, count, T]; see Model.decode."""
+    """Return the positions of the last `count` of T tokens, int64 [m, 1, count], and the mask of what each attends to,
+    bool [m, 1, count, T]; see Model.decode."""
     order = torch.arange(mask.shape[1], device=mask.device)
     is_before = order <= order[-count:, None]
     is_itself = order == order[-count:, None]  # so that padding attends to something
@@ -156,13 +156,11 @@ class GPT(ObjectiveModel):
         return self.head(x)
 
     def _reads(self, positions: Tensor, visible: Tensor | None) -> Reads:
-        """Compute the turns once, for all layers."""
         return turns_at(positions, self.head_size), visible
 
     CACHES = SLIDES = True
 
     def decode(self, tokens: Tensor, mask: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """See Model.decode."""
         x, reads, entries = self.embedding(tokens), self._reads(*behind_padding(mask, tokens.shape[1])), []
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderBlock)

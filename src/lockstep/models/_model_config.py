@@ -42,7 +42,6 @@ class ModelSection(PluginSection):
     incidental: ClassVar[frozenset[str]] = frozenset({"init"})  # the digest of its weights is a fact of the run
 
     MODALITY: ClassVar[str] = "any"
-    """See `modality`."""
     PRETRAINED: ClassVar[bool] = False
     """Whether its weights come from a checkpoint."""
     HAS_NEW_HEAD: ClassVar[bool] = False

@@ -90,8 +90,7 @@ class NetworkModel(ObjectiveModel):
         return outputs
 
     def tensor_plan(self) -> TensorPlan | None:
-        """Return the plan that transformers ships (base_model_tp_plan of the config): most decoders have one, few
-        encoders do."""
+        """Return the plan that transformers ships (base_model_tp_plan): most decoders have one, few encoders do."""
         network: Any = self.network
         styles = {f"network.{name}": style for name, style in (getattr(network, "_tp_plan", None) or {}).items()}
         if not styles:
@@ -103,8 +102,8 @@ class NetworkModel(ObjectiveModel):
 
 
 def position_rows(network: Any) -> int | None:
-    """Return the number of learned positions: rows of the table less its offset (RoBERTa, OPT); None for rotary and
-    relative positions."""
+    """Return the number of learned positions: rows of the table less its offset (RoBERTa, OPT); None without a
+    table."""
     tables = [module for name, module in network.named_modules() if name.rpartition(".")[2] in POSITIONS]
     found = [
         len(table.weight) - (getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1)

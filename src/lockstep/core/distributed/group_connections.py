@@ -26,8 +26,8 @@ def shut_down_connections() -> None:
 
 
 def abort_nccl() -> None:
-    """End what GPUs wait for in the NCCL groups of this process, in any thread. The GPUs continue, without an error,
-    with invalid results."""
+    """Abort the NCCL groups of this process, in any thread. Their GPUs continue without an error, with invalid
+    results."""
     for group in reversed(list(dist.distributed_c10d._world.pg_map)) if dist.is_nccl_available() else ():
         with suppress(RuntimeError):  # it has none for GPUs, or was aborted by another thread
             backend = group._get_backend(torch.device("cuda"))

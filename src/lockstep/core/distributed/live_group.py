@@ -204,7 +204,6 @@ class LiveGroup:
             raise PeerLost("a member was lost while the group was opened")
 
     def open_alone(self) -> None:
-        """Open a group of this process alone."""
         timeout = timedelta(seconds=self.timeout_seconds)
         dist.init_process_group(self.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 

@@ -87,15 +87,14 @@ def device_model(device: torch.device) -> str:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error means that another process is lost, or was waited for too long; Gloo raises a plain
-    RuntimeError."""
+    """Return whether an error (of Gloo a plain RuntimeError) means that another process is lost or timed out."""
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in (*LOST_PEER, *TIMED_OUT))
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether such an error means that another process was waited for too long."""
+    """Return whether such an error is a timeout."""
     return any(message in str(error) for message in TIMED_OUT)
 
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 BACKEND = "gloo-on-shared-gpu"
-"""Name of its backend in torch.distributed."""
 COLLECTIVES = (
     "allgather",
     "_allgather_base",

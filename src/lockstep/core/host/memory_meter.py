@@ -100,7 +100,6 @@ class Meter:
         return self._peak
 
     def peak(self) -> int:
-        """Return the peak since `reset`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return max(self._peak, (_high_water_mark() if self._is_tracked else None) or self.now())

@@ -27,8 +27,6 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file in an object store."""
-
     name: str
     """Path below the listed place; "" for the place itself."""
     bytes: int
@@ -146,8 +144,7 @@ def read(place: RemotePath) -> bytes:
 
 @contextmanager
 def _opened(place: RemotePath) -> Iterator[tuple[Any, str]]:
-    """Yield the file system of a URL, without a cache of listings, and the path in it. Its errors become
-    RemoteStorageErrors."""
+    """Yield the file system of a URL, uncached, and the path in it. Its errors become RemoteStorageErrors."""
     scheme = str(place).partition("://")[0]
     try:
         files, root = fsspec.core.url_to_fs(str(place), use_listings_cache=False)

@@ -57,8 +57,7 @@ class BufferUpdates:
         self.updated: list[TrackedBuffer] = []
         """Buffers that the current step has set, until it is kept."""
         self.may_find_new = True
-        """Whether a buffer may yet change for the first time, so that ranks have to agree on it in every step. The same
-        on every rank."""
+        """Whether a buffer may yet change for the first time, so that ranks agree on it; equal on every rank."""
         self._find_buffers(is_first=True)
 
     def _find_buffers(self, *, is_first: bool = False) -> None:

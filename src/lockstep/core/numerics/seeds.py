@@ -126,12 +126,10 @@ class _Uses:
         self.counts: Counter[int] = Counter()
         """Number of uses by block."""
         self.entered: dict[tuple[int, int], int | None] = {}
-        """(block, seed of the generator on entry) -> the use: recomputation starts from the same generator. None if
-        there were several."""
+        """(block, seed on entry) -> use: recomputation starts from the same seed. None if there were several."""
 
     def begin(self, number: int) -> int:
-        """Count a use of a block in the forward pass, or find the one that the backward pass recomputes. Raises
-        ModelError."""
+        """Count a use of a block, or find the one that the backward pass recomputes. Raises ModelError."""
         entry = number, torch.default_generator.initial_seed()
         if torch._C._current_graph_task_id() == -1:  # outside of a backward pass
             use = self.counts[number]
@@ -187,8 +185,7 @@ class Randomness:
             restore_forward(block, own)
 
     def at(self, step: int, shard: int, *, returns: bool = False) -> None:
-        """Set the current step and shard, before every forward pass, and before a backward pass that `returns` to a
-        shard after others."""
+        """Set the current step and shard, before each forward pass and each backward pass that `returns` to a shard."""
         if step != self.step:
             self._uses.clear()
         if not returns:

@@ -73,8 +73,7 @@ class AllReduce:
         return total.partials[top]
 
     def _receive_buffer(self, like: Tensor, count: int, width: int) -> Tensor:
-        """Return `count` rows of `width` elements, reused for all buckets: page faults of new memory cost as much as
-        the sum."""
+        """Return rows [count, width] of a buffer for all buckets: page faults of new memory cost as much as the sum."""
         if self._buffer is None or self._buffer.numel() < count * width or self._buffer.dtype != like.dtype:
             self._buffer = like.new_empty(count * width)
         return self._buffer[: count * width].view(count, width)

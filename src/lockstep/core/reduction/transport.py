@@ -155,7 +155,7 @@ class SharedMemoryTransport(NetworkTransport):
         return self._machine_reductions[all_reduce]
 
     def _shared(self, own: list[Tensor]) -> list[list[Tensor]]:
-        """Return the slots of every rank of this machine. Empty, on all ranks of all machines, where any of them cannot
+        """Return the slots of every rank of this machine; none, on all ranks of all machines, where any cannot
         share."""
         size = sum(slot.nbytes for slot in own) * len(self.ranks)
         is_free = SHARED.is_dir() and shutil.disk_usage(SHARED).free >= FREE_FACTOR * size

@@ -87,13 +87,11 @@ def tree_sum(rows: Tensor, present: Shards) -> Tensor:
 
 
 def contiguous(rank: int, size: int, *, shards: int, present: Shards) -> list[int]:
-    """List the present ones of shards rank*V/size .. (rank+1)*V/size-1: neighbours, so that most additions are local.
-    May be empty."""
+    """List the present shards of rank*V/size .. (rank+1)*V/size-1: neighbours, for local additions. May be empty."""
     return [shard for shard in range(rank * shards // size, (rank + 1) * shards // size) if shard in present]
 
 
 def contiguous_by_rank(size: int, *, shards: int, present: Shards) -> list[Shards]:
-    """Return `contiguous` of every rank."""
     return [frozenset(contiguous(rank, size, shards=shards, present=present)) for rank in range(size)]
 
 

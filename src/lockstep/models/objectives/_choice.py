@@ -72,8 +72,7 @@ def width_of(spec: DataSpec) -> int:
 
 
 class ObjectiveModel(Model):
-    """A model with the loss of the objective, or the user's. Raises ModelError where the data lacks what the objective
-    needs."""
+    """A model with the loss of the objective, or the user's. Raises ModelError where the data does not fit it."""
 
     own_loss: Callable[[Outputs, Batch], LossSum] | None = None
     """The user's loss, in place of the objective's."""

@@ -158,8 +158,8 @@ class PredictingObjective(Objective):
 
     @abstractmethod
     def answer(self, scores: np.ndarray, spec: DataSpec, text: str) -> dict[str, Any]:
-        """Return the prediction for the scores [K] of a sample, as a dict for `Answer`; `text` is the input, empty for
-        an image."""
+        """Return a sample's prediction for its scores [K], as a dict for `Answer`; `text` is the input, empty for an
+        image."""
 
     @abstractmethod
     def columns(
