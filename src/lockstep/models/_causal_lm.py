@@ -26,7 +26,7 @@ from lockstep.models._pretrained import (
 from lockstep.models.causal_lm import Config
 
 OWN = 0.9
-"""A tokenizer with fewer of the model's tokens than this is another model's; embeddings are padded by up to 2 %."""
+"""Part of the model's tokens below which a tokenizer is another model's; embeddings are padded by up to 2 %."""
 FULL = "full_attention"
 ROUTER = "router_loss"
 """Name among outputs and logged sums: how unevenly a mixture of experts divides the tokens of a micro-batch."""

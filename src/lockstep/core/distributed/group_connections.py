@@ -36,7 +36,7 @@ def abort_nccl() -> None:
 
 
 def listening_ports() -> list[int]:
-    """Ports of this process at which Gloo groups accept connections."""
+    """List the ports of this process at which Gloo groups accept connections."""
     return sorted(
         each.getsockname()[1] for each in _sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     )

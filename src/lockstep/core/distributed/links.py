@@ -46,7 +46,7 @@ def pairs(size: int) -> Iterator[tuple[int, int]]:
 
 
 def by_pair(device: torch.device) -> dict[int, list[float]]:
-    """Other rank -> [seconds of a round trip of one byte, bytes per second from this rank to the other], at their best.
+    """Measure other rank -> [seconds of a round trip of one byte, bytes per second to the other rank], at their best.
 
     Collective; ranks that are not of the pair wait.
     """

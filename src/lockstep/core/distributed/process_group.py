@@ -202,7 +202,7 @@ def joined() -> World:
 
 @contextmanager
 def on_loopback(*, is_single_node: bool) -> Iterator[None]:
-    """On a single node, bind Gloo and NCCL to the loopback interface unless another is set: their default is the
+    """Bind Gloo and NCCL to the loopback interface on a single node, unless another is set: their default is the
     interface of the machine's host name, which other machines may reach. Raises LaunchError where it is down."""
     own, loopback = Endpoint(host=LOOPBACK, port=9), None
     if is_single_node:
@@ -250,5 +250,5 @@ def _initialized(world: World, device: torch.device, timeout: timedelta) -> Iter
     try:
         yield
     finally:
-        if dist.is_initialized():  # with live recovery it may have been given up
+        if dist.is_initialized():  # live recovery may have abandoned it
             dist.destroy_process_group()

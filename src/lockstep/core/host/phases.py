@@ -98,7 +98,7 @@ _annotations: list[Callable[[str], AbstractContextManager[None]]] = []
 
 @contextmanager
 def annotated(annotation: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter `annotation(name)` around each phase meanwhile, for a profiler."""
+    """Enter `annotation(name)` around each phase inside the block, for a profiler."""
     _annotations[:] = [annotation]
     try:
         yield

@@ -296,7 +296,7 @@ def _late_shape(buffer: TrackedBuffer, what: str) -> ModelError:
 
 @contextmanager
 def copied_buffers(model: nn.Module) -> Iterator[None]:
-    """Give a model copies of its buffers meanwhile, so that a trial forward pass does not change its own."""
+    """Give a model copies of its buffers inside the block, so that a trial forward pass does not change its own."""
     own = [(m, key, tensor) for m in model.modules() for key, tensor in m._buffers.items() if tensor is not None]
     try:
         for module, key, tensor in own:

@@ -1,4 +1,4 @@
-"""Weights that a forward pass changes, or that begin or cease to be trained, while training goes on."""
+"""Weights that a forward pass changes, or whose training starts or stops, while training goes on."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -71,7 +71,7 @@ class TreeReduceScatter(ReduceScatter):
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object
     ) -> None:
-        """Gradients [S * n] -> this rank's rows of every rank's gradient, [S, n], without adding or averaging."""
+        """Exchange gradients [S * n] -> this rank's rows of every rank's gradient, [S, n], not added or averaged."""
         received = torch.empty_like(input_tensor)
         with waiting_in(WAIT):
             dist.all_to_all_single(received, input_tensor, group=group)
@@ -126,7 +126,7 @@ class BackendReduceScatter(TreeReduceScatter):
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object
     ) -> None:
-        """Gradients [S * n] -> this rank's rows of their sum [n]."""
+        """Reduce gradients [S * n] -> this rank's rows of their sum [n]."""
         if self.rounds.current[self.rank] is None:
             input_tensor.zero_()
         with waiting_in(WAIT):

@@ -39,7 +39,7 @@ class CausalLM(Objective):
         return "" if spec.vocabulary is not None else "tokens to predict, as data.kind=text gives them"
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
-        """Cross-entropy of logits [m, T, V] against the next tokens, summed over those that count."""
+        """Sum the cross-entropy of logits [m, T, V] against the next tokens, over those that count."""
         logits, target = logits_of(widened(outputs)), batch.get(TARGET)
         if logits is None or target is None or logits.shape[:-1] != target.shape:
             given = "nothing" if logits is None else str(list(logits.shape))

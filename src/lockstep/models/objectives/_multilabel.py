@@ -33,7 +33,7 @@ class Multilabel(PredictingObjective):
         return "" if spec.labels else "classes"
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
-        """Binary cross-entropy; it counts classes of samples, so that the mean is that of BCEWithLogitsLoss."""
+        """Sum the binary cross-entropy; it counts classes of samples, so that the mean is that of BCEWithLogitsLoss."""
         logits, target = _pair(outputs, batch)
         total = F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="sum")
         return LossSum(total, logits.numel())

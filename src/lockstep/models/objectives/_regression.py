@@ -31,7 +31,7 @@ class Regression(PredictingObjective):
         return len(spec.numbers)
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
-        """Squared error; it counts numbers, so that the mean is that of MSELoss."""
+        """Sum the squared error; it counts numbers, so that the mean is that of MSELoss."""
         predicted, target = _pair(outputs, batch)
         error = predicted - target.to(predicted.dtype)
         return LossSum(error.square().sum(), error.numel())

@@ -82,7 +82,7 @@ class TokenClassification(PredictingObjective):
         return "" if spec.labels else "a class for each word, as data.labels=tags gives them"
 
     def loss(self, outputs: Outputs, batch: Batch) -> LossSum:
-        """Cross-entropy; it counts words, so that the mean is that over all words."""
+        """Sum the cross-entropy; it counts words, so that the mean is that over all words."""
         logits, label = _pair(outputs, batch)
         total, count = self.cross_entropy(logits.flatten(0, 1), label.flatten())
         return LossSum(total, count, {} if self.is_weighted else {"accuracy": (logits.argmax(-1) == label).sum()})
