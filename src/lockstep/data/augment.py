@@ -111,8 +111,8 @@ class ImageTransforms:
             )
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """The sample with a changed image, uint8 [C, H, W]. Grey images have three equal channels meanwhile, as kornia
-        changes colours of such only."""
+        """Return the sample with a changed image, uint8 [C, H, W]. Grey images have three equal channels meanwhile:
+        kornia changes colours of RGB images only."""
         pixels = torch.from_numpy(np.ascontiguousarray(sample[IMAGE]))[None].float() / 255
         is_grey = pixels.shape[1] == 1
         with torch.no_grad():
@@ -124,7 +124,7 @@ class ImageTransforms:
 
 
 def _class_of(name: str) -> type[nn.Module]:
-    """Raises ConfigError for a class that kornia does not have."""
+    """Return a class of kornia.augmentation. Raises ConfigError for an unknown one."""
     from kornia import augmentation
     from kornia.augmentation import auto
 

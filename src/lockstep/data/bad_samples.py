@@ -21,7 +21,7 @@ PATTERN = "bad-samples-rank-*.jsonl"
 
 
 class BadSample(BaseModel):
-    """A line of a file."""
+    """Line of a file of left-out samples."""
 
     split: Literal["train", "test"]
     sample: int = Field(ge=0)
@@ -29,7 +29,7 @@ class BadSample(BaseModel):
 
 @dataclass(kw_only=True)
 class Faults:
-    """What happens to the samples of a split that cannot be read."""
+    """Handling of the samples of a split that cannot be read."""
 
     name: str = "the data"
     """Name of the split in messages."""
@@ -39,9 +39,10 @@ class Faults:
     file: Path | None = None
     """JSON Lines file of the samples left out."""
     warn: Callable[[str], None] = lambda _: None
-    """Called once for each."""
+    """Called once for each sample left out."""
     outside: Callable[[Batch], tuple[int, str] | None] = lambda _: None
-    """Of a micro-batch on the CPU: the first sample whose target the model cannot give, and what is wrong."""
+    """Check of a micro-batch on the CPU: returns the first sample whose target the model cannot give, and the
+    reason."""
     known: set[int] = field(default_factory=set)
     """Samples left out so far."""
 
@@ -69,7 +70,7 @@ class Faults:
 
 
 def file_of(logs: Path, rank: int) -> Path:
-    """The file in which a rank lists the samples it left out."""
+    """Return the file in which a rank lists the samples it left out."""
     return logs / PATTERN.replace("*", str(rank))
 
 

@@ -27,13 +27,13 @@ from lockstep.data.token_cache import TextFault
 
 ASSISTANT = "assistant"
 TEMPLATE, SECONDS = "the chat template", 10.0
-"""A template of somebody else, and how long it may take."""
+"""Name of a template in errors, and its time limit in seconds."""
 ASKED, ANSWERED, REPLIED = "Hello", "Zebra", "Thanks"
 """Texts of the chat that shows how a template ends an answer."""
 LEADS = ("\n", "\0", "x", "1", ".")
-"""Texts that another follows, of which one does not join with it to a token."""
+"""Texts to put before another one, until no token spans both."""
 AT_ONCE = 64
-"""Chats whose beginnings are tokenised together."""
+"""Number of chats whose prefixes are tokenised together."""
 THOUGHT = re.compile(r"<(\w+)>(\s*)$")
 """Pattern of a prompt that ends with the opening tag of a thought."""
 Piece = tuple[str, bool]
@@ -96,7 +96,8 @@ class ChatTokenizer:
         return [np.append(row, np.array(end, dtype=np.int32)) for row, end in zip(rows, ends, strict=True)]
 
     def prompt(self, messages: Sequence[Message], *, on: date | None = None, tools: Any = None) -> list[int]:
-        """Tokens up to where the assistant answers, on a day or else at the moment it is. Raises DataError."""
+        """Return the tokens up to where the assistant answers; `on`: the template's date, by default the current one.
+        Raises DataError."""
         messages, tools = without_marks([messages, tools])
         if self.template is None:
             (row,) = self._encoded([_plain(messages, is_prompt=True)])
@@ -112,7 +113,7 @@ class ChatTokenizer:
         return self.inner.text_after(prompt, ids)
 
     def special(self) -> Special:
-        """With what ends an answer, by the template."""
+        """Return the tokenizer's special tokens, with the tokens and texts that end an answer by the template."""
         own, ending = self.inner.special(), self._ending
         return replace(own, ends=tuple(dict.fromkeys([*own.ends, *ending.tokens])), end_texts=ending.texts)
 
@@ -120,7 +121,7 @@ class ChatTokenizer:
         self.inner.save(folder, longest=longest, template=PLAIN if self.template is None else template)
 
     def _encoded(self, chats: Sequence[Sequence[Piece]]) -> list[np.ndarray]:
-        """Marked tokens of pieces of chats."""
+        """Return the marked tokens of pieces of chats."""
         rows = iter(self.inner([text for pieces in chats for text, _ in pieces]))
         found = [[ids if is_learned else ~ids for (_, is_learned), ids in zip(p, rows, strict=False)] for p in chats]
         return [np.concatenate(pieces) for pieces in found]
@@ -165,8 +166,8 @@ class ChatTokenizer:
         return [text if self._names is None else self._names.aliased(text) for text, _ in pieces]
 
     def _seamless(self, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
-        """Tokens of each part of texts. Those of a part do not depend on what follows, which in use is not known: where
-        a token of the whole text would reach over a seam, the part after it is tokenised alone."""
+        """Return the tokens of each part of texts, independent of the parts after it, which are unknown in use: where a
+        token of the whole text would span two parts, the second is tokenised alone."""
         tokens = list[list[list[int]]]()
         for first in range(0, len(texts), AT_ONCE):
             some = texts[first : first + AT_ONCE]
@@ -182,7 +183,7 @@ class ChatTokenizer:
         return tokens
 
     def _alone(self, text: str) -> list[int]:
-        """Tokens of what follows another text: without a space that a tokenizer puts before all texts."""
+        """Return the tokens of a text that follows another: without a space that a tokenizer puts before all texts."""
         for lead in LEADS:
             encoded = self._encoder.encode(lead + text, add_special_tokens=False)
             after = [start >= len(lead) for start, _ in encoded.offsets]
@@ -208,8 +209,8 @@ class ChatTokenizer:
 
     def _after_answers(self, template: Template) -> list[str]:
         roles = ("user", ASKED), (ASSISTANT, ANSWERED), ("user", REPLIED)
-        said = [{"role": role, "content": content} for role, content in roles]
-        found = [template.render(said[:count], on=self.day).rpartition(ANSWERED) for count in (2, 3)]
+        messages = [{"role": role, "content": content} for role, content in roles]
+        found = [template.render(messages[:count], on=self.day).rpartition(ANSWERED) for count in (2, 3)]
         if not all(answer for _, answer, _ in found):
             raise DataError("the chat template writes no answers")
         return [after.partition(REPLIED)[0] for *_, after in found]
@@ -222,7 +223,7 @@ class ChatTokenizer:
 
     @property
     def _with_special(self) -> Tokenizer:
-        """Where a template names special tokens, these are meant."""
+        """Tokenizer that reads the names of special tokens as these tokens."""
         inner: Any = self.inner
         return inner.with_special
 
@@ -274,27 +275,27 @@ def _answer(message: Message, number: int, render: Render) -> str:
     prompt, after = render(number, is_prompt=True), render(number + 1)
     if after.startswith(prompt):
         return after[len(prompt) :]
-    begun = THOUGHT.search(prompt)
-    if not begun or not after.startswith(prompt[: begun.start()]):
+    opening = THOUGHT.search(prompt)
+    if not opening or not after.startswith(prompt[: opening.start()]):
         raise DataError(
             "the chat template changes earlier messages when later ones follow, and its answers do not go on from its "
             "prompts, so what the assistant says cannot be found: take another tokenizer, or data.tokenizer=bpe, which "
             "uses a plain template"
         )
-    return _thought(message, after[begun.start() :], tag=begun[1], space=begun[2])
+    return _thought(message, after[opening.start() :], tag=opening[1], space=opening[2])
 
 
 def _thought(message: Message, written: str, *, tag: str, space: str) -> str:
     """Return an answer with the thought that its prompt opens and the template drops: the message's own, or an empty
     one in Qwen3's form."""
     end = f"</{tag}>"
-    thought, is_own, said = (message["content"] or "").rpartition(end)
+    thought, is_own, reply = (message["content"] or "").rpartition(end)
     if is_own:
         thought = thought.lstrip().removeprefix(f"<{tag}>").removeprefix(space)
     else:
-        thought, said = str(message.get("reasoning_content") or "") + "\n", "\n\n"
+        thought, reply = str(message.get("reasoning_content") or "") + "\n", "\n\n"
     written = written.rpartition(end)[2]
-    gap = said[: len(said) - len(said.lstrip())]
+    gap = reply[: len(reply) - len(reply.lstrip())]
     return thought + end + gap * (not written.startswith(gap)) + written
 
 
@@ -312,8 +313,8 @@ def _ends_learned(pieces: Sequence[Piece]) -> bool:
 
 
 def _plain(messages: Sequence[Message], *, is_prompt: bool = False) -> list[Piece]:
-    """`role: content` in lines, with the end token after each answer, which is learned with it: what is not learned is
-    one text, as in a prompt that others tokenise."""
+    """Return a chat as lines of `role: content`, with the end token after each answer, which is learned with it. What
+    is not learned is one text, as in a prompt that others tokenise."""
     pieces, before = list[Piece](), BEGIN
     for message in messages:
         before += f"{message['role']}: "
@@ -337,6 +338,6 @@ class Contents:
         return len(self.chats)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"text": m strings}."""
+        """Return {"text": m strings}."""
         chats = map(_read, self.chats.__getitems__(indices)["text"])
         return {"text": ["\n".join(message["content"] or "" for message in messages) for messages, _ in chats]}

@@ -91,10 +91,10 @@ def chat_of(row: Mapping[str, Any], column: str) -> list[Message]:
     if row.get("input") and "input" in others:
         asked = f"{asked}\n\n{row['input']}"
     system = [{"role": "system", "content": row["system"]}] if row.get("system") and "system" in others else []
-    return messages_of([*system, *_said("user", asked, first), *_said("assistant", answered, others[0])])
+    return messages_of([*system, *_as_messages("user", asked, first), *_as_messages("assistant", answered, others[0])])
 
 
-def _said(role: str, given: Any, column: str) -> list[Any]:
+def _as_messages(role: str, given: Any, column: str) -> list[Any]:
     """Return the messages of a column: a text, or a list of them already."""
     if not isinstance(given, str | list):
         raise DataError(f"{column!r} is neither a text nor a list of messages")

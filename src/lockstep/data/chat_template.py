@@ -16,7 +16,7 @@ from lockstep.data.chat_forms import Message, with_objects
 OBJECTS = re.compile(r"\b(arguments|function|call|tool_call)\b['\"\]]*\s*\|\s*(tojson|items)")
 """Pattern of a template that serialises the arguments of tool calls, or iterates over them."""
 SHOWN = "Zebra"
-"""A content that shows what a template takes."""
+"""Content of a probe message."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class Template:
 
     @property
     def asks_for_date(self) -> bool:
-        """Whether the template asks for the date."""
         return "strftime_now" in self.text
 
     @property
@@ -66,7 +65,7 @@ class Template:
 
     def _applied(self, messages: list[Message], *, is_prompt: bool, on: date | None, tools: Any) -> str:
         try:
-            with _surroundings(on):
+            with _fixed_environment(on):
                 rendered = self.tokenizer.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=is_prompt, tools=tools
                 )
@@ -82,10 +81,10 @@ def _parts(content: str | None) -> list[dict[str, str]]:
 
 
 @contextmanager
-def _surroundings(day: date | None) -> Iterator[None]:
+def _fixed_environment(day: date | None) -> Iterator[None]:
     """Give templates this date, if there is one, and the same random choices each time.
 
-    transformers hands no function of ours on to a template, so it is its clock that is set.
+    transformers passes no function on to a template, so its clock is set.
     """
     from transformers.utils import chat_template_utils
 

@@ -17,7 +17,7 @@ MULTIPLE = 8
 """Lengths are rounded up to a multiple of this: few shapes for kernels, and full tiles for tensor cores."""
 TOKENS = "input_ids"
 TOKEN_DTYPES = (torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
-"""In rows [T_i] these become int64, which embeddings need; all other dtypes, also uint8 and bool, are kept."""
+"""Dtypes that become int64 in rows [T_i], as embeddings need; all others, also uint8 and bool, are kept."""
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -65,7 +65,7 @@ def collate(
 
 
 class _Padding:
-    """Which columns are padded, and with which value."""
+    """Columns to pad, and the values to pad them with."""
 
     def __init__(self, pad_id: int, multiple: int, spec: DataSpec | None) -> None:
         self.multiple = multiple

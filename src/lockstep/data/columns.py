@@ -15,7 +15,7 @@ Place = Callable[[int], str]
 
 
 def rows_of(where: object) -> Place:
-    """Locations in a table: the first sample is row 1."""
+    """Return the locations of samples in a table: the first is row 1."""
     return lambda number: f"row {number + 1} of {where}"
 
 
@@ -58,10 +58,10 @@ def labels_of(values: Iterable[Any], place: Place) -> list[str]:
 
 def names_of(labels: Iterable[str]) -> tuple[str, ...]:
     """Return the distinct labels, in numeric order if all are finite numbers, else in alphabetic order. Raises
-    DataError for two that would be the same class but for how they are written."""
+    DataError for two that differ only in how they are written."""
     names, known = sorted(set(labels)), dict[object, str]()
     for name in names:
-        if (other := known.setdefault(_meant(name), name)) != name:
+        if (other := known.setdefault(_canonical(name), name)) != name:
             what = "white space, accents or the form of a number"
             raise DataError(f"the labels {other!r} and {name!r} differ in nothing but {what}: write them alike")
     with suppress(ValueError):
@@ -71,8 +71,8 @@ def names_of(labels: Iterable[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _meant(name: str) -> object:
-    """Equal for labels that differ in white space, in how an accent is encoded, or in the form of a number alone."""
+def _canonical(name: str) -> object:
+    """Return a key equal for labels that differ only in white space, encoding of accents or form of a number."""
     with suppress(ValueError):
         if math.isfinite(number := float(name)):
             return number
@@ -80,8 +80,8 @@ def _meant(name: str) -> object:
 
 
 def positions(labels: Sequence[str], names: Sequence[str], place: Place, *, known_to: str = "") -> np.ndarray:
-    """Index of each label in `names`, int64 [N]. Raises DataError for the first that is not in it; `known_to` says what
-    the names belong to, by default the training samples."""
+    """Return the index of each label in `names`, int64 [N]. Raises DataError for the first that is not in it;
+    `known_to`: owner of the names, by default the training samples."""
     index = {name: number for number, name in enumerate(names)}
     for number, label in enumerate(labels):
         if label not in index:
@@ -109,7 +109,7 @@ class MappedTexts(Sequence[str]):
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
-        """The text with this number, or some texts."""
+        """Return the text with this number, or some texts."""
         row = self.rows[index]
         if isinstance(row, np.ndarray):
             return MappedTexts(self.column, row)

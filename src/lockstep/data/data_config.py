@@ -12,26 +12,26 @@ from lockstep.base.config import MANY, LocalPath, PluginSection
 from lockstep.base.remote_path import DataPath
 
 AUTO, BYTES, LEARNED = "auto", "bytes", "bpe"
-"""Of data.tokenizer; other values name a tokenizer of transformers."""
+"""Values of data.tokenizer; others name a tokenizer of transformers."""
 AddBos = Annotated[bool, Field(strict=True)] | Literal["auto"]
 """Values of data.add_bos."""
 SpecialTokensInText = Literal["as_text", "as_tokens"]
 """Values of data.special_tokens_in_text."""
 NO_PROCESSOR = "none"
-"""Of data.image_processor and data.feature_extractor; other values name a model of transformers."""
+"""Value of data.image_processor and data.feature_extractor; others name a model of transformers."""
 OBJECTIVES = {
     "class": "classification",
     "classes": "multilabel",
     "number": "regression",
     "tags": "token_classification",
 }
-"""What is learned from a label column, by data.labels."""
+"""Objective of a label column, by data.labels."""
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
-"""Of files that hold one sample per row."""
+"""Suffixes of files with one sample per row."""
 
 
 def _with_options(values: Any) -> Any:
-    """[Flip, {Crop: {size: 4}}] -> [{Flip: {}}, {Crop: {size: 4}}]."""
+    """Convert [Flip, {Crop: {size: 4}}] -> [{Flip: {}}, {Crop: {size: 4}}]."""
     if not isinstance(values, list | tuple):
         return values
     if wrong := [
@@ -51,7 +51,7 @@ Transforms = Annotated[tuple[dict[str, dict[str, Any]], ...], BeforeValidator(_w
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where samples come from, for an export's model card; unknown fields are left out."""
+    """Origin of samples, for an export's model card; unknown fields are left out."""
 
     name: str
     """Common name of the data set."""
@@ -66,7 +66,7 @@ class Origin:
 
 
 def hub_origin(name: str, *, subset: str | None, revision: str | None, split: str) -> Origin:
-    """Of a data set of the hub, or a local folder in its place."""
+    """Return the origin of a data set of the hub, or of a local folder in its place."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return Origin(name=folder.absolute().name, split=split)
@@ -102,8 +102,8 @@ class DataSection(PluginSection):
     arguments, such as [RandomHorizontalFlip, {RandomCrop: {size: [28, 28], padding: 4}}, {RandAugment: {n: 2, m: 9}}]
     (extra `augment`)."""
     on_bad_sample: Literal["stop", "skip"] = "stop"
-    """What happens when a sample cannot be read: it ends the run, or it is left out of its micro-batch, alike on any
-    number of processes. The run warns of each, and lists them in summary.json."""
+    """Handling of a sample that cannot be read: stop ends the run; skip leaves it out of its micro-batch, the same on
+    any number of processes. The run warns of each, and lists them in summary.json."""
     special_tokens_in_text: SpecialTokensInText = "as_text"
     """How names of special tokens, such as </s> or [SEP], are read in texts, messages and prompts: as_text, as plain
     text; as_tokens, as the tokens, so that a user's text can end itself or speak as another role. Those that a chat
@@ -112,8 +112,8 @@ class DataSection(PluginSection):
     """Cache folder, for tokens for example; may be deleted at any time."""
 
     fingerprint: Literal["sample", "full"] = "sample"
-    """What a resume compares of the training samples, to refuse data that has changed: sample, all that are in memory
-    or tokenized and 64 of others, spread evenly, such as those of a file of your own; full, all: each is read at the
+    """Training samples that a resume compares, to refuse data that has changed: sample, all that are in memory or
+    tokenized and 64 of others, spread evenly, such as those of a file of your own; full, all: each is read at the
     start."""
 
     @property
@@ -138,11 +138,11 @@ class DataSection(PluginSection):
 
     @property
     def objective(self) -> str:
-        """What is learned from the samples, as far as the settings tell it: an objective, or "auto"."""
+        """Objective of the samples as far as the settings determine it, else "auto"."""
         return self.OBJECTIVE
 
     def origin(self) -> Origin | None:
-        """Where the samples come from; None if unknown."""
+        """Return the origin of the samples; None if unknown."""
         return None
 
     @property
@@ -162,7 +162,7 @@ class PackedSection(DataSection):
     """bytes: each byte is a token; bpe: parts of words, learned from the training texts; a tokenizer of transformers:
     its hub name, or a folder; auto: that of a model of transformers, else bytes."""
     add_bos: AddBos = "auto"
-    """What a text, and a prompt, begins with. auto: what the tokenizer puts before every text, such as the BOS token of
+    """Beginning of a text, and of a prompt. auto: what the tokenizer puts before every text, such as the BOS token of
     Llama and Gemma; true: its BOS token, also where it puts none there; false: nothing. A chat template writes its
     own."""
     vocabulary: int = Field(2048, ge=300, le=2**20)
@@ -170,15 +170,15 @@ class PackedSection(DataSection):
     context: int = Field(256, ge=2, le=2**20)
     """T: tokens of a sample. The texts are joined, with an end token after each, and cut into samples."""
     documents: Literal["joined", "apart"] = "joined"
-    """Where a sample holds several texts, or chats: joined, a token attends to all before it; apart, only to those of
-    its own text, whose positions begin at 0, and what follows the end of a text is not learned."""
+    """Attention in a sample of several texts, or chats: joined, a token attends to all before it; apart, only to those
+    of its own text, whose positions begin at 0, and what follows the end of a text is not learned."""
 
 
 class LabelledSection(DataSection):
     """Settings of sources with a column of labels."""
 
     labels: Literal["class", "classes", "number", "tags"] = "class"
-    """What the labels are: one class for each sample; any number of classes, as a list or as a text with ";" between
+    """Kind of the labels: one class for each sample; any number of classes, as a list or as a text with ";" between
     them; a number, for a regression; or tags, one class for each word of a text, as a list or with spaces between."""
 
     @property
@@ -192,19 +192,19 @@ class StreamSection(DataSection):
     incidental: ClassVar[frozenset[str]] = DataSection.incidental | {"samples_per_epoch", "shuffle_block"}
 
     samples_per_epoch: int | None = Field(None, ge=1, le=1000 * MANY)
-    """Of a stream: samples of an epoch, which the next one goes on after; by default those of a pass, if its length is
+    """Samples of an epoch of a stream, after which the next one goes on; by default those of a pass, if its length is
     known. Not needed with train.steps."""
     shuffle_block: int = Field(1024, ge=1, le=MANY)
-    """Of a stream: so many samples in a row are shuffled together; 1 keeps the order of the stream. A process
-    holds about twice as many in memory."""
+    """Samples in a row of a stream that are shuffled together; 1 keeps the order of the stream. A process holds about
+    twice as many in memory."""
 
 
 class PixelSection(DataSection):
     """Settings of sources that may give images."""
 
     image_processor: str = AUTO
-    """What brings images of any size to the size that the model takes: auto, the image processor that was saved with a
-    model of transformers, if the model is one; none, nothing but image_size."""
+    """Image processor that resizes images to what the model takes: auto, the one that was saved with a model of
+    transformers, if the model is one; none, nothing but image_size."""
 
 
 class ImageSection(PixelSection, LabelledSection):
@@ -223,7 +223,7 @@ class AudioSection(DataSection):
     MODALITY: ClassVar[str] = "audio"
 
     feature_extractor: str = AUTO
-    """What turns a sound into the inputs of the model: auto, the feature extractor that was saved with a model of
+    """Feature extractor that turns a sound into the inputs of the model: auto, the one that was saved with a model of
     transformers, if the model is one; none, nothing: the column input_values holds the sound at 16,000 Hz."""
     seconds: float = Field(10, gt=0, le=600)
     """Longer sounds are cut, also where the trained model is used."""
@@ -235,12 +235,12 @@ class OwnFilesSection(DataSection):
     incidental: ClassVar[frozenset[str]] = DataSection.incidental | {"train", "test"}
 
     train: DataPath
-    """What to learn from: a folder with a folder for each class."""
+    """Training data: a folder with a folder for each class."""
     test: DataPath | None = None
-    """What to test on, in the same form; without it a part of `train` is held out."""
+    """Test data, in the same form; without it a part of `train` is held out."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
     """How much of `train` is held out when there is no `test`: always the same samples, whatever the seed."""
 
     def origin(self) -> Origin:
-        """Only the name of the file or folder is known."""
+        """Return the name of the file or folder, all that is known."""
         return Origin(name=self.train.stem or self.train.name)

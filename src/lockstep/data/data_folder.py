@@ -22,20 +22,21 @@ from lockstep.data.tables import metered, parquet_batches, read_errors
 
 ARROW, PARQUET, IMAGES = "arrow", "parquet", "imagefolder"
 FORMS = ("csv", "json", "text", "webdataset", "audiofolder", ARROW, PARQUET, IMAGES)
-"""What is read of a folder: files of other forms, such as HDF5, may refer to others themselves."""
+"""Formats of a folder that are read: files of others, such as HDF5, may refer to further files."""
 DICT, STATE = SAVED = ("dataset_dict.json", "state.json")
 """Files of which one is in a folder that save_to_disk wrote."""
 MOST_SETTINGS_BYTES = 1 << 19
-"""PyYAML takes five seconds for it."""
+"""Limit of a settings file; PyYAML takes five seconds for it."""
 OUTSIDE = re.compile(r"^[/\\~]|(^|[/\\])\.\.([/\\]|$)|:/|::")
-"""In a name: absolute, a step up, a URL, or a chain of them."""
+"""Pattern of a name outside of a folder: absolute, a step up, a URL, or a chain of them."""
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b'\x04"M\x18': "lz4"}
 """How a file begins -> fsspec's name of its form."""
 UNREAD = (b"Rar!", b"7z\xbc\xaf\x27\x1c")
 
 
 def builder_of(folder: Path, subset: str | None, cache: Path) -> Any:
-    """The builder of `datasets` for a local folder. Raises DataError for files outside of it, and damaged ones."""
+    """Return the builder of `datasets` for a local folder. Raises DataError for files outside of it, and damaged
+    ones."""
     from datasets import load_dataset_builder
 
     for path in filter(Path.exists, (folder / "README.md", folder / ".huggingface.yaml")):
@@ -54,7 +55,8 @@ def builder_of(folder: Path, subset: str | None, cache: Path) -> Any:
 
 
 def _settings(path: Path) -> Any:
-    """The YAML of a file, or that before a text. Raises DataError where it takes more memory than its length."""
+    """Return the YAML of a file, or of the block before a text. Raises DataError where it takes more memory than its
+    length."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     text, levels = storage.read_regular(path, MOST_SETTINGS_BYTES).decode(), 0
@@ -68,7 +70,7 @@ def _settings(path: Path) -> Any:
 
 
 def _named(value: Any, *, is_name: bool = False) -> Iterator[str]:
-    """The names of files and folders in settings."""
+    """Yield the names of files and folders in settings."""
     if isinstance(value, str) and is_name:
         yield value
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -108,7 +110,7 @@ def _check_once(path: Path, form: str, cache: Path) -> None:
 
 
 def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Offsets beyond a column would read other columns, or end the process with a signal."""
+    """Yield validated batches: offsets beyond a column would read other columns, or end the process with a signal."""
     with pa.memory_map(str(path)) as source:
         try:
             batches: Iterable[pa.RecordBatch] = pa.ipc.open_stream(source)
@@ -121,7 +123,7 @@ def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _parts(path: Path, form: str) -> Iterator[Any]:
-    """Of what it unpacks to."""
+    """Yield the parts that a file unpacks to."""
     with storage.regular(path) as file:
         start = file.read(8)
     if start.startswith(UNREAD):

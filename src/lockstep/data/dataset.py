@@ -53,7 +53,7 @@ class Subset:
 
 
 def stream_of(source: Source) -> Stream | None:
-    """The stream that a source reads from; None where it has random access."""
+    """Return the stream that a source reads from; None where it has random access."""
     while isinstance(source, Augmented | Subset | TokenizedStream):
         source = source.source
     dataset = source.dataset if isinstance(source, DatasetSource) else None
@@ -90,7 +90,7 @@ def open_source(section: DataSection, split: str, *, publish: Callable[[object],
 
 
 def _on_this_machine(section: DataSection, publish: Callable[[object], None]) -> DataSection:
-    """With local copies in place of what is in an object store."""
+    """Return the section with local copies in place of paths in an object store."""
 
     def copy(place: RemotePath) -> Path:
         def progress(done: int, total: int) -> None:
@@ -103,7 +103,7 @@ def _on_this_machine(section: DataSection, publish: Callable[[object], None]) ->
 
 
 def limited(source: Source, section: DataSection, split: str) -> Source:
-    """The samples that data.limit leaves of a split; of a stream, the first of each pass."""
+    """Return the samples that data.limit leaves of a split; of a stream, the first of each pass."""
     if (stream := stream_of(source)) is not None:
         if split == "train" and section.limit is not None:
             stream.limit_to(section.limit)
@@ -112,7 +112,7 @@ def limited(source: Source, section: DataSection, split: str) -> Source:
 
 
 def measurable(source: Source, limit: int | None) -> Source:
-    """A split that is to be evaluated: of a stream, the first `limit` samples. Raises DataError."""
+    """Return a split for evaluation: of a stream, its first `limit` samples. Raises DataError."""
     if (stream := stream_of(source)) is not None:
         stream.measure(limit)
     return source

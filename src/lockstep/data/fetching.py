@@ -29,7 +29,7 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
     def __init__(self, source: Source, faults: Faults, *, seed: int, pad_id: int) -> None:
         self.source, self.faults, self.seed, self.pad_id = source, faults, seed, pad_id
         self.dtypes: dict[str, torch.dtype] | None = None
-        """Of each column; None until needed."""
+        """Dtype of each column; None until needed."""
 
     def __getitems__(self, request: ShardRequest) -> MicroBatch | LockstepError:
         """Fetch one micro-batch. Errors are returned: a DataLoader worker would wrap what is raised."""
@@ -68,7 +68,7 @@ class MicroBatchDataset(Dataset[MicroBatch | LockstepError]):
         return batch
 
     def expected_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of the first readable sample, the same in every process."""
+        """Return the dtypes of the first readable sample, the same in every process."""
         if self.dtypes is None:
             self.dtypes = {}
             for index in range(min(len(self.source), MAX_TRIES)):

@@ -1,4 +1,4 @@
-"""Sums over what training learns from, by which a resume sees whether the data has changed since its checkpoint."""
+"""Checksums of the training data, by which a resume detects whether the data has changed since its checkpoint."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -28,7 +28,7 @@ AGAIN = 8
 
 
 class Unsteady(Exception):
-    """A sample is another one when it is fetched again."""
+    """A sample differs when it is fetched again."""
 
 
 def labels_of(source: Source) -> np.ndarray | None:
@@ -45,10 +45,10 @@ def labels_of(source: Source) -> np.ndarray | None:
 
 
 def contents_of(source: Source, load: Load, *, is_full: bool, warn: Callable[[str], None]) -> str | None:
-    """Return a sum over the samples of a source, the same wherever its files lie and whatever their times are; None,
-    with a warning, where the samples are others each time, or an error of the source stands in the way.
+    """Return a checksum of a source's samples, independent of its files' location and times; None, with a warning,
+    where the samples differ each time or the source raises an error.
 
-    All count that are in memory or in the token cache, and the sizes of all sounds; of the rest ROWS samples do, or all
+    It covers all samples in memory or in the token cache, and the sizes of all sounds; of the rest ROWS samples, or all
     if it `is_full`.
     """
     try:

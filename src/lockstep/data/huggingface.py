@@ -17,7 +17,7 @@ def load_split(
 ) -> Any:
     """Load a split, or a slice such as "train[:10%]", of a hub name or local folder, as a `datasets.Dataset`: a file
     that is mapped into memory. With `streams` as a `datasets.IterableDataset`, which takes no slices. Images and the
-    like stay files, which their cells name. `cache` is a folder for what is known of files.
+    like stay files, which their cells name. `cache`: folder for the results of checks of files.
 
     Raises DataError with the library's reason, and MissingExtra without the package datasets.
     """
@@ -61,8 +61,8 @@ def load_split(
 
 
 def image_of(cell: Any, name: str) -> Any:
-    """The contents or the path of the image that a cell of the data set `name` holds, or what the hub has at its URL;
-    None for an empty cell. Raises DataError for one outside of the data set."""
+    """Return the contents or the path of the image that a cell of the data set `name` holds, or what the hub has at its
+    URL; None for an empty cell. Raises DataError for one outside of the data set."""
     from datasets import Image, config
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -77,7 +77,7 @@ def image_of(cell: Any, name: str) -> Any:
 
 
 def _undecoded(table: Any) -> Any:
-    """With files, of images for example, in place of what they hold: a cell may name any file."""
+    """Return the table without decoding files, of images for example: a cell may name any file."""
     from datasets.features.features import require_decoding
 
     for name, kind in table.features.items():
@@ -88,7 +88,7 @@ def _undecoded(table: Any) -> Any:
 
 
 def _saved_split(folder: Path, split: str) -> Any:
-    """A split of what save_to_disk wrote; data that was saved without one is "train"."""
+    """Return a split of what save_to_disk wrote; data that was saved without one is "train"."""
     import datasets
 
     found = datasets.load_from_disk(str(folder))

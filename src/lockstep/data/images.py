@@ -17,7 +17,7 @@ from lockstep.data.columns import Place
 from lockstep.data.data_config import AUTO, NO_PROCESSOR, DataSection, ImageSection, PixelSection
 
 MAX_PIXELS = 64_000_000
-"""Per image: a small file may decompress to gigabytes."""
+"""Limit per image: a small file may decompress to gigabytes."""
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # MAX_PIXELS is checked instead
 ImageFile = Path | bytes | Image.Image | None
 """Path or contents of an image file, or an image of Pillow; None for an empty cell of a table."""
@@ -31,10 +31,10 @@ class Fit(Protocol):
     """Brings an image to the size that a model takes."""
 
     shape: tuple[int, int, int]
-    """(C, H, W) of what it gives."""
+    """(C, H, W) of the result."""
 
     def __call__(self, image: Image.Image) -> np.ndarray:
-        """Pixels, uint8 [C, H, W]."""
+        """Return pixels, uint8 [C, H, W]."""
 
 
 class Scaling:
@@ -62,26 +62,27 @@ class ImageReader:
         self.spec: dict[str, Any] = {"image_shape": fit.shape}
 
     def __call__(self, file: ImageFile, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
-        """Pixels of a file; `formats` are those allowed, by default all of Pillow's. Raises DataError."""
+        """Return the pixels of a file; `formats` are those allowed, by default all of Pillow's. Raises DataError."""
         return self.fit(open_image(file, where, formats))
 
     def blank(self) -> np.ndarray:
-        """A black image."""
+        """Return a black image."""
         return np.zeros(self.fit.shape, dtype=np.uint8)
 
     def lengths(self, files: Sequence[Path], *, skips: bool) -> None:
-        """All have the same."""
+        """Return None: all have the same length."""
 
 
 def image_processor_of(section: DataSection) -> ImageProcessor | None:
-    """The image processor that data.image_processor names, of a source of images. Raises DataError."""
+    """Return the image processor that data.image_processor names, if the source gives images. Raises DataError."""
     if not isinstance(section, PixelSection) or section.modality != "image":
         return None
     return None if section.image_processor in (AUTO, NO_PROCESSOR) else ImageProcessor(section.image_processor)
 
 
 def fitted(images: np.ndarray, section: PixelSection) -> np.ndarray:
-    """Images uint8 [N, C, H, W], in the size that data.image_processor gives them. Raises DataError."""
+    """Resize images, uint8 [N, C, H, W], with the processor of data.image_processor, if there is one. Raises
+    DataError."""
     processor = image_processor_of(section)
     if processor is None:
         return images
@@ -105,7 +106,7 @@ class SizedImages:
         self.is_scaled = section.image_size is not None or isinstance(self.fit, ImageProcessor)
 
     def pixels(self, image: Image.Image, where: str) -> np.ndarray:
-        """uint8 [C, H, W]. Raises DataError, where nothing scales images, for one of another size."""
+        """Return pixels, uint8 [C, H, W]. Raises DataError, where nothing scales images, for one of another size."""
         _, height, width = self.fit.shape
         if not self.is_scaled and image.size != (width, height):
             raise DataError(
@@ -141,7 +142,7 @@ def decode(
 
 
 def _size(files: Iterable[ImageFile], section: ImageSection) -> tuple[int, int]:
-    """Height and width of the first image that is not skipped. Raises DataError."""
+    """Return height and width of the first image that is not skipped. Raises DataError."""
     for file in files:
         try:
             width, height = open_image(file, str(file) if isinstance(file, Path) else "the first training image").size
@@ -193,7 +194,7 @@ def open_image(file: ImageFile, where: str, formats: tuple[str, ...] | None = No
 
 
 def _plain(image: Image.Image) -> Image.Image:
-    """An image in a mode that `convert` accepts."""
+    """Return an image in a mode that `convert` accepts."""
     if image.mode.startswith("I"):
         # Pillow would clip 16-bit grey at 255, which gives a white image
         return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))

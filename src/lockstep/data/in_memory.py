@@ -16,7 +16,7 @@ class Images:
 
     lengths: np.ndarray | None = None
     remarks: tuple[str, ...] = ()
-    """On what was left out, for the user."""
+    """Messages for the user about files that were left out."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Images:
         return len(self.images)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"image": uint8 [m, C, H, W], "label": [m] or [m, K]}. Raises DataError for an unreadable one."""
+        """Return {"image": uint8 [m, C, H, W], "label": [m] or [m, K]}. Raises DataError for an unreadable one."""
         bad = next((index for index in indices if index in self.unreadable), None) if self.unreadable else None
         if bad is not None:
             raise DataError(self.unreadable[bad])
@@ -61,7 +61,7 @@ class Texts:
         return len(self.texts)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"text": m strings, "label": [m], [m, K] or, for each word, m arrays [W]}."""
+        """Return {"text": m strings, "label": [m], [m, K] or, for each word, m arrays [W]}."""
         return {
             "text": [self.texts[i] for i in indices],
             "label": self.labels[np.asarray(indices, dtype=np.int64)],
@@ -73,7 +73,7 @@ class PlainTexts:
 
     lengths: np.ndarray | None = None
     remarks: tuple[str, ...] = ()
-    """On what is not used, for the user."""
+    """Messages for the user about unused data."""
     spec = DataSpec(modality="tokens")
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -83,7 +83,7 @@ class PlainTexts:
         return len(self.texts)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"text": m strings}."""
+        """Return {"text": m strings}."""
         return {"text": [self.texts[index] for index in indices]}
 
 

@@ -66,7 +66,7 @@ class Loader:
         )
 
     def micro_batches(self, source: Source, *, seed: int, pad_id: int) -> MicroBatchDataset:
-        """What the DataLoader fetches from."""
+        """Return the data set that the DataLoader fetches from."""
         return MicroBatchDataset(source, self.faults, seed=seed, pad_id=pad_id)
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -101,7 +101,7 @@ class Loader:
                 )
 
     def _moved(self, micro_batch: MicroBatch) -> MicroBatch:
-        """On the device: copied to a GPU while it still computes the step before."""
+        """Copy a micro-batch to the device: to a GPU while it still computes the step before."""
         if self.copying is None:
             return micro_batch
         computing = torch.cuda.current_stream(self.device)
@@ -135,7 +135,7 @@ def _start_worker(number: int, stacks: StackFiles | None = None) -> None:
 
 
 def _exit_on_next_sigterm(*_: Any) -> None:
-    """The first SIGTERM may be a launcher's, while the last step still needs data; the next one ends the worker."""
+    """Ignore one SIGTERM, which may be a launcher's while the last step still needs data; the next ends the worker."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -164,7 +164,7 @@ class Samples:
 
 class _MicroBatches(MicroBatchDataset):
     def collated(self, request: ShardRequest) -> Batch:
-        """What the collate function has returned, which need not be a dict of tensors."""
+        """Return the result of the collate function, which need not be a dict of tensors."""
         return self.columns(request)
 
 
@@ -175,13 +175,13 @@ class SampleLoader(Loader):
         return _MicroBatches(source, self.faults, seed=seed, pad_id=pad_id)
 
     def _check_dtypes(self, micro_batch: MicroBatch) -> None:
-        """A collate function may return what it likes."""
+        """Check nothing: a collate function may return anything."""
 
 
 def one_by_one(
     kind: type[Loader], source: Source, rows: Iterable[int], *, pad_id: int = 0, workers: int
 ) -> Iterator[object]:
-    """Fetch samples as training does, but for their augmentation; in place of an error, its name."""
+    """Fetch samples as training does, without augmentation; yield an error's name in its place."""
     requests = (ShardRequest(step=-1, shard=0, epoch=-1, indices=(row,)) for row in rows)
     loader = kind(source, requests, seed=0, pad_id=pad_id, workers=workers, device=torch.device("cpu"))
     for found in loader.batches:

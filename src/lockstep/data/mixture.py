@@ -38,7 +38,7 @@ class Mixture:
         return tuple(stop - start for start, stop in pairwise(self._bounds()))
 
     def rows(self, epoch: int, draws: np.ndarray) -> np.ndarray:
-        """The samples, numbered through all sources, of these draws of an epoch, int64 [n].
+        """Return the samples, numbered through all sources, of these draws of an epoch, int64 [n].
 
         A source is gone through in passes, each in its own order: a pass goes on in the next epoch, so that its samples
         are seen equally often.
@@ -57,8 +57,8 @@ class Mixture:
         return out
 
     def spread(self, count: int) -> "Mixture | None":
-        """The mixture of `count` samples that spread_evenly leaves of the sources, in epochs of as many draws; None
-        where a source has none left."""
+        """Return the mixture of `count` samples that spread_evenly leaves of the sources, in epochs of as many draws;
+        None where a source has none left."""
         if count >= sum(self.sizes):
             return self
         rows = EvenRows(count, sum(self.sizes))[np.arange(count)]
@@ -73,7 +73,7 @@ class Mixture:
         return [weight / sum(weights) for weight in weights]
 
     def _bounds(self) -> list[int]:
-        """The first draw of each source, and the number of all."""
+        """Return the first draw of each source, and the number of all."""
         shares, samples = self._shares(), self.samples
         return [int(samples * sum(shares[:part]) + Fraction(1, 2)) for part in range(len(shares) + 1)]
 
@@ -82,7 +82,7 @@ class Joined:
     """Sources with samples of the same kind, one after the other."""
 
     def __init__(self, parts: Sequence[Source], names: Sequence[str]) -> None:
-        """Raises DataError where `parts` differ in what a model is told of them; `names` are theirs."""
+        """Raises DataError where the DataSpecs of `parts` differ, or only some give lengths; `names` are theirs."""
         self.parts, self.names, self.spec = parts, names, parts[0].spec
         self.remarks = tuple(remark for part in parts for remark in getattr(part, "remarks", ()))
         for part, name in zip(parts[1:], names[1:], strict=True):
@@ -104,7 +104,7 @@ class Joined:
         return int(self.firsts[-1])
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """The columns of these samples. Raises DataError where those of the sources do not fit together."""
+        """Return the columns of these samples. Raises DataError where those of the sources do not fit together."""
         wanted = np.asarray(indices, dtype=np.int64)
         parts = np.searchsorted(self.firsts, wanted, side="right") - 1
         found: list[Columns] = []

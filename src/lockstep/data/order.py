@@ -1,5 +1,5 @@
-"""Which samples each shard of each step holds: a pure function of config and data, with random access by step; of a
-stream, block by block.
+"""Samples of each shard of each step: a pure function of config and data, with random access by step; of a stream,
+block by block.
 
 N = samples, G = global batch, m = micro-batch, V = ceil(G/m) shards of a step, S = ceil(N/G) steps of an epoch.
 Steps count from 0 over the whole run: step s is step s % S of epoch s // S.
@@ -20,11 +20,12 @@ with 12 (tests/test_order.py)."""
 CHUNK = 8192
 """Positions permuted at a time, which fit in the CPU cache."""
 MAX_CACHED = 1 << 20
-"""For more samples, an epoch's order (8 MiB) is not cached but computed for each step, which takes 0.3 ms."""
+"""Most samples for which an epoch's order (8 MiB) is cached; that of more is computed for each step, in 0.3 ms."""
 
 
 def mix(numbers: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function, uint64 [n] -> uint64 [n]; a library's generator might change with its version.
+    """Apply SplitMix64's output function, uint64 [n] -> uint64 [n]; a library's generator might change with its
+    version.
 
     Source: G. Steele, D. Lea, C. Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
     """
@@ -39,7 +40,7 @@ def mix(numbers: np.ndarray) -> np.ndarray:
 
 
 def permuted(positions: np.ndarray, *, seed: int, epoch: int, samples: int) -> np.ndarray:
-    """The samples at these positions of an epoch's order, int64 [n] in 0..N-1; a permutation of 0..N-1.
+    """Return the samples at these positions of an epoch's order, int64 [n] in 0..N-1; a permutation of 0..N-1.
 
     Each position is computed independently, in O(n) memory for any N. A Feistel network on a grid of A x B >= N cells
     adds to each coordinate, in turn, a hash of the other; a result >= N goes through it again. A is even, or odd
@@ -83,7 +84,7 @@ def _add_hash(coordinate: np.ndarray, keyed: np.ndarray, size: np.uint64) -> Non
 
 @lru_cache(maxsize=2)
 def permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
-    """The whole order of an epoch: 0..samples-1, each once, int64 [N]."""
+    """Return the whole order of an epoch: 0..samples-1, each once, int64 [N]."""
     order = permuted(np.arange(samples), seed=seed, epoch=epoch, samples=samples)
     order.flags.writeable = False  # cached and shared
     return order
@@ -91,7 +92,8 @@ def permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def bit_reversed(shards: int) -> tuple[int, ...]:
-    """0..shards-1 in bit-reversed order: any range of shards has its share of long, short and empty micro-batches."""
+    """Return 0..shards-1 in bit-reversed order: any range of shards has its share of long, short and empty
+    micro-batches."""
     bits = max(shards - 1, 1).bit_length()
     numbers = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
     return tuple(shard for shard in numbers if shard < shards)
@@ -110,7 +112,7 @@ class Order:
     window: int = 1
     """K: the samples of this many steps are sorted by length together, then cut into steps, in random order."""
     mixed: Callable[[int, np.ndarray], np.ndarray] | None = None
-    """Where several sources are mixed, the sample that each number 0..N-1 stands for in an epoch: see Mixture.rows."""
+    """Sample of each number 0..N-1 in an epoch, if several sources are mixed: see Mixture.rows."""
     _kept: tuple[int, int, np.ndarray] | None = field(default=None, init=False, repr=False)
     """The newest window: its epoch, its number and its samples, sorted by length."""
 
@@ -124,16 +126,16 @@ class Order:
         return -(-self.global_batch // self.micro_batch)
 
     def epoch(self, step: int) -> int:
-        """Epoch of a step, from 0."""
+        """Return the epoch of a step, from 0."""
         return step // self.steps_per_epoch
 
     def samples_at(self, step: int) -> int:
-        """Samples seen after `step` steps."""
+        """Return the number of samples seen after `step` steps."""
         epochs, steps = divmod(step, self.steps_per_epoch)
         return epochs * self.samples + min(steps * self.global_batch, self.samples)
 
     def shards(self, step: int) -> list[np.ndarray]:
-        """Sample indices of each of the V shards of a step, V arrays of int64 [0..m]."""
+        """Return the sample indices of each of the V shards of a step, V arrays of int64 [0..m]."""
         epoch, place = self.epoch(step), step % self.steps_per_epoch
         rows = self._drawn(epoch, place, 1) if self.lengths is None else self._of_window(epoch, place)
         out = [rows[:0]] * self.shards_per_step
@@ -142,7 +144,7 @@ class Order:
         return out
 
     def _drawn(self, epoch: int, place: int, steps: int) -> np.ndarray:
-        """The samples of `steps` steps from step `place` of an epoch on, without regard to their lengths."""
+        """Return the samples of `steps` steps from step `place` of an epoch on, regardless of their lengths."""
         first = place * self.global_batch
         last = min(first + steps * self.global_batch, self.samples)
         if self.samples <= MAX_CACHED:
@@ -152,7 +154,7 @@ class Order:
         return rows if self.mixed is None else self.mixed(epoch, rows)
 
     def _of_window(self, epoch: int, place: int) -> np.ndarray:
-        """The samples of step `place` of an epoch, sorted by length.
+        """Return the samples of step `place` of an epoch, sorted by length.
 
         The sorted samples of its window are cut into batches of G, and the batches are visited in random order. Where
         the last step of an epoch is a smaller one, its samples are neighbours too, from a random place.
@@ -168,7 +170,7 @@ class Order:
         return rows[batch * self.global_batch + (rest if batch >= gap else 0) :][: self.global_batch]
 
     def _sorted_window(self, epoch: int, number: int) -> np.ndarray:
-        """The samples of a window, sorted by length: kept, since all its steps need them."""
+        """Return the samples of a window, sorted by length; cached, since all its steps need them."""
         assert self.lengths is not None
         kept = self._kept
         if kept is None or kept[:2] != (epoch, number):
@@ -186,7 +188,7 @@ class Blocks:
     size: int
     """B: samples that are shuffled together; 1 keeps the order of the stream."""
     samples: int
-    """Of an epoch."""
+    """Number of samples of an epoch."""
     is_endless: bool
     """Whether the run is one epoch, which train.steps ends anywhere."""
 

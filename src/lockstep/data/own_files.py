@@ -23,13 +23,13 @@ SUFFIXES = {
     ),
     "audio": (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3"),
 }
-"""Of the files of a modality."""
+"""Suffixes of the files of a modality."""
 SYSTEM = {"__macosx", "__pycache__", "@eadir", "lost+found", "$recycle.bin", "system volume information"}
 SYSTEM_FILES = {"thumbs.db", "desktop.ini", "icon\r"}
 """Names, in lower case, of what systems and programs put into folders, besides hidden files."""
 SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
 EXAMPLES = {"image": ("cat", "1.png"), "audio": ("bark", "1.wav")}
-"""A class and a file."""
+"""Class and file of an example, by modality."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class Found:
     labels: list[Any]
     place: Place
     remarks: tuple[str, ...] = ()
-    """What was left out."""
+    """Messages for the user about files that were left out."""
     empty: str = ""
-    """Why it cannot be learned from: it has a class without a sample."""
+    """Error message for a class without a sample; empty if there is none."""
 
 
 def _is_foreign(name: str) -> bool:
@@ -50,15 +50,16 @@ def _is_foreign(name: str) -> bool:
 
 
 def files_below(folder: Path, modality: str) -> Iterator[Path]:
-    """The files of a modality, at any depth, in no particular order, without those in hidden and system folders."""
+    """Yield the files of a modality, at any depth, in no particular order, without those in hidden and system
+    folders."""
     for file in folder.rglob("*"):
         if file.suffix.lower() in SUFFIXES[modality] and not any(map(_is_foreign, file.relative_to(folder).parts)):
             yield file
 
 
 def read_class_folders(path: Path, modality: str) -> Found:
-    """The files of a folder of class folders, and their classes, in the order of their paths, independent of the file
-    system's. Raises DataError where there are none, and where the folders are splits."""
+    """Return the files of a folder of class folders, and their classes, in the order of their paths, independent of the
+    file system's. Raises DataError where there are none, and where the folders are splits."""
     classes = sorted(each.name for each in path.iterdir() if each.is_dir() and not _is_foreign(each.name))
     splits = sorted((name for name in classes if name.lower() in SPLITS), key=lambda name: not name.startswith("tr"))
     if len(splits) > 1:
@@ -115,13 +116,13 @@ class OwnSplit:
     samples: Sequence[Any]
     targets: Targets
     train: Found
-    """What training and test split were read from, or the training split alone."""
+    """Data that both splits were read from, or the training split alone."""
     remarks: tuple[str, ...] = ()
 
 
 def split_of(section: OwnFilesSection, split: str, *, column: LabelColumn, read: Callable[[Path], Found]) -> OwnSplit:
-    """The "train" or "test" split: data.test, or what is held out of data.train. The classes are those of `train`.
-    Raises DataError."""
+    """Return the "train" or "test" split: data.test, or what is held out of data.train. The classes are those of
+    `train`. Raises DataError."""
     train = _checked(section.train, read)
     if train.empty:
         raise DataError(train.empty)
@@ -135,8 +136,8 @@ def split_of(section: OwnFilesSection, split: str, *, column: LabelColumn, read:
     targets = replace(targets, values=targets.values[rows])
     mapped = data.samples if isinstance(data.samples, MappedTexts) else None
     samples = [data.samples[row] for row in rows] if mapped is None else mapped[rows]
-    is_told = split == "train" or section.test is not None
-    return OwnSplit(samples=samples, targets=targets, train=train, remarks=data.remarks if is_told else ())
+    is_reported = split == "train" or section.test is not None
+    return OwnSplit(samples=samples, targets=targets, train=train, remarks=data.remarks if is_reported else ())
 
 
 def _checked(path: Path, read: Callable[[Path], Found]) -> Found:

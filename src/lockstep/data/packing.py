@@ -13,14 +13,14 @@ from lockstep.data.token_cache import Tokens
 BEGIN = END = "\uffff"
 """Begins and ends a text, in place of the tokenizer's own tokens: no character, so it is in no text."""
 UNREADABLE = "\ufffd"
-"""What stands for what is no text."""
+"""Replacement of bytes that are no text."""
 
 
 def held_out_rows(
     count: int, fraction: float, split: str, *, of: str = "data.train", mend: str = "name a file for data.test"
 ) -> np.ndarray:
-    """The rows of a split where a part is held out for the test, spread evenly. Raises DataError for too few, which
-    says what they are `of`."""
+    """Return the rows of a split where a part is held out for the test, spread evenly. Raises DataError for too few,
+    which says what they are `of`."""
     held = max(1, round(count * fraction))
     if held >= count:
         raise DataError(f"{of} holds too little to hold a part out: {mend}")
@@ -30,13 +30,13 @@ def held_out_rows(
 
 
 def unmarked(text: str) -> tuple[bool, str, bool]:
-    """A text without BEGIN and END, and whether each was there."""
+    """Return a text without BEGIN and END, and whether each was there."""
     ended = text.removesuffix(END)
     return ended.startswith(BEGIN), ended.removeprefix(BEGIN), ended != text
 
 
 def is_begun(ends: np.ndarray) -> np.ndarray:
-    """Where a document begins: at the first piece, and behind each that ends one."""
+    """Return whether each piece begins a document: the first does, and each behind one that ends."""
     return np.append(True, ends[:-1])  # noqa: FBT003 (a value)
 
 
@@ -45,11 +45,11 @@ class Pieced(Protocol):
     """A source of texts that may go on in the next one."""
 
     ends: np.ndarray
-    """Whether each does not, bool [n]."""
+    """Whether each text ends a document, bool [n]."""
 
 
 def document_starts(tokens: Tokens) -> np.ndarray:
-    """The first token of each document, int64, in order."""
+    """Return the first token of each document, int64, in order."""
     starts = tokens.offsets[:-1]
     return starts[is_begun(tokens.source.ends)] if isinstance(tokens.source, Pieced) else starts
 
@@ -83,8 +83,8 @@ class Windows:
         return max(0, len(self.ids) - 1) // self.context
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"input_ids", "target": int64 [m, T]}, and "bytes", int64 [m], of the text that the targets stand for, where
-        the tokenizer tells; "document", int64 [m, T], from 0, where documents are kept apart."""
+        """Return {"input_ids", "target": int64 [m, T]}, and "bytes", int64 [m], of the text that the targets stand for,
+        where the tokenizer tells; "document", int64 [m, T], from 0, where documents are kept apart."""
         size = self.context
         rows = np.stack([self.ids[i * size : (i + 1) * size + 1] for i in indices]).astype(np.int64)
         is_learned, tokens = rows[:, 1:] >= 0, ids_of(rows)
@@ -97,9 +97,9 @@ class Windows:
         return columns if numbers is None else {**columns, "document": numbers[:, :-1]}
 
     def _documents(self, index: int, starts: np.ndarray) -> np.ndarray:
-        """The number of the document, from 0, of each token of a sample and the one after it, int64 [T + 1]."""
+        """Return the number of the document, from 0, of each token of a sample and the one after it, int64 [T + 1]."""
         first = index * self.context
-        begun, after = np.searchsorted(starts, [first, first + self.context], side="right")
+        low, high = np.searchsorted(starts, [first, first + self.context], side="right")
         is_start = np.zeros(self.context + 1, dtype=np.int64)
-        is_start[starts[begun:after] - first] = 1  # once, also where documents without a token begin there, too
+        is_start[starts[low:high] - first] = 1  # once, also where documents without a token begin there, too
         return is_start.cumsum()

@@ -1,4 +1,4 @@
-"""How a file becomes what a user's source gives: `prepare` or `prepare_image` in the source's Python file."""
+"""Preparation of a file as in a user's source, by `prepare` or `prepare_image` in the source's Python file."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ class Preparation:
     takes_image: bool = False
 
     def __call__(self, raw: Any, where: str) -> Any:
-        """Raises DataError where it fails."""
+        """Apply the function. Raises DataError where it fails."""
         try:
             return self.prepare(raw)
         except Exception as error:

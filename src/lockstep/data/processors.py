@@ -1,4 +1,4 @@
-"""What turns files into the inputs of a model, and is saved beside it: an image processor, or a feature extractor."""
+"""Processors that turn files into the inputs of a model, and are saved beside it: of images, or of sounds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,35 +23,35 @@ class FileReader(Protocol):
 
     @property
     def modality(self) -> str:
-        """Of the files."""
+        """Modality of the files."""
 
     @property
     def noun(self) -> str:
-        """One of them, with its article."""
+        """Noun for a file, with its article."""
 
     @property
     def column(self) -> str:
-        """The column of a batch."""
+        """Column of a batch."""
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What DataSpec says of the column."""
+        """Fields of DataSpec for the column."""
 
     def __call__(self, file: Any, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
-        """The input for a file, or its contents; `formats` are those allowed. Raises DataError."""
+        """Return the input for a file, or its contents; `formats` are those allowed. Raises DataError."""
 
     def blank(self) -> np.ndarray:
-        """An input like that of a file."""
+        """Return an input like that of a file."""
 
     def lengths(self, files: Sequence[Path], *, skips: bool) -> np.ndarray | None:
-        """The length of each file, int64 [N]; None where all have the same."""
+        """Return the length of each file, int64 [N]; None where all have the same."""
 
 
 class FileSamples:
     """Files, opened on access, and their targets."""
 
     remarks: tuple[str, ...] = ()
-    """On what was left out, for the user."""
+    """Messages for the user about files that were left out."""
 
     def __init__(self, paths: Sequence[Path], targets: Targets, reader: FileReader, *, skips: bool = False) -> None:
         self.paths, self.reader, self.labels = paths, reader, targets.values
@@ -62,7 +62,7 @@ class FileSamples:
         return len(self.paths)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{COLUMN: m inputs, "label": int64 [m]}. Raises DataError for a damaged file."""
+        """Return {COLUMN: m inputs, "label": int64 [m]}. Raises DataError for a damaged file."""
         inputs = [self.reader(self.paths[index], self.place(index)) for index in indices]
         return {self.reader.column: inputs, "label": self.labels[np.asarray(indices, dtype=np.int64)]}
 
@@ -71,16 +71,16 @@ class FileSamples:
 
 
 def processor_of(section: DataSection) -> Processor | None:
-    """What data.image_processor or data.feature_extractor names, or the `prepare` of a user's source; None of other
-    sources. Raises DataError."""
+    """Return the processor that data.image_processor or data.feature_extractor names, or the `prepare` of a user's
+    source; None of other sources. Raises DataError."""
     if section.code is not None:
         return preparation_of(section.code)
     return sound_reader_of(section) if isinstance(section, AudioSection) else image_processor_of(section)
 
 
 def reader_of(spec: DataSpec, processor: Processor | None) -> FileReader | None:
-    """What reads files with a processor, else scales images to their shape, if there is one. Raises DataError where
-    they have to be prepared, and nothing says how."""
+    """Return the reader of files with a processor, else one that scales images to their shape, if there is one. Raises
+    DataError where they have to be prepared, and nothing says how."""
     shape = spec.image_shape
     if isinstance(processor, SoundReader):
         return processor

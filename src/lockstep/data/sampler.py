@@ -8,7 +8,7 @@ import numpy as np
 from lockstep.data.order import Order
 
 Owned = Callable[[int, frozenset[int]], Sequence[int | None]]
-"""Which shards a rank runs: see Strategy.owned."""
+"""Function that returns a rank's shards: see Strategy.owned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class ShardRequest:
 
 
 def step_requests(order: Order, step: int, owned: Owned) -> list[ShardRequest]:
-    """A rank's micro-batches of one step: its shards that are not empty.
+    """Return the requests of a rank for one step: its shards that are not empty.
 
     A rank whose shards are all empty gets a ghost, another rank's micro-batch, so that it joins every collective.
     """

@@ -14,11 +14,11 @@ from lockstep.core.host.pretrained_processors import FeatureExtractor, Waves
 from lockstep.data.data_config import AUTO, NO_PROCESSOR, AudioSection
 
 FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
-"""As libsndfile names them; it would read others, too."""
+"""Formats that are read, by libsndfile's names; it could read others."""
 RATES = (1_000, 768_000)
 """Lowest and highest sampling rate, in Hz: the filter of a resampling grows with the rate."""
 MAX_NUMBERS = 64_000_000
-"""Per sound, over all channels: a small file may decompress to gigabytes."""
+"""Limit per sound, over all channels: a small file may decompress to gigabytes."""
 MIN_SECONDS = 0.25
 """Shorter sounds are followed by silence: a model takes nothing from less than a window of 25 ms, and the spans of
 SpecAugment are 0.2 s long."""
@@ -44,10 +44,10 @@ class SoundReader:
             "masks": (self.column,) if extractor.has_mask else (),
             "pad": {self.column: extractor.padding} if extractor.padding else {},
         }
-        """Of DataSpec: how features of different lengths share a batch."""
+        """Fields of DataSpec, for features of different lengths in a batch."""
 
     def __call__(self, file: SoundFile, where: str, *, formats: tuple[str, ...] | None = None) -> np.ndarray:
-        """Features of a sound file, float32 [T] or [frames, bands]. Raises DataError."""
+        """Return the features of a sound file, float32 [T] or [frames, bands]. Raises DataError."""
         from scipy.signal import resample_poly
 
         with _opened(file, where, formats or FORMATS) as opened:
@@ -60,12 +60,12 @@ class SoundReader:
         return self.extractor(np.pad(wave[:length], (0, max(0, length - len(wave)))))
 
     def blank(self) -> np.ndarray:
-        """Features of a second of silence."""
+        """Return the features of a second of silence."""
         return self.extractor(np.zeros(self._length(self.extractor.rate), np.float32))
 
     def lengths(self, files: Sequence[Path], *, skips: bool) -> np.ndarray | None:
-        """T of each file, int64 [N], from its header; None where all get the same. A file that cannot be read has the
-        length 0 if such are skipped, else DataError is raised."""
+        """Return T of each file, int64 [N], from its header; None where all get the same. A file that cannot be read
+        has the length 0 if such are skipped, else DataError is raised."""
         if self.extractor.is_fixed:
             return None
         lengths = np.zeros(len(files), np.int64)
@@ -83,19 +83,19 @@ class SoundReader:
         self.extractor.save(folder)
 
     def _length(self, length: int) -> int:
-        """The length that a sound is cut or padded to."""
+        """Return the length that a sound is cut or padded to."""
         rate = self.extractor.rate
         return max(min(length, math.ceil(self.seconds * rate)), math.ceil(MIN_SECONDS * rate))
 
 
 def sound_reader_of(section: AudioSection) -> SoundReader:
-    """The reader with the feature extractor that data.feature_extractor names. Raises DataError."""
+    """Return the reader with the feature extractor that data.feature_extractor names. Raises DataError."""
     name = section.feature_extractor
     return SoundReader(Waves() if name in (AUTO, NO_PROCESSOR) else FeatureExtractor(name), section.seconds)
 
 
 def tone(pitch: float, *, seconds: float = MIN_SECONDS, rate: int = 8_000) -> bytes:
-    """A WAV file of a pure tone, for an example."""
+    """Return a WAV file of a pure tone, for an example."""
     import soundfile
 
     file, times = BytesIO(), np.arange(int(seconds * rate)) / rate
@@ -104,7 +104,7 @@ def tone(pitch: float, *, seconds: float = MIN_SECONDS, rate: int = 8_000) -> by
 
 
 def _opened(file: SoundFile, where: str, formats: tuple[str, ...] = FORMATS) -> Any:
-    """A soundfile.SoundFile, of which the header is read. Raises DataError."""
+    """Open a sound file as a soundfile.SoundFile, which reads its header. Raises DataError."""
     import soundfile
 
     if isinstance(file, Path) and not file.is_file():  # opening a pipe would block forever
@@ -124,7 +124,7 @@ def _opened(file: SoundFile, where: str, formats: tuple[str, ...] = FORMATS) -> 
 
 
 def _read(opened: Any, most: int, where: str) -> np.ndarray:
-    """The first `most` frames, the mean of all channels, float32 [T]."""
+    """Return the first `most` frames, the mean of all channels, float32 [T]."""
     import soundfile
 
     frames = min(opened.frames, most)

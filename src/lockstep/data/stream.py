@@ -16,14 +16,14 @@ from lockstep.core.host.activity import progress
 from lockstep.core.numerics.seeds import generators_restored, seed_all, seed_of
 
 Convert = Callable[[Any, int], Any]
-"""What the stream gave, and its position -> the sample."""
+"""Row of the stream, and its position -> sample."""
 _INHERITED: list[Any] = []
 """Readers of the process that this one was forked from. They share its open files, and closing them would run code of
 the user's twice: they are left alone."""
 
 
 def is_iterable_only(dataset: Any) -> bool:
-    """Whether a data set can only be read from its beginning."""
+    """Return whether a data set can only be read from its beginning."""
     if isinstance(dataset, IterableDataset):
         is_indexed = type(dataset).__getitem__ is not Dataset.__getitem__ and hasattr(dataset, "__len__")
         return not is_indexed
@@ -47,9 +47,9 @@ class Stream:
         self.length = _length(dataset, where)
         """Samples of a pass; None until it is known."""
         self.samples = sys.maxsize if self.length is None else self.length
-        """As many as are asked for."""
+        """Number of samples to give; of an epoch in training."""
         self.limit = sys.maxsize
-        """Of a pass."""
+        """Most samples of a pass."""
         self.seed, self.held_samples, self.repeats = 0, 1, True
         self.rewind()
 
@@ -87,13 +87,13 @@ class Stream:
         self._process = os.getpid()
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """The samples at these positions. Random numbers that the data set draws change nothing for what follows.
+        """Return the samples at these positions; random generators are restored afterwards.
 
         Raises DataError where passes differ in length, and SampleError for what the data set raises.
         """
         missing = [position for position in positions if position not in self._held]
         if missing:
-            with generators_restored(), _as_the_only_reader():
+            with generators_restored(), _without_worker_info():
                 self._read(min(missing), min(positions), max(positions))
         held = [self._held[position] for position in positions]
         if self.convert is None:
@@ -130,7 +130,7 @@ class Stream:
             raise SampleError(f"sample {position} of {self.where} could not be read:\n{text}") from None
 
     def _read_from(self, position: int) -> Iterator[Any]:
-        """The samples from a position on, through one pass after the other."""
+        """Yield the samples from a position on, through one pass after the other."""
         number, offset = (0, position) if self.length is None else divmod(position, self.length)
         while True:
             if number and not self.repeats:
@@ -168,7 +168,7 @@ class Stream:
         return None if count == start > 0 else count
 
     def _opened(self, number: int, offset: int) -> tuple[Iterator[Any], int]:
-        """An iterator over a pass, and the number of its first sample: `offset` where the data set can skip."""
+        """Return an iterator over a pass, and the number of its first sample: `offset` where the data set can skip."""
         set_epoch, skip = (getattr(self.dataset, name, None) for name in ("set_epoch", "skip"))
         if set_epoch is not None:
             set_epoch(number)
@@ -188,7 +188,7 @@ class Stream:
 
 
 def _length(dataset: Any, where: str) -> int | None:
-    """The number of samples of a pass, if the data set tells it."""
+    """Return the number of samples of a pass, if the data set has one."""
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
@@ -199,7 +199,7 @@ def _length(dataset: Any, where: str) -> int | None:
 
 
 @contextmanager
-def _as_the_only_reader() -> Iterator[None]:
+def _without_worker_info() -> Iterator[None]:
     """Hide that this may be a worker of a DataLoader: a data set would leave the samples of the other workers out."""
     info, worker._worker_info = worker._worker_info, None
     try:

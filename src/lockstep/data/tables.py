@@ -21,19 +21,20 @@ from pyarrow import csv, parquet
 from lockstep.base.errors import DataError
 
 MAX_LINE_CHARACTERS = 1 << 25
-"""Of JSON lines: a file of zeros is one endless line."""
+"""Limit of a JSON line: a file of zeros is one endless line."""
 MAX_SPACES = 1 << 12
 """Most characters of white space before the list in a .json file."""
 LARGE_BLOCK_BYTES = 1 << 26
-"""Of CSV, for tables that are held in memory as a whole; the reader's default of 1 MiB is less than a book."""
+"""Block size of CSV, for tables that are held in memory as a whole; the reader's default of 1 MiB is less than a
+book."""
 BLOCK_BYTES, BATCH_ROWS = 1 << 23, 1 << 12
-"""Of CSV, and of other tables, where some rows are read at a time."""
+"""Block size of CSV, and rows of other tables, that are read at a time."""
 LEAST_BYTES, MOST_TIMES = 1 << 30, 100
-"""What any file may become, and what a larger one may, in times of its size."""
+"""Limit of a file's unpacked size, and that of a larger file, in times of its size."""
 PAGE_HEADER_BYTES, FEW_ROWS = 64, 64
-"""Of a page of Parquet; and of a column in which a value may repeat the one before."""
+"""Header size of a Parquet page; rows at a time of columns whose values may repeat the ones before."""
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-"""What such a text begins with."""
+"""Byte order marks of UTF-16."""
 Part = TypeVar("Part")
 Check = Callable[[Sequence[str], object], None]
 """Takes the names of the columns and where they are; raises DataError if a required one is missing or ambiguous."""
@@ -59,12 +60,12 @@ def _first_bytes(path: Path, count: int) -> bytes:
 
 
 def most_bytes(path: Path) -> int:
-    """What a file may become."""
+    """Return the limit of a file's unpacked size."""
     return max(LEAST_BYTES, MOST_TIMES * path.stat().st_size)
 
 
 def metered(path: Path, parts: Iterable[Part], size: Callable[[Part], int]) -> Iterator[Part]:
-    """The parts that a file unpacks to, each of some bytes. Raises DataError where they become too many."""
+    """Yield the parts that a file unpacks to. Raises DataError where their sizes exceed most_bytes()."""
     most, total = most_bytes(path), 0
     for part in parts:
         total += size(part)
@@ -77,7 +78,7 @@ def metered(path: Path, parts: Iterable[Part], size: Callable[[Part], int]) -> I
 
 
 def read_columns(path: Path, columns: Sequence[str], check: Check) -> list[list[Any]]:
-    """All values of some columns of a file with one of the TABLE_SUFFIXES. Raises DataError."""
+    """Return all values of some columns of a file with one of the TABLE_SUFFIXES. Raises DataError."""
     if path.suffix.lower() in (".jsonl", ".parquet"):
         values: list[list[Any]] = [[] for _ in columns]
         for batch in column_batches(path, columns, check):
@@ -90,7 +91,7 @@ def read_columns(path: Path, columns: Sequence[str], check: Check) -> list[list[
 
 
 def column_batches(path: Path, columns: Sequence[str], check: Check) -> Iterator[list[list[Any]]]:
-    """Values of some columns of a file with one of the TABLE_SUFFIXES, some rows at a time. Raises DataError."""
+    """Yield some columns of a file with one of the TABLE_SUFFIXES, some rows at a time. Raises DataError."""
     with read_errors(path):
         if path.suffix.lower() == ".jsonl":
             rows = json_rows(path, check)
@@ -106,7 +107,7 @@ def column_batches(path: Path, columns: Sequence[str], check: Check) -> Iterator
 
 
 def csv_batches(path: Path, check: Check, *, columns: Sequence[str] = (), block_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Every value as the text it is; by default of all columns.
+    """Yield batches with every value as text; by default of all columns.
 
     `block_bytes` are read at a time, which limits the length of a row; the reader is up to 32 blocks ahead.
     """
@@ -115,8 +116,9 @@ def csv_batches(path: Path, check: Check, *, columns: Sequence[str] = (), block_
 
 
 def _csv_options(path: Path, check: Check, *, columns: Sequence[str], block_bytes: int) -> tuple[Any, Any, Any]:
-    """How to read, parse and convert: "NA" and "007" stay texts. By default of all columns. Where the first line has no
-    separator of the file's suffix, but another one, that one separates, as in the CSV of many a spreadsheet."""
+    """Return the options to read, parse and convert: "NA" and "007" stay texts. By default of all columns. Where the
+    first line has no separator of the file's suffix, but another one, that one separates, as in the CSV of many a
+    spreadsheet."""
     reading = csv.ReadOptions(use_threads=False, block_size=block_bytes)
     usual = "\t" if form_of(path) == ".tsv" else ","
     with open_text(path, errors="replace") as file:
@@ -135,7 +137,8 @@ def _csv_options(path: Path, check: Check, *, columns: Sequence[str], block_byte
 def parquet_batches(
     path: Path, check: Check, *, columns: Sequence[str] = (), rows: int = BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """At most `rows` at a time. By default of all columns. Raises DataError for a file that becomes too large."""
+    """Yield batches of at most `rows` rows, by default of all columns. Raises DataError for a file that becomes too
+    large."""
     with parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # else the whole file would be held
         names = file.schema_arrow.names
         check(names, path)
@@ -152,8 +155,8 @@ def parquet_batches(
 
 
 def _first_page_bytes(file: BinaryIO, chunk: Any) -> int:
-    """The unpacked size of the first page of a column, which holds its dictionary: the second field of its header, in
-    Thrift's compact protocol."""
+    """Return the unpacked size of the first page of a column, which holds its dictionary: the second field of its
+    header, in Thrift's compact protocol."""
     file.seek(min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset))))
     fields = re.match(rb"\x15[\x80-\xff]*[\0-\x7f]\x15([\x80-\xff]*[\0-\x7f])", file.read(PAGE_HEADER_BYTES), re.DOTALL)
     if fields is None:

@@ -1,4 +1,4 @@
-"""What a label column holds: one class, several classes, a number, or a class for each word."""
+"""Targets in a label column: one class, several classes, a number, or a class for each word."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from lockstep.data.columns import Place, labels_of, names_of, positions, texts_o
 
 Labels = Literal["class", "classes", "number", "tags"]
 SEPARATOR = ";"
-"""Between the classes of a sample, where they are one text."""
+"""Separator of a sample's classes in one text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Targets:
 
 
 class LabelColumn(ABC):
-    """How a label column is read and encoded."""
+    """Reader and encoder of a label column."""
 
     @abstractmethod
     def read(self, cells: Iterable[Any], place: Place) -> list[Any]:
@@ -48,11 +48,11 @@ class LabelColumn(ABC):
 
     @abstractmethod
     def names(self, train: Sequence[Any], column: str) -> tuple[str, ...]:
-        """Names of the classes or the number, from the training samples."""
+        """Return the names of the classes or the number, from the training samples."""
 
     @abstractmethod
     def encode(self, read: Sequence[Any], names: tuple[str, ...], place: Place, *, known_to: str = "") -> Targets:
-        """Raises DataError for a class that has no name; `known_to` says what the names belong to."""
+        """Encode targets. Raises DataError for a class without a name; `known_to`: owner of the names."""
 
 
 class ClassColumn(LabelColumn):
@@ -129,7 +129,7 @@ class TagsColumn(LabelColumn):
         return [labels_of(row, partial(_same_place, place(number))) for number, row in enumerate(found)]
 
     def read_texts(self, texts: Iterable[Any], read: Sequence[Any], place: Place) -> list[str]:
-        """The joined words. Raises DataError where there are not as many as labels."""
+        """Return the joined words. Raises DataError where there are not as many as labels."""
         found = []
         for number, (cell, labels) in enumerate(zip(texts, read, strict=True)):
             words, where = _listed(cell, place(number), "words"), place(number)
@@ -156,7 +156,7 @@ class TagsColumn(LabelColumn):
 
 
 def _listed(cell: Any, where: str, what: str) -> list[Any]:
-    """A list of a cell's words or labels. Raises DataError for a cell that holds something else."""
+    """Return a list of a cell's words or labels. Raises DataError for a cell that holds something else."""
     if isinstance(cell, str):
         return words_of(cell)
     if not isinstance(cell, list | tuple | np.ndarray):

@@ -21,7 +21,7 @@ from lockstep.data.targets import LabelColumn
 LARGE_BYTES = 1 << 25
 """Smaller tables are held in memory, where a micro-batch is fetched faster. The texts are the same."""
 VERSION = "1"
-"""Of the file's form."""
+"""Version of the file's format."""
 MAX_KNOWN = 1 << 16
 """Different labels of which each is held once."""
 SCHEMA = pa.schema([("text", pa.large_binary()), ("label", pa.string())])
@@ -31,7 +31,7 @@ SCHEMA = pa.schema([("text", pa.large_binary()), ("label", pa.string())])
 def open_table(
     path: Path, columns: Sequence[str], kind: LabelColumn, *, check: tables.Check, cache: Path
 ) -> tuple[MappedTexts, list[Any]]:
-    """The texts and labels of a table, copied into the cache if they are not there yet. Raises DataError.
+    """Return the texts and labels of a table, copied into the cache if they are not there yet. Raises DataError.
 
     Safe to call from many processes at once: one copies, the others wait for it.
     """
@@ -56,7 +56,7 @@ def open_table(
 
 
 def _opened(file: Path) -> Any:
-    """The table in a file; None if there is none, or a damaged one."""
+    """Return the table in a file; None if there is none, or a damaged one."""
     with suppress(FileNotFoundError, pa.ArrowInvalid):
         table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
         table.validate(full=True)
@@ -88,7 +88,7 @@ def _moved(place: Place, first: int, number: int) -> str:
 
 
 def _labels(column: Any) -> list[Any]:
-    """The labels, of which equal ones are one object."""
+    """Return the labels; equal ones are one object."""
     known: dict[str, Any] = {}
     labels = []
     for chunk in column.chunks:

@@ -43,7 +43,7 @@ class Special:
     """Tokens with a meaning of their own."""
 
     ends: tuple[int, ...]
-    """Each of them ends a text or an answer; that of the tokenizer comes first."""
+    """Tokens that end a text or an answer; the tokenizer's comes first."""
     end_texts: tuple[str, ...] = ()
     """Texts that do so, where a template writes no token."""
     bos: int | None = None
@@ -60,19 +60,20 @@ class TextTokenizer(Protocol):
     begin: list[int]
     """Tokens that it puts before every text, such as BOS."""
     template: Template | None
-    """Of chats; None where it has none."""
+    """Chat template, if there is one."""
     token_bytes: np.ndarray
-    """Of each token, how many bytes of text it stands for, int64 [V]; all 0 where the tokenizer does not tell."""
+    """Bytes of text that each token stands for, int64 [V]; all 0 where they are unknown."""
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """Tokens of each text, int32 [T_i], with the end token for END, and for BEGIN with what begins a text."""
+        """Return the tokens of each text, int32 [T_i], with the end token for END, and for BEGIN with what begins a
+        text."""
 
     def decode(self, ids: list[int]) -> str:
-        """The text of some tokens."""
+        """Return the text of some tokens."""
 
     def text_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """The text of tokens that follow others: behind the text of these it is the text of all. A character that is
-        not whole is U+FFFD; what further tokens add stands behind the rest."""
+        """Return the text of tokens that follow others: behind the text of these it is the text of all. A character
+        that is not whole is U+FFFD; what further tokens add stands behind the rest."""
 
     def special(self) -> Special:
         """Return its special tokens."""
@@ -151,9 +152,9 @@ class PartsOfWords:
         return Special(ends=(self.pad_id,), bos=bos, pad=pad)
 
     def save(self, folder: Path, *, longest: int | None = None, template: str | None = None) -> None:
-        begun = "".join(self.tokenizer.id_to_token(id) or "" for id in self.begin)
-        if template == PLAIN and begun:
-            template = f"{{{{ {json.dumps(begun, ensure_ascii=False)} }}}}{PLAIN}"
+        start = "".join(self.tokenizer.id_to_token(id) or "" for id in self.begin)
+        if template == PLAIN and start:
+            template = f"{{{{ {json.dumps(start, ensure_ascii=False)} }}}}{PLAIN}"
         tokenizer = copy.copy(self.origin) if self.origin else _of_transformers(self.tokenizer)
         _save(tokenizer, folder, longest=longest, template=template)
 
@@ -162,11 +163,11 @@ class PartsOfWords:
             before = [*prompt[-NEAR:]]
             return self.decode([*before, *ids])[len(self.decode(before)) :]
         found = b"".join(self.pieces.get(id, b"") for id in ids)
-        if found.startswith(b" ") and self._is_begun(prompt):
+        if found.startswith(b" ") and self._adds_space(prompt):
             found = found[1:]
         return found.decode("utf-8", "replace")
 
-    def _is_begun(self, prompt: Sequence[int]) -> bool:
+    def _adds_space(self, prompt: Sequence[int]) -> bool:
         """Return whether the tokenizer itself puts a space before what follows a prompt."""
         assert self.pieces is not None
         if not any(id in self.pieces for id in prompt):
@@ -199,7 +200,7 @@ def open_tokenizer(
     add_bos: AddBos = "auto",
     special: SpecialTokensInText = "as_text",
 ) -> TextTokenizer:
-    """The tokenizer that data.tokenizer names; `bpe` is learned once and kept in the cache. Raises DataError."""
+    """Return the tokenizer that data.tokenizer names; `bpe` is learned once and kept in the cache. Raises DataError."""
     if kind not in (BYTES, AUTO, LEARNED):
         return _pretrained(kind, add_bos, special)
     if add_bos is True:
@@ -208,7 +209,8 @@ def open_tokenizer(
 
 
 def _learned(train: Source, vocabulary: int, cache: Path, *, special: SpecialTokensInText) -> PartsOfWords:
-    """Byte-pair encoding over bytes: no text is unknown. Source: R. Sennrich et al., 2016; A. Radford et al., 2019."""
+    """Return a byte-pair encoding over bytes: no text is unknown. Source: R. Sennrich et al., 2016; A. Radford et al.,
+    2019."""
     key = hashlib.sha256(f"{vocabulary} {fingerprint(train)}".encode()).hexdigest()[:24]
     file = cache / "tokenizers" / f"{key}.json"
     try:
@@ -231,7 +233,7 @@ def _learned(train: Source, vocabulary: int, cache: Path, *, special: SpecialTok
 def saved_tokenizer(
     kind: str, folder: Path, *, add_bos: AddBos = False, special: SpecialTokensInText = "as_text"
 ) -> TextTokenizer:
-    """The tokenizer that `save` wrote; `kind` is data.tokenizer. Raises DataError."""
+    """Return the tokenizer that `save` wrote; `kind` is data.tokenizer. Raises DataError."""
     if kind == BYTES:
         return Bytes()
     if kind == LEARNED:
@@ -246,7 +248,7 @@ def _begin(tokenizer: Tokenizer) -> list[int]:
 
 
 def _pieces(tokenizer: Tokenizer) -> dict[int, bytes] | None:
-    """What each token adds to a text, where it adds anything: of byte-level tokenizers, whose letters stand for a byte
+    """Return the bytes that each token adds to a text, if any: of byte-level tokenizers, whose letters stand for a byte
     each, and of those of SentencePiece. None for others."""
     decoder = str(json.loads(tokenizer.to_str())["decoder"])
     if not any(name in decoder for name in ("ByteLevel", "ByteFallback", "Metaspace")):
@@ -272,7 +274,8 @@ def _byte_level(model: Any) -> Tokenizer:
 
 
 def _letters() -> list[str]:
-    """The letter that stands for each byte: itself where it can be printed. Source: A. Radford et al., GPT-2, 2019."""
+    """Return the letter that stands for each byte: itself where it can be printed. Source: A. Radford et al., GPT-2,
+    2019."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -294,7 +297,7 @@ def _save(tokenizer: Any, folder: Path, *, longest: int | None, template: str | 
 
 
 def _sample(train: Source) -> Iterator[str]:
-    """Training texts until there is enough to learn from, spread evenly."""
+    """Yield training texts until there are enough to learn from, spread evenly."""
     rows, characters = len(train), 0
     stride = 997 if rows % 997 else 991  # visits every text once
     for number in range(rows):

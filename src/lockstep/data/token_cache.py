@@ -22,7 +22,7 @@ CHUNK = 1024
 
 @runtime_checkable
 class Fingerprinted(Protocol):
-    """A source of so many texts that something else than all of them tells whether they have changed."""
+    """A source with a fingerprint that takes less time than reading all of its texts."""
 
     fingerprint: str
 
@@ -92,7 +92,7 @@ class TokenizedStream:
 
 
 def _with_ids(columns: Columns, ids: list[np.ndarray], indices: Sequence[int], *, objective: str) -> Columns:
-    """The columns with tokens; of words, with a "label" for each token."""
+    """Return the columns with tokens; of words, with a "label" for each token."""
     if objective == "token_classification":
         columns["label"] = [_spread(*each) for each in zip(columns["label"], ids, indices, strict=True)]
         ids = [ids_of(tokens) for tokens in ids]
@@ -152,7 +152,7 @@ def place_of(source: Source, index: int) -> str:
 
 
 def fingerprint(source: Source) -> str:
-    """Changes with any of the texts."""
+    """Return a hash that changes with any of the texts."""
     if isinstance(source, Fingerprinted):
         return source.fingerprint
     digest = hashlib.sha256()
@@ -175,7 +175,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def verify(folder: Path) -> list[str]:
-    """Names of the files in a cache entry whose sha256 differs from the manifest's."""
+    """Return the names of the files in a cache entry whose sha256 differs from the manifest's."""
     sums = json.loads((folder / "manifest.json").read_text())
     return [name for name, (_, sha256) in sums.items() if storage.sha256(folder / name) != sha256]
 

@@ -135,7 +135,7 @@ def _input_name(value: Any) -> str:
 
 
 def _image_shape(value: Any) -> tuple[int, int, int] | None:
-    """(C, H, W) of a Pillow image or an array [C, H, W] with 1, 3 or 4 channels; None for anything else."""
+    """Return (C, H, W) of a Pillow image or an array [C, H, W] with 1, 3 or 4 channels; None for anything else."""
     if isinstance(value, Image.Image):
         value = pixels(value)
     is_image = isinstance(value, np.ndarray | Tensor) and value.ndim == 3 and value.shape[0] in (1, 3, 4)
@@ -143,7 +143,7 @@ def _image_shape(value: Any) -> tuple[int, int, int] | None:
 
 
 def _is_class(label: Any) -> bool:
-    """Whether a label is a single integer."""
+    """Return whether a label is a single integer."""
     if isinstance(label, Tensor):
         return label.ndim == 0 and not label.dtype.is_floating_point and not label.dtype.is_complex
     array = np.asarray(label) if isinstance(label, int | np.generic | np.ndarray) else None

@@ -28,6 +28,6 @@ def build(config: Config, split: str) -> Images:
 
 @cache
 def _table() -> NDArray[np.float64]:
-    """[1797, 65]: the pixels, and the label. Of scikit-learn's file itself: its import would take every process two
-    seconds."""
+    """Return the pixels and the label, [1797, 65], from scikit-learn's file itself: its import would take every process
+    two seconds."""
     return np.loadtxt(plugins.package_folder("sklearn") / "datasets" / "data" / "digits.csv.gz", delimiter=",")

@@ -34,7 +34,7 @@ class HubSplit:
         return list(self.table.select_columns([name])[name])
 
     def mapped_texts(self, name: str) -> MappedTexts | None:
-        """The texts where they are, in a large table; None of a small one, and of one with rows that are no text."""
+        """Return the texts of a large table without a copy; None for a small one, or one with rows that are no text."""
         column, order = self.table.data.column(name), self.table._indices
         is_text = column.type in ("string", "large_string") and column.null_count == 0
         if self.table.data.nbytes <= LARGE_BYTES or not is_text:
@@ -109,7 +109,7 @@ def _targets(train: HubSplit, data: HubSplit, config: Config) -> Targets:
 
 
 def _streamed(train: Any, data: Any, config: Config) -> Source:
-    """The samples of `data`, a split as a `datasets.IterableDataset`, like those of the training split.
+    """Return the samples of `data`, a split as a `datasets.IterableDataset`, like those of the training split.
 
     Raises DataError where the classes are not known before all samples are read.
     """
@@ -159,7 +159,7 @@ class _Images(_Rows):
 
 
 def _encoder(train: Any, config: Config) -> Encode:
-    """How the label column is encoded. Raises DataError where the names of its classes are not known."""
+    """Return the encoder of the label column. Raises DataError where the names of its classes are not known."""
     column, feature = COLUMNS[config.labels], train.features[config.label_column]
     feature = feature if config.labels in ("class", "number") else getattr(feature, "feature", None)
     names = (config.label_column,) if config.labels == "number" else getattr(feature, "names", None)

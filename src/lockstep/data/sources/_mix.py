@@ -8,7 +8,7 @@ from lockstep.data.sources.mix import SHARED, Config
 
 
 def build(config: Config, split: str) -> Joined:
-    """Open all sources. Raises DataError, also where they differ in what a model is told of them."""
+    """Open all sources. Raises DataError, also where their DataSpecs differ."""
     parts = [open_source(_section(config, each), split) for each in config.sources]
     for number, part in enumerate(parts):
         if stream_of(part) is not None:
@@ -23,7 +23,7 @@ def build(config: Config, split: str) -> Joined:
 
 
 def _section(config: Config, part: DataSection) -> DataSection:
-    """A source's settings, with those that belong to the whole mix."""
+    """Return a source's settings, with those that belong to the whole mix."""
     is_image = isinstance(part, PixelSection)
     names = [name for name in SHARED if is_image or name != "image_processor"]
     return part.model_copy(update={name: getattr(config, name) for name in names})

@@ -23,11 +23,11 @@ MD5 = {
     "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
     "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
 }
-"""Of the official archives; checked after a download only, since local files may be recompressed."""
+"""Checksums of the official archives; checked after a download only, since local files may be recompressed."""
 CONNECT_SECONDS, READ_SECONDS = 2.0, 30.0
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 MOST_BYTES = 1 << 30
-"""Of a file, unpacked: twenty times those of MNIST."""
+"""Limit of an unpacked file: twenty times MNIST's."""
 HINT = "it is damaged or not MNIST; replace it, or remove it to have it fetched"
 
 

@@ -19,7 +19,7 @@ class Table:
 
     def __init__(self, features, labels, names):
         self.features, self.labels = features, labels
-        self.spec = DataSpec(modality="table", labels=tuple(map(str, names)))  # what `build` is told of the data
+        self.spec = DataSpec(modality="table", labels=tuple(map(str, names)))  # `build` gets it
 
     def __len__(self):
         return len(self.labels)
@@ -31,7 +31,7 @@ class Table:
 
 
 def source(options, split):
-    """The "train" or "test" split; `options` is what the config has under data.options."""
+    """Return the "train" or "test" split; `options` are the config's data.options."""
     from sklearn.datasets import load_breast_cancer
 
     data = load_breast_cancer()
@@ -50,12 +50,12 @@ class Network(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, batch):
-        """Columns of `source`, as tensors -> what `loss` gets as outputs."""
+        """Map the columns of `source`, as tensors, to the outputs that `loss` gets."""
         return self.head(self.body(batch["features"]))
 
 
 def build(options, spec):
-    """The model; `options` is what the config has under model.options, such as {width: 64}."""
+    """Return the model; `options` are the config's model.options, such as {width: 64}."""
     return Network(options.get("width", 32), len(spec.labels))
 
 

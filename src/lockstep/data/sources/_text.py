@@ -21,7 +21,7 @@ from lockstep.data.sources.text import SUFFIXES, Config, text_files
 MOST, LEAST = 16 << 10, 256
 """Bytes of a piece, which ends with the line in which it reaches them; a line goes on in the next piece after MOST."""
 FEWEST = 64
-"""Pieces of less text than fills as many: they are shorter, so that a part of them can be held out."""
+"""Number of pieces that a small text is cut into, so that some of them can be held out."""
 BEGINNING = 512
 """Bytes of a file that show whether it holds text."""
 
@@ -50,7 +50,7 @@ class Pieces:
         return len(self.table)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"text": m strings}. Raises DataError for what is not text."""
+        """Return {"text": m strings}. Raises DataError for bytes that are no text."""
         texts = (self._text(*self.table[i].tolist()) for i in indices)
         begins, ends = self.begins[np.asarray(indices, np.int64)], self.ends[np.asarray(indices, np.int64)]
         marks = zip(begins.tolist(), texts, ends.tolist(), strict=True)
@@ -98,7 +98,7 @@ class TextRows:
         return len(self.rows)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """{"text": m strings}. Raises DataError for a row without a text."""
+        """Return {"text": m strings}. Raises DataError for a row without a text."""
         rows = self.rows[np.asarray(indices, dtype=np.int64)]
         cells = self.table[rows][self.column]
         if not self.repairs:
@@ -121,7 +121,7 @@ def build(config: Config, split: str) -> Pieces | PlainTexts | TextRows:
 
 
 def _rows(name: str, config: Config, split: str) -> TextRows:
-    """Of a column of a data set."""
+    """Return the texts of a data set's column."""
     chosen = config.test_split if split == "test" and config.test_split is not None else config.train_split
     table = load_split(name, chosen, cache=config.cache, subset=config.subset, revision=config.revision)
     where, rows = f"{name}, split {chosen}", np.arange(len(table))
@@ -133,7 +133,7 @@ def _rows(name: str, config: Config, split: str) -> TextRows:
 
 
 def _pieces(config: Config, split: str) -> Pieces:
-    """Of all files of the split, or of some parts of these where a part is held out."""
+    """Return the pieces of all files of the split, or some of them where a part is held out."""
     assert config.train is not None
     files = _found(config.train)
     if config.test is None:
@@ -151,7 +151,7 @@ def _pieces(config: Config, split: str) -> Pieces:
 
 
 def _found(path: Path) -> list[Path]:
-    """The files with text at a path."""
+    """Return the files with text at a path."""
     if not path.exists():
         raise DataError(f"cannot read {path}: there is no such file or folder")
     files = [file for file in text_files(path) if file.is_file() and file.stat().st_size]
@@ -163,7 +163,7 @@ def _found(path: Path) -> list[Path]:
 
 
 def _table(files: Sequence[Path], size: int) -> np.ndarray:
-    """The pieces of some files, one after the other: see Pieces."""
+    """Return the pieces of some files, one after the other: see Pieces."""
     rows = array("q")
     for number, file in enumerate(files):
         start = 0
@@ -174,7 +174,7 @@ def _table(files: Sequence[Path], size: int) -> np.ndarray:
 
 
 def _cuts(path: Path, size: int) -> Iterator[int]:
-    """Where the pieces of a file stop; little more of it is read than the ends of its pieces."""
+    """Yield where the pieces of a file stop; reads little more of it than the ends of its pieces."""
     with path.open("rb", buffering=BEGINNING) as file:
         _check(file.read(BEGINNING), path)
         stop, length = 0, file.seek(0, 2)
@@ -193,7 +193,7 @@ def _check(found: bytes, path: Path) -> None:
 
 
 def _unfinished(text: bytes) -> int:
-    """How many bytes at the end begin a character that goes on behind it."""
+    """Return the number of bytes at the end that begin an incomplete character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(text[-4:])
     return len(decoder.getstate()[0])

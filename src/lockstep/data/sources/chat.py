@@ -22,16 +22,16 @@ class Config(PackedSection):
     "content": "..."}]}, and maybe "tools"; or with the columns conversations (ShareGPT), prompt and completion, or
     instruction, input and output (Alpaca). The tokenizer's chat template joins them, or else a plain one."""
     test: DataPath | None = None
-    """What to test on, in the same form; without it a part of `train` is held out."""
+    """Test data, in the same form; without it a part of `train` is held out."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
     """How much of `train` is held out when there is no `test`: always the same chats, whatever the seed."""
     messages_column: str = "messages"
     """The name of the list of messages."""
     turns: Literal["all", "last"] = "all"
-    """Which answers of a chat have a loss: all, or the last one; earlier ones are context."""
+    """Answers of a chat that have a loss: all, or the last one; earlier ones are context."""
     date: datetime.date | None = None
-    """The day that a chat template is told in training, such as 2026-07-01, where it writes the date of today; by
-    default that of the run's first start. Answers are given on the day it is."""
+    """Date that a chat template gets in training, such as 2026-07-01, where it writes the current one; by default that
+    of the run's first start. Answers of the trained model use the current date."""
 
     def origin(self) -> Origin:
         return Origin(name=self.train.stem or self.train.name)

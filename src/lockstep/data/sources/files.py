@@ -16,7 +16,7 @@ class Config(ImageSection, OwnFilesSection):
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"train": "data/train.csv"}}
 
     train: DataPath
-    """What to learn from: a .csv, .tsv, .jsonl or .parquet file, or a folder with a folder for each class."""
+    """Training data: a .csv, .tsv, .jsonl or .parquet file, or a folder with a folder for each class."""
     text_column: str = "text"
     """The column of texts, in a table."""
     label_column: str = "label"
@@ -32,7 +32,7 @@ class Config(ImageSection, OwnFilesSection):
 
     @property
     def modality(self) -> str:
-        """Image for a folder, text for a file; a path that does not exist yet is judged by its suffix."""
+        """Image for a folder, text for a file; the suffix decides for a path that does not exist yet."""
         return "text" if is_table(self.train) else "image"
 
     @property
@@ -41,5 +41,5 @@ class Config(ImageSection, OwnFilesSection):
 
 
 def is_table(path: Path) -> bool:
-    """Whether a path is a table or, if it does not exist, has the suffix of one."""
+    """Return whether a path is a table or, if it does not exist, has the suffix of one."""
     return path.is_file() or (not path.is_dir() and path.suffix.lower() in TABLE_SUFFIXES)

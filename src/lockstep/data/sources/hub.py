@@ -19,7 +19,7 @@ class Config(ImageSection, StreamSection):
     """Name on the hub (fancyzhx/ag_news), or a local folder of CSV, JSON, Parquet or image files, or one that the
     library `datasets` has saved (save_to_disk)."""
     subset: str | None = None
-    """Which of its configurations, where it has several."""
+    """Name of its configuration, where it has several."""
     revision: str | None = None
     """Branch, tag or commit of it; by default the newest. Only a commit keeps runs equal for ever."""
     train_split: str = "train"
@@ -54,7 +54,6 @@ class Config(ImageSection, StreamSection):
         return self.text_column or self.image_column or ""
 
     def origin(self) -> Origin:
-        """The hub's name, or that of the local folder."""
         return hub_origin(self.name, subset=self.subset, revision=self.revision, split=self.test_split)
 
     @property

@@ -30,7 +30,8 @@ PART = "Part_"
 
 @lru_cache
 def part(kind: str) -> type[DataSection]:
-    """The settings of one of the sources: its own, and its weight. Raises ConfigError for one that cannot be mixed."""
+    """Return the section of a source: its own settings, and its weight. Raises ConfigError for one that cannot be
+    mixed."""
     if not kind or kind == "mix":
         raise ConfigError("each source of a mix needs a kind of its own, such as files, hub or user")
     section: type[DataSection] = plugins.find("data.sources", kind).Config
@@ -52,7 +53,7 @@ def part(kind: str) -> type[DataSection]:
 
 
 def __getattr__(name: str) -> type[DataSection]:
-    """The class that `part` makes, for pickle."""
+    """Return the class that `part` makes, for pickle."""
     if not name.startswith(PART):
         raise AttributeError(name)
     return part(name.removeprefix(PART))
@@ -94,7 +95,7 @@ class Config(PixelSection):
 
     @property
     def modality(self) -> str:
-        """That of the sources that tell it."""
+        """Modality of the first source that has one."""
         return next((each.modality for each in self.sources if each.modality != "any"), "any")
 
     @property
@@ -116,6 +117,6 @@ class Config(PixelSection):
         return Origin(name=" and ".join(names)) if names else None
 
     def numeric_settings(self) -> dict[str, Any]:
-        """With what decides of each source."""
+        """Return the settings, with the numeric ones of each source."""
         parts = [each.model_dump(mode="json", exclude=set(each.incidental)) for each in self.sources]
         return super().numeric_settings() | {"sources": parts}

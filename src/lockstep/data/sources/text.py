@@ -21,14 +21,14 @@ class Config(PackedSection):
     train: DataPath | None = None
     """A text file, or a folder with text files (.txt, .md, .rst, .py, ...); without it the texts of Python's help()."""
     test: DataPath | None = None
-    """What to test on, in the same form, and not to train on; without it a part of `train` is held out."""
+    """Test data, in the same form, and not to train on; without it a part of `train` is held out."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
     """How much of `train` is held out when there is no `test`: always the same parts, whatever the seed."""
     name: str | None = None
-    """In place of `train`, a data set with a column of texts: its name on the hub (roneneldan/TinyStories), or a local
+    """A data set with a column of texts, in place of `train`: its name on the hub (roneneldan/TinyStories), or a local
     folder of Parquet, JSON or CSV files, or one that the library `datasets` has saved (save_to_disk)."""
     subset: str | None = None
-    """Which of its configurations, where it has several."""
+    """Name of its configuration, where it has several."""
     revision: str | None = None
     """Branch, tag or commit of it; by default the newest. Only a commit keeps runs equal for ever."""
     train_split: str = "train"
@@ -61,12 +61,12 @@ class Config(PackedSection):
 
 
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".java", ".go", ".rs", ".tex", ".html")
-"""Of files that are read in a folder."""
+"""Suffixes of files that are read in a folder."""
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file itself, or the text files in a folder and its subfolders, without hidden ones, in the order of their
-    names. Raises DataError for links out of it."""
+    """Return the file itself, or the text files in a folder and its subfolders, without hidden ones, in the order of
+    their names. Raises DataError for links out of it."""
     if not path.is_dir():
         return [path]
     found = sorted(

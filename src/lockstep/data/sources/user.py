@@ -26,5 +26,4 @@ class Config(StreamSection):
 
     @property
     def code(self) -> Path | None:
-        """The Python file."""
         return self.file
