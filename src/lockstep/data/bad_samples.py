@@ -41,8 +41,7 @@ class Faults:
     warn: Callable[[str], None] = lambda _: None
     """Called once for each sample left out."""
     outside: Callable[[Batch], tuple[int, str] | None] = lambda _: None
-    """Check of a micro-batch on the CPU: returns the first sample whose target the model cannot give, and the
-    reason."""
+    """Micro-batch on the CPU -> the first sample whose target the model cannot give, and the reason; else None."""
     known: set[int] = field(default_factory=set)
     """Samples left out so far."""
 

@@ -96,8 +96,7 @@ class ChatTokenizer:
         return [np.append(row, np.array(end, dtype=np.int32)) for row, end in zip(rows, ends, strict=True)]
 
     def prompt(self, messages: Sequence[Message], *, on: date | None = None, tools: Any = None) -> list[int]:
-        """Return the tokens up to where the assistant answers; `on`: the template's date, by default the current one.
-        Raises DataError."""
+        """Return tokens up to the assistant's answer; `on`: the template's date, by default now. Raises DataError."""
         messages, tools = without_marks([messages, tools])
         if self.template is None:
             (row,) = self._encoded([_plain(messages, is_prompt=True)])
@@ -307,7 +306,6 @@ def _marked(parts: Sequence[Sequence[int]], pieces: Sequence[Piece]) -> np.ndarr
 
 
 def _ends_learned(pieces: Sequence[Piece]) -> bool:
-    """Return whether a sample ends with a learned answer."""
     written = [is_learned for text, is_learned in pieces if text]
     return bool(written) and written[-1]
 

@@ -242,5 +242,4 @@ class OwnFilesSection(DataSection):
     """How much of `train` is held out when there is no `test`: always the same samples, whatever the seed."""
 
     def origin(self) -> Origin:
-        """Return the name of the file or folder, all that is known."""
         return Origin(name=self.train.stem or self.train.name)

@@ -35,8 +35,7 @@ UNREAD = (b"Rar!", b"7z\xbc\xaf\x27\x1c")
 
 
 def builder_of(folder: Path, subset: str | None, cache: Path) -> Any:
-    """Return the builder of `datasets` for a local folder. Raises DataError for files outside of it, and damaged
-    ones."""
+    """Return the builder of `datasets` for a local folder. Raises DataError for damaged files and those outside."""
     from datasets import load_dataset_builder
 
     for path in filter(Path.exists, (folder / "README.md", folder / ".huggingface.yaml")):
@@ -55,8 +54,7 @@ def builder_of(folder: Path, subset: str | None, cache: Path) -> Any:
 
 
 def _settings(path: Path) -> Any:
-    """Return the YAML of a file, or of the block before a text. Raises DataError where it takes more memory than its
-    length."""
+    """Return the YAML of a file, or of the block before a text. Raises DataError for aliases or deep nesting."""
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     text, levels = storage.read_regular(path, MOST_SETTINGS_BYTES).decode(), 0

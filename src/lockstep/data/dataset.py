@@ -48,7 +48,6 @@ class Subset:
         return len(self.rows)
 
     def __getitems__(self, indices: Sequence[int]) -> Columns:
-        """Return the source's columns for these samples."""
         return self.source.__getitems__(self.rows[np.asarray(indices)].tolist())
 
 

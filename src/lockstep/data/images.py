@@ -81,8 +81,7 @@ def image_processor_of(section: DataSection) -> ImageProcessor | None:
 
 
 def fitted(images: np.ndarray, section: PixelSection) -> np.ndarray:
-    """Resize images, uint8 [N, C, H, W], with the processor of data.image_processor, if there is one. Raises
-    DataError."""
+    """Resize images, uint8 [N, C, H, W], with the processor of data.image_processor, if any. Raises DataError."""
     processor = image_processor_of(section)
     if processor is None:
         return images

@@ -24,8 +24,7 @@ MAX_CACHED = 1 << 20
 
 
 def mix(numbers: np.ndarray) -> np.ndarray:
-    """Apply SplitMix64's output function, uint64 [n] -> uint64 [n]; a library's generator might change with its
-    version.
+    """Apply SplitMix64's output function, uint64 [n] -> [n]; a library's generator might change with its version.
 
     Source: G. Steele, D. Lea, C. Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
     """
@@ -92,8 +91,7 @@ def permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def bit_reversed(shards: int) -> tuple[int, ...]:
-    """Return 0..shards-1 in bit-reversed order: any range of shards has its share of long, short and empty
-    micro-batches."""
+    """Return 0..shards-1 in bit-reversed order: any range has its share of long, short and empty micro-batches."""
     bits = max(shards - 1, 1).bit_length()
     numbers = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
     return tuple(shard for shard in numbers if shard < shards)
@@ -112,7 +110,7 @@ class Order:
     window: int = 1
     """K: the samples of this many steps are sorted by length together, then cut into steps, in random order."""
     mixed: Callable[[int, np.ndarray], np.ndarray] | None = None
-    """Sample of each number 0..N-1 in an epoch, if several sources are mixed: see Mixture.rows."""
+    """(epoch, numbers in 0..N-1) -> their samples, where several sources are mixed: see Mixture.rows."""
     _kept: tuple[int, int, np.ndarray] | None = field(default=None, init=False, repr=False)
     """The newest window: its epoch, its number and its samples, sorted by length."""
 

@@ -50,8 +50,7 @@ def _is_foreign(name: str) -> bool:
 
 
 def files_below(folder: Path, modality: str) -> Iterator[Path]:
-    """Yield the files of a modality, at any depth, in no particular order, without those in hidden and system
-    folders."""
+    """Yield the files of a modality, at any depth, in no particular order, except in hidden and system folders."""
     for file in folder.rglob("*"):
         if file.suffix.lower() in SUFFIXES[modality] and not any(map(_is_foreign, file.relative_to(folder).parts)):
             yield file

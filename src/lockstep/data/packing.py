@@ -36,7 +36,7 @@ def unmarked(text: str) -> tuple[bool, str, bool]:
 
 
 def is_begun(ends: np.ndarray) -> np.ndarray:
-    """Return whether each piece begins a document: the first does, and each behind one that ends."""
+    """Return whether each piece begins a document: the first does, and each behind one that ends one."""
     return np.append(True, ends[:-1])  # noqa: FBT003 (a value)
 
 

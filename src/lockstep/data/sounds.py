@@ -79,7 +79,6 @@ class SoundReader:
         return lengths
 
     def save(self, folder: Path) -> None:
-        """Write the feature extractor's file, beside the model's."""
         self.extractor.save(folder)
 
     def _length(self, length: int) -> int:

@@ -25,12 +25,11 @@ MAX_LINE_CHARACTERS = 1 << 25
 MAX_SPACES = 1 << 12
 """Most characters of white space before the list in a .json file."""
 LARGE_BLOCK_BYTES = 1 << 26
-"""Block size of CSV, for tables that are held in memory as a whole; the reader's default of 1 MiB is less than a
-book."""
+"""Block size of CSV for tables that are held in memory; the reader's default of 1 MiB is less than a book."""
 BLOCK_BYTES, BATCH_ROWS = 1 << 23, 1 << 12
 """Block size of CSV, and rows of other tables, that are read at a time."""
 LEAST_BYTES, MOST_TIMES = 1 << 30, 100
-"""Limit of a file's unpacked size, and that of a larger file, in times of its size."""
+"""Limit of any file's unpacked size, and that of a larger one in times of its size."""
 PAGE_HEADER_BYTES, FEW_ROWS = 64, 64
 """Header size of a Parquet page; rows at a time of columns whose values may repeat the ones before."""
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
@@ -116,9 +115,8 @@ def csv_batches(path: Path, check: Check, *, columns: Sequence[str] = (), block_
 
 
 def _csv_options(path: Path, check: Check, *, columns: Sequence[str], block_bytes: int) -> tuple[Any, Any, Any]:
-    """Return the options to read, parse and convert: "NA" and "007" stay texts. By default of all columns. Where the
-    first line has no separator of the file's suffix, but another one, that one separates, as in the CSV of many a
-    spreadsheet."""
+    """Return the options to read, parse and convert: "NA" and "007" stay texts. By default of all columns. If the first
+    line has no separator of the file's suffix, but another one, that one separates, as in some spreadsheets' CSV."""
     reading = csv.ReadOptions(use_threads=False, block_size=block_bytes)
     usual = "\t" if form_of(path) == ".tsv" else ","
     with open_text(path, errors="replace") as file:
@@ -137,8 +135,7 @@ def _csv_options(path: Path, check: Check, *, columns: Sequence[str], block_byte
 def parquet_batches(
     path: Path, check: Check, *, columns: Sequence[str] = (), rows: int = BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches of at most `rows` rows, by default of all columns. Raises DataError for a file that becomes too
-    large."""
+    """Yield batches of at most `rows` rows, by default of all columns. Raises DataError for too large a file."""
     with parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # else the whole file would be held
         names = file.schema_arrow.names
         check(names, path)

@@ -65,8 +65,7 @@ class TextTokenizer(Protocol):
     """Bytes of text that each token stands for, int64 [V]; all 0 where they are unknown."""
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, int32 [T_i], with the end token for END, and for BEGIN with what begins a
-        text."""
+        """Return the tokens of each text, int32 [T_i], with the end token for END, and what begins a text for BEGIN."""
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of some tokens."""
@@ -209,8 +208,7 @@ def open_tokenizer(
 
 
 def _learned(train: Source, vocabulary: int, cache: Path, *, special: SpecialTokensInText) -> PartsOfWords:
-    """Return a byte-pair encoding over bytes: no text is unknown. Source: R. Sennrich et al., 2016; A. Radford et al.,
-    2019."""
+    """Learn byte-pair encoding of bytes: no unknown text. Source: R. Sennrich et al., 2016; A. Radford et al., 2019."""
     key = hashlib.sha256(f"{vocabulary} {fingerprint(train)}".encode()).hexdigest()[:24]
     file = cache / "tokenizers" / f"{key}.json"
     try:
@@ -274,8 +272,7 @@ def _byte_level(model: Any) -> Tokenizer:
 
 
 def _letters() -> list[str]:
-    """Return the letter that stands for each byte: itself where it can be printed. Source: A. Radford et al., GPT-2,
-    2019."""
+    """Return the letter that stands for each byte: itself if printable. Source: A. Radford et al., GPT-2, 2019."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -147,7 +147,6 @@ def chunks(source: Source) -> Iterator[tuple[int, list[str]]]:
 
 
 def place_of(source: Source, index: int) -> str:
-    """Return the place of a text of a source."""
     return source.place(index) if isinstance(source, Placed) else f"text {index}"
 
 

@@ -45,12 +45,10 @@ class Config(ImageSection, StreamSection):
 
     @property
     def modality(self) -> str:
-        """Kind of the column that is set."""
         return "image" if self.text_column is None else "text"
 
     @property
     def sample_column(self) -> str:
-        """The column of texts or images."""
         return self.text_column or self.image_column or ""
 
     def origin(self) -> Origin:

@@ -30,8 +30,7 @@ PART = "Part_"
 
 @lru_cache
 def part(kind: str) -> type[DataSection]:
-    """Return the section of a source: its own settings, and its weight. Raises ConfigError for one that cannot be
-    mixed."""
+    """Return the section of a source, with its weight. Raises ConfigError for one that cannot be mixed."""
     if not kind or kind == "mix":
         raise ConfigError("each source of a mix needs a kind of its own, such as files, hub or user")
     section: type[DataSection] = plugins.find("data.sources", kind).Config
