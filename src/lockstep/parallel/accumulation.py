@@ -45,8 +45,7 @@ class Accumulation:
 
     def fill(self, parameters: Sequence[Tensor], slots: Sequence[Sequence[Tensor]]) -> None:
         """Write partial sums, zeros where no shard used a parameter: slots[k][i] gets node k of parameter i. Those of
-        the parameters in `left` are in the first slot already.
-        """
+        parameters in `left` are in the first slot already."""
         for number, (node, slot) in enumerate(zip(self.nodes, slots, strict=False)):
             for parameter, target in zip(parameters, slot, strict=True):
                 if number == 0 and parameter in self.left:
@@ -55,8 +54,8 @@ class Accumulation:
                 target.zero_() if partial is None else target.copy_(partial)
 
     def totals(self, all_reduce: AllReduce) -> list[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with the sum of its gradients over all shards of all ranks, zeros where no shard used it; the
-        local shard of a DTensor."""
+        """Return each parameter with the sum of its gradients over all shards of all ranks, zeros where no shard used
+        it; the local shard of a DTensor."""
         totals: dict[Tensor, Tensor] = {}
         for dtype in {p.dtype: None for p in self.parameters}:  # all ranks in this order
             alike = [p for p in self.parameters if p.dtype == dtype]
@@ -64,7 +63,7 @@ class Accumulation:
         return [(p, totals[p]) for p in self.parameters]
 
     def _totals(self, parameters: Sequence[Tensor], all_reduce: AllReduce) -> list[Tensor]:
-        """Of parameters of one dtype."""
+        """Return the totals of parameters of one dtype."""
         local = [local_tensor(parameter) for parameter in parameters]
         if all_reduce.size == 1:
             sums = [self.take(parameter, all_reduce.local_nodes[0]) for parameter in parameters]
@@ -74,7 +73,6 @@ class Accumulation:
         return parameter_views(all_reduce.sum(slots), local)
 
     def remove(self) -> None:
-        """Remove the hooks."""
         while self.hooks:
             self.hooks.pop().remove()
 

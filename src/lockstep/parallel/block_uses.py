@@ -46,7 +46,7 @@ class _WeightUses(TorchFunctionMode):
         self.uses.entered.append(block)
 
     def leave(self, block: nn.Module, _: Any, outputs: Any) -> None:
-        """With placeholders, nothing requires a gradient but what forward() differentiates by itself."""
+        """End a block's run. With placeholders, only what forward() differentiates by itself requires a gradient."""
         self.running.remove(block)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(outputs)):
             self.uses.outside.setdefault(block, "a gradient inside of forward()")
@@ -74,9 +74,8 @@ def block_uses(
 ) -> BlockUses:
     """Record one forward pass in training mode, without gradients of weights.
 
-    It runs with placeholder weights that take no memory; where the model writes to weights or differentiates by
-    them, with copies. The model's
-    weights and buffers and the seeded generators do not change.
+    It runs with placeholder weights that take no memory; where the model writes to weights or differentiates by them,
+    with copies. The model's weights and buffers and the seeded generators do not change.
     """
     record = partial(_recorded, model, blocks, batch, context=context)
     try:
@@ -123,7 +122,7 @@ def _recorded(
 
 
 def _placeholders(model: Model, device: torch.device, *, are_copies: bool) -> dict[str, Tensor]:
-    """Values for the weights, and for buffers that are not initialised yet."""
+    """Return values for the weights, and for buffers that are not initialised yet."""
 
     def value(parameter: Tensor) -> Tensor:
         if not are_copies:

@@ -4,7 +4,7 @@ PyTorch's backward pass fills a gradient of all rows with zeros, and DDP copies 
 rows, a step of 32 texts reads about 800. The bits are those of whole gradients: a row's tokens are added in the same
 order, and adding zeros changes nothing.
 
-n = rows of an embedding, d = their width, k = rows that somebody has read.
+n = rows of an embedding, d = their width, k = rows that were read.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from lockstep.core.reduction.tree import TreeSum
 from lockstep.parallel.micro_batches import MicroBatches
 
 LARGE = 1 << 20
-"""Elements of an embedding for which this is worth while."""
+"""Least number of elements of such an embedding."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RowSum:
     """[k, d]"""
 
     def add_(self, other: "RowSum") -> "RowSum":
-        """The sum; what TreeSum asks of a tensor."""
+        """Return the sum; TreeSum calls this method of a tensor."""
         rows, places = torch.unique(torch.cat([self.rows, other.rows]), return_inverse=True)
         mine, theirs = places.split([len(self.rows), len(other.rows)])
         values = self.values.new_zeros(len(rows), self.values.size(1))
@@ -45,7 +45,7 @@ class RowSum:
 
 
 def row_sum(tokens: Tensor, gradients: Tensor, padding: int | None) -> RowSum:
-    """What one call of an embedding contributes: the sum of the gradients [..., d] of each token [...]."""
+    """Return the contribution of one call of an embedding: the sum of the gradients [..., d] of each token [...]."""
     rows, places = torch.unique(tokens, return_inverse=True)
     is_padding = rows == (-1 if padding is None else padding)
     place = int(is_padding.nonzero()) if is_padding.any() else -1
@@ -79,12 +79,12 @@ class EmbeddingRows:
         self.shard: int | None = None
         """The micro-batch of `shard_sums`, which runs or has run last."""
         self.is_active = False
-        """Whether a step runs: what other code does with the model is not changed."""
+        """Whether a step runs; other uses of the model are not changed."""
         self.touched: dict[Tensor, Tensor] = {}
         """Gradient -> numbers of the rows outside of which it is zero."""
         self.weights: list[Tensor] = [module.weight for module in modules]
         self.gradients = {weight: torch.zeros_like(weight) for weight in self.weights}
-        """[n, d] each, zero between steps but for the rows in `touched`."""
+        """[n, d] each, zero between steps except in the rows `touched`."""
         hook = {"with_kwargs": True, "prepend": True}  # later hooks may change the output
         self.hooks = [module.register_forward_hook(self._watch, **hook) for module in modules]
         self.hooks += [weight.register_post_accumulate_grad_hook(self._add_whole) for weight in self.weights]
@@ -112,7 +112,7 @@ class EmbeddingRows:
             self.hooks.pop().remove()
 
     def add(self, weight: Tensor, found: RowSum) -> None:
-        """Add to what the micro-batch that runs contributes, in the order of arrival, as autograd does."""
+        """Add to the sums of the current micro-batch, in the order of arrival, as autograd does."""
         micro_batch = self.passes.current
         assert micro_batch is not None
         if micro_batch.ghost:
@@ -124,7 +124,7 @@ class EmbeddingRows:
         self.shard_sums[weight] = found if before is None else before.add_(found)
 
     def _end_shard(self) -> None:
-        """Move what the micro-batch has contributed into the tree."""
+        """Move the sums of the micro-batch into the tree."""
         for weight, found in self.shard_sums.items():
             assert self.shard is not None
             self.trees[weight].add((self.shard, 1), found)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ class EmbeddingRows:
         return found
 
     def _add_whole(self, weight: Tensor) -> None:
-        """A gradient of all rows, where other code than the embedding has used the weight."""
+        """Add a gradient of all rows, where other code than the embedding has used the weight."""
         if not self.is_active or weight.grad is None:
             return
         self.add(weight, RowSum(torch.arange(len(weight), device=weight.device), weight.grad))
@@ -153,8 +153,8 @@ class EmbeddingRows:
 
 
 def large_embeddings(model: nn.Module) -> list[nn.Embedding]:
-    """Plain, trained embeddings that share their weights with no other module, on a CPU: of a GPU, the host would have
-    to wait for the number of rows. None where nothing else is trained."""
+    """Return the plain, trained embeddings that share their weights with no other module, on a CPU: on a GPU, the host
+    would have to wait for the number of rows. Empty where nothing else is trained."""
     uses: Counter[Tensor] = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     found = [
         module
@@ -173,7 +173,7 @@ def large_embeddings(model: nn.Module) -> list[nn.Embedding]:
 
 
 def reduced(partials: Sequence[RowSum | None], like: Tensor, all_reduce: AllReduce) -> tuple[Tensor, Tensor]:
-    """This rank's partial sums, one for each of its nodes -> the rows that any rank has, and their sums."""
+    """Return the rows that any rank has, and their sums; `partials`: of this rank, one per node. Collective."""
     has_row = torch.zeros(len(like), dtype=torch.uint8, device=like.device)
     for partial in partials:
         if partial is not None:

@@ -1,4 +1,4 @@
-"""What a strategy forecasts: memory, traffic and time of the busiest process, for a number of processes.
+"""Forecast of a strategy: memory, traffic and time of the busiest process, for a number of processes.
 
 W = processes, V = shards of a step. A strategy's companion `strategies/_NAME_forecast.py` has `forecast(setting) ->
 Forecast`; it raises LaunchError or ModelError where the strategy cannot run with this setting.
@@ -23,13 +23,11 @@ class Cluster:
     """The processes and what they run on."""
 
     world: int
-    """Number of processes."""
     per_machine: int
-    """Processes of a machine."""
     slots: int
     """Processes that a machine can run at the same time: its cores over run.threads, or its GPUs."""
     links: Bandwidth | None
-    """As measured on this machine; None for one process."""
+    """Bandwidth measured on this machine; None for one process."""
     bandwidth: float | None
     """Bytes per second of the network, if the user gave it; else the measured loopback counts."""
 
@@ -39,11 +37,11 @@ class Cluster:
 
     @property
     def slowdown(self) -> float:
-        """How many times longer work takes than with a core for each process."""
+        """Factor by which work takes longer than with a core for each process."""
         return max(1.0, min(self.per_machine, self.world) / self.slots)
 
     def send_seconds(self, sent: float, path: str, *, messages: int = 0) -> float:
-        """How long a process takes to send so many bytes; `path`: the field of `links` that applies."""
+        """Return the seconds that a process takes to send so many bytes; `path`: the field of `links` that applies."""
         if not sent:
             return 0.0
         assert self.links is not None, "more than one process, but no links were measured"
@@ -53,7 +51,7 @@ class Cluster:
         return (sent / getattr(self.links, path) + latency) * self.slowdown
 
     def collective_seconds(self, times: int) -> float:
-        """Seconds of small collectives: the loss, the agreement whether to stop, a barrier."""
+        """Return the seconds of small collectives: the loss, the agreement whether to stop, a barrier."""
         if self.world == 1 or self.links is None:
             return 0.0
         return times * self.links.together_seconds * self.slowdown
@@ -72,7 +70,7 @@ class Times:
     """A pipeline's bubble, unless another process uses the core."""
     update: float
     rest: float = 0.0
-    """What steps of the strategy's trial took beyond the others; negative where they took less."""
+    """Further seconds of the steps of the strategy's trial; negative where these took less."""
 
     @property
     def total(self) -> float:
@@ -81,19 +79,19 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a forecast is computed for."""
+    """Input of a forecast."""
 
     section: Any
     """The strategy's Config."""
     shards: int
-    """V, of a step."""
+    """V, shards of a step."""
     is_exact: bool
     """Whether gradients are added in the shards' tree."""
     has_average: bool
     """Whether a moving average of the weights is kept."""
     facts: Measurements
     seconds: Seconds
-    """As measured with as many processes at once as run on a machine, or as it can run."""
+    """Times measured with as many processes at once as run on a machine, or as it can run."""
     cluster: Cluster
 
     @property
@@ -102,7 +100,7 @@ class Setting:
         return frozenset(range(self.shards))
 
     def persistent_memory(self, weights: Sequence[Weight], *, copies: int) -> dict[str, int]:
-        """The fields of Memory that stay between steps: for the local shards of weights, replicated on `copies`
+        """Return the fields of Memory that stay between steps: for the local shards of weights, replicated on `copies`
         ranks."""
         facts = self.facts
         trained = facts.bytes_of(weights, is_trained=True)
@@ -116,7 +114,7 @@ class Setting:
         }
 
     def start_bytes(self, more: int = 0) -> int:
-        """Bytes at the start, when every process has built the whole model, and `more`."""
+        """Return the bytes at the start, when every process has built the whole model, and `more`."""
         return self.facts.fixed_bytes + max(self.facts.build_bytes, self.facts.parameter_bytes + more)
 
     def times(
@@ -128,7 +126,7 @@ class Setting:
         idle: float = 0.0,
         updated_bytes: int | None = None,
     ) -> Times:
-        """The times of a process that runs `rounds` micro-batches, and updates so many bytes of weights (all by
+        """Return the times of a process that runs `rounds` micro-batches, and updates so many bytes of weights (all by
         default). `compute`: seconds of the passes, where they are not those of the whole model."""
         seconds, slower = self.seconds, self.cluster.slowdown
         fraction = 1.0 if updated_bytes is None else updated_bytes / max(self.facts.parameter_bytes, 1)
@@ -141,28 +139,28 @@ class Setting:
         )
 
     def replica_traffic(self, weights: Sequence[Weight], *, replicas: int, nodes: int) -> tuple[int, float]:
-        """Bytes that a rank with so many nodes of the tree sends in the all-reduce over replicas, and seconds."""
+        """Return bytes sent by a rank with so many nodes of the tree in the all-reduce over replicas, and seconds."""
         trained = self.facts.bytes_of(weights, is_trained=True)
         sent = round((nodes + 1) * (replicas - 1) / replicas * trained)
         return sent, self.cluster.send_seconds(sent, "pair", messages=2)
 
     def idle_notes(self, groups: int, noun: str = "processes") -> tuple[str, ...]:
-        """A note where some of the processes, or replicas, have no shard."""
+        """Return a note where some of the processes, or replicas, have no shard."""
         return (f"{groups - self.shards} of {groups} {noun} have no micro-batch",) if groups > self.shards else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Of the process that needs most."""
+    """Forecast of the process that needs most."""
 
     memory: Memory
     sent_bytes: int
-    """Per step, over sockets or the network."""
+    """Bytes sent in a step over sockets or the network."""
     shared_bytes: int = 0
-    """Per step, added up in memory that the processes of a machine share."""
+    """Bytes of a step that are added up in memory shared by the processes of a machine."""
     times: Times
     turns: int = 1
-    """How often in a step the strategy does work whose time only a trial shows."""
+    """Number of times in a step that the strategy does work whose time only a trial shows."""
     bubble: float = 0.0
     """The fraction of a step that a pipeline's stages are idle, if they take equally long and have a core each."""
     notes: tuple[str, ...] = field(default=())

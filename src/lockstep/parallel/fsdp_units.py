@@ -29,7 +29,7 @@ class OrderedUnits:
         named = {module: name for name, module in model.named_modules()}
         self.model, self.units, self.names = model, list(units), [named[unit] for unit in units]
         self.number = 0
-        """The unit that has to run next."""
+        """Number of the unit that has to run next."""
         self.is_active = False
         """Whether the model runs in training; some unit may run without gradients in it, such as a frozen copy."""
 
@@ -69,7 +69,7 @@ class OrderedUnits:
 
 
 class AllGather(DefaultAllGather):
-    """FSDP's own, marked as a wait for other ranks."""
+    """FSDP's all-gather, marked as a wait for other ranks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with waiting_in("the all-gather of weights"):
@@ -115,7 +115,7 @@ def _post_backward_with_zeros(group: Any, post_backward: Callable[[], None]) -> 
 
 def reduce_each_dtype(module: Any) -> None:
     """Reduce the gradients of each dtype on their own: FSDP gathers parameters of several dtypes together, but reduces
-    only gradients of one. Its TreeReduceScatter is told which. Call it last."""
+    only gradients of one. Sets `part` of its TreeReduceScatter. Call it last."""
     for group in _parameter_groups(module):
         if len({each.sharded_param.dtype for each in group.fsdp_params}) > 1:
             group._init_mp_dtypes = partial(_for_each_dtype, group, lambda: None)
@@ -172,8 +172,8 @@ def set_process_group(module: Any, process_group: dist.ProcessGroup) -> None:
 
 
 def forget_pass(model: Any) -> None:
-    """Take the whole model back from a forward or backward pass that has failed, if it has had any pass at all; with
-    the gradients so far, which FSDP itself would add to those of the next pass."""
+    """Reset the whole model after a failed forward or backward pass, if it has had any pass; drop the gradients so far,
+    which FSDP itself would add to those of the next pass."""
     if not model._get_fsdp_state()._is_root:
         return
     if hasattr(model, "reset_iter_state"):  # since torch 2.13
@@ -188,7 +188,7 @@ def forget_pass(model: Any) -> None:
 
 
 class GatheredWeights:
-    """Tensors that the model's code may meet under the names of parameters: shards, and gathered parameters."""
+    """Tensors that the model's code may find under the names of parameters: shards, and gathered parameters."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         self.model, self.parameters = model, parameters
@@ -225,7 +225,7 @@ class GatheredWeights:
 
 
 def _reset_pass(model: Any) -> None:
-    """As FSDPModule.reset_iter_state, for torch 2.11 and 2.12."""
+    """Do what FSDPModule.reset_iter_state does, for torch 2.11 and 2.12."""
     root = model._get_fsdp_state()
     root._device_handle.synchronize()  # nothing is in flight any more that would have to be waited for
     shared = root._comm_ctx

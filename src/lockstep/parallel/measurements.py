@@ -16,7 +16,7 @@ from lockstep.core.distributed.bandwidth import Bandwidth
 class Weight:
     name: str
     rows: int
-    """Along its first axis, by which FSDP shards."""
+    """Size of its first axis, along which FSDP shards."""
     bytes: int
     is_trained: bool
     block: int
@@ -38,7 +38,7 @@ class Block:
     handed_bytes: int
     """Its outputs, the last one's being the model's."""
     seconds: float
-    """Of its forward and backward pass, as a fraction of those of all blocks."""
+    """Time of its forward and backward pass, as a fraction of that of all blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Measurements:
     device: str
     """"cpu" or "cuda"."""
     fixed_bytes: int
-    """Python, torch, the data set: what a process needs without a model."""
+    """Memory of a process without a model: Python, torch, the data set."""
     build_bytes: int
     """Peak of building the model, the model included."""
     buffer_bytes: int
@@ -72,7 +72,7 @@ class Measurements:
     recomputes: bool
     """Whether blocks keep only their inputs (train.recompute)."""
     working_bytes: int = 0
-    """What passes and steps need beyond what can be computed: see calibrated()."""
+    """Memory of passes and steps beyond what can be computed: see calibrated()."""
     seconds: Seconds
     obstacles: dict[int, str]
     """Number of a block -> why a pipeline cannot cut before it."""
@@ -83,10 +83,10 @@ class Measurements:
     unsplittable: str | None = None
     """Why parallel.kind=tensor cannot split this model at all."""
     links: Bandwidth | None
-    """Of several processes only."""
+    """Bandwidth between processes, if there are several."""
 
     def bytes_of(self, weights: Iterable[Weight], *, is_trained: bool = False) -> int:
-        """Bytes of some weights, or of those among them that are trained."""
+        """Return the bytes of some weights, or of those among them that are trained."""
         return sum(w.bytes for w in weights if w.is_trained or not is_trained)
 
     @property
@@ -95,22 +95,21 @@ class Measurements:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients of all trained weights."""
         return self.bytes_of(self.weights, is_trained=True)
 
     @property
     def bucket_bytes(self) -> int:
-        """Of the gradients in ddp's buckets."""
+        """Bytes of the gradients in ddp's buckets."""
         return self.gradient_bytes - sum(w.bytes for w in self.weights if w.is_added_by_row)
 
     def kept_bytes(self, block: int) -> int:
-        """Activations of a block that are kept until its backward pass."""
+        """Return the bytes of a block's activations that are kept until its backward pass."""
         if not self.recomputes:
             return self.blocks[block].saved_bytes
         return self.blocks[block - 1].handed_bytes if block else 0
 
     def inner_bytes(self, block: int) -> int:
-        """Activations that are recomputed in its backward pass."""
+        """Return the bytes of a block's activations that are recomputed in its backward pass."""
         return self.blocks[block].saved_bytes if self.recomputes else 0
 
     @property

@@ -1,4 +1,4 @@
-"""How much memory a process needs, by purpose, computed from the measurements of one micro-batch."""
+"""Memory that a process needs, by purpose, computed from the measurements of one micro-batch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -31,7 +31,6 @@ class Memory:
     activations: int
     """Everything else that forward and backward passes allocate."""
     communication: int
-    """Communication buffers."""
     checkpoint: int
     """The copy of this process's share of a checkpoint."""
     start: int = 0
@@ -48,7 +47,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialSums:
-    """How many partial sums of gradients a rank keeps, by round of a step."""
+    """Numbers of partial sums of gradients that a rank keeps, by round of a step."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -64,7 +63,7 @@ ADDED_AT_ONCE = PartialSums(before=(0, 1), after=(1, 1))
 
 @lru_cache(maxsize=256)
 def partial_sums(rounds: tuple[tuple[int, ...], ...], present: Shards, nodes: tuple[Node, ...]) -> PartialSums:
-    """What a TreeSum keeps when these shards are added round by round."""
+    """Return the numbers of partial sums in a TreeSum when these shards are added round by round."""
     tree, before, after = TreeSum(present, nodes), [], []
     for shards in rounds:
         before.append(len(tree.partials))
@@ -75,7 +74,7 @@ def partial_sums(rounds: tuple[tuple[int, ...], ...], present: Shards, nodes: tu
 
 
 def sequential_sums(shards: Iterable[int], present: Shards) -> PartialSums:
-    """What a rank keeps that runs these shards one after the other."""
+    """Return the numbers of partial sums of a rank that runs these shards one after the other."""
     own = sorted(shards)
     return partial_sums(tuple((shard,) for shard in own), present, cover(frozenset(own), present))
 
@@ -83,7 +82,7 @@ def sequential_sums(shards: Iterable[int], present: Shards) -> PartialSums:
 def peak_of_passes(
     facts: Measurements, weights: Sequence[Weight], blocks: Iterable[int], *, sums: PartialSums, others: int = 0
 ) -> int:
-    """Peak bytes of partial sums, activations and new gradients in a rank's passes.
+    """Return the peak bytes of partial sums, activations and new gradients in a rank's passes.
 
     `weights`, `blocks`: those that the rank runs; `others`: activations of further micro-batches in flight.
     """
@@ -100,7 +99,7 @@ def peak_of_passes(
 
 
 def peak_of_pass(facts: Measurements, weights: Sequence[Weight], blocks: Sequence[int], *, keeps: bool) -> int:
-    """Peak bytes of one forward and backward pass, in which activations are freed as gradients are allocated.
+    """Return the peak bytes of a forward and backward pass; activations are freed as gradients are allocated.
 
     Without `keeps` a gradient is freed once it is added to another; autograd holds a copy of each for a moment.
     """
@@ -118,14 +117,14 @@ def peak_of_pass(facts: Measurements, weights: Sequence[Weight], blocks: Sequenc
 
 
 def checkpoint_copy(tensors: dict[str, int], copies: int) -> int:
-    """Bytes of the largest share of a checkpoint, when `copies` ranks hold the same tensors."""
+    """Return the bytes of the largest share of a checkpoint, when `copies` ranks hold the same tensors."""
     meta = {name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in tensors.items()}
     ranks = range(min(copies, len(tensors) or 1))
     return max(sum(tensors[name] for name in assigned_names(meta, rank, copies)) for rank in ranks)
 
 
 def checkpoint_tensors(facts: Measurements, weights: Sequence[Weight], *, average: bool) -> dict[str, int]:
-    """Name -> bytes of a checkpoint's tensors for some weights."""
+    """Return name -> bytes of a checkpoint's tensors for some weights."""
     tensors = {f"model.{w.name}": w.bytes for w in weights}
     if average:
         tensors |= {f"ema.{w.name}": w.bytes for w in weights}

@@ -44,7 +44,7 @@ class MicroBatches:
         named = list(model.named_parameters())
         self.weights = WeightWatch((lambda: named) if weights is None else weights)
         self.sum_names: set[str] = set()
-        """Of the losses' further sums, as all ranks know them."""
+        """Names of the losses' further sums, as all ranks know them."""
         self.current: MicroBatch | None = None
         """The micro-batch whose gradients arrive now."""
         self.is_last = False
@@ -57,14 +57,14 @@ class MicroBatches:
         self.randomness.at(micro_batch.step, micro_batch.shard, returns=returns)
 
     def outputs(self, micro_batch: MicroBatch, call: Callable[[Batch], Outputs]) -> Outputs:
-        """The forward pass. A ghost leaves nothing behind."""
+        """Run the forward pass. A ghost changes nothing."""
         self.at(micro_batch)
         with phase("forward"), self.updating(micro_batch), self.precision.autocast():
             return call(micro_batch.batch)
 
     @contextmanager
     def updating(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Around a forward pass: it starts from the buffers of the step's start, and what it leaves is taken."""
+        """Surround a forward pass: it starts from the buffers of the step's start, and its updates are kept."""
         self.buffers.start_shard(None if micro_batch.ghost else micro_batch.shard)
         with self.weights.watching(micro_batch.step):
             yield
@@ -77,7 +77,7 @@ class MicroBatches:
             self.buffers.restart(None if self.current.ghost else self.current.shard)
 
     def loss(self, micro_batch: MicroBatch, outputs: Outputs) -> LossSum:
-        """The loss of outputs. Raises ModelError."""
+        """Return the loss of outputs. Raises ModelError."""
         self.check_loss(outputs, micro_batch.batch)
         with phase("forward"):
             loss = weighted(self.model.loss(widened(outputs), micro_batch.batch), micro_batch)
@@ -88,7 +88,7 @@ class MicroBatches:
         return LossSum(loss.total * 0, loss.count * 0, {name: value * 0 for name, value in loss.sums.items()})
 
     def check_loss(self, outputs: Outputs, batch: Batch) -> None:
-        """Once, and while weights are gathered. Raises ModelError where the loss uses weights that are split."""
+        """Raise ModelError where the loss uses weights that are split. Checks once, while weights are gathered."""
         if not self.has_all_weights:
             refuse_weights_in_loss(self.model, outputs, batch)
             self.has_all_weights = True

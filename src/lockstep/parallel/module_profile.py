@@ -40,7 +40,7 @@ class ModuleProfile:
     """Forward and backward pass of each unit."""
 
     def obstacles(self) -> dict[int, str]:
-        """Number of a unit, 1..B-1 -> why the model cannot be cut before it."""
+        """Return number of a unit, 1..B-1 -> why the model cannot be cut before it."""
         obstacles = {}
         for name, (first, last) in self.holders.items():
             reason = f"{name} is used in blocks {first} and {last} alike (tied weights)"
@@ -144,7 +144,7 @@ class _ProfiledPass:
         self.backward = [self._backward(unit) for unit in reversed(range(self.count + 1))][::-1]
 
     def _now(self) -> float:
-        """When the device has done what was asked of it."""
+        """Return the time after the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -174,11 +174,11 @@ class _ProfiledPass:
         return pytree.tree_unflatten(cloned, spec)
 
     def _note_order(self, output: tuple[int, int], gradient: Tensor) -> None:
-        """Of what several units use, the gradient of the last of them: autograd adds the others to it."""
+        """Keep the axis order of an output's gradient, of several units the last one's: autograd adds the others."""
         self.gradient_orders.setdefault(output, order_of(gradient))
 
     def _reached(self, tensors: Sequence[Tensor]) -> set[Tensor]:
-        """The leaves of tensors' autograd graphs: parameters, and detached outputs of other units."""
+        """Return the leaves of tensors' autograd graphs: parameters, and detached outputs of other units."""
         leaves: set[Tensor] = set()
         open_nodes, seen = [t.grad_fn for t in tensors if t.grad_fn is not None], set()
         while open_nodes:
@@ -192,7 +192,7 @@ class _ProfiledPass:
         return leaves
 
     def _backward(self, unit: int) -> float:
-        """Seconds of a unit's backward pass, after those of all later units."""
+        """Return the seconds of a unit's backward pass, after those of all later units."""
         outputs, detached = self.ends[unit]
         gradients = [
             torch.zeros_like(t) if t.grad is None else in_order(self.gradient_orders[output], t.grad)

@@ -38,13 +38,13 @@ CONSTANTS = (type(None), bool, int, float, str)
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
-    """The axes by falling stride; as they are where the tensor has gaps or repeats its elements."""
+    """Return the axes by falling stride; unsorted where the tensor has gaps or repeats its elements."""
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tuple(order) if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))
 
 
 def in_order(order: tuple[int, ...], tensor: Tensor) -> Tensor:
-    """The same numbers, laid out with these axes by falling stride."""
+    """Return the same numbers, laid out with these axes by falling stride."""
     return tensor.permute(order).contiguous().permute(tuple(order.index(axis) for axis in range(len(order))))
 
 
@@ -67,20 +67,20 @@ class TensorLayout:
         return [self.shape[axis] for axis in self.order]
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Permuted to be contiguous, without a copy where it is dense."""
+        """Permute to be contiguous, without a copy where it is dense."""
         return tensor.permute(self.order).contiguous()
 
     def unpack(self, tensor: Tensor) -> Tensor:
         return tensor.permute(tuple(self.order.index(axis) for axis in range(len(self.order))))
 
     def empty(self, device: torch.device) -> Tensor:
-        """A packed receive buffer."""
+        """Return a packed receive buffer."""
         return torch.empty(self.packed_shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """How a block's outputs are sent: as a list of tensors."""
+    """Form in which a block's outputs are sent: a list of tensors."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -88,7 +88,7 @@ class OutputLayout:
 
     @classmethod
     def of(cls, number: int, outputs: Any) -> "OutputLayout":
-        """The layout of outputs of block `number`. Raises ModelError."""
+        """Return the layout of outputs of block `number`. Raises ModelError."""
         leaves, spec = pytree.tree_flatten(outputs)
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *CONSTANTS)):
@@ -145,7 +145,7 @@ class PartitionedModel:
 
     @contextmanager
     def intercepted(self, intercept: Intercept) -> Iterator[None]:
-        """Inside, `intercept(number, run)` is called in place of each block, and returns its outputs."""
+        """Call `intercept(number, run)` in place of each block inside the context; it returns the block's outputs."""
         self._intercept = intercept
         try:
             yield
@@ -154,7 +154,7 @@ class PartitionedModel:
 
     @contextmanager
     def in_turn(self, intercept: Intercept) -> Iterator[None]:
-        """As `intercepted`. Raises ModelError where a forward pass leaves blocks out, as with stochastic depth."""
+        """Intercept like `intercepted`. Raises ModelError for a pass that skips blocks, as with stochastic depth."""
         entered = 0
 
         def checked(number: int, run: Run) -> Any:
@@ -179,7 +179,7 @@ class PartitionedModel:
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
-        """For forward passes without effects: in evaluation mode, without gradients, with the same random numbers each
+        """Run forward passes without effects: in evaluation mode, without gradients, with the same random numbers each
         time."""
         was_training = self.model.training
         self.model.eval()
@@ -191,7 +191,7 @@ class PartitionedModel:
             self.model.train(was_training)
 
     def _map_blocks(self, batch: Batch, function: Callable[[int, Any], T]) -> list[T]:
-        """`function(number, outputs)` of each block, in the order of their calls."""
+        """Return `function(number, outputs)` of each block, in the order of their calls."""
         results: list[T] = []
 
         def record(number: int, run: Run) -> Any:
@@ -225,7 +225,7 @@ class PartitionedModel:
         self.unit_of = {block: number for number, block in enumerate(self.blocks)}
 
     def _miscalled(self, order: Sequence[int]) -> str:
-        """Which blocks are not called and which are called several times, by their modules' names."""
+        """Return which blocks are not called and which are called several times, by their modules' names."""
         names = {module: name for name, module in self.model.named_modules()}
         times = {names[block]: order.count(number) for number, block in enumerate(self.blocks)}
         out, again = [name for name in times if not times[name]], [name for name in times if times[name] > 1]
@@ -233,7 +233,7 @@ class PartitionedModel:
         return " and ".join(texts)
 
     def output_layouts(self, batch: Batch) -> tuple[OutputLayout, ...]:
-        """The layouts of all blocks' outputs for batches of this shape; runs a forward pass for each new shape."""
+        """Return the layouts of all blocks' outputs for batches of this shape; a new shape runs a forward pass."""
         key = tuple((name, column.shape, column.dtype) for name, column in sorted(batch.items()))
         if key not in self._layouts:
             self._layouts[key] = tuple(self._map_blocks(batch, OutputLayout.of))
@@ -279,15 +279,15 @@ class PartitionedModel:
             torch.set_grad_enabled(has_gradient)
 
     def _keep_gradient_orders(self, block: int, outputs: Any) -> None:
-        """Gradients are received in the order of the outputs' axes: bring them into that which they have where nothing
-        is cut, as the kernels of the backward pass, and so its bits, depend on it."""
+        """Bring gradients, received in the order of the outputs' axes, into the order that they have without a cut: the
+        kernels of the backward pass, and so its bits, depend on it."""
         for number, tensor in enumerate(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)):
             order = self.gradient_orders.get((block, number))
             if order is not None and tensor.requires_grad:
                 tensor.register_hook(partial(in_order, order))
 
     def _zero(self, layout: TensorLayout, like: Tensor) -> Tensor:
-        """Zeros in place of an output of a skipped block; new ones, where the model has written into the last."""
+        """Return zeros in place of an output of a skipped block; new ones where the model has written into the last."""
         size, zeros = math.prod(layout.shape), self._zeros.get(layout.dtype)
         if zeros is None or zeros.numel() < size or zeros._version:
             with torch.inference_mode(mode=False):  # tensors of that mode have no versions

@@ -20,7 +20,7 @@ _wait = schedules._wait_batch_p2p
 
 
 def _marked_wait(work: list[dist.Work]) -> None:
-    """The schedules' own wait for neighbouring stages, marked as one."""
+    """Wait for neighbouring stages as the schedules do, marked as a wait."""
     with waiting_in("a neighbouring stage"):
         _wait(work)
 
@@ -36,7 +36,6 @@ class StageModule(nn.Module):
         self.partitioned, self.first, self.last, self.passes = model, first, last, passes
 
     def forward(self, *received: Tensor) -> Any:
-        """See PartitionedModel.run."""
         assert self.passes.current is not None
         with self.passes.precision.autocast():
             return self.partitioned.run(self.first, self.last, batch=self.passes.current.batch, received=received)
@@ -46,8 +45,8 @@ ByMicroBatch = dict[int, Sequence[Tensor]]
 
 
 class SeededStage(PipelineStage):
-    """What PyTorch's schedules ask of a stage, with the seeds and shapes of each micro-batch; the library's own has one
-    shape for a whole run.
+    """A stage for PyTorch's schedules, with the seeds and shapes of each micro-batch; the library's own has one shape
+    for a whole run.
 
     Number `number` of `count`; stages are on the ranks of `group` in turn. `trained`: the parameters of its blocks.
     """
@@ -72,9 +71,9 @@ class SeededStage(PipelineStage):
         self.passes.buffers.start_step(all_reduce)
         self.micro_batches = list(micro_batches)
         self.received, self.sent = ByMicroBatch(), ByMicroBatch()
-        """What the stages before and after send each other, by micro-batch."""
+        """Inputs from the stage before, and outputs to the next, by micro-batch."""
         self.received_gradients, self.sent_gradients = ByMicroBatch(), ByMicroBatch()
-        """Of those of them that are not integers."""
+        """Gradients of those of them that are not integers."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Allocate the inputs of a micro-batch, and receive them."""
@@ -99,7 +98,7 @@ class SeededStage(PipelineStage):
         return self._transfers(dist.isend, self.sent_gradients.pop(bwd_chunk_id), self.stage_index - 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Sequence[Tensor], mb_index: int) -> None:
-        """Of the stage before, where this rank has that, too."""
+        """Set the outputs of the stage before, where this rank has that, too."""
         self.received[mb_index] = [output.detach() for output in prev_stage_outputs]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Sequence[Tensor], mb_index: int) -> None:  # type: ignore[override]
@@ -109,7 +108,7 @@ class SeededStage(PipelineStage):
         return self.sent_gradients.pop(mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Any:
-        """The outputs of the stage's blocks for a micro-batch."""
+        """Return the outputs of the stage's blocks for a micro-batch."""
         micro_batch = self.micro_batches[fwd_chunk_id]
         self.passes.at(micro_batch)
         inputs = self.received.get(fwd_chunk_id, ())
@@ -139,7 +138,7 @@ class SeededStage(PipelineStage):
         progress()
 
     def _buffers(self, number: int, block: int) -> list[Tensor]:
-        """For what is sent before a block, for a micro-batch."""
+        """Allocate what is received before a block, for a micro-batch."""
         with self.passes.precision.autocast():
             layouts = self.module.partitioned.output_layouts(self.micro_batches[number].batch)[block - 1].tensors
         return [layout.empty(self.device) for layout in layouts]
@@ -150,5 +149,5 @@ class SeededStage(PipelineStage):
 
 
 def _floating(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those that have gradients: integers have none."""
+    """Return the tensors that have gradients: integers have none."""
     return [tensor for tensor in tensors if tensor.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Strategies that replicate the model: their base class, and one whose passes may be run by somebody else."""
+"""Strategies that replicate the model: their base class, and one whose passes the caller may run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
@@ -62,7 +62,7 @@ class Replicated:
         return contiguous(dist.get_rank(), dist.get_world_size(), shards=shards, present=present) or [None]
 
     def all_reduce_of(self, shards: int, present: Shards, group: dist.ProcessGroup) -> AllReduce:
-        """Cached: a run has two kinds of steps, full and ragged."""
+        """Return the all-reduce of a step; cached, since a run has two kinds of steps, full and ragged."""
         if (shards, present) not in self._all_reduces:
             owned = contiguous_by_rank(group.size(), shards=shards, present=frozenset(range(shards)))
             self._all_reduces[shards, present] = AllReduce(owned, present, group)
@@ -79,13 +79,13 @@ class Replicated:
 
     @property
     def accumulation(self) -> Accumulation:
-        """Of the placed model; without `exact` it has no parameters, and gradients accumulate in p.grad."""
+        """Accumulation of the placed model; without `exact` it has no parameters: gradients add up in p.grad."""
         assert self.placed is not None, "call place() first"
         return self.placed[1]
 
     @property
     def embedding_rows(self) -> EmbeddingRows:
-        """Of the placed model: parameters that are neither in `accumulation` nor in DDP's buckets."""
+        """Embeddings of the placed model: parameters that are neither in `accumulation` nor in DDP's buckets."""
         assert self.placed is not None, "call place() first"
         return self.placed[2]
 
@@ -94,7 +94,7 @@ class Replicated:
         return self.embedding_rows.touched
 
     def forward(self, batch: Batch) -> Outputs:
-        """Outputs, without gradients; fp32 where autocast gave half precision. Buffers stay as they are."""
+        """Return the outputs, without gradients; fp32 where autocast gave half precision. Buffers stay as they are."""
         with torch.no_grad(), self.precision.autocast(), self.passes.buffers.unchanged():
             return widened(self.model(batch))
 
@@ -109,8 +109,8 @@ class Replicated:
 
 
 class Stepwise(Replicated):
-    """Somebody else may run the passes, who says when steps and micro-batches begin and end: a step is start_step, then
-    start and backward for each of this rank's micro-batches, then end_step, which exchanges the gradients."""
+    """The caller may run the passes, and starts and ends steps and micro-batches: a step is start_step, then start and
+    backward for each of this rank's micro-batches, then end_step, which exchanges the gradients."""
 
     LEAVES_LAST: ClassVar[bool] = False
 
@@ -122,7 +122,7 @@ class Stepwise(Replicated):
         self.passes.buffers.start_step(self.all_reduce)
 
     def start(self, micro_batch: MicroBatch) -> None:
-        """Before a forward pass: its seeds, and the buffers of the step's start."""
+        """Prepare a forward pass: its seeds, and the buffers of the step's start."""
         self.passes.at(micro_batch)
         self.passes.buffers.start_shard(micro_batch.shard)
 

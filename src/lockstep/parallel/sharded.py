@@ -24,7 +24,7 @@ class Sharded:
     parameters: dict[str, Tensor]
     """This rank's parameters by their first name, DTensors where they are sharded."""
     local: dict[str, torch.nn.Parameter]
-    """The local tensors of `parameters`: what this rank optimises."""
+    """Local tensors of `parameters`, which this rank optimises."""
     sharded_norm: ShardedNorm
     touched_rows: Mapping[Tensor, Tensor] = NO_ROWS
 
@@ -34,7 +34,7 @@ class Sharded:
         self.placed: Model | None = None
 
     def start_placing(self, model: Model) -> None:
-        """Remember a model's names of parameters and buffers, before it is sharded."""
+        """Store a model's names of parameters and buffers, before it is sharded."""
         if self.placed is model:
             raise RuntimeError("a model that is spread already cannot be placed again: build it anew")
         self.model = self.placed = model
@@ -43,7 +43,7 @@ class Sharded:
         self.names, self.buffers = first_names(model), persistent_buffers(model)
 
     def forward(self, batch: Batch) -> Outputs:
-        """Outputs, without gradients; fp32 where autocast gave half precision."""
+        """Return the outputs, without gradients; fp32 where autocast gave half precision."""
         with torch.no_grad(), self.precision.autocast():
             return widened(self.outputs(batch))
 
@@ -51,7 +51,7 @@ class Sharded:
         return self.sharded_norm.global_norm(self.local)
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's parameters and buffers by name, DTensors where they are sharded."""
+        """Return this rank's parameters and buffers by name, DTensors where they are sharded."""
         weights = {name: self.parameters[first] for name, first in self.names.items() if first in self.parameters}
         return {**weights, **{name: b for name, b in self.model.named_buffers() if name in self.buffers}}
 
@@ -73,9 +73,9 @@ def _refuse_hooks(model: Model) -> None:
 def round_robin_forward(
     batch: Batch, run: Callable[[Batch, int], Outputs | None], *, group: dist.ProcessGroup, device: torch.device
 ) -> Outputs:
-    """The outputs of `run(batch, rank)` for this rank's batch. A collective: every rank of the group runs the batches
-    of all; `run` may return None for those of other ranks. Random numbers are drawn as if each rank had run its own
-    batch alone: its generator states are sent with it."""
+    """Return the outputs of `run(batch, rank)` for this rank's batch. A collective: every rank of the group runs the
+    batches of all; `run` may return None for those of other ranks. Random numbers are drawn as if each rank had run its
+    own batch alone: its generator states are sent with it."""
     columns, own = {name: column.cpu() for name, column in batch.items()}, None
     after = generators()
     sent = columns, after

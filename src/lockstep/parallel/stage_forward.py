@@ -39,7 +39,7 @@ class StageForward:
         self.stages = list(pairwise(bounds))
 
     def outputs(self, batch: Batch) -> Outputs:
-        """The model's outputs for this rank's batch. A collective: every rank runs its stages for all batches."""
+        """Return the model's outputs for this rank's batch. Collective: every rank runs its stages for all batches."""
         return round_robin_forward(batch, self._run_unchanged, group=self.group, device=self.device)
 
     def _run_unchanged(self, batch: Batch, owner: int) -> Outputs | None:
@@ -49,7 +49,7 @@ class StageForward:
             return self._run(batch, owner)
 
     def _run(self, batch: Batch, owner: int) -> Outputs | None:
-        """Run one batch through all stages; its outputs on rank `owner` of the group, None on the others."""
+        """Run one batch through all stages; return its outputs on rank `owner` of the group, None on the others."""
         layouts, size = self.model.output_layouts(batch), self.group.size()
         outputs: Any = ()
         states = None
@@ -59,17 +59,17 @@ class StageForward:
                 continue
             received = outputs
             if number and size > 1:
-                states = self._sent_object(None, previous, rank)
-                received = tuple(self._received(t.empty(self.device), previous) for t in layouts[first - 1].tensors)
+                states = self._send_object(None, previous, rank)
+                received = tuple(self._receive(t.empty(self.device), previous) for t in layouts[first - 1].tensors)
             outputs = self.model.run(first, last, batch=batch, received=received, states=states)
             states = generators()
             if number < len(self.stages) - 1 and size > 1:
-                self._sent_object(states, rank, following)
+                self._send_object(states, rank, following)
                 for tensor in outputs:
                     dist.send(tensor, group=self.group, group_dst=following)
         return self._to_owner(outputs, (len(self.stages) - 1) % size, owner)
 
-    def _received(self, buffer: Tensor, source: int) -> Tensor:
+    def _receive(self, buffer: Tensor, source: int) -> Tensor:
         with waiting_in("the stage before"):
             dist.recv(buffer, group=self.group, group_src=source)
         return buffer
@@ -80,14 +80,14 @@ class StageForward:
         if last == owner:
             return outputs if rank == owner else None
         if rank == last:
-            self._sent_object((moved(outputs, "cpu"), generators()), last, owner)
+            self._send_object((moved(outputs, "cpu"), generators()), last, owner)
         elif rank == owner:
-            outputs, states = self._sent_object(None, last, owner)
+            outputs, states = self._send_object(None, last, owner)
             set_generators(states)
             return moved(outputs, self.device)
         return None
 
-    def _sent_object(self, value: Any, source: int, target: int) -> Any:
+    def _send_object(self, value: Any, source: int, target: int) -> Any:
         """Send an object from one rank to another; both call it."""
         if self.group.rank() == source:
             send_object(value, target, self.group)

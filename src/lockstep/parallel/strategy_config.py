@@ -16,7 +16,7 @@ class StrategySection(PluginSection):
     SHARES_SHARDS: ClassVar[bool] = False
     """Whether several processes share micro-batches."""
     MOST_PROCESSES: ClassVar[int | None] = None
-    """How many processes it can run at most."""
+    """Most processes that it can run."""
     HAS_EQUAL_WORK: ClassVar[bool] = True
     """Whether a micro-batch is as much work for one process as for another."""
     HAS_COMMON_BITS: ClassVar[bool] = True
@@ -25,21 +25,21 @@ class StrategySection(PluginSection):
     """Settings with which it accepts models that it does not accept by default."""
 
     def numeric(self, processes: int) -> dict[str, Any]:
-        """The settings that change bits, for a number of processes."""
+        """Return the settings that change bits, for a number of processes."""
         return {}
 
     @property
     def leaves_the_promise(self) -> str | None:
-        """Why the weights are not those of other strategies, if so."""
+        """Reason why the weights differ from those of other strategies, if they do."""
         return None
 
     def contradictions(self, precision: str) -> Iterator[tuple[str, str]]:
-        """Setting, and why it contradicts train.precision."""
+        """Yield each setting that contradicts train.precision, with the reason."""
         return iter(())
 
     @property
     def state_copies(self) -> int | None:
-        """How many copies of the training state all processes hold: with more than one, training can go on where
+        """Number of copies of the training state that all processes hold: with more than one, training can go on where
         processes are lost. None: each process holds a copy."""
         return 1
 
@@ -49,9 +49,9 @@ class StrategySection(PluginSection):
         return 1
 
     def with_one_copy(self) -> Self:
-        """The same for so few processes that they hold one copy of the training state together."""
+        """Return the section for so few processes that they hold one copy of the training state together."""
         return self
 
     def fitted(self, processes: int) -> Self:
-        """The same with group sizes that divide the number of processes; they change no bit."""
+        """Return the section with group sizes that divide the number of processes; they change no bit."""
         return self

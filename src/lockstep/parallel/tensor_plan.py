@@ -35,12 +35,12 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 SUMMED = "replicated_with_grad_allreduce"
 """Replicated, but each rank uses it for its own heads: the gradient is the sum over the group."""
 REPLICATED = ("replicate", SUMMED)
-"""Styles of what is not split."""
+"""Styles of modules that are not split."""
 
 
 def planned(model: Model, size: int, world: int) -> dict[str, str]:
-    """Name of each module in a model's plan -> its style. Raises ModelError where `size` of `world` processes cannot
-    share the model."""
+    """Return the style of each module in a model's plan, by its name. Raises ModelError where `size` of `world`
+    processes cannot share the model."""
     plan = model.tensor_plan()
     styles = {} if plan is None else _resolved(model, plan.styles)
     if plan is None or not set(styles.values()).difference(REPLICATED):
@@ -61,8 +61,8 @@ def planned(model: Model, size: int, world: int) -> dict[str, str]:
 
 
 def splittable(model: Model) -> tuple[frozenset[str], dict[str, int]]:
-    """The names of the parameters that are split, and what has to be divided by the number of processes: name -> count.
-    Raises ModelError for a model that cannot be split."""
+    """Return the names of the parameters that are split, and what has to be divided by the number of processes: name ->
+    count. Raises ModelError for a model that cannot be split."""
     styles, plan = planned(model, 1, 1), model.tensor_plan()
     assert plan is not None
     modules = tuple(f"{name}." for name, style in styles.items() if style in STYLES)
@@ -72,13 +72,13 @@ def splittable(model: Model) -> tuple[frozenset[str], dict[str, int]]:
 
 
 def _is_replicated(name: str, model: nn.Module, styles: Mapping[str, str]) -> bool:
-    """Whether a parameter is the bias of a row-wise layer, which is added after the sum."""
+    """Return whether a parameter is the bias of a row-wise layer, which is added after the sum."""
     module, _, kind = name.rpartition(".")
     return kind == "bias" and styles.get(module, "").startswith("rowwise")
 
 
 def _resolved(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """The modules and parameters that the plan's patterns match -> style."""
+    """Return the style of each module and parameter that a pattern of the plan matches."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     generic = {name: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
     return {name: styles[pattern] for name, pattern in generic.items() if pattern in styles}
@@ -98,7 +98,7 @@ def _check_tied(model: nn.Module, styles: Mapping[str, str]) -> None:
 
 
 def _features(model: nn.Module, styles: Mapping[str, str]) -> dict[str, int]:
-    """The features by which each linear layer is split; an embedding may be split unevenly."""
+    """Return the features by which each linear layer is split; an embedding may be split unevenly."""
     features = {}
     for name, style in styles.items():
         module = model.get_submodule(name) if style in STYLES else None
@@ -127,11 +127,11 @@ def split_layers(model: Model, mesh: DeviceMesh, styles: Mapping[str, str]) -> N
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor with a placement other than Replicate."""
+    """Return whether a tensor is a DTensor with a placement other than Replicate."""
     return isinstance(tensor, DTensor) and any(not placement.is_replicate() for placement in tensor.placements)
 
 
 def summed_modules(model: nn.Module, styles: Mapping[str, str]) -> set[str]:
-    """The names of the parameters whose gradients are sums over the group."""
+    """Return the names of the parameters whose gradients are sums over the group."""
     inside = [f"{name}." for name, style in styles.items() if style == SUMMED]
     return {name for name, _ in model.named_parameters() if any(name.startswith(prefix) for prefix in inside)}

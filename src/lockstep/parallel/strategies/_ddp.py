@@ -80,14 +80,14 @@ class CommStream:
         return future
 
     def check(self) -> None:
-        """Errors have been raised already."""
+        """Do nothing: errors have been raised already."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 def comm_worker(device: torch.device) -> CommThread | CommStream:
-    """What runs tasks beside the backward pass on a device."""
+    """Return the worker that runs tasks beside the backward pass on a device."""
     return CommStream(device) if device.type == "cuda" else CommThread()
 
 
@@ -99,7 +99,7 @@ UNSYNCED: dict[str, Any] = {
 }
 
 MOST_NAMED = 3
-"""How many of the unused parameters a message names."""
+"""Number of unused parameters that a message names."""
 
 
 class DataParallel(Replicated):
@@ -111,13 +111,13 @@ class DataParallel(Replicated):
         self.summed: list[tuple[Tensor, Tensor]] = []
         """(parameter, sum of its gradients) of this step's buckets."""
         self.num_reduced = 0
-        """How many parameters this step's buckets hold."""
+        """Number of parameters in this step's buckets."""
         self.last_bucket: Any = None
-        """When the last bucket's gradients were there: the backward pass waits from then on."""
+        """Time when the last bucket's gradients were complete: the backward pass waits from then on."""
         self.worker: CommThread | CommStream | None = None
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
-        """Wrap the model for the present process group."""
+        """Wrap the model for the current process group."""
         super().place(model, sample)
         if self.worker is not None:
             self.worker.close()

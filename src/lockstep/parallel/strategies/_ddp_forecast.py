@@ -9,7 +9,7 @@ from lockstep.parallel.memory_forecast import Memory, PartialSums, peak_of_passe
 
 
 def forecast(setting: Setting) -> Forecast:
-    """Of the rank with the most shards, or partial sums."""
+    """Return the forecast of the rank with the most shards, or partial sums."""
     facts, cluster = setting.facts, setting.cluster
     world, present = cluster.world, setting.present
     owned = {own or frozenset([0]) for own in contiguous_by_rank(world, shards=setting.shards, present=present)}
@@ -39,12 +39,12 @@ def forecast(setting: Setting) -> Forecast:
 
 
 def num_buckets(setting: Setting) -> int:
-    """DDP fills buckets of about one size; in shared memory there are two barriers for each."""
+    """Return the number of DDP's buckets, all of about one size; in shared memory there are two barriers for each."""
     return max(1, round(setting.facts.bucket_bytes / (setting.section.bucket_mb * 2**20)))
 
 
 def sums_of(own: Shards, setting: Setting) -> PartialSums:
-    """Partial sums beside the buckets: those of the last micro-batch are written to the buckets at once."""
+    """Return the partial sums beside the buckets: those of the last micro-batch are written to the buckets at once."""
     if not setting.is_exact:
         return PartialSums(before=(0,) * len(own), after=(0,) * len(own))
     sums = sequential_sums(own, setting.present)
@@ -52,7 +52,7 @@ def sums_of(own: Shards, setting: Setting) -> PartialSums:
 
 
 def traffic(setting: Setting, slots: int) -> tuple[int, int, int]:
-    """Bytes of buffers, bytes sent, and bytes added up in shared memory."""
+    """Return the bytes of buffers, bytes sent, and bytes added up in shared memory."""
     facts, cluster = setting.facts, setting.cluster
     world, size = cluster.world, facts.bucket_bytes
     if world == 1:
@@ -70,7 +70,7 @@ def traffic(setting: Setting, slots: int) -> tuple[int, int, int]:
 
 
 def shared_seconds(setting: Setting, shared: int) -> float:
-    """Each of a machine's L processes adds 1/L of L rows: the same work for any L."""
+    """Return the seconds of sums in shared memory: each of L processes adds 1/L of L rows, the same work for any L."""
     if not shared:
         return 0.0
     assert setting.cluster.links is not None

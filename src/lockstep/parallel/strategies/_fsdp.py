@@ -51,7 +51,7 @@ class FullyShardedDataParallel(Sharded):
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
         """Shard the model; returns this rank's shard of every parameter. Raises LaunchError and ModelError.
 
-        The same model again: with other replicas, in which this rank has the same shards.
+        The same model can be placed again: with other replicas, in which this rank has the same shards.
         """
         if self.placed is model:
             return self._place_again()
@@ -84,13 +84,13 @@ class FullyShardedDataParallel(Sharded):
         return self.module
 
     def _start_passes(self) -> None:
-        """As all ranks do alike in a new process group."""
+        """Start passes in the same state on all ranks of a new process group."""
         self.passes = MicroBatches(
             self.model, self.randomness, self.precision, has_all_weights=False, weights=self.gathered
         )
 
     def _open_groups(self, size: int) -> DeviceMesh:
-        """The groups of this rank, where `size` ranks share a model -> the mesh of these."""
+        """Open the groups of this rank, where `size` ranks share a model; return the mesh of these."""
         sizes, names = (dist.get_world_size() // size, size), ("replicate", "shard")
         mesh = open_mesh(self.device.type, sizes, names)
         self.replica, self.shard_rank = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank()
@@ -152,8 +152,8 @@ class FullyShardedDataParallel(Sharded):
         )
 
     def _assignment(self, shards: int, present: Shards) -> list[list[list[int | None]]]:
-        """replica -> rank in it -> shards: contiguous ones for each replica, strided within it; one in each round where
-        shards have to wait for each other's buffers."""
+        """Return replica -> rank in it -> shards: contiguous ones for each replica, strided within it; one in each
+        round where shards have to wait for each other's buffers."""
         replicas, size = self.across.size(), self.within.size()
         by_replica = [contiguous(replica, replicas, shards=shards, present=present) for replica in range(replicas)]
         spread = alone if self.passes.buffers.ordered.buffers else strided
@@ -161,7 +161,6 @@ class FullyShardedDataParallel(Sharded):
 
     @property
     def buffer_updates(self) -> Sequence[BufferUpdates]:
-        """All buffers: they are replicated."""
         return [self.passes.buffers]
 
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
@@ -208,7 +207,7 @@ class FullyShardedDataParallel(Sharded):
             parameter.grad = None
 
     def outputs(self, batch: Batch) -> Tensor:
-        """The model's outputs; its blocks are gathered one after the other."""
+        """Return the model's outputs; its blocks are gathered one after the other."""
         with self.passes.buffers.unchanged():
             outputs: Tensor = self.model(batch)
         self.passes.check_loss(outputs, batch)
@@ -235,7 +234,7 @@ def _check_shapes(model: Model) -> None:
 
 
 def _shares_no_weights(block: nn.Module, model: nn.Module) -> bool:
-    """Whether a block has weights, none of which is tied to the rest of the model."""
+    """Return whether a block has weights, none of which is tied to the rest of the model."""
     inside = Counter(p for module in block.modules() for p in module._parameters.values() if p is not None)
     everywhere = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
     return bool(inside) and all(everywhere[parameter] == count for parameter, count in inside.items())

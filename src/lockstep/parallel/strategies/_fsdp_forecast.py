@@ -12,13 +12,13 @@ from lockstep.parallel.measurements import Weight
 from lockstep.parallel.memory_forecast import LARGE_BYTES, Memory, PartialSums, partial_sums, peak_of_pass
 
 COPIES = 4
-"""Of a block, at the end of its backward pass: weights, gradients, and the send and receive buffers of gradients."""
+"""Copies of a block at the end of its backward pass: weights, gradients, their send and receive buffers."""
 COPIES_ALONE = 3
-"""The same without a receive buffer, in a single process."""
+"""Copies without a receive buffer, in a single process."""
 
 
 def forecast(setting: Setting) -> Forecast:
-    """Of the first rank, whose shards are the largest. Raises LaunchError."""
+    """Return the forecast of the first rank, whose shards are the largest. Raises LaunchError."""
     facts, cluster, replicas = setting.facts, setting.cluster, setting.section.replicas
     size = setting.section.group_size(cluster.world)
     weights = [local_shard(w, size) for w in facts.weights]
@@ -44,13 +44,13 @@ def forecast(setting: Setting) -> Forecast:
 
 
 def local_shard(weight: Weight, size: int) -> Weight:
-    """The first rank's rows of a weight."""
+    """Return the first rank's rows of a weight."""
     rows = -(-weight.rows // size)
     return replace(weight, rows=rows, bytes=rows * weight.bytes // max(weight.rows, 1))
 
 
 def rounds_of(setting: Setting, size: int) -> tuple[int, PartialSums, int]:
-    """Rounds of a step, the partial sums of rows that they leave, and how many are all-reduced over the replicas."""
+    """Return a step's rounds, the partial sums of rows they leave, and how many are all-reduced over replicas."""
     present = setting.present
     own = contiguous(0, setting.section.replicas, shards=setting.shards, present=present) or [0]
     by_rank = [strided(rank, size, own) for rank in range(size)]
@@ -61,7 +61,7 @@ def rounds_of(setting: Setting, size: int) -> tuple[int, PartialSums, int]:
 
 
 def gathered_bytes(setting: Setting, copies: int) -> int:
-    """Bytes of gathered blocks, and of the weights outside of blocks, which stay gathered."""
+    """Return the bytes of gathered blocks, and of the weights outside of blocks, which stay gathered."""
     facts = setting.facts
     inside = [w for w in facts.weights if not w.is_root]
     outside = facts.bytes_of(w for w in facts.weights if w.is_root)
@@ -72,7 +72,7 @@ def gathered_bytes(setting: Setting, copies: int) -> int:
 
 
 def peak_of_sizes(sizes: Iterable[int], device: str) -> int:
-    """The largest; on a CPU the largest of those that are returned to the system, and the largest of the others."""
+    """Return the largest; on a CPU, the largest returned to the system plus the largest of the others."""
     sizes = list(sizes)
     if device != "cpu":
         return max(sizes, default=0)
@@ -81,8 +81,8 @@ def peak_of_sizes(sizes: Iterable[int], device: str) -> int:
 
 
 def shard_traffic(setting: Setting, weights: list[Weight], *, size: int, rounds: int) -> tuple[int, float]:
-    """Bytes that a rank sends within a replica, and seconds: for each micro-batch, weights are all-gathered in the
-    forward pass and, except those outside of blocks, in the backward pass; gradients are reduce-scattered."""
+    """Return the bytes that a rank sends within a replica, and seconds: for each micro-batch, weights are all-gathered
+    in the forward pass and, except those outside of blocks, in the backward pass; gradients are reduce-scattered."""
     facts, cluster, section = setting.facts, setting.cluster, setting.section
     width = 0.5 if section.gather == "bf16" else 1.0
     again = facts.bytes_of(w for w in weights if not w.is_root) if section.reshard else 0

@@ -44,7 +44,7 @@ class Pipeline(Sharded):
         self.config = config
         self.schedules: dict[int, Any] = {}
         self.losses: dict[int, LossSum] = {}
-        """This step's, by micro-batch, on the rank of the last stage."""
+        """Losses of this step by micro-batch, on the rank of the last stage."""
         self.sum_names: set[str] = set()
 
     def place(self, model: Model, sample: Callable[[], Batch]) -> nn.Module:
@@ -106,7 +106,7 @@ class Pipeline(Sharded):
         replace_fake(model, value)
 
     def _bounds(self, profile: ModuleProfile, size: int) -> list[int]:
-        """The first block of each stage, and the number of blocks. Raises LaunchError, ModelError."""
+        """Return the first block of each stage, and the number of blocks. Raises LaunchError, ModelError."""
         count, blocks = size * self.config.stages_per_process, len(self.partitioned.blocks)
         obstacles = profile.obstacles()
         trained = {profile.holders[name][0] for name, p in self.model.named_parameters() if p.requires_grad}
@@ -152,7 +152,7 @@ class Pipeline(Sharded):
         return [stage.passes.buffers for stage in self.stages]
 
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
-        """The shards of this rank's replica, the same on all of its ranks."""
+        """Return the shards of this rank's replica, the same on all of its ranks."""
         own = contiguous(self.replica, self.across.size(), shards=shards, present=present)
         return [*own, *[None] * (self.config.num_micro_batches(len(own), self.along.size()) - len(own))]
 
@@ -185,18 +185,18 @@ class Pipeline(Sharded):
         self.schedules[count]._step_microbatches([()] * count, [{}] * count, list(range(count)), return_outputs=False)
 
     def _loss(self, outputs: Tensor, number: int) -> Tensor:
-        """The loss of a micro-batch on the last stage, scaled where the precision needs it."""
+        """Return the loss of a micro-batch on the last stage, scaled where the precision needs it."""
         loss = self.stages[-1].passes.loss(self.step[number], outputs)
         self.losses[number] = loss
         return self.precision.scaled(loss.total)
 
     def _world_loss(self) -> LossSum:
-        """The loss over all shards, on every rank; only the last stages have losses."""
+        """Return the loss over all shards, on every rank; only the last stages have losses."""
         pairs = [(self.step[number], loss) for number, loss in self.losses.items()]
         return WorldLoss(pairs, self.sum_names, step=self.step[0], device=self.device).result()
 
     def outputs(self, batch: Batch) -> Tensor:
-        """The model's outputs: the stages of a replica run the batches of all of its ranks."""
+        """Return the model's outputs: the stages of a replica run the batches of all of its ranks."""
         return self.stage_forward.outputs(batch)
 
 
@@ -225,7 +225,7 @@ def _refuse_unsplittable() -> Iterator[None]:
 
 
 def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape and dtype that takes no memory."""
+    """Return a tensor of the same shape and dtype that takes no memory."""
     return torch.full((), 0.01, device=device).to(tensor.dtype).expand(tensor.shape)
 
 

@@ -23,12 +23,12 @@ class StagePlan:
     """Processes that share a model."""
     replicas: int
     shards: list[int]
-    """Of the replica with most of them."""
+    """Shards of the replica with most of them."""
     rounds: int
     """M, ghosts included."""
 
     def stages(self, rank: int) -> list[tuple[int, int]]:
-        """(first, last) block of each of a process's stages: every n-th stage."""
+        """Return (first, last) block of each of a process's stages: every n-th stage."""
         return list(pairwise(self.bounds))[rank :: self.size]
 
     def blocks(self, rank: int) -> list[int]:
@@ -40,7 +40,7 @@ class StagePlan:
 
 
 def forecast(setting: Setting) -> Forecast:
-    """Memory of the rank that needs most; time of the slowest one. Raises LaunchError, ModelError."""
+    """Return memory of the rank that needs most, and time of the slowest. Raises LaunchError, ModelError."""
     plan, facts = planned(setting), setting.facts
     weights = [plan.weights(facts, rank) for rank in range(plan.size)]
     memories = [memory_of(setting, plan, rank) for rank in range(plan.size)]
@@ -60,7 +60,7 @@ def forecast(setting: Setting) -> Forecast:
 
 
 def planned(setting: Setting) -> StagePlan:
-    """The stages and micro-batches that the strategy would choose. Raises LaunchError, ModelError."""
+    """Return the stages and micro-batches that the strategy would choose. Raises LaunchError, ModelError."""
     facts, section, world = setting.facts, setting.section, setting.cluster.world
     if facts.uncuttable is not None:
         raise ModelError(facts.uncuttable)
@@ -83,7 +83,7 @@ def planned(setting: Setting) -> StagePlan:
 
 
 def memory_of(setting: Setting, plan: StagePlan, rank: int) -> Memory:
-    """Of a process: its blocks, for the micro-batches that the schedule keeps in flight."""
+    """Return the memory of a process: of its blocks, for the micro-batches that the schedule keeps in flight."""
     facts, weights, blocks = setting.facts, plan.weights(setting.facts, rank), plan.blocks(rank)
     sums = sequential_sums(plan.shards or [0], setting.present)
     size = facts.bytes_of(weights, is_trained=True)
@@ -105,7 +105,7 @@ def memory_of(setting: Setting, plan: StagePlan, rank: int) -> Memory:
 
 
 def in_flight(setting: Setting, plan: StagePlan, rank: int) -> float:
-    """Micro-batches whose activations the process keeps at once, in all of its blocks."""
+    """Return the number of micro-batches whose activations the process keeps at once, in all of its blocks."""
     if setting.section.schedule == "gpipe":
         return plan.rounds
     if setting.section.schedule == "1f1b":
@@ -116,8 +116,8 @@ def in_flight(setting: Setting, plan: StagePlan, rank: int) -> float:
 
 
 def traffic(setting: Setting, plan: StagePlan) -> tuple[int, float]:
-    """Bytes that the busiest process sends per step, and seconds: outputs of its stages and gradients of their inputs
-    for each micro-batch, then gradients to the other replicas."""
+    """Return the bytes that the busiest process sends per step, and the seconds: outputs of its stages and gradients of
+    their inputs for each micro-batch, then gradients to the other replicas."""
     facts, cluster = setting.facts, setting.cluster
     outputs = {bound: facts.blocks[bound - 1].handed_bytes for bound in plan.bounds[1:-1]} if plan.size > 1 else {}
     ranks = range(plan.size)
@@ -131,7 +131,7 @@ def traffic(setting: Setting, plan: StagePlan) -> tuple[int, float]:
 
 
 def busy_and_idle(setting: Setting, plan: StagePlan) -> tuple[float, float]:
-    """Seconds that the busiest process computes, and that it is idle.
+    """Return the seconds that the busiest process computes, and that it is idle.
 
     With a core each, the last micro-batch runs through all stages after the slowest stage has run the others. Where
     processes share cores, one stage computes while another is idle, and all work over all cores is the limit.

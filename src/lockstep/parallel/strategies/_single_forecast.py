@@ -6,7 +6,7 @@ from lockstep.parallel.memory_forecast import ADDED_AT_ONCE, Memory, peak_of_pas
 
 
 def forecast(setting: Setting) -> Forecast:
-    """The whole model, every shard. Raises LaunchError for more than one process."""
+    """Return the forecast of the whole model with every shard. Raises LaunchError for more than one process."""
     if setting.cluster.world > 1:
         raise LaunchError("it runs one process")
     facts = setting.facts

@@ -69,8 +69,8 @@ class TensorParallel(Sharded):
         return size
 
     def _random_ops(self, model: Model, batch: Batch) -> list[str]:
-        """The operators of a forward pass in training that draw random numbers, with their outputs' shapes: equal lists
-        mean that every draw can be equal."""
+        """Return the operators of a forward pass in training that draw random numbers, with their outputs' shapes:
+        equal lists mean that every draw can be equal."""
         with self.precision.autocast(), copied_buffers(model), torch.no_grad(), _RandomOps() as mode:
             model(batch)
         return mode.ops
@@ -102,11 +102,10 @@ class TensorParallel(Sharded):
 
     @property
     def buffer_updates(self) -> Sequence[BufferUpdates]:
-        """All buffers: they are replicated."""
         return [self.passes.buffers]
 
     def owned(self, shards: int, present: Shards) -> Sequence[int | None]:
-        """The shards of this rank's replica, the same on all of its ranks."""
+        """Return the shards of this rank's replica, the same on all of its ranks."""
         return contiguous(self.replica, self.across.size(), shards=shards, present=present) or [None]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> LossSum:
@@ -127,7 +126,7 @@ class TensorParallel(Sharded):
         return WorldLoss(own, self.passes.sum_names, step=micro_batches[0], device=self.device).result()
 
     def outputs(self, batch: Batch) -> Tensor:
-        """The model's outputs: the ranks of a replica run the batches of all of them together."""
+        """Return the model's outputs: the ranks of a replica run the batches of all of them together."""
         return round_robin_forward(batch, self._run_unchanged, group=self.within, device=self.device)
 
     def _run_unchanged(self, batch: Batch, _: int) -> Tensor:
@@ -150,7 +149,7 @@ class _RandomOps(TorchDispatchMode):
 
 
 def _rate(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The dropout rate of an operator's call, 1 where it has none: attention is tagged as random even with rate 0."""
+    """Return an operator call's dropout rate, 1 where it has none: attention is tagged as random even with rate 0."""
     for position, argument in enumerate(operator._schema.arguments):
         if argument.name in RATES:
             value = args[position] if position < len(args) else argument.default_value
@@ -159,5 +158,5 @@ def _rate(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def build(config: Config, *, randomness: Randomness, precision: Precision, exact: bool) -> TensorParallel:
-    """The strategy for a run; gradients are added in the tree whether `exact` or not."""
+    """Return the strategy for a run; gradients are added in the tree whether `exact` or not."""
     return TensorParallel(config, randomness, precision)

@@ -16,7 +16,7 @@ SUMS_PER_BLOCK = 4
 
 
 def forecast(setting: Setting) -> Forecast:
-    """Of the first rank. Raises LaunchError, and ModelError for a model that cannot be split so."""
+    """Return the forecast of the first rank. Raises LaunchError, and ModelError for a model that cannot be split so."""
     facts, cluster = setting.facts, setting.cluster
     size, replicas = sizes(setting)
     check(facts, size)
@@ -46,7 +46,7 @@ def forecast(setting: Setting) -> Forecast:
 
 
 def sizes(setting: Setting) -> tuple[int, int]:
-    """Processes that share a model, and how many replicas of it there are. Raises LaunchError."""
+    """Return the number of processes that share a model, and the number of its replicas. Raises LaunchError."""
     world = setting.cluster.world
     size = world if setting.section.size == "all" else setting.section.size
     if world % size:
@@ -64,12 +64,11 @@ def check(facts: Measurements, size: int) -> None:
 
 
 def local_shard(weight: Weight, size: int) -> Weight:
-    """A rank's shard of a weight."""
     return replace(weight, bytes=-(-weight.bytes // size)) if weight.is_split else weight
 
 
 def activation_traffic(setting: Setting, *, size: int, rounds: int) -> tuple[int, float]:
-    """Bytes that a rank sends in ring all-reduces of activations within a replica, and seconds."""
+    """Return the bytes that a rank sends in ring all-reduces of activations within a replica, and seconds."""
     blocks = setting.facts.blocks
     activations = SUMS_PER_BLOCK * sum(block.handed_bytes for block in blocks)
     sent = round(rounds * 2 * (size - 1) / size * activations)

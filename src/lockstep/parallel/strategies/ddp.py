@@ -23,5 +23,5 @@ class Config(StrategySection):
 
     @property
     def state_copies(self) -> None:
-        """Each process holds one."""
+        """Always None: each process holds a copy."""
         return None

@@ -33,17 +33,15 @@ class Config(StrategySection):
     """Keep weights and optimizer in the CPU's memory between their uses (GPUs only)."""
 
     def numeric(self, processes: int) -> dict[str, Any]:
-        """The settings that change bits, for a number of processes."""
         return {} if self.gather == "fp32" else {"gather": self.gather}
 
     def contradictions(self, precision: str) -> Iterator[tuple[str, str]]:
-        """Weights that are gathered in bf16 are computed with in bf16."""
         if self.gather == "bf16" and precision != "bf16":
             what = f"weights gathered in bf16 are computed with in bf16, but train.precision={precision}"
             yield "gather", f"{what}; set train.precision=bf16 or parallel.gather=fp32"
 
     def group_size(self, processes: int) -> int:
-        """Processes that share a model. Raises LaunchError."""
+        """Return the number of processes that share a model. Raises LaunchError."""
         if processes % self.replicas:
             raise LaunchError(f"parallel.replicas={self.replicas} does not divide the {processes} processes")
         return processes // self.replicas
@@ -60,5 +58,5 @@ class Config(StrategySection):
         return self.model_copy(update={"replicas": 1})
 
     def fitted(self, processes: int) -> Self:
-        """Without replicas, where these do not divide the number of processes."""
+        """Leave out replicas that do not divide the number of processes."""
         return self.model_copy(update={"replicas": 1}) if processes % self.replicas else self

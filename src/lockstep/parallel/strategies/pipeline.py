@@ -32,11 +32,10 @@ class Config(StrategySection):
 
     @property
     def stages_per_process(self) -> int:
-        """Runs of blocks that each process holds."""
         return self.chunks if self.schedule == "interleaved" else 1
 
     def group_size(self, processes: int, blocks: int) -> int:
-        """Processes that share a model of so many blocks. Raises LaunchError."""
+        """Return the number of processes that share a model of so many blocks. Raises LaunchError."""
         if self.stages == "auto":
             most = max(1, blocks // self.stages_per_process)
             return max(size for size in range(1, most + 1) if processes % size == 0)
@@ -45,18 +44,17 @@ class Config(StrategySection):
         return self.stages
 
     def num_micro_batches(self, shards: int, group_size: int) -> int:
-        """How many micro-batches a replica with so many shards runs, ghosts included: the schedules need at least one
-        for each stage, and interleaved a multiple."""
+        """Return the number of micro-batches that a replica with so many shards runs, ghosts included: the schedules
+        need at least one for each stage, and interleaved a multiple."""
         count = max(shards, group_size)
         return -(-count // group_size) * group_size if self.schedule == "interleaved" else count
 
     @property
     def process_multiple(self) -> int:
-        """The number of stages, where it is given."""
         stages = self.stages if self.cut == "auto" else len(self.cut) + 1
         return 1 if stages == "auto" else stages
 
     def fitted(self, processes: int) -> Self:
-        """With automatic stages, where those of the config do not divide the number of processes."""
+        """Use automatic stages where those of the config do not divide the number of processes."""
         is_odd = processes % self.process_multiple
         return self.model_copy(update={"stages": "auto", "cut": "auto"}) if is_odd else self

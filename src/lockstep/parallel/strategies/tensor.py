@@ -30,12 +30,10 @@ class Config(StrategySection):
         return 0 if self.size == "all" else self.size
 
     def numeric(self, processes: int) -> dict[str, Any]:
-        """The settings that change bits, for a number of processes."""
         return {"kind": "tensor", "size": processes if self.size == "all" else self.size}
 
     @property
     def leaves_the_promise(self) -> str:
-        """Why the weights are not those of other strategies."""
         if self.size == "all":
             return "parallel.kind is tensor: the last bits of the weights depend on the number of processes"
         return f"parallel.kind is tensor: the last bits of the weights depend on parallel.size={self.size}"
