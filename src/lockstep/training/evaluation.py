@@ -24,14 +24,14 @@ T = TypeVar("T")
 Rows = Callable[[Outputs, Batch], tuple[Any, Any] | None]
 """Objective.rows."""
 MAX_CONFUSION_CLASSES = 100
-"""With more classes the confusion matrix is left out of the result."""
+"""Most classes for which the result has a confusion matrix."""
 TOGETHER = 8
 """Micro-batches that each rank runs before it reads their results from the device and the main process gathers them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTarget:
-    """What is evaluated: the model of a run, or an export."""
+    """Target of an evaluation: the model of a run, or an export."""
 
     forward: Forward
     """Called equally often on every rank."""
@@ -40,14 +40,14 @@ class EvaluationTarget:
     derived: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda _: {}
     """Model.derived."""
     requested: Requested = "auto"
-    """Which of LossSum.sums, and of what is derived, are reported."""
+    """Names of the LossSum.sums and derived values to report."""
     device: torch.device
     """Device of the outputs."""
     is_local: bool = True
     """Whether a forward pass involves no other rank, so that a rank may fail in it and still join the next
     collective."""
     notice: Callable[[int, int], None] = lambda _done, _total: None
-    """Called with the number of micro-batches that are measured, and of all."""
+    """Called with the number of micro-batches measured, and of all."""
 
 
 class Predictions:
@@ -69,7 +69,7 @@ class Predictions:
         _fill(self.targets, indices, targets)
 
     def part(self, kept: Any) -> "Predictions":
-        """Those of some samples, by their indices."""
+        """Return the predictions of some samples, by their indices."""
         found = Predictions(len(kept), self.rows)
         found.outputs, found.targets = (
             each[kept] if isinstance(each, Tensor) else [each[index] for index in kept]
@@ -79,7 +79,7 @@ class Predictions:
 
 
 def _blank(rows: Any, samples: int) -> Any:
-    """A tensor, or a list, that can hold such rows of all samples."""
+    """Return a tensor, or a list, that can hold such rows of all samples."""
     return rows.new_zeros(samples, *rows.shape[1:]) if isinstance(rows, Tensor) else [None] * samples
 
 
@@ -101,12 +101,12 @@ class Evaluation:
     confusion: list[list[int]] | None
     """Counts [classes][classes]: row = true label, column = predicted."""
     predictions: Predictions | None = None
-    """On the main process, if requested and each sample has outputs and a target."""
+    """Predictions on the main process, if requested and each sample has outputs and a target."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchResult:
-    """Its numbers are on the device until they are read."""
+    """Result of a micro-batch, on the device until it is read."""
 
     number: int
     indices: tuple[int, ...]
@@ -116,9 +116,9 @@ class MicroBatchResult:
     terms: dict[str, tuple[Tensor | float, Tensor | float]]
     """(total, count) of each term of the loss."""
     contributions: dict[str, Contribution]
-    """To each metric."""
+    """Contribution to each metric."""
     rows: tuple[Any, Any] | None
-    """Of its samples, as Objective.rows gives them."""
+    """Outputs and targets of its samples, as Objective.rows gives them."""
 
 
 class SplitTotals:
@@ -149,7 +149,7 @@ class SplitTotals:
         )
 
     def read(self, result: MicroBatchResult) -> MicroBatchResult:
-        """The same on the CPU; waits for the device."""
+        """Copy a result to the CPU; waits for the device."""
         return replace(
             result,
             total=float(result.total),

@@ -27,7 +27,6 @@ class Finding:
     where: str
     """A module's dotted name with class, file and line, or another description."""
     message: str
-    """The message for the user."""
     leaves_promise: bool = True
     """Whether the weights may depend on the number of processes or on a resume."""
 
@@ -36,7 +35,7 @@ class Finding:
 
 
 def kept_outside(root: str, mark: Mark, described: Mapping[str, str]) -> Finding:
-    """State outside of parameters and buffers changes with every forward pass."""
+    """Return the finding of state outside of parameters and buffers that changes with every forward pass."""
     where = _location(root, mark, described)
     if mark.kind in GENERATOR_TYPES:
         what, fix = "is a generator of the model's own, which goes on with every forward pass", SEEDED
@@ -74,7 +73,7 @@ def _is_in_init(lines: list[str], number: int) -> bool:
 
 
 def other_outputs(described: str, *, is_kept: bool) -> Finding:
-    """The same micro-batch gave other outputs in a second forward pass."""
+    """Return the finding of other outputs for the same micro-batch in a second forward pass."""
     if is_kept:
         why = "it keeps something from one call to the next: keep it in a buffer (register_buffer)"
         return Finding(
@@ -93,7 +92,7 @@ def other_outputs(described: str, *, is_kept: bool) -> Finding:
 
 
 def other_ranks(described: str) -> Finding:
-    """The same micro-batch gave other outputs on another rank."""
+    """Return the finding of other outputs for the same micro-batch on another rank."""
     return Finding(
         kind="process",
         where=described,
@@ -103,7 +102,7 @@ def other_ranks(described: str) -> Finding:
 
 
 def other_data(column: str) -> Finding:
-    """The same samples had other values when fetched again."""
+    """Return the finding of samples with other values when fetched again."""
     return Finding(
         kind="data",
         where=f"the data ({column})",
@@ -114,7 +113,7 @@ def other_data(column: str) -> Finding:
 
 
 def own_parameter(name: str) -> Finding:
-    """The forward pass writes to a parameter."""
+    """Return the finding of a forward pass that writes to a parameter."""
     return Finding(
         kind="parameter",
         where=name,
@@ -123,7 +122,7 @@ def own_parameter(name: str) -> Finding:
 
 
 def mixing_loss(figures: str, *, is_mean: bool) -> Finding:
-    """The loss of a micro-batch is not the sum of the losses of its halves."""
+    """Return the finding of a micro-batch's loss that is not the sum of the losses of its halves."""
     what = "looks like a mean" if is_mean else "is no sum over its samples"
     return Finding(
         kind="loss",

@@ -1,4 +1,4 @@
-"""Which trained parameters the loss does not reach, as the optimizer's first steps show."""
+"""Trained parameters that the loss does not reach, as the optimizer's first steps show."""
 
 from collections.abc import Collection
 from typing import Any
@@ -15,7 +15,7 @@ STEPS = 5
 
 
 class GradientWatch:
-    """Notes which parameters have a gradient other than zero when the optimizer runs; on a GPU nothing waits for it."""
+    """Records which parameters have a nonzero gradient when the optimizer runs; on a GPU nothing waits for it."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}

@@ -17,7 +17,7 @@ OwnSchedule = Callable[[int, int], float]
 SCALE = "lr_scale"
 """Key of a parameter group: its learning rate as a multiple of the run's."""
 LOWEST_OF_CYCLE = 1 / 25
-"""Of one_cycle, where it starts, as a fraction of the peak; as in torch.optim.lr_scheduler.OneCycleLR."""
+"""Start of one_cycle, as a fraction of the peak; as in torch.optim.lr_scheduler.OneCycleLR."""
 
 
 def learning_rate(
@@ -29,7 +29,7 @@ def learning_rate(
     global_batch: int,
     own: OwnSchedule | None = None,
 ) -> float:
-    """Learning rate of step `step` (from 0): peak x warm-up x schedule. `own`: the user's schedule."""
+    """Return the learning rate of step `step` (from 0): peak x warm-up x schedule. `own`: the user's schedule."""
     peak = optim.lr * (global_batch / optim.base_batch if optim.base_batch else 1.0)
     if own is not None:
         return peak * own(step, total_steps)
@@ -43,8 +43,8 @@ def learning_rate(
 
 
 def _after_warmup(schedule: ScheduleSection, *, step: int, warmup: int, total_steps: int) -> float:
-    """Fraction of the peak. Sources: wsd with 1 - sqrt, A. Hägele et al., Scaling Laws and Compute-Optimal Training
-    Beyond Fixed Training Durations, 2024; inverse_sqrt, A. Vaswani et al., Attention Is All You Need, 2017."""
+    """Return the fraction of the peak. Sources: wsd with 1 - sqrt, A. Hägele et al., Scaling Laws and Compute-Optimal
+    Training Beyond Fixed Training Durations, 2024; inverse_sqrt, A. Vaswani et al., Attention Is All You Need, 2017."""
     done = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
     if schedule.shape == "constant":
         return 1.0
@@ -59,12 +59,12 @@ def _after_warmup(schedule: ScheduleSection, *, step: int, warmup: int, total_st
 
 
 def _down(final: float, height: float) -> float:
-    """Height 1 is the peak, height 0 the end."""
+    """Return the fraction of the peak; height 1 is the peak, height 0 the end."""
     return final + (1 - final) * height if final else height
 
 
 def _one_cycle(schedule: ScheduleSection, *, step: int, warmup: int, total_steps: int) -> float:
-    """L. Smith, N. Topin, Super-Convergence, 2018; the peak is in the last step of the rise."""
+    """Return a fraction; the peak is in the rise's last step. Source: L. Smith, N. Topin, Super-Convergence, 2018."""
     top, end = max(warmup - 1, 0), max(total_steps - 1, 1)
     if step <= top:
         low, done = LOWEST_OF_CYCLE, (top - step) / max(top, 1)
@@ -74,7 +74,7 @@ def _one_cycle(schedule: ScheduleSection, *, step: int, warmup: int, total_steps
 
 
 def own_schedule(schedule: ScheduleSection, model_file: Path | None) -> OwnSchedule | None:
-    """The user's schedule; None for other shapes. Raises ConfigError where the file has none."""
+    """Return the user's schedule; None for other shapes. Raises ConfigError where the file has none."""
     if schedule.shape != "user":
         return None
     setting, file = ("schedule.file", schedule.file) if schedule.file else ("model.file", model_file)
@@ -93,7 +93,7 @@ def own_schedule(schedule: ScheduleSection, model_file: Path | None) -> OwnSched
 
 
 def checked_factor(factor: Any, what: str) -> float:
-    """What a user's schedule, named by `what`, returned. Raises ConfigError where it is no factor of a rate."""
+    """Return what a user's schedule, named by `what`, returned. Raises ConfigError where it is no factor of a rate."""
     if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
         raise ConfigError(f"{what} returned {factor!r}: it is a number, at least 0")
     return float(factor)

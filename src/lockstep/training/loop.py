@@ -25,17 +25,17 @@ from lockstep.training.step import step
 from lockstep.training.step_outcomes import publish_once, publish_step, read_outcomes
 
 JOINS = 3
-"""The place of its flag among those that are agreed on after each step."""
+"""Index of the flag for joining processes among those that are agreed on after each step."""
 
 
 class RankClock:
-    """Where each rank's time goes, gathered on every logged step beside the steps that follow: no rank waits for it."""
+    """Times of each rank, gathered on every logged step beside the steps that follow: no rank waits for them."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.clock = group, phases.start(clock_of(device))
         self.before, self.gpu = self.clock.so_far(), GpuMeter(device)
         self.steps = self.micro_batches = 0
-        """Since the last post."""
+        """Numbers since the last post."""
         self.posted: tuple[int, int, dist.Work | None, list[torch.Tensor]] | None = None
         """Step, number of steps, and the figures of each rank once the work is done."""
 
@@ -58,7 +58,7 @@ class RankClock:
         self.steps = self.micro_batches = 0
 
     def read(self) -> RankTimes | None:
-        """The figures of the last post, once. Collective."""
+        """Return the figures of the last post, once. Collective."""
         if self.posted is None:
             return None
         step, steps, work, gathered = self.posted
@@ -135,8 +135,8 @@ def _end_step(run: Training, agreement: Agreement) -> None:
     state, progress = run.state, run.progress
     before = state.decisions()
     try:
-        stop, save, out_of_time, joins, *asked = agreement.read()
-        steered = run.steering.apply(asked, state, is_last=run.is_over)
+        stop, save, out_of_time, joins, *requests = agreement.read()
+        steered = run.steering.apply(requests, state, is_last=run.is_over)
         if steered.text:
             publish_once(run, Steered(step=state.step, what=steered.text))
         stop_early = _settle(run, steered, save=bool(save), is_last=bool(stop or out_of_time or run.is_over))
@@ -160,7 +160,7 @@ def _end_step(run: Training, agreement: Agreement) -> None:
 
 
 def _settle(run: Training, steered: Agreed, *, save: bool, is_last: bool) -> bool:
-    """Evaluate, compare and save after a step, as far as that is due -> whether to stop early."""
+    """Evaluate, compare and save after a step, as far as that is due; return whether to stop early."""
     state, progress = run.state, run.progress
     run.metrics = {}
     if run.is_evaluation_due or (steered.evaluate and run.evaluate is not None):
@@ -171,7 +171,7 @@ def _settle(run: Training, steered: Agreed, *, save: bool, is_last: bool) -> boo
         run.compare_ranks(state.step)
     if state.step % run.steps_per_epoch == 0:
         publish_once(run, EpochDone(epoch=run.epoch, step=state.step))
-    _requests(run)  # before a save: a resume from it meets no event of this step again
+    _requests(run)  # before a save: a resume from it repeats no event of this step
     is_last, every = is_last or stop_early, run.checkpoint.every_steps
     if save or improved or is_last or steered.save or (every is not None and state.step % every == 0):
         _save(run, run.metrics, is_last=is_last)
@@ -181,14 +181,14 @@ def _settle(run: Training, steered: Agreed, *, save: bool, is_last: bool) -> boo
 
 
 def _requests(run: Training) -> list[int]:
-    """What observers have asked for in this step; asked once."""
+    """Return the observers' requests of this step; they are asked once."""
     if run.progress.requests is None or run.progress.requests[0] != run.state.step:
         run.progress.requests = run.state.step, run.steering.flags(run.state.step)
     return run.progress.requests[1]
 
 
 def _loaded(steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
-    """The same steps; waiting for them counts as data."""
+    """Yield the same steps; waiting for them counts as data."""
     while True:
         with phase("data"):
             micro_batches = next(steps, None)
@@ -204,7 +204,7 @@ def _publish_times(run: Training, ranks: RankClock) -> None:
 
 
 def _repeat_evaluation(run: Training) -> bool:
-    """Repeat an evaluation that failed before the resume -> whether to stop early."""
+    """Repeat an evaluation that failed before the resume; return whether to stop early."""
     if not run.owes_evaluation:
         return False
     before = run.state.decisions()
@@ -266,7 +266,7 @@ def _save_after_failure(run: Training) -> str:
 
 
 def _compare_metrics(run: Training, metrics: dict[str, float]) -> tuple[bool, bool]:
-    """Update the best values so far: whether to save a new best checkpoint, and whether to stop early."""
+    """Update the best values so far; return whether to save a new best checkpoint, and whether to stop early."""
     best, stop_metric, stopping = run.checkpoint.best, run.train.stop_metric, run.state.stopping
     improved = bool(best and metrics and _update_best(run.state.saving, best, metrics, mode=run.checkpoint.mode))
     if stop_metric is None or not metrics or run.state.step >= run.total_steps:

@@ -1,4 +1,4 @@
-"""What the training loop needs, and how far it is."""
+"""Inputs and progress of the training loop."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,8 +29,8 @@ class Deadline:
         self._last: float | None = None
 
     def is_near(self, save_seconds: float) -> bool:
-        """Whether to stop now; called once per step. Allows for two more steps, each as long as the longest so far
-        (which may include an evaluation), and a save of twice the expected duration."""
+        """Return whether to stop now; called once per step. Allows for two more steps, each as long as the longest so
+        far (which may include an evaluation), and a save of twice the expected duration."""
         if self.end is None:
             return False
         now = time.time()
@@ -42,7 +42,7 @@ class Deadline:
 
 @dataclass(kw_only=True)
 class LoopProgress:
-    """How far the work after a step has come, which may be cut short by the loss of a process, and done again."""
+    """Progress of the work after a step, which the loss of a process may cut short, and which is then done again."""
 
     settled: int | None = None
     """The last step that was evaluated, saved and published, as far as that was due; None before the first."""
@@ -51,9 +51,9 @@ class LoopProgress:
     published: dict[type, int] = field(default_factory=dict)
     """Kind of event -> the last step of one that was published."""
     flags: list[int] = field(default_factory=list)
-    """What this rank posted after the last settled step."""
+    """Flags that this rank posted after the last settled step."""
     requests: tuple[int, list[int]] | None = None
-    """A step, and what observers have asked for in it."""
+    """A step, and the observers' requests in it."""
     last_save: float = field(default_factory=time.monotonic)
     owes_save: bool = False
     """Whether a save was given up."""
@@ -61,7 +61,7 @@ class LoopProgress:
 
 @dataclass(kw_only=True)
 class Training:
-    """What the loop needs; independent of the strategy."""
+    """Inputs and state of the loop, independent of the strategy."""
 
     state: TrainState
     train: TrainSection
@@ -69,7 +69,7 @@ class Training:
     steps: Callable[[int], Iterator[list[MicroBatch]]]
     """Step to start at -> this rank's micro-batches, a list per step."""
     evaluate: Callable[[], tuple[int, dict[str, float], tuple[TextSample, ...]]] | None
-    """Evaluate the model: (samples, name -> value, what a language model generates). None: somebody else does."""
+    """Evaluate the model: (samples, name -> value, what a language model generates). None: the caller does."""
     saving: Saving
     compare_ranks: Callable[[int], None]
     """Raise Desync if the ranks' weights differ; takes the step."""
@@ -95,19 +95,19 @@ class Training:
     stopping: Callable[[], None]
     """Called before the last save, which has no time limit."""
     token_seconds: float | None = None
-    """Of a language model, on the main rank: seconds that all processes would take for a token at their peak."""
+    """Seconds that all processes would take for a token of a language model at their peak; on the main rank."""
     owes_evaluation: bool = False
     """Whether the evaluation due after the resumed step failed and has to be repeated."""
     throughput: Throughput = field(default_factory=Throughput)
     unread: list[tuple[int, Outcome]] = field(default_factory=list)
     """(step, outcome) since the last logged step, still on the device: reading them waits for it."""
     outcome: Outcome | None = None
-    """Of the step that `stepping` has yielded last."""
+    """Outcome of the step that `stepping` has yielded last."""
     is_joined: Callable[[], bool] = lambda: False
     """Whether this rank knows of a process that waits to join the others."""
     progress: LoopProgress = field(default_factory=LoopProgress)
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last step, if it was evaluated."""
+    """Metrics of the last step, if it was evaluated."""
     ended: tuple[str, dict[str, float]] = ("failed", {})
     """How it ended, and the last evaluation."""
 

@@ -73,6 +73,6 @@ def _compare(values: list[tuple[float, float]], size: int) -> list[Finding]:
 
 
 def generator_states() -> str:
-    """A digest that changes when a random number is drawn from torch's, NumPy's or Python's default generators."""
+    """Return a digest that changes with each number drawn from torch's, NumPy's or Python's default generators."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return fingerprint([torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()])

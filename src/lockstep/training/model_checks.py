@@ -28,13 +28,13 @@ from lockstep.training.loss_checks import LossIs, loss_findings
 
 @dataclass(kw_only=True)
 class Passes:
-    """What two forward passes over the same micro-batch show."""
+    """Results of two forward passes over the same micro-batch."""
 
     first: list[Call]
     second: list[Call]
     """It starts from the state that the first pass left outside of parameters and buffers."""
     changed_state: dict[str, Mark]
-    """What the second pass changed outside of parameters and buffers."""
+    """State outside of parameters and buffers that the second pass changed."""
     parameters: list[str]
     """Parameters that the first pass changed."""
     loss: list[Finding] = field(default_factory=list)
@@ -46,7 +46,7 @@ class ModelCheck:
 
     model: Model
     module: nn.Module
-    """What Strategy.place returned: this rank's parameters."""
+    """Result of Strategy.place: this rank's parameters."""
     strategy: Strategy
     randomness: Randomness
     loss_is: LossIs = "sample_wise"
@@ -84,17 +84,17 @@ class ModelCheck:
         """Run two passes and, if they differ, a third from the initial state; returns also the module whose outputs
         differ in the third, although its inputs and state do not. None if the model cannot be run without gradients:
         then the first step raises the error, if there is one."""
-        before = _tried(lambda: Snapshot(self.model, is_kept=True))
+        before = _result_or_none(lambda: Snapshot(self.model, is_kept=True))
         if None in all_gather_object(None if before is None else True):
             return None, None
         with self._restored() as reset:
-            passes = _tried(lambda: self._run_twice(micro_batch, reset))
+            passes = _result_or_none(lambda: self._run_twice(micro_batch, reset))
             differs = passes is not None and first_difference(passes.first, passes.second) is not None
             third: list[Call] | None = None
             if any(all_gather_object(differs)):
                 before.restore()
                 reset()
-                third = _tried(lambda: self._forward(micro_batch)[0])
+                third = _result_or_none(lambda: self._forward(micro_batch)[0])
             before.restore()
         return passes, first_difference(passes.first, third) if passes is not None and third is not None else None
 
@@ -190,7 +190,7 @@ def check_lone_sample(strategy: Strategy, batch: Batch) -> None:
         ) from None
 
 
-def _tried(call: Callable[[], Any]) -> Any:
+def _result_or_none(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception:  # such as a model whose forward pass needs gradients: it is not checked

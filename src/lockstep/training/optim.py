@@ -42,24 +42,24 @@ class ParameterRule:
 
     kind: str
     section: OptimSection | GroupSection
-    """Where its `options` are."""
+    """Section with its `options`."""
     lr_scale: float
     """Learning rate as a multiple of the run's."""
     weight_decay: float
 
     @property
     def owner(self) -> tuple[str, int]:
-        """Parameters with the same one share an optimizer."""
+        """Key of its optimizer, which parameters with the same key share."""
         return self.kind, id(self.section)
 
 
 Rules = Mapping[str, ParameterRule]
-"""By the parameter's name; of tied parameters by each of their names."""
+"""Rule by the parameter's name; of tied parameters by each of their names."""
 
 
 def rules_of(config: OptimSection, model: nn.Module) -> Rules:
-    """The rules of a model's trained parameters, before a strategy splits them. Raises ConfigError for patterns that
-    match nothing, and where there is nothing to train."""
+    """Return the rules of a model's trained parameters, before a strategy splits them. Raises ConfigError for patterns
+    that match nothing, and where there is nothing to train."""
     parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     if not parameters:
         raise ConfigError("there is nothing to train: the model has no parameters, or all are frozen (model.freeze)")
@@ -87,7 +87,7 @@ def rules_of(config: OptimSection, model: nn.Module) -> Rules:
 
 
 def _layer_scales(decay: float | None, names: Sequence[str]) -> dict[str, float]:
-    """Of each parameter, decay to the power of the number of layers above it. Raises ConfigError without layers."""
+    """Return decay to the power of the number of layers above each parameter. Raises ConfigError without layers."""
     if decay is None:
         return dict.fromkeys(names, 1.0)
     found = [match[0] if (match := LAYER.match(name)) else None for name in names]
@@ -155,7 +155,7 @@ def _of_one_kind(config: OptimSection, members: list[tuple[ParameterRule, nn.Par
 
 
 def _arguments(rule: ParameterRule, config: OptimSection, device: torch.device) -> dict[str, Any]:
-    """Further arguments of the optimizer's class. Raises ConfigError for those that it does not take."""
+    """Return further arguments of the optimizer's class. Raises ConfigError for those that it does not take."""
     known = inspect.signature(CLASSES[rule.kind]).parameters
     own = rule.section is not config and rule.section.kind is not None
     is_unfused = rule.kind == "adagrad" and device.type == "cuda" and torch.__version__ < "2.12"  # compared as versions
@@ -219,7 +219,7 @@ def initialise(module: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _step_without_effect(optimizer: Optimizer) -> None:
-    """At learning rate 0 with gradients of 0; its count of steps is taken back. Raises ConfigError."""
+    """Run a step at learning rate 0 with gradients of 0, and reset the count of steps. Raises ConfigError."""
     before = [_scalars(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

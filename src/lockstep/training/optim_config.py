@@ -20,7 +20,7 @@ WHOLE_TENSORS = ("adafactor", "muon", OWN)
 
 
 def _known(kind: str | None, *, kinds: tuple[str, ...]) -> str | None:
-    """A kind in lower case. Raises ValueError for one that is not known."""
+    """Return a kind in lower case. Raises ValueError for an unknown one."""
     if kind is None or kind.lower() in kinds:
         return kind and kind.lower()
     raise ValueError(f"there is no {kind!r}{nearest(kind, list(kinds))} (there is: {', '.join(kinds)})")
@@ -30,8 +30,8 @@ class GroupSection(Section):
     """Parameters with settings of their own."""
 
     match: Patterns = Field(min_length=1)
-    """Which: names of parameters or of modules, or shell patterns of them, such as "*.bias"; of several groups that
-    match a parameter, the first."""
+    """Names of parameters or of modules, or shell patterns of them, such as "*.bias"; of several groups that match a
+    parameter, the first."""
     lr: float | None = Field(None, gt=0, le=1e6)
     """Learning rate at the peak, in place of optim.lr; the schedule and the linear rule apply to it, too."""
     weight_decay: float | None = Field(None, ge=0, le=1e3)
@@ -59,7 +59,7 @@ class OptimSection(Section):
     """The global batch that `lr` was tuned for: the rate used is lr * global_batch / base_batch (the linear rule of
     P. Goyal et al., Accurate, Large Minibatch SGD, 2017). Leave empty to use `lr` as it is."""
     weight_decay: float = Field(0.01, ge=0, le=1e3)
-    """Weight decay of matrices and kernels; norms and biases (1-dim tensors) are never decayed, but by `groups`."""
+    """Weight decay of matrices and kernels; norms and biases (1-dim tensors) are never decayed, except by `groups`."""
     clip: float | None = Field(1.0, gt=0)
     """Largest global gradient norm; larger gradients are scaled down to it. Empty for none."""
     clip_value: float | None = Field(None, gt=0)
@@ -71,7 +71,7 @@ class OptimSection(Section):
     options: dict[str, Any] = {}
     """Further arguments of the optimizer's class, such as {betas: [0.9, 0.95]} for adam, or of the file's function."""
     file: LocalPath | None = None
-    """Of kind user: the Python file with `optimizer(module, options)`, which returns a torch.optim.Optimizer; by
+    """The Python file of kind user, with `optimizer(module, options)`, which returns a torch.optim.Optimizer; by
     default the model's."""
     groups: tuple[GroupSection, ...] = ()
     """Parameters with settings of their own: a list of {match, lr, weight_decay, kind, options}."""
@@ -94,7 +94,6 @@ class OptimSection(Section):
 
     @property
     def kinds(self) -> set[str]:
-        """All kinds in use."""
         return {self.kind, *(group.kind for group in self.groups if group.kind is not None)}
 
 
@@ -116,12 +115,12 @@ class ScheduleSection(Section):
     final: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end, as a fraction of the peak; of shapes that decay to an end."""
     power: float = Field(2.0, gt=0, le=100)
-    """Of polynomial: the power."""
+    """Power of polynomial."""
     decay: float = Field(0.1, gt=0, le=MANY)
-    """Of wsd: length of the decay at the end, a fraction of the run if below 1, else a number of steps."""
+    """Length of the decay of wsd at the end, a fraction of the run if below 1, else a number of steps."""
     file: LocalPath | None = None
-    """Of user: the Python file with `schedule(step)` or `schedule(step, total_steps)`, which returns the fraction of
-    the peak, step 0 being the first; by default the model's."""
+    """The Python file of shape user, with `schedule(step)` or `schedule(step, total_steps)`, which returns the fraction
+    of the peak, step 0 being the first; by default the model's."""
 
     @field_validator("warmup", "decay")
     @classmethod
@@ -141,11 +140,10 @@ class ScheduleSection(Section):
         return self
 
     def warmup_steps(self, total_steps: int) -> int:
-        """Number of warm-up steps; if set as a number of steps, it may exceed the run."""
+        """Return the number of warm-up steps; if set as a number of steps, it may exceed the run."""
         return _steps(self.warmup, total_steps)
 
     def decay_steps(self, total_steps: int) -> int:
-        """Number of steps of the decay at the end."""
         return max(1, _steps(self.decay, total_steps))
 
     @property

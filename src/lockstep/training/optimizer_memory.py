@@ -1,4 +1,4 @@
-"""Whether an optimizer that is not one of torch.optim remembers something that no checkpoint holds.
+"""Check whether an optimizer that is not one of torch.optim has state that no checkpoint holds.
 
 Two small copies of it are compared: one that goes on after some steps, and one that is made anew and takes what a
 checkpoint would hold. They own a few elements of a few parameters, and their steps change nothing else.
@@ -59,13 +59,13 @@ def refuse_unsaved_memory(optimizer: Optimizer, prepare: Callable[[Optimizer], N
 
 
 def give_zero_gradients(optimizer: Optimizer) -> None:
-    """Of all of its trained parameters."""
+    """Set the gradients of all trained parameters of an optimizer to zero."""
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
 
 def _small_copy(optimizer: Optimizer) -> Any:
-    """Not by deepcopy alone: torch leaves out attributes."""
+    """Copy a few of its parameters and its attributes, not by deepcopy alone: torch leaves out attributes."""
     small = {id(p): _part(p) for group in optimizer.param_groups for p in group["params"]}
     made = object.__new__(type(optimizer))
     vars(made).update(copy.deepcopy({name: each for name, each in vars(optimizer).items() if name != "step"}, small))
@@ -84,7 +84,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _run(optimizer: Optimizer, *, keeps_rates: bool) -> None:
-    """With the same gradients and random numbers at each call; without `keeps_rates`, each step has the same rate."""
+    """Run STEPS steps with the same gradients and random numbers each time; at one rate, unless it `keeps_rates`."""
     rates = [group["lr"] for group in optimizer.param_groups]
     torch.manual_seed(0)
     for _ in range(STEPS):

@@ -1,6 +1,6 @@
 """One optimizer step of a script's own loop: its micro-batches, their backward passes, and the update at the end.
 
-What the script does with its model and optimizer outside of the place for it is found before it costs the same bits.
+Uses of the model or the optimizer in another place are detected before they change the bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ MEAN = 1
 SUMS = ("Add", "Sub", "Squeeze", "Unsqueeze", "View", "Reshape", "ToCopy")
 """Operations behind which a mean is still a mean."""
 Place = Literal["between", "micro-batch", "backward", "update"]
-"""Where the script is: between two steps, in a micro-batch, in step.backward, in the update of the weights."""
+"""Position of the script: between two steps, in a micro-batch, in step.backward, in the update of the weights."""
 
 
 def trained_names(parameters: Mapping[str, Tensor]) -> list[str]:
@@ -116,9 +116,9 @@ class OwnStep:
         commit: Callable[[LossSum], Outcome],
     ) -> None:
         self.number = micro_batches[0].step
-        """From 0, over the whole run."""
+        """Number of the step, from 0, over the whole run."""
         self.epoch = epoch
-        """From 0."""
+        """Number of the epoch, from 0."""
         self.ends_epoch = ends_epoch
         """Whether every sample has been seen once more after it."""
         self.outcome: Outcome | None = None
@@ -126,14 +126,14 @@ class OwnStep:
         self._begin, self._commit = begin, commit
         self._current: MicroBatch | None = None
         self._losses: list[tuple[MicroBatch, LossSum]] = []
-        self._has_begun = False
+        self._is_started = False
 
     def __iter__(self) -> Iterator[Any]:
-        """The micro-batches of this process, as the collate function made them, on its device: perhaps none, where
-        there are fewer micro-batches than processes."""
-        if self._has_begun:
+        """Yield the micro-batches of this process, as the collate function made them, on its device: perhaps none,
+        where there are fewer micro-batches than processes."""
+        if self._is_started:
             raise ModelError(f"step {self.number} has been iterated over before: each step is run once")
-        self._has_begun = True
+        self._is_started = True
         first = self._micro_batches[0]
         self._begin()
         self._strategy.start_step(first)
@@ -173,12 +173,12 @@ class OwnStep:
 
     @property
     def gradient_norm(self) -> float:
-        """Before clipping. Reading it waits for the device."""
+        """Gradient norm before clipping. Reading it waits for the device."""
         return float(self._done.norm)
 
     @property
     def learning_rate(self) -> float:
-        """With which the weights were updated: that of the first parameter group."""
+        """Learning rate of the update: that of the first parameter group."""
         return self._done.rate
 
     @property
@@ -206,7 +206,7 @@ class OwnStep:
 
 
 def is_mean(loss: Tensor) -> bool:
-    """Whether a mean is the last operation of a loss, or a summand of it, as far as autograd's graph tells."""
+    """Return whether a mean is the last operation of a loss, or a summand of it, as far as autograd's graph tells."""
     nodes: list[torch.autograd.graph.Node | None] = [loss.grad_fn]
     while nodes:
         node = nodes.pop()

@@ -71,7 +71,7 @@ class Progress(_Strict):
 
 
 def problem(folder: Path) -> str | None:
-    """Why a checkpoint cannot be resumed from; None if it can. Like verify.problem, plus its progress."""
+    """Return why a checkpoint cannot be resumed from; None if it can. Like verify.problem, plus its progress."""
     if (reason := verify.problem(folder)) is not None:
         return reason
     try:
@@ -87,7 +87,7 @@ def problem(folder: Path) -> str | None:
 
 @dataclass(frozen=True)
 class NumericRecipe:
-    """Everything that may change bits."""
+    """Settings that may change bits."""
 
     values: Mapping[str, Any]
     unset: Collection[str] = ()
@@ -129,7 +129,7 @@ def resumed(
 
 
 def _checkpoint(root: Path, how: str, warn: Callable[[str], None], *, skip: Collection[Path]) -> Path | None:
-    """The checkpoint that rank 0 selects for all ranks; None to start from scratch.
+    """Return the checkpoint that rank 0 selects for all ranks; None to start from scratch.
 
     Raises CheckpointError on every rank when there are checkpoints, but none is usable.
     """
@@ -190,8 +190,8 @@ def set_aside(root: Path, step: int, warn: Callable[[str], None]) -> None:
 def _drift(
     folder: Path, numeric: NumericRecipe, *, allow_drift: bool, warn: Callable[[str], None]
 ) -> list[tuple[str, Any, Any]]:
-    """The settings of a checkpoint that differ from those in `numeric`: name, before, now. Raises CheckpointError,
-    listing them, unless `allow_drift`."""
+    """Return the settings of a checkpoint that differ from those in `numeric`: name, before, now. Raises
+    CheckpointError, listing them, unless `allow_drift`."""
     known = layout.read_manifest(folder).numeric
     differing = layout.differences(known, numeric.values)
     drift = [each for each in differing if each[0] in known or each[0] not in numeric.unset]

@@ -72,7 +72,7 @@ class Saving:
         self._report(saved)
 
     def settle(self, timeout_seconds: float) -> None:
-        """After a failure in training: wait for the save in progress, ignoring its errors."""
+        """Wait for the save in progress after a failure in training, ignoring its errors."""
         with suppress(Exception):
             self._report(self.writer.finished(timeout_seconds))
 

@@ -19,7 +19,7 @@ from lockstep.training.trainable import make_trainable
 
 
 def wrapped(model: nn.Module, buffers: Mapping[str, str]) -> UserModel:
-    """The model under the names that its weights have in a run from a config with model.kind=user. `buffers`: rules."""
+    """Wrap a model; its weights get the names they have in a run with model.kind=user. `buffers`: rules."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"lockstep.Loop takes a torch.nn.Module, not a {type(model).__name__}")
     make_trainable(model)

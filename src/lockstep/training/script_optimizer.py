@@ -1,4 +1,4 @@
-"""What a script's optimizer and scheduler remember besides tensors, as text for a checkpoint's manifest."""
+"""State of a script's optimizer and scheduler besides tensors, as text for a checkpoint's manifest."""
 
 import base64
 import io
@@ -16,7 +16,7 @@ from lockstep.checkpoint import reader
 from lockstep.training.optimizer_memory import give_zero_gradients, refuse_unsaved_memory
 
 OPTIMIZER = "optimizer."
-"""What the names of its tensors begin with: see TrainState.tensors."""
+"""Prefix of the names of its tensors: see TrainState.tensors."""
 
 
 def made_scheduler(scheduler: Any, schedule: object, *, optimizer: torch.optim.Optimizer, steps: int) -> Any:
@@ -34,7 +34,7 @@ class ScriptOptimizer:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
         self.variables: dict[str, Any] = {}
-        """The script's own."""
+        """The script's own variables."""
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._check_kind()
         self.check_parameters()
@@ -49,7 +49,7 @@ class ScriptOptimizer:
         refuse_unsaved_memory(optimizer, lambda copy: copy.step(), saves_groups=True)
 
     def state(self) -> str:
-        """For a checkpoint. Raises ModelError where a variable cannot be kept."""
+        """Return the state for a checkpoint. Raises ModelError where a variable cannot be kept."""
         for name, value in self.variables.items():
             try:
                 _unpacked(_packed(value))
@@ -73,8 +73,8 @@ class ScriptOptimizer:
             self.scheduler.load_state_dict(memory["scheduler"])
 
     def prepare(self, folder: Path, text: str) -> None:
-        """Train what a checkpoint in a folder has trained, whose `state` was this text; and have the optimizer make its
-        tensors, into which those of the checkpoint are to be loaded, as are the weights that this changes."""
+        """Train the parameters that a checkpoint in a folder has trained, whose `state` was this text. Run one step if
+        it has the optimizer's tensors, which makes those to load; the weights that the step changes are loaded, too."""
         memory = _unpacked(text)
         for parameter, name in self.names.items() if "trained" in memory else ():
             parameter.requires_grad_(name in memory["trained"])
@@ -88,7 +88,7 @@ class ScriptOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def numeric(self) -> dict[str, Any]:
-        """What of it changes the weights, for the numeric recipe."""
+        """Return its settings that change the weights, for the numeric recipe."""
         settings: dict[str, Any] = {"optim.kind": type(self.optimizer).__name__.lower()}
         for name, value in sorted(self.optimizer.defaults.items()):
             try:
@@ -152,5 +152,5 @@ def _packed(value: Any) -> str:
 
 
 def _unpacked(text: str) -> Any:
-    """Executes nothing that the text might hold."""
+    """Load what `_packed` wrote; executes nothing that the text might hold."""
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True, map_location="cpu")

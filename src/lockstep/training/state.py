@@ -17,8 +17,8 @@ from lockstep.core.numerics.seeds import Randomness
 
 
 class MovingAverage:
-    """Of the weights, used in their place for evaluation and export: average = decay * average + (1 - decay) * weights,
-    after every step; buffers are not averaged.
+    """Moving average of the weights, used in their place for evaluation and export: average = decay * average + (1 -
+    decay) * weights, after every step; buffers are not averaged.
 
     Source: B. Polyak, A. Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992.
     """
@@ -29,7 +29,6 @@ class MovingAverage:
         self._update = get_ema_multi_avg_fn(decay)
 
     def update(self) -> None:
-        """Add the current weights to the average."""
         self._update(list(self.average.values()), [p.detach() for p in self.weights.values()], None)
 
     @contextmanager
@@ -63,11 +62,11 @@ class TrainState:
 
     strategy: Strategy
     module: nn.Module
-    """What Strategy.place returned: this rank's parameters, under canonical names."""
+    """Result of Strategy.place: this rank's parameters, under canonical names."""
     optimizer: torch.optim.Optimizer
     precision: Precision
     rate: Callable[[int], float] | None
-    """Step -> learning rate; None where the parameter groups have rates that somebody else sets."""
+    """Step -> learning rate; None where the rates of the parameter groups are set elsewhere."""
     clip_value: float | None = None
     """Largest absolute value of each number in a gradient."""
     randomness: Randomness | None = None
@@ -80,16 +79,16 @@ class TrainState:
     copies: Sequence[tuple[Averaged, Tensor, Tensor]] = ()
     """This rank's parameters that follow others: how, the copy, the source."""
     confirm: Callable[[], None] | None = None
-    """Where ranks that hold the state together recover live: a collective that ends once the gradients of a step are
-    complete on all ranks. After it each rank can apply them by itself, so that none has to stay a step behind."""
+    """Collective of live recovery by ranks that hold the state together; ends once the gradients of a step are complete
+    on all ranks. After it each rank can apply them by itself, so that none has to stay a step behind."""
     ready_step: Callable[[], Any] | None = None
-    """While a rank is in `confirm`: applies the gradients, and returns the step's Outcome."""
+    """Applies the gradients and returns the step's Outcome; set while a rank is in `confirm`."""
     is_applying: bool = False
     """Whether weights and optimizer are being changed: an error meanwhile leaves them between two steps."""
     step: int = 0
     """Finished steps."""
     rate_factor: float = 1.0
-    """Of the learning rate: what observers have asked for."""
+    """Factor of the learning rate that observers have requested."""
     is_stopped: bool = False
     """Whether an observer has ended the training."""
     skipped: int = 0
@@ -102,14 +101,14 @@ class TrainState:
     saving: BestSoFar = field(default_factory=BestSoFar)
 
     def held_parameters(self) -> list[Tensor]:
-        """Those that have a gradient, but are not trained yet."""
+        """Return the parameters that have a gradient, but are not trained yet."""
         if all(self.step >= first for first in self.held.values()):
             return []
         named = self.module.named_parameters()
         return [p for name, p in named if self.step < self.held.get(name, 0) and p.grad is not None]
 
     def update_copies(self) -> None:
-        """After the optimizer, in a step that has not been counted yet."""
+        """Update the copies, after the optimizer, in a step that has not been counted yet."""
         for each, copy, source in self.copies:
             if (self.step + 1) % each.every == 0:
                 get_ema_multi_avg_fn(each.momentum)([copy], [source], None)
@@ -168,7 +167,7 @@ class TrainState:
         self.stopping, self.saving = BestSoFar(**state["stopping"]), BestSoFar(**state["saving"])
 
     def decisions(self) -> dict[str, Any]:
-        """What is decided after a step: copies."""
+        """Return copies of what is decided after a step."""
         best = {"stopping": replace(self.stopping), "saving": replace(self.saving)}
         return {"rate_factor": self.rate_factor, "is_stopped": self.is_stopped, **best}
 
@@ -192,7 +191,7 @@ class TrainState:
 
 
 def copies_of(module: nn.Module, averages: Sequence[Averaged]) -> list[tuple[Averaged, Tensor, Tensor]]:
-    """Those of a placed module that this rank holds. Raises ModelError where it holds only one of the two."""
+    """Return the copies that this rank holds. Raises ModelError where it holds only one of a copy and its source."""
     own = {name: parameter.detach() for name, parameter in module.named_parameters()}
     for each in averages:
         held = [own[name].shape for name in (each.copy, each.source) if name in own]
@@ -205,5 +204,5 @@ def copies_of(module: nn.Module, averages: Sequence[Averaged]) -> list[tuple[Ave
 
 
 def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
-    """A key that tied weights share."""
+    """Return a key that tied weights share."""
     return local_tensor(tensor).data_ptr(), tensor.shape

@@ -42,7 +42,7 @@ def equalise(
 
 
 def _pairs(have: Sequence[bool]) -> list[tuple[int, int]]:
-    """(source, receiver) for each that does not have something, from those that have it."""
+    """Return (source, receiver) for each that does not have something, from those that have it."""
     sources = [number for number, has in enumerate(have) if has]
     others = [number for number, has in enumerate(have) if not has]
     return [(sources[number % len(sources)], other) for number, other in enumerate(others)]
@@ -52,7 +52,7 @@ def _send(state: TrainState, receiver: int) -> None:
     tensors = state.tensors()
     _send_bytes(json.dumps(_shapes(tensors)).encode(), receiver)
     for tensor in tensors.values():
-        dist.send(_on_wire(local_tensor(tensor).contiguous().cpu()), receiver)  # over Gloo, which tells a loss
+        dist.send(_as_bytes(local_tensor(tensor).contiguous().cpu()), receiver)  # over Gloo, which reports a loss
 
 
 def _receive(state: TrainState, source: int) -> None:
@@ -65,19 +65,19 @@ def _receive(state: TrainState, source: int) -> None:
         for name, tensor in tensors.items()
     }
     for tensor in received.values():
-        dist.recv(_on_wire(tensor), source)
+        dist.recv(_as_bytes(tensor), source)
     with torch.no_grad():
         for name, tensor in tensors.items():
             local_tensor(tensor).copy_(received[name])
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
-    """Of the shards of this rank."""
+    """Return name, dtype and shape of this rank's shards."""
     return [[name, str(tensor.dtype), list(local_tensor(tensor).shape)] for name, tensor in tensors.items()]
 
 
-def _on_wire(tensor: Tensor) -> Tensor:
-    """Its bytes: Gloo does not send every dtype."""
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a view of its bytes: Gloo does not send every dtype."""
     return tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 

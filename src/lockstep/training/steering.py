@@ -2,7 +2,7 @@
 
 A request made in step s takes effect after step s + 1, on any number of processes. What was decided once is in
 `steering.jsonl`: a run that goes back to a checkpoint repeats it at the same steps, and asks no observer again there.
-What observers remember, those with state_dict() and load_state_dict(state), is kept in checkpoints.
+Checkpoints hold the state of observers that have state_dict() and load_state_dict(state).
 """
 
 import json
@@ -28,7 +28,7 @@ NO_REQUEST = [0] * FLAGS
 
 
 class Decision(BaseModel):
-    """A line of the file: what was asked for in a step."""
+    """Line of the file: the requests of a step."""
 
     step: Annotated[int, Field(ge=0, le=10**12)]
     by: str = ""
@@ -39,7 +39,7 @@ class Decision(BaseModel):
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
     def flags(self) -> list[int]:
-        """For an all-reduce that takes the largest: the bits of positive floats are in their order, above 0."""
+        """Return flags to all-reduce to the largest: the bits of positive floats are in their order, above 0."""
         bits = struct.unpack("<q", struct.pack("<d", self.factor))[0] if self.factor != 1.0 else 0
         return [self.stop, self.save, self.evaluate, bits]
 
@@ -50,13 +50,13 @@ class Decision(BaseModel):
 
 
 class Agreed(NamedTuple):
-    """What all ranks do after this step."""
+    """Actions of all ranks after this step."""
 
     stop: bool
     save: bool
     evaluate: bool
     text: str = ""
-    """What observers have asked for, if anything, for the user."""
+    """Requests of observers, if any, as text for the user."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Steering:
     last_recorded: int = -1
 
     def start(self, step: int, *, repeats: bool) -> None:
-        """Read what was decided from this step on, or forget it unless it is to be repeated. Raises CheckpointError."""
+        """Read what was decided from this step on, or drop it unless it `repeats`. Raises CheckpointError."""
         if self.file is None or not self.file.exists():
             return
         decisions = _read(self.file)
@@ -82,7 +82,7 @@ class Steering:
         self.last_recorded = max(self.recorded, default=-1)
 
     def flags(self, step: int) -> list[int]:
-        """What to propose to the other ranks at the end of a step: what was decided then, else what was asked for."""
+        """Return what to propose to the other ranks at the end of a step: what was decided then, else new requests."""
         requests, self.bus.requests = self.bus.requests, []
         if step <= self.last_recorded:
             decision = self.recorded.get(step)
@@ -101,7 +101,7 @@ class Steering:
         return decision.flags()
 
     def apply(self, flags: Sequence[int], state: TrainState, *, is_last: bool) -> Agreed:
-        """What all ranks have agreed on; sets the learning rate's factor."""
+        """Return what all ranks have agreed on; sets the learning rate's factor."""
         stop, save, evaluate, bits = flags
         factor = struct.unpack("<d", struct.pack("<q", bits))[0] if bits else 1.0
         state.rate_factor *= factor
@@ -112,7 +112,7 @@ class Steering:
 
 
 def observer_states(observers: Sequence[Observer], warn: Callable[[str], None]) -> list[Any]:
-    """The state of each observer, None where it has none, or one that JSON cannot hold."""
+    """Return the state of each observer, None where it has none, or one that JSON cannot hold."""
     return [_state(observer, warn) for observer in observers]
 
 
@@ -139,7 +139,7 @@ def restore_observers(observers: Sequence[Observer], saved: Sequence[Any], warn:
 
 
 def _decision(step: int, requests: Sequence[tuple[str, Request]]) -> Decision:
-    """All requests of a step as one; factors are multiplied."""
+    """Return all requests of a step as one; factors are multiplied."""
     asked = [request for _, request in requests]
     factor = 1.0
     for request in asked:
@@ -159,7 +159,7 @@ def _line(decision: Decision) -> str:
 
 
 def _read(file: Path) -> list[Decision]:
-    """Raises CheckpointError; a line that a kill has cut short was never agreed on."""
+    """Read all decisions. Raises CheckpointError; a line that a kill has cut short was never agreed on."""
     found = []
     try:
         lines = storage.read_regular(file, storage.MOST_JSON_BYTES).split(b"\n")

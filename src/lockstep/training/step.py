@@ -17,7 +17,7 @@ from lockstep.training.learning_rate import set_learning_rate
 from lockstep.training.state import TrainState
 
 NOT_DETERMINISTIC = "does not have a deterministic implementation"
-"""Of torch's message."""
+"""Part of torch's message."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def update(state: TrainState, loss: LossSum, *, clip: float | None, skip_non_fin
 
 
 def _apply(state: TrainState, loss: LossSum, norm: Tensor, *, clip: float | None, skip_non_finite: bool) -> Outcome:
-    """Without collectives, unless the user's optimizer has some."""
+    """Apply the gradients, without collectives unless the user's optimizer has some."""
     state.is_applying = True
     is_empty = not loss.is_counted and bool(loss.count == 0)
     if not is_empty:
@@ -128,7 +128,7 @@ def _apply(state: TrainState, loss: LossSum, norm: Tensor, *, clip: float | None
 
 
 def undo(state: TrainState) -> None:
-    """Take back what a step has begun that has failed, for it to be run again."""
+    """Undo a failed step, for it to be run again."""
     state.ready_step = None
     for updates in state.strategy.buffer_updates:
         updates.undo_step()

@@ -1,4 +1,4 @@
-"""What steps have computed: read from the device, checked, published, and added to a digest of all steps."""
+"""Results of steps: read from the device, checked, published, and added to a digest of all steps."""
 
 import hashlib
 import math
@@ -28,7 +28,7 @@ def link(chain: str, step: int, *, loss: float, norm: float, rate: float) -> str
 
 
 def publish_once(run: Training, event: StepDone | EpochDone | Evaluated | TextsGenerated | Steered) -> None:
-    """Publish an event of the present step, unless that was done before a process was lost."""
+    """Publish an event of the current step, unless that was done before a process was lost."""
     if run.progress.published.get(type(event)) != event.step:
         run.progress.published[type(event)] = event.step
         run.bus.publish(event)

@@ -1,4 +1,4 @@
-"""Which modules and weights can be trained."""
+"""Checks that modules and weights can be trained."""
 
 from collections.abc import Callable
 

@@ -32,7 +32,7 @@ class TrainSection(Section):
     """Activation checkpointing: recompute the activations inside the model's blocks in the backward pass. The same
     weights with less memory, for about a third more time."""
     compile: bool = False
-    """torch.compile for the model's blocks in training, each shape of inputs by itself, when it is met first. Meant for
+    """torch.compile for the model's blocks in training, each shape of inputs by itself, when it first occurs. Meant for
     GPUs, where it has not been run yet; on a CPU training was slower."""
     batchnorm: Literal["shard", "sync"] = "shard"
     """shard: each micro-batch is normalised by itself; sync: by what all processes hold (SyncBatchNorm); the
@@ -47,8 +47,8 @@ class TrainSection(Section):
     """Weights of the classes in the loss of training, not of evaluations: a number for each, in the order of the
     labels, or balanced, in inverse proportion to their numbers of samples."""
     non_finite: Literal["stop", "skip", "continue"] = "stop"
-    """When a loss is NaN or infinite: stop and say where (noticed at the next logged step, before anything is
-    saved), skip the update, or go on."""
+    """Reaction to a loss that is NaN or infinite: stop and say where (noticed at the next logged step, before anything
+    is saved), skip the update, or go on."""
     ema: float | None = Field(None, gt=0, lt=1)
     """Decay of an exponential moving average (EMA) of the weights, which is then evaluated and exported; e.g. 0.999."""
     stop_metric: str | None = None
@@ -72,12 +72,11 @@ class TrainSection(Section):
         return -(-self.global_batch // self.micro_batch)
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Number of optimizer steps of the run."""
         return self.steps or max(1, round((self.epochs or 1) * steps_per_epoch))
 
 
 class EvaluateSection(Section):
-    """When the model is measured on the test split (always once more at the end)."""
+    """Evaluation on the test split (always once more at the end)."""
 
     every_steps: int | None = Field(None, ge=1, le=MANY)
     """Evaluate every N steps."""
@@ -92,10 +91,10 @@ class EvaluateSection(Section):
     """Tokens that a language model adds to the beginnings of two test samples, to be read before training and after
     each evaluation; 0 for none."""
     metrics: Literal["auto"] | tuple[str, ...] = "auto"
-    """What is reported besides the loss: names of metrics, and of sums returned with the loss; auto: all of them."""
+    """Metrics reported besides the loss: names of metrics, and of sums returned with the loss; auto: all of them."""
 
     def is_due(self, step: int, steps_per_epoch: int) -> bool:
-        """Whether to evaluate after step number `step` (counted from 1)."""
+        """Return whether to evaluate after step number `step` (counted from 1)."""
         by_step = self.every_steps is not None and step % self.every_steps == 0
         by_epoch = self.every_epochs is not None and step % (self.every_epochs * steps_per_epoch) == 0
         return by_step or by_epoch

@@ -21,12 +21,12 @@ def confusion(predicted: Tensor, label: Tensor, *, classes: int, ignored: int | 
 
 
 def accuracy(confusion: Tensor) -> Tensor:
-    """Share of correct predictions, fp32."""
+    """Return the share of correct predictions, fp32."""
     return _divided(confusion.diagonal().sum(), confusion.sum())
 
 
 def macro_f1(confusion: Tensor) -> Tensor:
-    """Mean F1 over the classes, fp32, without those that have neither labels nor predictions."""
+    """Return the mean F1 over the classes, fp32, without those that have neither labels nor predictions."""
     true_positives = confusion.diagonal()
     false_positives, false_negatives = confusion.sum(0) - true_positives, confusion.sum(1) - true_positives
     weights = (true_positives + false_positives + false_negatives > 0).float()

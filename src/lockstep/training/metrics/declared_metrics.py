@@ -42,8 +42,8 @@ class DeclaredMetric:
 
 
 def declared_metrics(built_in: Mapping[str, DeclaredMetric], own: Mapping[str, Any]) -> dict[str, DeclaredMetric]:
-    """The objective's metrics, then the user's `own`, which may replace one of these, or drop it with None. Raises
-    ModelError for anything that is not a metric."""
+    """Return the objective's metrics, then the user's `own`, which may replace one of these, or drop it with None.
+    Raises ModelError for anything that is not a metric."""
     metrics = dict(built_in)
     for name, declared in own.items():
         metrics.pop(name, None)
@@ -109,7 +109,7 @@ def mode_of(name: str, metrics: Mapping[str, DeclaredMetric]) -> Literal["min", 
 
 
 def is_requested(name: str, requested: Requested) -> bool:
-    """Whether a metric, or one of LossSum.sums, is reported; accuracy and f1 imply the confusion matrix."""
+    """Return whether a metric, or one of LossSum.sums, is reported; accuracy and f1 imply the confusion matrix."""
     if requested == "auto":
         return True
     names = {each.partition(".")[0] for each in requested}

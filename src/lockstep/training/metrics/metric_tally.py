@@ -19,7 +19,7 @@ from lockstep.core.numerics.seeds import seed_all, seed_of
 from lockstep.training.metrics.declared_metrics import DeclaredMetric, SummedMetric
 
 Contribution = Any
-"""Of a micro-batch to a metric; None if the metric's arguments are None for it."""
+"""Contribution of a micro-batch to a metric; None if the metric's arguments are None for it."""
 
 
 class Tally:
@@ -35,7 +35,7 @@ class Tally:
         return None if arguments is None else self._contribution(arguments)
 
     def read(self, contribution: Contribution) -> Contribution:
-        """The same on the CPU; waits for the device."""
+        """Copy a contribution to the CPU; waits for the device."""
         return contribution
 
     def merge(self, number: int, contribution: Contribution) -> None:
