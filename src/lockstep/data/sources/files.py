@@ -16,7 +16,7 @@ class Config(ImageSection, OwnFilesSection):
     STARTER: ClassVar[Mapping[str, Mapping[str, Any]]] = {"data": {"train": "data/train.csv"}}
 
     train: DataPath
-    """Training data: a .csv, .tsv, .jsonl or .parquet file, or a folder with a folder for each class."""
+    """What to learn from: a .csv, .tsv, .jsonl or .parquet file, or a folder with a folder for each class."""
     text_column: str = "text"
     """The column of texts, in a table."""
     label_column: str = "label"
