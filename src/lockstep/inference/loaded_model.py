@@ -27,11 +27,11 @@ Given: TypeAlias = str | bytes | os.PathLike[str] | Image.Image | np.ndarray
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages, each with "role" and "content"."""
 GREEDY = Sampling(max_tokens=64, temperature=0)
-"""What a language model answers to predict()."""
+"""Sampling of a language model in predict()."""
 
 
 class SamplingOptions(TypedDict, total=False):
-    """As those of Sampling."""
+    """Options of Sampling, without `is_raw`."""
 
     max_tokens: int
     temperature: float
@@ -45,13 +45,13 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that answers in this process. Not for several threads at once."""
+    """A model loaded into this process. Not thread-safe."""
 
     model: Predictor | Generator
 
     @property
     def facts(self) -> ExportFacts:
-        """All that is known about the model: name, digest, step, metrics, recipe, labels."""
+        """Metadata of the model: name, digest, step, metrics, recipe, labels."""
         return self.model.facts
 
     @property
@@ -66,11 +66,11 @@ class LoadedModel:
     def predict(self, samples: Sequence[Given], *, batch: int = 64) -> list[Prediction]: ...
 
     def predict(self, samples: Given | Sequence[Given], *, batch: int = 64) -> Prediction | list[Prediction]:
-        """Answer one sample, or a list of them in its order, `batch` at a time.
+        """Predict one sample, or a list of them in its order, `batch` at a time.
 
         A sample is a text; or of an image or a sound the path of its file or the file's bytes; or an image of Pillow,
-        or its pixels, uint8 [H, W], [H, W, 3] or [1 or 3, H, W]. A language model takes prompts, and goes on with the
-        most probable tokens: `generate` has the options.
+        or its pixels, uint8 [H, W], [H, W, 3] or [1 or 3, H, W]. A language model takes prompts, and continues
+        them with the most probable tokens: `generate` has the options.
 
         The answers are those of POST /predict. Raises DataError for a sample that the model does not take.
         """
@@ -84,18 +84,18 @@ class LoadedModel:
         return answers if is_list else answers[0]
 
     def _answers(self, given: Sequence[Any], first: int | None) -> Sequence[Prediction]:
-        """Of a batch; `first` is the number of its first sample in a list."""
+        """Predict a batch; `first` is the index of its first sample in the list, None for a single sample."""
         if isinstance(self.model, Generator):
-            return self._completed([_prompt(each, _of(first, n)) for n, each in enumerate(given)], GREEDY)
-        inputs = [self._input(each, _of(first, number)) for number, each in enumerate(given)]
-        scores = self.model.scores(self._encoded(self.model, inputs, first))
+            return self._complete([_prompt(each, _prefix(first, n)) for n, each in enumerate(given)], GREEDY)
+        inputs = [self._input(each, _prefix(first, number)) for number, each in enumerate(given)]
+        scores = self.model.scores(self._encode(self.model, inputs, first))
         if not finite(scores).all():
             raise ModelError(f"the outputs of {self.facts.title} are not finite: use another dtype")
         answer = self.model.objective.Answer.model_validate
         return [answer(self.model.answer(*pair)) for pair in zip(scores, inputs, strict=True)]  # type: ignore[misc]
 
     def _input(self, given: Any, which: str) -> Input:
-        """What the predictor takes, for a sample. Raises DataError for another type."""
+        """Return a sample as the predictor takes it. Raises DataError for another type."""
         assert isinstance(self.model, Predictor)
         reader = self.model.reader
         if reader is None:
@@ -115,7 +115,7 @@ class LoadedModel:
         )
         raise DataError(f"{which}give {reader.noun} as the path of a file, its bytes, {what}; not {_kind(given)}")
 
-    def _encoded(self, predictor: Predictor, inputs: Sequence[Input], first: int | None) -> Sequence[np.ndarray]:
+    def _encode(self, predictor: Predictor, inputs: Sequence[Input], first: int | None) -> Sequence[np.ndarray]:
         try:
             return predictor.encode(inputs)
         except DataError:
@@ -123,7 +123,7 @@ class LoadedModel:
                 try:
                     predictor.encode([each])
                 except DataError as error:
-                    raise DataError(f"{_of(first, number)}{error}") from error
+                    raise DataError(f"{_prefix(first, number)}{error}") from error
             raise
 
     @overload
@@ -140,35 +140,35 @@ class LoadedModel:
     def generate(
         self, prompt: str | Sequence[str] | Chat, **options: Unpack[SamplingOptions]
     ) -> Generated | list[Generated]:
-        """Go on from a prompt, a list of prompts, or the messages of a chat.
+        """Continue a prompt, a list of prompts, or the messages of a chat.
 
-        `options` are those of a Sampling: max_tokens=128, temperature=0.8, top_p=1.0, seed=0, stop=(), date=None (the
-        day that a chat template is told), tools=None (schemas of functions, for a chat template), truncate=False; the
-        same seed gives the same text again, and each further prompt of a list takes the next seed. Raises UserError for
-        a model that generates nothing, and for options and prompts that cannot be used, such as one that is longer than
-        the model's context, of which `truncate` leaves out the beginning.
+        `options` are those of a Sampling: max_tokens=128, temperature=0.8, top_p=1.0, seed=0, stop=(), date=None (today
+        in a chat template), tools=None (schemas of functions, for a chat template), truncate=False. The same seed
+        gives the same text again, and each further prompt of a list takes the next seed. Raises UserError for a model
+        that generates nothing, and for options and prompts that cannot be used, such as one longer than the model's
+        context, whose beginning `truncate` leaves out.
         """
         sampling = Sampling(**options)
         is_list = isinstance(prompt, list | tuple) and not (prompt and isinstance(prompt[0], Mapping))
         given: list[Any] = list(prompt) if is_list else [prompt]
-        prompts = [_prompt(each, _of(0 if is_list else None, number)) for number, each in enumerate(given)]
-        found = self._completed(prompts, sampling)
+        prompts = [_prompt(each, _prefix(0 if is_list else None, number)) for number, each in enumerate(given)]
+        found = self._complete(prompts, sampling)
         return found if is_list else found[0]
 
     def stream(self, prompt: str | Chat, **options: Unpack[SamplingOptions]) -> Iterator[str]:
-        """The text that `generate` gives, piece by piece."""
+        """Yield the text that `generate` returns, piece by piece."""
         generator = self._generator()
         completion = generator.completion(_prompt(prompt, ""), Sampling(**options))
         batch = generator.batch()
         batch.join([completion])
-        told = 0
+        sent = 0
         while batch.rows:
             batch.step()
-            if len(completion.text) > told:
-                yield completion.text[told:]
-                told = len(completion.text)
+            if len(completion.text) > sent:
+                yield completion.text[sent:]
+                sent = len(completion.text)
 
-    def _completed(self, prompts: Sequence[Any], sampling: Sampling) -> list[Generated]:
+    def _complete(self, prompts: Sequence[Any], sampling: Sampling) -> list[Generated]:
         generator = self._generator()
         return [generated(generator, made) for made in generator.complete(prompts, sampling)]
 
@@ -197,7 +197,7 @@ def load(
 
 
 def _image(pixels: np.ndarray, which: str) -> Image.Image:
-    """Pixels [H, W], [H, W, C] or [C, H, W] as an image. Raises DataError."""
+    """Convert pixels [H, W], [H, W, C] or [C, H, W] to an image. Raises DataError."""
     if pixels.ndim == 3 and pixels.shape[0] in (1, 3) and pixels.shape[2] not in (1, 3, 4):
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[2] == 1:
@@ -211,7 +211,7 @@ def _image(pixels: np.ndarray, which: str) -> Image.Image:
 
 
 def _prompt(given: Any, which: str) -> str | list[Message]:
-    """A prompt or a chat. Raises DataError for what is neither."""
+    """Return a prompt or a chat. Raises DataError for anything else."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list | tuple):
@@ -222,8 +222,8 @@ def _prompt(given: Any, which: str) -> str | list[Message]:
         raise DataError(f"{which}{error}") from None
 
 
-def _of(first: int | None, number: int) -> str:
-    """How the message about a sample of a list begins."""
+def _prefix(first: int | None, number: int) -> str:
+    """Return the beginning of a message about a sample of a list; empty for a single sample."""
     return "" if first is None else f"sample {first + number}: "
 
 

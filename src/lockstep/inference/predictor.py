@@ -26,7 +26,7 @@ from lockstep.models.objectives._objective import PredictingObjective
 Input = str | bytes | Path | Image.Image
 """A text; an image or sound file, or its bytes; an image of Pillow."""
 Sample = np.ndarray
-"""Token ids int32 [T], of words marked ones; an image uint8 [C, H, W]; features of a sound, float32 [T] or [T, B]."""
+"""Token ids int32 [T], marked ones for words; an image uint8 [C, H, W]; features of a sound, float32 [T] or [T, B]."""
 TRIED = "one text, alone and together"
 DTypeName = Literal["fp32", "fp16", "bf16"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -34,18 +34,18 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """Thread-safe."""
+    """A model with its tokenizer or file reader. Thread-safe."""
 
     facts: ExportFacts
     forward: Forward
     tokenizer: Tokenizer | None
     reader: FileReader | None
-    """Turns a file into the model's input; None for a model of texts."""
+    """Reader that turns a file into the model's input; None for a model of texts."""
     device: torch.device
 
     objective: PredictingObjective
     preparation: Preparation | None = None
-    """Of texts."""
+    """The user's preparation of texts."""
     bears_padding: bool = True
     """Whether texts of different lengths can be read together."""
 
@@ -56,9 +56,9 @@ class Predictor:
         return self.device.type == "cpu" and isinstance(self.forward, nn.Module)
 
     def encode(self, inputs: Sequence[Input]) -> list[Sample]:
-        """The model's inputs; raises DataError for an invalid text, image or sound."""
+        """Return the model's inputs. Raises DataError for an invalid text, image or sound."""
         if self.tokenizer is not None:
-            texts = [_checked_text(each) for each in inputs]
+            texts = [_valid_text(each) for each in inputs]
             texts = self.preparation.texts(texts) if self.preparation else texts
             return self.tokenizer(texts) if texts else []
         assert self.reader is not None
@@ -70,8 +70,7 @@ class Predictor:
         ]
 
     def outputs(self, samples: Sequence[Sample]) -> Tensor:
-        """Outputs for one batch, float32 [m, K] or [m, T, K], on the CPU. Raises ModelError for those of another
-        shape."""
+        """Return outputs for one batch, float32 [m, K] or [m, T, K], on the CPU. Raises ModelError for other shapes."""
         column = "input_ids" if self.reader is None else self.reader.column
         if self.reader is None:
             samples = [ids_of(sample) for sample in samples]
@@ -86,7 +85,7 @@ class Predictor:
         return pad_sequence([found[row] for row in range(len(samples))], batch_first=True)
 
     def _batch_outputs(self, column: str, samples: Sequence[Sample]) -> Tensor:
-        """Outputs for samples that are padded to one length; without a mask, the padding changes them."""
+        """Return outputs for samples that are padded to one length; without a mask, the padding changes them."""
         spec = replace(self.facts.spec, **self.reader.spec) if self.reader else None
         pad_id = self.tokenizer.pad_id if self.tokenizer else 0
         batch = collate({column: list(samples)}, pad_id, multiple=1, spec=spec)
@@ -95,12 +94,12 @@ class Predictor:
         return self.objective.raw(outputs, self.facts.spec)
 
     def scores(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Probabilities or numbers, float32 [m, K], or [m] arrays [W, K]; calibrated if the export is."""
+        """Return probabilities or numbers, float32 [m, K], or [m] arrays [W, K]; calibrated if the export is."""
         scores = self.objective.scores(self.outputs(samples), self.facts.temperature).numpy()
         return self.objective.of_samples(scores, samples)
 
     def answer(self, scores: np.ndarray, asked: Input) -> dict[str, Any]:
-        """The prediction for the scores of a sample, as JSON; `asked` is the text, image or sound."""
+        """Return the prediction for the scores of a sample, as JSON; `asked` is the text, image or sound."""
         text = asked if isinstance(asked, str) and self.tokenizer is not None else ""
         return self.objective.answer(scores, self.facts.spec, text)
 
@@ -114,7 +113,7 @@ def predictor(
     device: torch.device | None = None,
     dtype: DTypeName | None = None,
 ) -> Predictor:
-    """A predictor on a device and in a dtype, by default on a GPU, if there is one, as exported.
+    """Build a predictor on a device and in a dtype, by default on a GPU, if there is one, as exported.
 
     Raises ModelError for a model that does not support them, or that takes neither texts nor files.
     """
@@ -148,7 +147,7 @@ def predictor(
 def placed(
     facts: ExportFacts, forward: Forward, *, device: torch.device | None, dtype: DTypeName | None
 ) -> tuple[Forward, torch.device]:
-    """A model on a device and in a dtype, by default on a GPU, if there is one, as exported. Raises ModelError for a
+    """Move a model to a device and a dtype, by default to a GPU, if there is one, as exported. Raises ModelError for a
     graph that does not support them."""
     device = device or torch.device("cuda" if isinstance(forward, nn.Module) and torch.cuda.is_available() else "cpu")
     if isinstance(forward, nn.Module):
@@ -175,7 +174,7 @@ def _check(predictor: Predictor) -> None:
 
 
 def _bears_padding(predictor: Predictor) -> bool:
-    """Whether outputs of a text are the same alone and beside a longer one; also where rounding would hide it."""
+    """Return whether a text has the same outputs alone and beside a longer one; True where rounding would hide it."""
     forward = predictor.forward
     if not isinstance(forward, nn.Module) or any(each.dtype != torch.float32 for each in forward.parameters()):
         return True
@@ -188,7 +187,7 @@ def _bears_padding(predictor: Predictor) -> bool:
 
 
 def _with_lock(forward: Forward) -> Forward:
-    """One call at a time: a user's module may keep state on itself during a forward pass."""
+    """Allow one call at a time: a user's module may keep state on itself during a forward pass."""
     lock = threading.Lock()
 
     def locked(batch: Batch) -> Tensor:
@@ -198,8 +197,8 @@ def _with_lock(forward: Forward) -> Forward:
     return locked
 
 
-def _checked_text(text: Input) -> str:
-    """Raises DataError for other types, and for half of a surrogate pair, which cannot be encoded."""
+def _valid_text(text: Input) -> str:
+    """Return the text. Raises DataError for other types, and for half of a surrogate pair, which cannot be encoded."""
     if not isinstance(text, str):
         raise DataError(f"a model of texts takes texts, not {type(text).__name__}")
     try:

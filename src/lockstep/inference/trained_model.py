@@ -67,7 +67,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
         yield from data.test_batches(chunks)
 
     def write_more(folder: Path) -> None:
-        """The tokenizer's files, the user's own code."""
+        """Write the tokenizer's files, the user's own code and the processor."""
         _save_tokenizer(data.tokenizer, folder, longest=getattr(model, "longest", None) or facts.context)
         if recipe.model.code is not None:
             trust.copy_with_imports(recipe.model.code, folder)
@@ -83,7 +83,7 @@ def export(path: Path, overrides: Sequence[str] | None, to: Path | None) -> tupl
 
 
 def _not_a_link(target: Path) -> Path:
-    """A default folder. Raises ModelError for a symbolic link, which may lead to files of somebody else."""
+    """Return a default folder. Raises ModelError for a symbolic link, which may lead to files of another user."""
     if target.is_symlink():
         raise ModelError(f"{target} is a link, which is not followed: name the folder that it leads to with --to")
     return target
@@ -102,8 +102,8 @@ def export_space(path: Path, overrides: Sequence[str] | None, to: Path | None) -
 def open_predictor(
     path: Path, *, device: torch.device | None = None, dtype: DTypeName | None = None, base: str | None = None
 ) -> Predictor | Generator:
-    """What answers with an export, a run or a checkpoint: for a language model a generator; `base` is where the model
-    of an exported adapter is now, a folder or a name on the hub. Raises UserError."""
+    """Open an export, a run or a checkpoint: a language model as a generator, others as a predictor. `base` is where
+    the model of an exported adapter is now, a folder or a name on the hub. Raises UserError."""
     folder = resolve(path)
     if export_reader.is_export(folder):
         facts, forward, tokenizer, processor = _read(folder, base)
@@ -152,7 +152,7 @@ def _read(folder: Path, base: str | None) -> tuple[ExportFacts, Forward, Tokeniz
 
 
 def _version(folder: Path) -> bytes | None:
-    """The bytes of the facts, which differ between exports; None while one replaces another."""
+    """Return the bytes of the facts, which differ between exports; None while one replaces another."""
     try:
         return storage.read_regular(folder / export_facts.FILE, storage.MOST_JSON_BYTES)
     except OSError:
@@ -160,7 +160,7 @@ def _version(folder: Path) -> bytes | None:
 
 
 def resolve(path: Path) -> Path:
-    """The export, or the checkpoint that a run has now. Raises UserError."""
+    """Return the folder of an export, or of a run's current checkpoint. Raises UserError."""
     path = here(path)
     if export_reader.is_export(path):
         return path.absolute()
@@ -173,7 +173,7 @@ def resolve(path: Path) -> Path:
 
 
 def text_column(path: Path) -> str:
-    """The column of texts in the tables that a model was trained with, or "text". Raises UserError."""
+    """Return the column of texts in the tables that a model was trained with, or "text". Raises UserError."""
     folder = resolve(path)
     if export_reader.is_export(folder):
         return str(export_facts.read(folder).recipe.get("data", {}).get("text_column") or "text")
@@ -189,7 +189,7 @@ def messages_column(path: Path) -> str | None:
 
 
 def modality_of(path: Path) -> str:
-    """The kind of the samples that a model takes. Raises UserError."""
+    """Return the kind of the samples that a model takes. Raises UserError."""
     folder = resolve(path)
     if export_reader.is_export(folder):
         return export_facts.read(folder).modality
@@ -199,7 +199,7 @@ def modality_of(path: Path) -> str:
 def loader(
     path: Path, *, device: str = "cpu", dtype: DTypeName | None = None, base: str | None = None
 ) -> Callable[[], Predictor | Generator]:
-    """A function that opens a predictor, for reloading; on a GPU, if there is one, where the device is `auto`. Raises
+    """Return a function that opens a predictor, for reloading; device `auto` is a GPU if there is one. Raises
     LaunchError for an unavailable device."""
     try:
         opened = None if device == "auto" else torch.device(device)
@@ -211,15 +211,15 @@ def loader(
 
 
 def _save_tokenizer(tokenizer: Tokenizer | None, folder: Path, *, longest: int | None) -> None:
-    """`longest`: the tokens of a text at most, for tokenizers of language models."""
+    """Save a tokenizer; `longest` is the maximum number of tokens of a text, for language models."""
     if isinstance(tokenizer, TextTokenizer):
         tokenizer.save(folder, longest=longest)
     elif tokenizer is not None:
         tokenizer.save(folder)
 
 
-def _ends(recipe: Recipe, model: Model, tokenizer: Tokenizer | None) -> Sequence[int]:
-    """The tokens that end a text; the settings of a model of transformers then name them, too."""
+def _end_tokens(recipe: Recipe, model: Model, tokenizer: Tokenizer | None) -> Sequence[int]:
+    """Return the tokens that end a text; the settings of a model of transformers then name them, too."""
     if not isinstance(tokenizer, TextTokenizer):
         return ()
     special, settle = tokenizer.special(), plugins.hook("models", recipe.model.kind, "settle_tokens")
@@ -234,7 +234,7 @@ def _ends(recipe: Recipe, model: Model, tokenizer: Tokenizer | None) -> Sequence
 def _model(
     recipe: Recipe, checkpoint: Path, spec: DataSpec, *, tokenizer: Tokenizer | None = None, **more: Any
 ) -> tuple[Model, ExportFacts]:
-    """The model of a checkpoint, and its facts."""
+    """Return the model of a checkpoint, and its facts."""
     manifest = layout.read_manifest(checkpoint)
     check_classes(spec, manifest.numeric)
     model, spec = build.build_model(recipe, spec), with_objective(spec, recipe.model.objective)
@@ -251,14 +251,14 @@ def _model(
         metrics=manifest.metrics,
         torch_version=str(manifest.numeric.get("torch_version", "")),
         recipe=recipe.model_dump(mode="json"),
-        ends=_ends(recipe, model, tokenizer),
+        ends=_end_tokens(recipe, model, tokenizer),
         **_about(recipe),
         **more,
     )
 
 
 def _about(recipe: Recipe) -> dict[str, Any]:
-    """Facts for the model card: from the settings, else from the source and the model."""
+    """Return facts for the model card: from the settings, else from the source and the model."""
     origin: Origin | None = recipe.data.origin()
     return {
         "origin": origin,

@@ -1,4 +1,4 @@
-"""Several completions at once, which begin and end at different times.
+"""Decoding of several completions at once, which begin and end at different times.
 
 m = completions, T = tokens that have been read, V = vocabulary.
 """
@@ -15,11 +15,11 @@ from lockstep.core.modules.outputs import logits_of
 from lockstep.models._documents import are_close
 
 KEPT = 3 / 4
-"""Of a full context: what is read again, and the rest is room for what follows."""
+"""Share of a full context that is read again; the rest is room for further tokens."""
 
 
 class Decoding(Protocol):
-    """Token rows, and the logits of what follows each."""
+    """Token rows, and the logits of the token that follows each."""
 
     logits: Tensor
     """float [m, V]."""
@@ -35,7 +35,7 @@ class Decoding(Protocol):
 
 
 class CachedDecoding:
-    """With a cache of keys and values; rows that are shorter have padding before their first token."""
+    """Decoding with a cache of keys and values; shorter rows have padding before their first token."""
 
     def __init__(self, model: Model, context: int, device: torch.device) -> None:
         self.model, self.context, self.device = model, context, device
@@ -59,10 +59,10 @@ class CachedDecoding:
             return
         longest = max(self.mask.shape[1], length)
         self.cache = [
-            (_joined(keys, new_keys, longest), _joined(values, new_values, longest))
+            (_concatenate(keys, new_keys, longest), _concatenate(values, new_values, longest))
             for (keys, values), (new_keys, new_values) in zip(self.cache, cache, strict=True)
         ]
-        self.mask = torch.cat([_padded(each, longest, dim=1) for each in (self.mask, mask)])
+        self.mask = torch.cat([_pad(each, longest, dim=1) for each in (self.mask, mask)])
         self.logits = torch.cat([self.logits, logits])
 
     def keep(self, rows: list[int]) -> None:
@@ -77,7 +77,7 @@ class CachedDecoding:
         if not full:
             self._append(tokens)
             return
-        # without its first tokens a cache still holds what the others have read of them: the model goes astray
+        # cached values depend on tokens that would be dropped, which degrades the outputs: read the rest again
         again = [[*self.rows[row], tokens[row]][-int(self.context * KEPT) :] for row in full]
         going_on = [row for row in range(len(self.rows)) if row not in full]
         self.keep(going_on)
@@ -95,8 +95,8 @@ class CachedDecoding:
 
 
 class RecomputedDecoding:
-    """Without a cache, for any causal model: all tokens are read again; what follows a token cannot change it, so rows
-    are padded at the end."""
+    """Decoding without a cache, for any causal model: all tokens are read again. Later tokens do not change earlier
+    outputs, so rows are padded at the end."""
 
     def __init__(self, forward: Forward, context: int, device: torch.device) -> None:
         self.forward, self.context, self.device = forward, context, device
@@ -123,15 +123,15 @@ class RecomputedDecoding:
 
 
 def decoding_of(forward: Forward, context: int, device: torch.device, *, caches: bool = True) -> Decoding:
-    """The fastest way that a model has; without `caches`, the one that every model has."""
+    """Return the fastest decoding that a model supports; without `caches`, the one that every model supports."""
     if caches and isinstance(forward, Model) and forward.CACHES:
         return CachedDecoding(forward, context, device)
     return RecomputedDecoding(forward, context, device)
 
 
 def caches_well(forward: Forward, context: int, device: torch.device) -> bool:
-    """Whether a cache gives the logits that a model has without one, for prompts of different lengths together: not
-    where positions count from the padding, as those of BART, or where there is none, as with OpenAI's first GPT."""
+    """Return whether a cache gives the same logits as none, for prompts of different lengths together: not where
+    positions count from the padding, as those of BART, or where there is no cache, as with OpenAI's first GPT."""
     found = []
     with torch.inference_mode():
         for caches in (False, True):
@@ -147,11 +147,11 @@ def caches_well(forward: Forward, context: int, device: torch.device) -> bool:
     return are_close(found[1], found[0])
 
 
-def _padded(tensor: Tensor, length: int, *, dim: int) -> Tensor:
-    """Padding at the beginning of a dimension, so that rows end together."""
+def _pad(tensor: Tensor, length: int, *, dim: int) -> Tensor:
+    """Pad the beginning of a dimension, so that rows end together."""
     missing = length - tensor.shape[dim]
     return F.pad(tensor, (*[0, 0] * (tensor.ndim - 1 - dim), missing, 0)) if missing else tensor
 
 
-def _joined(one: Tensor, other: Tensor, length: int) -> Tensor:
-    return torch.cat([_padded(each, length, dim=2) for each in (one, other)])
+def _concatenate(one: Tensor, other: Tensor, length: int) -> Tensor:
+    return torch.cat([_pad(each, length, dim=2) for each in (one, other)])

@@ -1,4 +1,4 @@
-"""A completion as it is answered: by a server, and in Python."""
+"""The result of a completion, for the server and for Python."""
 
 from pydantic import BaseModel, Field
 
@@ -20,7 +20,7 @@ class Generated(BaseModel):
 
 
 def generated(generator: Generator, completion: Completion) -> Generated:
-    """What is answered for a completion that has ended."""
+    """Return the result of a completion that has ended."""
     return Generated(
         text=completion.text,
         finish=completion.finish,

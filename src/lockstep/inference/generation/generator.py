@@ -21,9 +21,9 @@ from lockstep.inference.generation.sampling import Sampling, next_token
 from lockstep.inference.predictor import DTypeName, placed
 
 CONTEXT = 256
-"""Where nothing tells how many tokens a model was trained with."""
+"""Context of a model whose number of tokens in training is unknown."""
 UNFINISHED = "\ufffd"
-"""Stands for the beginning of a character, at the end of decoded bytes."""
+"""Replacement of an incomplete character at the end of decoded bytes."""
 
 
 @dataclass(kw_only=True)
@@ -36,10 +36,10 @@ class Completion:
     """Whether the beginning of the prompt was left out."""
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    """What is certain of it: without a character that is not whole yet, or what may become a stop text."""
+    """Text that later tokens cannot change: without an incomplete character, or what may become a stop text."""
     finish: str = ""
-    """Why it ended: "end" (the model ended the text), "stop" (a stop text), "length" (max_tokens, or the context is
-    full); empty while it goes on."""
+    """Reason of its end: "end" (the model ended the text), "stop" (a stop text), "length" (max_tokens, or the context
+    is full); empty before."""
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.sampling.seed)
@@ -51,33 +51,33 @@ class LongPrompt(DataError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Generator:
-    """Not thread-safe: one thread at a time."""
+    """A language model with its tokenizer. Not thread-safe."""
 
     facts: ExportFacts
     forward: Forward
     tokenizer: TextTokenizer
     device: torch.device
     context: int
-    """T: most tokens that the model reads at once, those of a prompt among them."""
+    """T: maximum number of tokens that the model reads at once, including those of a prompt."""
     caches: bool = True
     """Whether keys and values can be cached."""
 
     def completion(self, prompt: str | Sequence[Message], sampling: Sampling) -> Completion:
         """Begin a completion of a text, or of a chat.
 
-        A model of chats takes a text as what the user says, unless `sampling.is_raw`. Raises DataError for a text that
-        cannot be encoded, LongPrompt for one that is too long and not to be truncated, and DataError for a chat where
-        the model is none of chats.
+        A chat model takes a text as a message of the user, unless `sampling.is_raw`. Raises DataError for a text that
+        cannot be encoded, LongPrompt for one longer than the context without `sampling.truncate`, and DataError for a
+        chat if this is no chat model.
         """
         if not isinstance(prompt, str) and not self.is_chat:
             raise DataError("this model has not learned chats: give a prompt")
         if isinstance(self.tokenizer, ChatTokenizer) and not (sampling.is_raw and isinstance(prompt, str)):
-            said = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-            tokens = self.tokenizer.prompt(_encodable(said), on=sampling.date, tools=sampling.tools)
+            messages = messages_of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            tokens = self.tokenizer.prompt(_encodable(messages), on=sampling.date, tools=sampling.tools)
         else:
             assert isinstance(prompt, str)
             plain = self.tokenizer.inner if isinstance(self.tokenizer, ChatTokenizer) else self.tokenizer
-            (encoded,) = plain([BEGIN + without_marks(_checked(prompt))])
+            (encoded,) = plain([BEGIN + without_marks(_valid_text(prompt))])
             tokens = encoded.tolist()
         is_long = len(tokens) > self.context
         if is_long and not sampling.truncate:
@@ -86,12 +86,12 @@ class Generator:
                 "it, or set truncate=true, which leaves out its beginning"
             )
         if is_long:
-            tokens = self._truncated(tokens, sampling.max_tokens)
+            tokens = self._truncate(tokens, sampling.max_tokens)
         return Completion(prompt=tokens or [self.tokenizer.pad_id], sampling=sampling, is_truncated=is_long)
 
     @property
     def is_chat(self) -> bool:
-        """Whether it has learned to answer in chats."""
+        """Whether it was trained on chats."""
         return isinstance(self.tokenizer, ChatTokenizer)
 
     @property
@@ -101,12 +101,12 @@ class Generator:
 
     @cached_property
     def special(self) -> Special:
-        """What ends a text: by the tokenizer, by a chat's template, and by the model's own settings."""
+        """Special tokens; those that end a text are of the tokenizer, the chat template and the model's settings."""
         special = self.tokenizer.special()
         return replace(special, ends=tuple({*special.ends, *self.facts.ends}))
 
-    def _truncated(self, tokens: list[int], room: int) -> list[int]:
-        """The end of a prompt, behind what begins a text; some of the context is left to complete it."""
+    def _truncate(self, tokens: list[int], room: int) -> list[int]:
+        """Return the end of a prompt, after the tokens that begin a text; leaves some of the context to complete it."""
         size = max(1, int(self.context * KEPT), self.context - room)
         begin = self.tokenizer.begin if [*tokens[: len(self.tokenizer.begin)]] == self.tokenizer.begin else []
         return [*begin, *tokens[len(begin) :][-max(1, size - len(begin)) :]]
@@ -134,7 +134,7 @@ class Generator:
 
 
 class GeneratedBatch:
-    """Completions that a model works on together."""
+    """Completions that a model generates together."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
@@ -150,7 +150,7 @@ class GeneratedBatch:
         self.rows += completions
 
     def drop(self, completions: Sequence[Completion]) -> None:
-        """Give some up."""
+        """Remove completions before their end."""
         self._keep([number for number, row in enumerate(self.rows) if not any(row is each for each in completions)])
 
     def step(self) -> None:
@@ -177,9 +177,8 @@ class GeneratedBatch:
             row.finish = "end"
         else:
             row.tokens.append(token)
-        whole = (
-            row.text + self.generator.tokenizer.text_after(row.prompt, row.tokens)[len(row.text) :]
-        )  # what was told stays
+        # text that was sent cannot change
+        whole = row.text + self.generator.tokenizer.text_after(row.prompt, row.tokens)[len(row.text) :]
         stops = (*special.end_texts, *sampling.stop)
         places = [(place, stop) for stop in stops if (place := whole.find(stop)) >= 0]
         if places:
@@ -188,7 +187,7 @@ class GeneratedBatch:
         elif row.finish or len(row.tokens) >= sampling.max_tokens or self._is_full(row):
             row.text, row.finish = whole, row.finish or "length"
         else:
-            row.text = _certain(whole, stops)
+            row.text = _stable_text(whole, stops)
 
     def _is_full(self, row: Completion) -> bool:
         forward = self.generator.forward
@@ -196,14 +195,14 @@ class GeneratedBatch:
         return not slides and len(row.prompt) + len(row.tokens) >= self.generator.context
 
 
-def _certain(text: str, stop: Sequence[str]) -> str:
-    """Without an unfinished character at the end, or the beginning of a stop text."""
+def _stable_text(text: str, stop: Sequence[str]) -> str:
+    """Return the text without an incomplete character at its end, or the beginning of a stop text."""
     text = text.rstrip(UNFINISHED)
     held = (size for each in stop for size in range(len(each) - 1, 0, -1) if text.endswith(each[:size]))
     return text[: len(text) - max(held, default=0)]
 
 
-def _checked(text: str) -> str:
+def _valid_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -214,7 +213,7 @@ def _checked(text: str) -> str:
 def _encodable(value: Any) -> Any:
     """Return a value of JSON. Raises DataError for half of a surrogate pair in it."""
     if isinstance(value, str):
-        return _checked(value)
+        return _valid_text(value)
     if isinstance(value, list):
         return [*map(_encodable, value)]
     return {name: _encodable(each) for name, each in value.items()} if isinstance(value, dict) else value
@@ -228,7 +227,7 @@ def generator(
     device: torch.device | None = None,
     dtype: DTypeName | None = None,
 ) -> Generator:
-    """A generator on a device and in a dtype, by default on the CPU as exported. Raises ModelError for a model that
+    """Build a generator on a device and in a dtype, by default those of `placed`. Raises ModelError for a model that
     fails."""
     forward, device = placed(facts, forward, device=device, dtype=dtype)
     context = int(facts.recipe.get("data", {}).get("context", CONTEXT))

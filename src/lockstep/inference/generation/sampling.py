@@ -1,4 +1,4 @@
-"""How the next token is drawn."""
+"""Sampling of the next token."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.base.errors import ConfigError
 
 LEAST_TEMPERATURE = 1e-4
-"""Below it the most probable token is taken."""
+"""Temperature below which the most probable token is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +20,14 @@ class Sampling:
 
     max_tokens: int = 128
     temperature: float = 0.8
-    """Logits are divided by it; 0 takes the most probable token."""
+    """Divisor of the logits; 0 takes the most probable token."""
     top_p: float = 1.0
-    """Only the most probable tokens are drawn whose probabilities add up to this. Source: A. Holtzman et al., 2020."""
+    """Total probability of the most probable tokens, which alone are drawn. Source: A. Holtzman et al., 2020."""
     seed: int = 0
     stop: Sequence[str] = ()
     """Texts before which a completion ends."""
     date: datetime.date | None = None
-    """The day that a chat template is told; by default the day it is."""
+    """Date for a chat template; by default today."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Tool schemas, for a chat template that writes them."""
     is_raw: bool = False
