@@ -10,21 +10,21 @@ from lockstep.inference.export.export_facts import Calibration
 
 BINS = 15
 LOWEST, HIGHEST = 0.05, 20.0
-"""Temperatures: if all samples are predicted correctly, the optimum would be 0."""
+"""Bounds of the temperature: if all samples are predicted correctly, the optimum would be 0."""
 PRECISION = 1e-7
 
 
 def ece(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> float:
-    """Expected calibration error: the distance between confidence and accuracy in 15 bins, averaged over the samples
-    (Naeini et al., 2015). Not torchmetrics', which gives a confidence of exactly 1 a bin of its own."""
+    """Return the expected calibration error: the distance between confidence and accuracy in 15 bins, averaged over the
+    samples (Naeini et al., 2015). Not torchmetrics', which gives a confidence of exactly 1 a bin of its own."""
     confidence, predicted = (logits / temperature).softmax(-1).max(1)
     bins = reliability(confidence, predicted == labels)
     return sum(each["samples"] * abs(each["confidence"] - each["accuracy"]) for each in bins) / len(labels)
 
 
 def fitted(logits: Tensor, labels: Tensor) -> Calibration:
-    """The temperature with the lowest cross-entropy, fitted on one half of the samples, which a hash of their indices
-    selects, and measured on the other. Raises ModelError if a half is empty.
+    """Fit the temperature with the lowest cross-entropy on one half of the samples, which a hash of their indices
+    selects, and measure it on the other. Raises ModelError if a half is empty.
 
     Source: C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017.
     """
@@ -41,8 +41,8 @@ def fitted(logits: Tensor, labels: Tensor) -> Calibration:
 
 
 def _best_temperature(logits: Tensor, labels: Tensor) -> float:
-    """The temperature in [LOWEST, HIGHEST] with the lowest cross-entropy of logits float64 [N, C] and labels [N], to
-    a relative precision of 1e-7.
+    """Return the temperature in [LOWEST, HIGHEST] with the lowest cross-entropy of logits float64 [N, C] and labels
+    [N], to a relative precision of 1e-7.
 
     Cross-entropy is convex in the inverse temperature b, so its derivative, the mean of sum_c(p_c * z_c) - z_label
     with p = softmax(b * z), changes sign once: bisection on a logarithmic scale.
@@ -57,12 +57,12 @@ def _best_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def half(samples: int) -> Tensor:
-    """Mask of the first half, bool [samples]; by a hash, because the samples may be sorted by class."""
+    """Return a mask of the first half, bool [samples]; by a hash, because the samples may be sorted by class."""
     return torch.from_numpy((mix(np.arange(samples, dtype=np.uint64)) >> np.uint64(63)).astype(bool))
 
 
 def reliability(confidence: Tensor, is_right: Tensor) -> list[dict[str, float]]:
-    """Bounds, number of samples, mean confidence and accuracy of each bin that is not empty."""
+    """Return bounds, number of samples, mean confidence and accuracy of each bin that is not empty."""
     edges = np.linspace(0, 1, BINS + 1)
     values, right = confidence.double().numpy(), is_right.double().numpy()
     counts, sums, hits = (np.histogram(values, edges, weights=w)[0] for w in (np.ones_like(values), values, right))

@@ -24,12 +24,12 @@ from lockstep.run import recipe_trust
 from lockstep.run.recipe import Recipe
 
 TEXT, LABEL = "data.text_column", "data.label_column"
-"""With --file, these settings name its columns, and not those of the recipe, which may lack them."""
+"""Settings that name the columns of --file, in place of those of the recipe, which may lack them."""
 EXPORT_SECTIONS = ("run", "data", "model", "train", "evaluate")
-"""Of an export's recipe: the others belong to the machine that trained it."""
+"""Sections of an export's recipe that are used: the others belong to the machine that trained it."""
 NAME = "evaluate"
 Launch = Callable[[Recipe, tuple[str, ...]], int]
-"""Starts the processes of a recipe with these arguments, on this machine -> exit code."""
+"""Function that starts the processes of a recipe with these arguments, on this machine -> exit code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class EvaluateOptions:
     calibrates: bool = False
     to: Path | None = None
     base: str | None = None
-    """Where the model of an exported adapter is now, a folder or a name on the hub."""
+    """Current place of the model of an exported adapter, a folder or a name on the hub."""
     trusts: bool = False
     """Whether to execute the target's own code even if it is unknown."""
 
@@ -91,7 +91,7 @@ def measure(target: Path, overrides: Sequence[str], options: EvaluateOptions, *,
             worst=options.worst,
             calibrates=options.calibrates,
             base=options.base,
-            to=_writable(to.absolute()),
+            to=_create_folder(to.absolute()),
         )
         return _launch(recipe, request, allowed=allowed, launch=launch), request.to
 
@@ -101,7 +101,7 @@ def _is_column(override: str, options: EvaluateOptions) -> bool:
 
 
 def _of_run(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
-    """A run's recipe and checkpoint."""
+    """Return a run's recipe and checkpoint."""
     if not is_run(path):
         raise ConfigError(
             f"{path} is no run, no checkpoint and no export: "
@@ -112,7 +112,7 @@ def _of_run(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
 
 
 def _of_export(folder: Path, overrides: Sequence[str], run_dir: str) -> tuple[Recipe, Path]:
-    """The recipe that an export is evaluated with, and the export's folder."""
+    """Return the recipe to evaluate an export with, and the export's folder."""
     folder = Path(os.path.abspath(folder))
     stored = export_facts.read(folder).recipe
     sections = {name: dict(stored[name]) for name in EXPORT_SECTIONS if name in stored}
@@ -121,7 +121,7 @@ def _of_export(folder: Path, overrides: Sequence[str], run_dir: str) -> tuple[Re
     return recipes.of_sections(sections, overrides), folder
 
 
-def _writable(folder: Path) -> Path:
+def _create_folder(folder: Path) -> Path:
     """Create the output folder if necessary. Raises ConfigError, before the evaluation and not after it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

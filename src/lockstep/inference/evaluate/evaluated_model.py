@@ -35,11 +35,10 @@ class Opened:
     subject: EvaluationTarget
     spec: DataSpec
     source: Source
-    """The samples."""
     tokenizer: Tokenizer | None
     step: int
     digest: str
-    """Of the trained weights."""
+    """Digest of the trained weights."""
     calibration: Calibration | None
 
     @property
@@ -56,7 +55,7 @@ class Opened:
 
 
 def of_run(job: WatchedTask, task: EvaluationRequest) -> Opened:
-    """The model of a checkpoint, sharded by its strategy. Called by every rank. Raises UserError."""
+    """Load the model of a checkpoint, sharded by its strategy, and open the samples. Collective. Raises UserError."""
     components, manifest = job.assemble(), layout.read_manifest(task.target)
     with raise_on_all_ranks():
         check_classes(components.data.train.spec, manifest.numeric)
@@ -87,7 +86,7 @@ def of_run(job: WatchedTask, task: EvaluationRequest) -> Opened:
 
 
 def of_export(job: WatchedTask, task: EvaluationRequest) -> Opened:
-    """The model of an export, whole in each process. Called by every rank. Raises UserError."""
+    """Load the model of an export, whole in each process, and open the samples. Collective. Raises UserError."""
     folder, requested = task.target, job.recipe.evaluate.metrics
     with raise_on_all_ranks():
         facts = export_facts.read(folder, task.base)
@@ -131,13 +130,13 @@ class EvaluatedSamples:
     job: WatchedTask
 
     def open_on_all_ranks(self) -> Source:
-        """Caches are written by one process of each machine."""
+        """Open the samples; one process of each machine writes caches. Collective."""
         local_main_first(self._open, is_local_main=self.job.world.local_rank == 0)
         with raise_on_all_ranks():
             return self._open()
 
     def _open(self) -> Source:
-        """Raises DataError."""
+        """Open the samples. Raises DataError."""
         data, tokenizer = self.job.recipe.data, self.tokenizer
         split = self.task.split
         if self.task.file is not None and data.PACKS:

@@ -16,7 +16,7 @@ from lockstep.inference.evaluate.evaluation_report import HighLossSample
 
 
 def html(results: Mapping[str, Any], worst: Sequence[HighLossSample], *, matrix: str) -> str:
-    """The page; `matrix` is the SVG of the confusion matrix, or empty."""
+    """Return the page; `matrix` is the SVG of the confusion matrix, or empty."""
     bins = results.get("reliability")
     calibration = results.get("calibration")
     page = render(
@@ -33,13 +33,13 @@ def html(results: Mapping[str, Any], worst: Sequence[HighLossSample], *, matrix:
 
 
 def has_picture(columns: Mapping[str, Any]) -> bool:
-    """Whether a sample has an image uint8 [C, H, W] that can be shown."""
+    """Return whether a sample has an image uint8 [C, H, W] that can be shown."""
     image = columns.get("image")
     return isinstance(image, np.ndarray) and image.ndim == 3 and len(image) in (1, 3) and image.dtype == np.uint8
 
 
 def data_uri(columns: Mapping[str, Any]) -> str:
-    """The image uint8 [C, H, W] of a sample, for a browser; empty for other samples."""
+    """Return the image uint8 [C, H, W] of a sample as a data: URI; empty for other samples."""
     if not has_picture(columns):
         return ""
     image = columns["image"]

@@ -16,7 +16,7 @@ from lockstep.models.objectives._objective import PredictingObjective, Rows
 from lockstep.training.evaluation import Predictions
 
 LONGEST_TEXT = 2000
-"""Characters shown of a text."""
+"""Maximum number of characters shown of a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class HighLossSample:
     label: str
     predicted: str
     confidence: float | None
-    """None where the model does not say."""
+    """Probability of the prediction; None where the objective gives none."""
     loss: float
     columns: dict[str, Any]
-    """Of the source, in readable form."""
+    """Columns of the source, in readable form."""
 
     @property
     def is_right(self) -> bool:
-        """A correct prediction may have a high loss, too."""
+        """Whether the prediction is correct, which a high loss does not exclude."""
         return self.label == self.predicted
 
     @property
@@ -61,7 +61,7 @@ def check(predictions: Predictions, source: Source) -> None:
 
 
 def by_class(fits: Tensor, targets: Rows, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Precision, recall, F1 and the number of samples, or of words, of each class."""
+    """Return precision, recall, F1 and the number of samples, or of words, of each class."""
     from sklearn.metrics import precision_recall_fscore_support
 
     targets = targets if isinstance(targets, Tensor) else torch.cat(targets)
@@ -75,7 +75,7 @@ def by_class(fits: Tensor, targets: Rows, names: Sequence[str]) -> list[dict[str
 
 
 def confidences(predictions: Predictions, temperature: float) -> dict[str, Any]:
-    """Calibration error and reliability diagram at a temperature."""
+    """Return calibration error and reliability diagram at a temperature."""
     confidence, predicted = (predictions.outputs / temperature).softmax(-1).max(1)
     return {
         "ece": ece(predictions.outputs, predictions.targets, temperature),
@@ -93,7 +93,7 @@ def worst(
     count: int,
     temperature: float,
 ) -> list[HighLossSample]:
-    """The samples with the highest loss, in descending order; equal ones in the order of the samples."""
+    """Return the samples with the highest loss, in descending order; equal ones in the order of the samples."""
     losses = objective.losses(predictions.outputs, predictions.targets, temperature)
     samples = []
     for row in losses.sort(descending=True, stable=True).indices[:count].tolist():
@@ -117,8 +117,8 @@ def worst(
 def worst_texts(
     predictions: Predictions, source: Source, tokenizer: TextTokenizer, *, count: int
 ) -> list[HighLossSample]:
-    """The samples of a language model with the highest mean loss of their tokens, in descending order. Label and
-    prediction are those of the token that surprises most."""
+    """Return the samples of a language model with the highest mean loss of their tokens, in descending order. Label
+    and prediction are those of the token with the highest loss."""
     samples = []
     for row in predictions.outputs[:, 0].sort(descending=True, stable=True).indices[:count].tolist():
         loss, token, likeliest, probability = predictions.outputs[row].tolist()

@@ -24,9 +24,9 @@ class EvaluationRequest(BaseModel):
     base: str | None = None
     """See EvaluateOptions."""
     to: Path
-    """The output folder."""
+    """Output folder."""
 
     @property
     def data(self) -> str:
-        """A description of the samples for the user."""
+        """Description of the samples for the user."""
         return str(self.file) if self.file else f"the {'training' if self.split == 'train' else 'test'} split"

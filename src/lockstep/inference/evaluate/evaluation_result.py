@@ -1,4 +1,4 @@
-"""What an evaluation has found, as read from its folder."""
+"""The result of an evaluation, read from its folder."""
 
 import json
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """What an evaluation has found."""
+    """Result of an evaluation."""
 
     folder: Path
-    """Of evaluation.json, evaluation.html and, for classes, confusion.svg."""
+    """Folder of evaluation.json, evaluation.html and, for classes, confusion.svg."""
     metrics: dict[str, float]
-    """By name: "loss" and those of the objective, such as "accuracy"."""
+    """Metrics by name: "loss" and those of the objective, such as "accuracy"."""
     samples: int
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     digest: str
-    """Of the weights."""
+    """Digest of the weights."""
     details: dict[str, Any]
-    """The contents of evaluation.json: also the metrics of each class, the calibration, the worst samples."""
+    """Contents of evaluation.json: also the metrics of each class, the calibration, the worst samples."""
 
     @property
     def report(self) -> Path:
@@ -29,7 +29,7 @@ class EvaluationResult:
 
 
 def read(folder: Path) -> EvaluationResult:
-    """The results that an evaluation has just written into a folder."""
+    """Read the results that an evaluation has written into a folder."""
     found = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
     named = {name: found[name] for name in ("metrics", "samples", "step", "digest")}
     return EvaluationResult(folder=folder, details=found, **named)

@@ -20,7 +20,7 @@ from lockstep.data.token_cache import Tokens
 from lockstep.models.objectives._choice import name_of
 
 LABELS_OF = {objective: labels for labels, objective in OBJECTIVES.items()}
-"""Objective -> what its label column holds."""
+"""Objective -> kind of the values in its label column."""
 
 
 class FileTexts(Texts):
@@ -49,7 +49,7 @@ def of_file(
     label_column: str,
     takes_tokens: bool,
 ) -> Source:
-    """The samples of a table, or of a folder of images or sounds.
+    """Open the samples of a table, or of a folder of images or sounds.
 
     Raises DataError for a modality that the model does not take, for missing columns and unknown labels.
     """
@@ -78,12 +78,12 @@ def _expected(spec: DataSpec, reader: FileReader | None) -> str:
 
 
 def without_augmentation(source: Source) -> Source:
-    """A training split without augmentation."""
+    """Return a training split without augmentation."""
     return source.source if isinstance(source, Augmented) else source
 
 
 def readable(source: Source, index: int) -> tuple[str, dict[str, Any]]:
-    """The origin of a sample, and its columns with texts instead of tokens."""
+    """Return the origin of a sample, and its columns with texts instead of tokens."""
     while isinstance(source, Tokens | Subset):
         index = int(source.rows[index]) if isinstance(source, Subset) else index
         source = source.source

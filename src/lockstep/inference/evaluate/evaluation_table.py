@@ -10,7 +10,7 @@ from rich.text import Text
 from lockstep.base.escaping_console import escape_name
 
 MAX_CLASSES = 40
-"""With more classes than this, the terminal shows none; the page does."""
+"""Maximum number of classes on the terminal; of more it shows none, but the page does."""
 TITLES = {"f1": "F1 (macro)", "entity_f1": "F1 (entities)", "ece": "calibration error (ECE)"}
 
 
@@ -34,7 +34,7 @@ def show(results: Mapping[str, Any], console: Console) -> None:
 
 
 def rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(metric, value) of each scalar."""
+    """Return (metric, value) of each scalar."""
     shown = {**results["metrics"], **({"ece": results["ece"]} if "ece" in results else {})}
     return [(TITLES.get(name, name), f"{value:.4f}") for name, value in shown.items()]
 

@@ -13,7 +13,7 @@ COLUMNS = ("sample", "label", "predicted", "confidence", "loss", "from", "text")
 
 
 def write(samples: Sequence[HighLossSample], folder: Path, *, step: int, data: str) -> None:
-    """Write them to a run's TensorBoard folder, in place of those of an earlier evaluation of the step.
+    """Write samples to a run's TensorBoard folder, in place of those of an earlier evaluation of the step.
 
     Raises OSError.
     """

@@ -12,26 +12,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CELL_INCHES = ((12, 0.58), (30, 0.31), (100, 0.15))
-"""(classes at most, side of a cell)."""
+"""(maximum number of classes, side of a cell)."""
 MAX_NUMBERED = 30
-"""Classes up to which cells contain their counts; with more, the counts are tooltips only."""
+"""Maximum number of classes for counts in cells; with more, the counts are tooltips only."""
 LONGEST_NAME = 18
 CORRECT, WRONG, BAR, GREY, INK = "#1a7f4e", "#c8401f", "#2f6fb3", "#7b8592", "#1c2026"
 TOOLTIP = "title:"
-"""Begins the ids of groups that become tooltips."""
+"""Prefix of the ids of groups that become tooltips."""
 SETTINGS = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
 STYLE = """<style>svg{color:#1c2026;background:#ffffff}
 @media (prefers-color-scheme:dark){svg{color:#e8eaee;background:#14171c}}</style>"""
 
 
 def confusion(matrix: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    """A confusion matrix [true][predicted]; opacity is the share of the true class, mistakes are red."""
+    """Draw a confusion matrix [true][predicted]; opacity is the share of the true class, mistakes are red."""
     names = [escape_name(name) for name in names]  # control characters are not XML
     return _svg("confusion matrix", partial(_draw_confusion, matrix=matrix, names=names))
 
 
 def reliability(bins: Sequence[dict[str, Any]]) -> str:
-    """Accuracy (bars) over confidence, with the diagonal of perfect calibration; below, the samples of each bin."""
+    """Draw accuracy (bars) over confidence, and the diagonal of perfect calibration; below, the samples of each bin."""
     return _svg("reliability", partial(_draw_reliability, bins=bins))
 
 
@@ -78,7 +78,7 @@ def _draw_reliability(figure: "Figure", bins: Sequence[dict[str, Any]]) -> None:
 
 
 def _svg(title: str, draw: Callable[["Figure"], None]) -> str:
-    """A drawn figure, with tooltips, and with text in the colour of the page."""
+    """Return a figure as SVG, with tooltips, and with text in the colour of the page."""
     text = draw_svg(draw, settings=SETTINGS, transparent=True, bbox_inches="tight")
     text = text[text.index("<svg") :].replace(f": {INK}", ": currentColor")
     text = re.sub(rf"<g id=(['\"]){TOOLTIP}(.*?)\1>", r"<g><title>\2</title>", text)
