@@ -22,28 +22,28 @@ def _known(kind: str) -> str:
 
 
 class ExportSection(Section):
-    """What `lockstep export` writes."""
+    """Format and metadata of the export that `lockstep export` writes."""
 
     kind: Annotated[str, AfterValidator(_known)] = "pretrained"
     """pretrained: transformers' own layout, or safetensors with a loader; safetensors and state_dict: the unwrapped
     weights; onnx: for onnxruntime; torch_export: a torch.export program. The last two run without the model's code.
     adapter: what model.adapter has trained, alone, for peft; the others hold the model with its adapter merged in."""
     dtype: DType = "fp32"
-    """Of the weights: fp32, fp16, bf16, or int8 (onnx only: dynamic quantisation). For less than fp32 the whole test
-    split is predicted with both, and the differences are recorded."""
+    """Dtype of the weights: fp32, fp16, bf16, or int8 (onnx only: dynamic quantisation). For less than fp32 the whole
+    test split is predicted with both, and the differences are recorded."""
     file: str = Field("model.pt", pattern=r"^[\w-][\w.-]*\.(pt|pth|bin|ckpt)$")
     """Name of the file for state_dict, such as distilbert_agnews.pt: it ends in .pt, .pth, .bin or .ckpt."""
 
     license: str | None = Field(None, pattern=r"^[a-z0-9][a-z0-9.-]*$")
-    """For the card, a license identifier of the hub, such as mit, apache-2.0 or other."""
+    """License in the card, an identifier of the hub such as mit, apache-2.0 or other."""
     language: tuple[LanguageCode, ...] = ()
-    """For the card, the languages of the texts, such as [en, de]; by default those of the data set, if known."""
+    """Languages of the texts in the card, such as [en, de]; by default those of the data set, if known."""
     base_model: str | None = Field(None, pattern=r"^[\w.-]+(/[\w.-]+)?$")
-    """For the card, the model on the hub that training started from; by default model.name if the hub has it."""
+    """Model on the hub that training started from, for the card; by default model.name if the hub has it."""
 
     @property
     def folder(self) -> str:
-        """Of the export, in the run's folder."""
+        """Name of the export's folder, in the run's folder."""
         differing = [value for value in (self.kind, self.dtype) if value not in ("pretrained", "fp32")]
         return "-".join(["export", *differing])
 
@@ -59,5 +59,5 @@ def check(section: ExportSection) -> None:
 
 
 def file_of(section: ExportSection) -> str:
-    """Name of the file that holds the weights."""
+    """Return the name of the file that holds the weights."""
     return plugins.find(FORMATS, section.kind).FILE or section.file

@@ -20,7 +20,7 @@ from lockstep.models.objectives._objective import Objective
 
 FILE = "lockstep.json"
 CALIBRATION = "calibration.json"
-"""In a run's folder: the temperature that was fitted, and the digest of the weights that it is for."""
+"""File in a run's folder with the fitted temperature, and the digest of the weights that it is for."""
 PRIVATE_SECTIONS = ("launch", "observe", "export")
 """Sections of a recipe that do not affect the weights, but may hold account names and environment variables."""
 MAX_LABELS = 10**6
@@ -28,7 +28,7 @@ SPEC = ("modality", "labels", "numbers", "objective", "image_shape", "prepared",
 """The fields of DataSpec that belong to a model, and not only to its data."""
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Dimension = Annotated[int, Field(ge=1, le=2**16)]
-"""Of an image: channels, height or width."""
+"""Channels, height or width of an image."""
 Text = Annotated[str, Field(max_length=2**16)]
 
 
@@ -44,7 +44,7 @@ FileName = Annotated[str, Field(max_length=4096), AfterValidator(_inside)]
 
 
 def file_in(folder: Path, name: str) -> Path:
-    """The path of a file of code in an export. Raises FileNotFoundError, and ModelError for a link."""
+    """Return the path of a file of code in an export. Raises FileNotFoundError, and ModelError for a link."""
     path = folder / name
     if path.resolve() != folder.resolve() / name:
         raise ModelError(f"{path} is a link, which is not followed: put the file itself into the export's folder")
@@ -54,22 +54,22 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 class RoundTrip(BaseModel):
-    """How the export, read back, compares with the trained model on samples of the test split."""
+    """Comparison of the export, read back, with the trained model on samples of the test split."""
 
     model_config = ConfigDict(frozen=True)
 
     samples: Count
     largest_difference: float
-    """Of any logit or other output."""
+    """Largest absolute difference of a logit or other output."""
     largest_output: float
-    """The scale of that difference."""
+    """Largest absolute output, the scale of that difference."""
     labels_changed: Count
-    """Samples, or words, with another predicted label."""
+    """Number of samples, or words, with another predicted label."""
     accuracy_before: float | None
-    """None without labels."""
+    """Accuracy of the trained model; None without labels."""
     accuracy_after: float | None
     same_weights: bool = False
-    """Equal bit for bit; False where weights cannot be read back, as from a graph."""
+    """Whether weights are equal bit for bit; False where they cannot be read back, as from a graph."""
 
     def summary(self, dtype: str) -> str:
         if dtype == "fp32":
@@ -93,28 +93,28 @@ class Calibration(BaseModel):
 
     temperature: Annotated[float, Field(ge=1e-6, le=1e6, strict=True)]
     samples: Count
-    """That it was fitted on; the errors are measured on the other half."""
+    """Number of samples that it was fitted on; the errors are measured on the other half."""
     ece_before: float
     """Expected calibration error at temperature 1."""
     ece_after: float
 
 
 class ExportFacts(BaseModel):
-    """Everything known about a model outside of its run."""
+    """Metadata of a model outside of its run."""
 
     model_config = ConfigDict(frozen=True)
 
     name: Text
-    """Of the run."""
+    """Name of the run."""
     kind: Text
-    """The export's format; "checkpoint" for a model that was not exported."""
+    """Format of the export; "checkpoint" for a model that was not exported."""
     dtype: DType = "fp32"
     file: FileName = ""
-    """Of the weights."""
+    """File of the weights."""
     files: tuple[FileName, ...] = ()
     """All files of the export; others in its folder belong to the user."""
     model: dict[str, Any]
-    """The recipe's section `model`."""
+    """Section `model` of the recipe."""
     modality: Text
     labels: Annotated[tuple[Text, ...], Field(max_length=MAX_LABELS)]
     numbers: Annotated[tuple[Text, ...], Field(max_length=MAX_LABELS)] = ()
@@ -124,11 +124,11 @@ class ExportFacts(BaseModel):
     prepared: bool = False
     """Whether a file's pixels have to pass `prepare` first."""
     prepare: FileName = ""
-    """The Python file that has it."""
+    """Python file that defines `prepare`."""
     vocabulary: Annotated[int, Field(ge=1, le=2**31)] | None = None
     """Number of tokens of a language model."""
     context: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    """Tokens of a sample that it was trained with."""
+    """Number of tokens of a sample in training."""
     ends: tuple[Count, ...] = ()
     """Tokens that end a text."""
     inputs: tuple[str, ...] = ()
@@ -137,23 +137,23 @@ class ExportFacts(BaseModel):
     """Names of the tensors that the model returns, where it returns a dict."""
     step: Count
     digest: Annotated[str, Field(max_length=128)]
-    """Of the weights in fp32 as they are evaluated (with train.ema, the average), as printed by the run."""
+    """Digest of the weights in fp32 as they are evaluated (with train.ema, the average), as printed by the run."""
     metrics: dict[str, float]
     torch_version: str = ""
-    """Used for training."""
+    """Version of torch in training."""
     recipe: dict[str, dict[str, Any]]
-    """Its sections that the weights depend on."""
+    """Sections of the recipe that the weights depend on."""
     origin: Origin | None = None
-    """Of the training data."""
+    """Source of the training data."""
     license: str | None = None
     language: tuple[str, ...] = ()
     """ISO 639 codes of the texts."""
     base_model: str | None = None
-    """The hub's name of the model that training started from."""
+    """Name on the hub of the model that training started from."""
     base: Text = ""
-    """Of an adapter: the model that it was trained beside, a name on the hub or a folder."""
+    """Model that an adapter was trained beside, a name on the hub or a folder."""
     base_digest: Annotated[str, Field(max_length=128)] = ""
-    """Digest of the weights of that model which have not changed."""
+    """Digest of the unchanged weights of that model."""
     agreement: RoundTrip | None = None
     calibration: Calibration | None = None
 
@@ -168,12 +168,12 @@ class ExportFacts(BaseModel):
 
     @property
     def spec(self) -> DataSpec:
-        """The part of the facts that describes the data."""
+        """Description of the data, a part of the facts."""
         return DataSpec(**{name: getattr(self, name) for name in SPEC})
 
     @cached_property
     def learned(self) -> Objective:
-        """Its objective. Raises ModelError."""
+        """Objective of the model. Raises ModelError."""
         return objective_of(self.spec)
 
     @property
@@ -186,7 +186,7 @@ class ExportFacts(BaseModel):
 
 
 def facts_of(section: PluginSection, spec: DataSpec, *, recipe: Mapping[str, Any], **more: Any) -> ExportFacts:
-    """The facts of a model, without what only concerns this machine: an export is given to others. The home folder is
+    """Return the facts of a model, without those of this machine alone: exports are passed on. The home folder is
     written as ~."""
     model = {name: value for name, value in section.model_dump(mode="json").items() if (name, value) != ("file", None)}
     for key in ("file", "name"):  # a user's own code, and a pretrained model's files, are copied beside it
@@ -214,12 +214,12 @@ def _without_home(value: Any) -> Any:
 
 
 def keep_calibration(found: Calibration, folder: Path, *, digest: str) -> None:
-    """Save it in a run's folder, for the weights with this digest; replaces any other."""
+    """Save a calibration in a run's folder, for the weights with this digest; replaces any other."""
     storage.write(folder / CALIBRATION, json.dumps({"digest": digest, **found.model_dump(mode="json")}, indent=1))
 
 
 def kept_calibration(folder: Path, *, digest: str) -> Calibration | None:
-    """The calibration saved in a run's folder, if it is for the weights with this digest."""
+    """Return the calibration saved in a run's folder, if it is for the weights with this digest."""
     try:
         saved = storage.read_json(folder / CALIBRATION)
         return Calibration.model_validate(saved) if saved["digest"] == digest else None
@@ -230,12 +230,11 @@ def kept_calibration(folder: Path, *, digest: str) -> Calibration | None:
 
 
 def write(facts: ExportFacts, folder: Path) -> None:
-    """Write them into an export's folder."""
     storage.write(folder / FILE, json.dumps(facts.model_dump(mode="json"), indent=1, ensure_ascii=False))
 
 
 def read(folder: Path, base: str | None = None) -> ExportFacts:
-    """Read them from an export's folder; `base` is where the model of an adapter is now. Raises ModelError, and
+    """Read facts from an export's folder; `base` is where the model of an adapter is now. Raises ModelError, and
     ConfigError for an export that has no such model."""
     try:
         facts = ExportFacts.model_validate_json(storage.read_regular(folder / FILE, storage.MOST_JSON_BYTES))

@@ -28,7 +28,7 @@ def is_export(folder: Path) -> bool:
 
 
 def code_of(folder: Path, facts: ExportFacts) -> list[trust.Code]:
-    """The code that reading an export would execute: the user's file, and a torch.export program. Raises ModelError."""
+    """List the code that reading an export executes: the user's file, and a torch.export program. Raises ModelError."""
     with _read_errors(folder):
         program = plugins.find(FORMATS, facts.kind).PROGRAM
         codes = [_program(export_facts.file_in(folder, program), folder)] if program else []
@@ -42,7 +42,7 @@ def _program(file: Path, folder: Path) -> trust.Code:
 
 
 def forward_of(folder: Path, facts: ExportFacts | None = None) -> Forward:
-    """The forward function of an export, on the CPU: a module in evaluation mode if the format holds one.
+    """Load the forward function of an export, on the CPU: a module in evaluation mode if the format holds one.
 
     Raises ModelError if the folder is no export, or a damaged one.
     """
@@ -54,7 +54,7 @@ def forward_of(folder: Path, facts: ExportFacts | None = None) -> Forward:
 
 
 def tokenizer_of(folder: Path, facts: ExportFacts) -> Tokenizer | None:
-    """The tokenizer stored beside the weights; None for models that take no tokens."""
+    """Load the tokenizer stored beside the weights; None for models that take no tokens."""
     data = facts.recipe.get("data", {})
     special = data.get("special_tokens_in_text", "as_text")
     if facts.vocabulary is not None:
@@ -73,8 +73,7 @@ def tokenizer_of(folder: Path, facts: ExportFacts) -> Tokenizer | None:
 
 
 def processor_of(folder: Path, facts: ExportFacts) -> Processor | None:
-    """The image processor, the feature extractor or the user's `prepare`, stored beside the weights, if there is
-    one."""
+    """Load the image processor, the feature extractor or the user's `prepare` stored beside the weights, if any."""
     data = facts.recipe.get("data", {})
     with _read_errors(folder):
         if facts.prepare:
@@ -88,7 +87,7 @@ def processor_of(folder: Path, facts: ExportFacts) -> Processor | None:
 
 
 def loss_of(folder: Path, facts: ExportFacts, forward: Forward) -> Callable[[Outputs, Batch], LossSum]:
-    """The model's own loss; for a graph, that of the user's file beside it, else the objective's."""
+    """Return the model's own loss; for a graph, that of the user's file beside it, else the objective's."""
     if isinstance(forward, Model):
         return forward.loss
     if "file" not in facts.model:
@@ -99,7 +98,7 @@ def loss_of(folder: Path, facts: ExportFacts, forward: Forward) -> Callable[[Out
 
 
 def metrics_of(folder: Path, facts: ExportFacts) -> dict[str, Any]:
-    """The user's torchmetrics by name."""
+    """Return the user's torchmetrics by name."""
     with _read_errors(folder):
         _, section = _weights.section_of(facts, folder)
         return _own_functions.own_metrics(section, facts.spec)

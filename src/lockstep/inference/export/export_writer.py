@@ -27,12 +27,12 @@ DTYPE_HINT = (
     "  its numbers have to fit; export.dtype=fp32 takes any model."
 )
 EVALUATION_FILES = ("evaluation.json", "evaluation.html", "confusion.svg")
-"""Of `lockstep evaluate`, in the export's folder: outdated once another export is there."""
+"""Files of `lockstep evaluate` in the export's folder: outdated after another export."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSamples:
-    """Of the test split."""
+    """Samples of the test split."""
 
     first: Sequence[Batch]
     """A batch that a graph may be traced with, and batches of other sizes."""
@@ -93,8 +93,8 @@ def _locked(target: Path) -> Iterator[None]:
 
 @contextmanager
 def _replacing(target: Path) -> Iterator[tuple[Path, ExportFacts | None]]:
-    """A temporary folder that replaces the target at the end, and the facts of the previous export; after an error the
-    target is unchanged."""
+    """Yield a temporary folder that replaces the target at the end, and the facts of the previous export. After an
+    error the target is unchanged."""
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
     _restore(target, old)  # an export may have been killed between the two renames below
     _check_replaceable(target)
@@ -134,7 +134,7 @@ def _check_replaceable(target: Path) -> None:
 
 
 def _previous_facts(target: Path) -> ExportFacts | None:
-    """The facts of an existing export; raises ModelError if they are unreadable, as then its files are unknown."""
+    """Return the facts of an existing export. Raises ModelError if unreadable, as then its files are unknown."""
     try:
         return export_facts.read(target) if (target / FILE).is_file() else None
     except ModelError as error:
@@ -179,7 +179,7 @@ def _write(model: Model, folder: Path, *, facts: ExportFacts, samples: ExportSam
     if is_adapter := facts.kind == "adapter":
         base = str(facts.recipe["model"].get("name", ""))
         facts = facts.model_copy(update={"base": base, "base_digest": base_digest(model)})
-    written = _reduced(model if is_adapter else merged(model), facts.dtype)
+    written = _reduce(model if is_adapter else merged(model), facts.dtype)
     plugins.find(FORMATS, facts.kind).write(written, folder, batch=samples.first[0], facts=facts)
     try:
         again = _read_back(folder, facts)
@@ -212,8 +212,8 @@ def _read_back(folder: Path, facts: ExportFacts) -> Forward:
         raise ModelError(f"the export cannot be read back ({reason})") from error
 
 
-def _reduced(model: Model, dtype: DType) -> Model:
-    """A copy in another dtype; int8 is quantised by the format."""
+def _reduce(model: Model, dtype: DType) -> Model:
+    """Return a copy in fp16 or bf16, else the model itself: the format quantises to int8."""
     if dtype == "fp32" or dtype not in _weights.TORCH_DTYPES:
         return model.eval()
     try:

@@ -22,11 +22,11 @@ REFUSALS = {
     401: "does not accept the token: log in again with `hf auth login`, or set HF_TOKEN to one that is valid",
     403: "does not allow this: the token needs permission to write, and OWNER should be you or your organization",
 }
-"""By status."""
+"""Text of a refusal, by HTTP status."""
 
 
 def prepared(name: str, *, is_space: bool, is_private: bool) -> Upload:
-    """Check what can be known before an export -> what uploads it as OWNER/NAME. Raises HubError."""
+    """Check what can be known before an export -> a function that uploads it as OWNER/NAME. Raises HubError."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -51,7 +51,7 @@ def prepared(name: str, *, is_space: bool, is_private: bool) -> Upload:
 
     def upload(folder: Path, facts: ExportFacts) -> str:
         kind = "space" if is_space else "model"
-        with _told(name, folder):
+        with _hub_errors(name, folder):
             return _upload(folder, facts, name=name, kind=kind, is_private=is_private)
 
     return upload
@@ -72,7 +72,7 @@ def _upload(folder: Path, facts: ExportFacts, *, name: str, kind: str, is_privat
         raise HubError(f"{url} is there already, and public: make it private in its settings, or give another name")
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = [*filter_repo_objects(files, ignore_patterns=DEFAULT_IGNORE_PATTERNS)]
-    gone = _files_of_previous(api, name, kind) - set(names)
+    gone = _previous_files(api, name, kind) - set(names)
     api.create_commit(
         name,
         [
@@ -85,8 +85,8 @@ def _upload(folder: Path, facts: ExportFacts, *, name: str, kind: str, is_privat
     return str(url)
 
 
-def _files_of_previous(api: "HfApi", name: str, kind: str) -> set[str]:
-    """Of the export that the repository holds; {} where it holds none."""
+def _previous_files(api: "HfApi", name: str, kind: str) -> set[str]:
+    """List the files of the export that the repository holds; empty where it holds none."""
     from huggingface_hub.errors import EntryNotFoundError
 
     prefix = f"{space.MODEL}/" if kind == "space" else ""
@@ -98,8 +98,8 @@ def _files_of_previous(api: "HfApi", name: str, kind: str) -> set[str]:
 
 
 @contextmanager
-def _told(name: str, folder: Path) -> Iterator[None]:
-    """Turn what the client raises into a HubError."""
+def _hub_errors(name: str, folder: Path) -> Iterator[None]:
+    """Turn the client's exceptions into HubError."""
     from huggingface_hub.errors import HfHubHTTPError
 
     kept = f"\n  The export is in {folder}; the same command pushes it again, without what has arrived already."
@@ -112,6 +112,6 @@ def _told(name: str, folder: Path) -> Iterator[None]:
         reason = error.server_message or str(error).partition("\n")[0]
         what = REFUSALS.get(status, f"answers {status}")
         raise HubError(f"{name}: the hub {what} ({reason}){kept}") from error
-    except Exception as error:  # of the client, and of what it is built on
+    except Exception as error:  # of the client and its dependencies
         reason = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__
         raise HubError(f"{name}: the upload has failed ({reason}){kept}") from error

@@ -33,7 +33,7 @@ PIPELINES = {
 }
 """(kind of model, objective) -> arguments of the pipeline of transformers that predicts the same."""
 TRANSFORMERS = ("transformer", "image_classifier", "audio_classifier", "causal_lm")
-"""Kinds of models that it loads."""
+"""Kinds of models that transformers loads."""
 ASKED = '[{"role": "user", "content": "..."}]'
 MAX_LABELS = 50
 HUB_METRICS = ("accuracy", "f1")
@@ -43,7 +43,7 @@ NEXT_LINE = "\x85"
 
 
 def text(facts: ExportFacts) -> str:
-    """The whole card; names that come from users cannot act as Markdown, HTML or front matter."""
+    """Return the whole card; names that come from users cannot act as Markdown, HTML or front matter."""
     recipe = yaml.safe_dump(_without_folders(facts.recipe), sort_keys=False, allow_unicode=True)
     if NEXT_LINE in recipe:
         recipe = yaml.safe_dump(_without_folders(facts.recipe), sort_keys=False)
@@ -66,7 +66,7 @@ def text(facts: ExportFacts) -> str:
 
 
 def _request(facts: ExportFacts) -> str:
-    """A request to the server, as JSON; empty where it cannot serve the model."""
+    """Return a request to the server, as JSON; empty where it cannot serve the model."""
     if facts.learned.GENERATES:
         return f'{{"messages": {ASKED}}}' if _has_chats(facts) else '{"prompt": "..."}'
     if facts.modality == "text" and facts.model["kind"] == "transformer":
@@ -83,19 +83,19 @@ def _has_chats(facts: ExportFacts) -> bool:
 
 
 def purpose_of(facts: ExportFacts) -> str:
-    """What the model is for, as "that ..."; empty where nothing is known of it."""
+    """Return the purpose of the model, as "that ..."; empty where it is unknown."""
     names = facts.labels or facts.numbers
     shown = [f'"{as_markdown(name)}"' for name in names[:MAX_LABELS]] + ["..."] * (len(names) > MAX_LABELS)
     return facts.learned.PURPOSE.format(count=len(names), names=", ".join(shown), samples=samples_of(facts.modality))
 
 
 def _task(facts: ExportFacts) -> str | None:
-    """What the hub calls it; None where it has no name."""
+    """Return the hub's name of the task; None where it has none."""
     return facts.learned.TASK or TASKS.get(facts.modality)
 
 
 def _front_matter(facts: ExportFacts) -> str:
-    """YAML that the hub reads, metrics included; without what is unknown."""
+    """Return YAML that the hub reads, metrics included; without unknown values."""
     from huggingface_hub import ModelCardData
 
     hub_name = facts.origin.hub if facts.origin else None
@@ -116,7 +116,7 @@ def _front_matter(facts: ExportFacts) -> str:
 
 
 def _results(facts: ExportFacts) -> list[Any]:
-    """The finite metrics, each with the data set that it was measured on."""
+    """Return the finite metrics, each with the data set that it was measured on."""
     from huggingface_hub import EvalResult
 
     kind = str(facts.recipe["data"]["kind"])
@@ -149,7 +149,7 @@ def _link(title: str, path: str) -> str:
 
 
 def _without_folders(value: Any) -> Any:
-    """With every path reduced to its last component: readers of the card have other folders."""
+    """Reduce every path to its last component: readers of the card have other folders."""
     if isinstance(value, dict):
         return {key: _without_folders(each) for key, each in value.items()}
     if isinstance(value, list):

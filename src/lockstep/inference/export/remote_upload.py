@@ -1,7 +1,7 @@
 """Uploads an export, or the folder of a Space, to an object store.
 
 An object store cannot replace several files at once. So lockstep.json, without which there is no export, is deleted
-first and written last, and meanwhile a file says what is being uploaded: after a kill, the next upload goes on from it.
+first and written last, and meanwhile a file lists what is being uploaded: after a kill, the next upload continues.
 """
 
 import json
@@ -15,14 +15,14 @@ from lockstep.inference.export import export_facts, space
 from lockstep.inference.export.export_facts import ExportFacts
 
 UNFINISHED = "lockstep-upload.json"
-"""The names of all files of the upload before, and of the one that is not finished."""
+"""File with the names of all files of the previous upload, and of the unfinished one."""
 
 
 def prepared(place: RemotePath, *, is_space: bool) -> Callable[[Path, ExportFacts], str]:
-    """Check what can be known before an export -> what uploads a folder, and returns the URL. Raises UserError."""
+    """Check the place before an export -> a function that uploads a folder and returns its URL. Raises UserError."""
     prefix = f"{space.MODEL}/" if is_space else ""
     facts = f"{prefix}{export_facts.FILE}"
-    old = _earlier(place, facts, prefix)
+    old = _previous_files(place, facts, prefix)
 
     def upload(folder: Path, _: ExportFacts) -> str:
         names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -36,8 +36,8 @@ def prepared(place: RemotePath, *, is_space: bool) -> Callable[[Path, ExportFact
     return upload
 
 
-def _earlier(place: RemotePath, facts: str, prefix: str) -> set[str]:
-    """The files of an earlier export at a place, which the next one replaces. Raises ModelError for any others."""
+def _previous_files(place: RemotePath, facts: str, prefix: str) -> set[str]:
+    """List the files of an earlier export at a place, which the next one replaces. Raises ModelError for any others."""
     held = remote_storage.listed(place).keys()
     known = set[str]()
     try:

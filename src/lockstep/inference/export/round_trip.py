@@ -14,8 +14,8 @@ from lockstep.core.numerics.word_tokens import IGNORED
 from lockstep.inference.export.export_facts import RoundTrip
 
 TOLERANCE = 1e-3
-"""Of an output: absolute, or relative to the largest output if that is more than 1. Measured: 1e-6 (onnxruntime), 3e-7
-(the same weights at other addresses: a product with a single row depends on their alignment)."""
+"""Largest difference of an output: absolute, or relative to the largest output if that is more than 1. Measured: 1e-6
+(onnxruntime), 3e-7 (the same weights at other addresses: a product with a single row depends on their alignment)."""
 FIXED_LENGTH = ("invalid dimensions", "Guard failed")
 """Messages of onnxruntime and torch.export about inputs of another shape than the traced one."""
 
@@ -63,7 +63,7 @@ def judge(agreement: RoundTrip) -> None:
         )
 
 
-def _widened(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def _widen(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(one.dtype, other.dtype)
     return one.to(dtype), other.to(dtype)
 
@@ -84,13 +84,13 @@ def same_weights(model: nn.Module, again: Forward, *, is_reduced: bool = False) 
     for name, tensor in expected.items():
         found = actual.get(name)
         is_kept = found is not None and (tensor.dtype == found.dtype or name not in saved)
-        if found is None or not is_kept or not torch.equal(*_widened(tensor, found)):
+        if found is None or not is_kept or not torch.equal(*_widen(tensor, found)):
             raise ModelError(f"the export was read back and differs (in {name}); nothing was kept")
     return True
 
 
 def outputs(forward: Forward, batch: Batch) -> Outputs:
-    """The outputs for a batch in evaluation mode, floats as fp32."""
+    """Return the outputs for a batch in evaluation mode, floats as fp32."""
     if isinstance(forward, nn.Module):
         forward.eval()
     with torch.inference_mode():
@@ -108,7 +108,7 @@ def _export_outputs(forward: Forward, batch: Batch) -> Outputs:
 
 
 def _difference(expected: Tensor, actual: Tensor) -> float:
-    """The largest absolute difference; equal infinities are equal."""
+    """Return the largest absolute difference; equal infinities are equal."""
     differences = (expected - actual)[expected != actual].abs()
     if not differences.isfinite().all():
         raise ModelError("the export was read back and gives outputs that are not finite; nothing was kept")
@@ -116,7 +116,7 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
 
 
 def _has_classes(logits: Tensor, label: Tensor | None) -> bool:
-    """Whether they are those of classes, [m, K] or, with a label for each token, [m, T, K]."""
+    """Return whether logits are those of classes, [m, K] or, with a label for each token, [m, T, K]."""
     is_labelled = label is not None and label.shape == logits.shape[:-1]
     return logits.ndim > 1 and logits.shape[-1] > 1 and (logits.ndim == 2 or is_labelled)
 

@@ -16,7 +16,7 @@ from lockstep.inference.export.model_card import purpose_of
 FOLDER, MODEL = "space", "model"
 """The Space's folder in the run's folder, and the export's folder in the Space."""
 PORT = 7860
-"""Where Spaces expect a server by default."""
+"""Port on which Spaces expect a server by default."""
 PACKAGE = "lockstep-train"
 ATTRIBUTES = ".gitattributes"
 LFS_PATTERNS = ("*.safetensors", "*.pt", "*.pt2", "*.pth", "*.bin", "*.ckpt", "*.onnx", "*.onnx.data", "tokenizer.json")
@@ -32,20 +32,20 @@ def check(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         reason = "is no folder"
     try:
-        if not (_existing(folder / "Dockerfile") or MARKER).startswith(MARKER):
+        if not (_read_text(folder / "Dockerfile") or MARKER).startswith(MARKER):
             reason = "has another Dockerfile"
-        elif "\nsdk: docker\n" not in (_existing(folder / "README.md") or "\nsdk: docker\n"):
+        elif "\nsdk: docker\n" not in (_read_text(folder / "README.md") or "\nsdk: docker\n"):
             reason = "has a README.md that is no Docker Space's"
-        _existing(folder / ATTRIBUTES)
+        _read_text(folder / ATTRIBUTES)
     except (OSError, UnicodeDecodeError) as error:
         reason = f"holds a file that cannot be read ({error})"
     if reason is not None:
         raise ModelError(f"{folder} {reason}: name another folder with --to, such as the clone of a Docker Space")
 
 
-def _existing(file: Path) -> str | None:
-    """The text of a file, None if there is none. Raises UnicodeDecodeError, and OSError also for a symbolic link,
-    which may lead out of the repository."""
+def _read_text(file: Path) -> str | None:
+    """Return the text of a file, None if there is none. Raises UnicodeDecodeError, and OSError also for a symbolic
+    link, which may lead out of the repository."""
     if file.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(file))
     return storage.read_regular(file, MAX_TEXT_BYTES).decode("utf-8") if file.exists() else None
@@ -60,7 +60,7 @@ def write(folder: Path, facts: ExportFacts) -> None:
             if name == "Dockerfile" or not file.exists():
                 storage.write(file, text)
             elif name == ATTRIBUTES:
-                lines = (_existing(file) or "").splitlines()
+                lines = (_read_text(file) or "").splitlines()
                 patterns = {line.split()[0] for line in lines if line.strip()}
                 missing = [line for line in text.splitlines() if line.split()[0] not in patterns]
                 storage.write(file, "\n".join([*lines, *missing, ""]))
@@ -70,13 +70,13 @@ def write(folder: Path, facts: ExportFacts) -> None:
 
 
 def _extras(facts: ExportFacts) -> list[str]:
-    """What serving the model needs."""
+    """List the package's extras that serving the model needs."""
     needed = {"adapters": facts.kind == "adapter", "audio": facts.modality == "audio", "onnx": facts.kind == "onnx"}
     return [*(extra for extra, is_needed in needed.items() if is_needed), "serve"]
 
 
 def texts(facts: ExportFacts) -> dict[str, str]:
-    """The Space's files besides the export, by name."""
+    """Return the texts of the Space's files besides the export, by name."""
     front = {
         "title": facts.name,
         "emoji": "\N{DIRECT HIT}",

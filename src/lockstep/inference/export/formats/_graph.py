@@ -16,11 +16,11 @@ from lockstep.base.model_contracts import Batch, Model
 
 TOKENS = ("input_ids", "attention_mask")
 LONGEST_REASON = 400
-"""Characters of a tracer's message."""
+"""Maximum number of characters of a tracer's message."""
 
 
 class Traceable(nn.Module):
-    """Takes tensors in the order of `names` instead of a batch."""
+    """A model that takes tensors in the order of `names` instead of a batch."""
 
     def __init__(self, model: Model, names: list[str]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Traceable(nn.Module):
 
 
 def outputs_of(model: nn.Module, batch: Batch) -> Tensor | dict[str, Tensor]:
-    """Outputs that a graph can return: a tensor, or tensors by name. Raises ModelError for others."""
+    """Return outputs that a graph can return: a tensor, or tensors by name. Raises ModelError for others."""
     outputs = model(batch)
     if isinstance(outputs, Tensor):
         return outputs
@@ -46,7 +46,7 @@ def outputs_of(model: nn.Module, batch: Batch) -> Tensor | dict[str, Tensor]:
 
 
 def names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
-    """The keys of the dict that a model returns; () if it returns no dict."""
+    """Return the keys of the dict that a model returns; () if it returns no dict."""
     model.eval()
     with torch.inference_mode():
         outputs = model(batch)
@@ -54,13 +54,13 @@ def names_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
 
 
 def inputs_of(batch: Batch, targets: Collection[str]) -> Batch:
-    """The batch without its targets, repeated twice: a tracer would take a batch size of 1 for a constant."""
+    """Return the batch without targets, repeated twice: a tracer would take a batch size of 1 for a constant."""
     columns = {name: column for name, column in batch.items() if name not in targets}
     return {name: column.repeat(2, *[1] * (column.ndim - 1)) for name, column in columns.items()}
 
 
 def cannot_be_traced(error: BaseException, kind: str) -> ModelError:
-    """The error for a model that a tracer has refused."""
+    """Return the error for a model that a tracer has refused."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, ModelError):
@@ -77,7 +77,7 @@ def cannot_be_traced(error: BaseException, kind: str) -> ModelError:
 
 
 def dynamic_dimensions(name: str) -> dict[int, str]:
-    """The dimensions of an input that may have any size: the batch, and the length of texts."""
+    """Return the dimensions of an input that may have any size: the batch, and the length of texts."""
     return {0: "batch", 1: "length"} if name in TOKENS else {0: "batch"}
 
 

@@ -21,12 +21,12 @@ TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bflo
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The wrapped network, if there is one: its parameter names are those that others expect in a state dict."""
+    """Return the wrapped network, if any: its parameter names are those that others expect in a state dict."""
     return getattr(model, "network", model)
 
 
 def section_of(facts: ExportFacts, folder: Path, *, is_adapter: bool = False) -> tuple[Any, ModelSection]:
-    """The model's plugin and its section, with paths in the export's folder, but for the model that an adapter is for.
+    """Return the model's plugin and its section, with paths in the export's folder except that of an adapter's model.
     Raises ModelError."""
     plugin = plugins.implementation("models", facts.model["kind"])
     section = dict(facts.model)
@@ -38,7 +38,7 @@ def section_of(facts: ExportFacts, folder: Path, *, is_adapter: bool = False) ->
 
 
 def rebuilt(facts: ExportFacts, folder: Path) -> Model:
-    """The untrained model in the export's dtype, in evaluation mode; a float64 model counts as fp32."""
+    """Build the untrained model in the export's dtype, in evaluation mode; a float64 model counts as fp32."""
     plugin, section = section_of(facts, folder)
     if section.code is None:  # a user's own build() may do anything
         _check_size(facts, folder)
@@ -51,7 +51,7 @@ def rebuilt(facts: ExportFacts, folder: Path) -> Model:
 
 def _check_size(facts: ExportFacts, folder: Path) -> None:
     """Raise ModelError for a model that is larger than the file of its weights, before memory is allocated for it:
-    settings may come from anybody."""
+    settings may come from untrusted users."""
     plugin, section = section_of(facts, folder)
     from_config = plugins.hook("models", facts.model["kind"], "from_config")
     with torch.device("meta"):

@@ -17,15 +17,15 @@ PROGRAM = None
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
-    """With the name of the model that it belongs to."""
+    """Write the adapter, with the name of the model that it belongs to."""
     revision = facts.model.get("revision") if facts.base_model else None
-    base = _place(facts.base) or None
+    base = _expand_home(facts.base) or None
     _adapter.save_adapter(model, folder, base=base, revision=revision, objective=name_of(facts.spec))
 
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
-    """The pretrained model, which is loaded anew, with the adapter. Raises ModelError."""
-    if base := _place(facts.base):
+    """Load the pretrained model anew, with the adapter. Raises ModelError."""
+    if base := _expand_home(facts.base):
         if Path(base).is_absolute() and not Path(base).is_dir():
             raise ModelError(
                 f"the model that the adapter was trained beside is no longer in {base}: name its folder with --base"
@@ -38,6 +38,6 @@ def read(folder: Path, facts: ExportFacts) -> Forward:
     return model.eval()
 
 
-def _place(base: str) -> str:
-    """A name on the hub, or a folder with the user's home folder in full."""
+def _expand_home(base: str) -> str:
+    """Return a name on the hub as it is, or a folder with the user's home folder in full."""
     return str(Path(base).expanduser()) if base.startswith("~") else base

@@ -21,9 +21,9 @@ DTYPES = ("fp32", "fp16", "int8")
 PROGRAM = None
 FILE = "model.onnx"
 MOST_SECONDS, POLL_SECONDS = 120.0, 0.05
-"""Of a forward pass: a graph may hold loops without an end."""
+"""Time limit of a forward pass, as a graph may hold endless loops, and interval of its checks."""
 LEAST_BYTES = 512 << 20
-"""Of memory that has to be left while it runs."""
+"""Memory that has to remain free during a forward pass."""
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
@@ -61,7 +61,7 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
 
 
 def _quantise(file: Path) -> None:
-    """Dynamic quantisation of matrix products to int8."""
+    """Quantise matrix products to int8, dynamically."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -73,7 +73,7 @@ def _quantise(file: Path) -> None:
 
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
-    """An onnxruntime session on the CPU; raises MissingExtra without onnxruntime."""
+    """Open an onnxruntime session on the CPU. Raises MissingExtra without onnxruntime."""
     plugins.require("onnx", "onnxruntime", what="an ONNX export")
     import onnxruntime
 
@@ -94,7 +94,7 @@ def read(folder: Path, facts: ExportFacts) -> Forward:
 
 @contextmanager
 def _limits(what: str) -> Iterator[Any]:
-    """Options of a run that ends when it takes too long or too much memory. Raises ModelError then."""
+    """Yield options of a run that ends when it takes too long or too much memory. Raises ModelError then."""
     import onnxruntime
 
     options, done, end = onnxruntime.RunOptions(), threading.Event(), time.monotonic() + MOST_SECONDS

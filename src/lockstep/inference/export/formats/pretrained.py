@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
-    """With save_pretrained() if the model has it, else safetensors with a loader."""
+    """Write with save_pretrained() if the model has it, else safetensors with a loader."""
     if save := plugins.hook("models", facts.model["kind"], "save"):
         save(model, folder)
         return
@@ -51,7 +51,7 @@ def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> No
 
 
 def read(folder: Path, facts: ExportFacts) -> Forward:
-    """With from_pretrained() if the model has it."""
+    """Read with from_pretrained() if the model has it."""
     read_back = plugins.hook("models", facts.model["kind"], "read_back")
     if read_back is None:
         return _weights.read(folder, facts)

@@ -12,7 +12,6 @@ PROGRAM = None
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
-    """Write model.safetensors."""
     _weights.write(model, facts, folder)
 
 

@@ -13,8 +13,8 @@ from lockstep.inference.export.formats._graph import Traceable, cannot_be_traced
 DTYPES = ("fp32", "fp16", "bf16")
 FILE = "model.pt2"
 PROGRAM = FILE
-"""Loading it can execute arbitrary code: torch unpickles, evaluates shape expressions, and calls any torch function
-that a node names."""
+"""File whose loading can execute arbitrary code: torch unpickles, evaluates shape expressions, and calls any torch
+function that a node names."""
 
 
 def write(model: Model, folder: Path, *, batch: Batch, facts: ExportFacts) -> None:
