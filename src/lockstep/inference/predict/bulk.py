@@ -36,14 +36,14 @@ class PredictOptions:
     input: Path
     out: Path
     text_column: str | None = None
-    """By default that of the training."""
+    """Column of the texts; by default that of the training."""
     prefix: str = ""
-    """Of the new columns' names."""
+    """Prefix of the new columns' names."""
     has_probabilities: bool = False
     sampling: Sampling = Sampling(max_tokens=64, temperature=0, truncate=True)
-    """Of a language model."""
+    """Sampling of a language model."""
     processes: int | None = None
-    """By default one for each core, or each GPU."""
+    """Number of processes; by default one for each core, or each GPU."""
     device: str = "cpu"
     dtype: DTypeName | None = None
     base: str | None = None
@@ -93,24 +93,26 @@ def predict(options: PredictOptions, console: Console) -> None:
         try:
             BulkPrediction(options=options, source=source, files=files, pool=pool, console=console).run()
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted{_kept(files)}") from None
+            raise Interrupted(f"interrupted{_resume_hint(files)}") from None
         except LockstepError as error:
-            raise type(error)(f"{error}{_kept(files)}") from error.__cause__
+            raise type(error)(f"{error}{_resume_hint(files)}") from error.__cause__
         except OSError as error:
-            raise DataError(f"cannot write to {options.out.parent}: {error.strerror}{_kept(files)}") from error
+            raise DataError(f"cannot write to {options.out.parent}: {error.strerror}{_resume_hint(files)}") from error
         except pa.ArrowException as error:
-            raise DataError(f"the rows of {options.input} cannot be put together: {error}{_kept(files)}") from error
+            raise DataError(
+                f"the rows of {options.input} cannot be put together: {error}{_resume_hint(files)}"
+            ) from error
 
 
 def _processes(options: PredictOptions) -> int:
-    """Raises LaunchError where there is no GPU."""
+    """Return the number of processes. Raises LaunchError where there is no GPU."""
     gpus = torch.cuda.device_count()
     if options.device == "cuda" and not gpus:
         raise LaunchError("there is no GPU that torch can use here: leave --device out")
     return options.processes or (gpus if options.device == "cuda" else cores())
 
 
-def _kept(files: ChunkFiles) -> str:
+def _resume_hint(files: ChunkFiles) -> str:
     done = files.count()
     chunks = f"{done:,} chunks are" if done > 1 else "1 chunk is"
     return f"\n{chunks} done and kept in {files.folder}: the same command goes on from there" if done else ""
@@ -163,8 +165,8 @@ class BulkPrediction:
         return f", {progress.speed:,.0f} rows/s"
 
     def schema(self, scan: InputScan, model: ExportFacts) -> pa.Schema:
-        """Of the output; raises UserError for a model of another modality, and for columns that clash or cannot be
-        written."""
+        """Return the schema of the output. Raises UserError for a model of another modality, and for columns that clash
+        or cannot be written."""
         source = self.source
         if ("text" if model.learned.GENERATES else model.modality) != source.modality:
             takes, holds = samples_of(model.modality), samples_of(source.modality)
@@ -186,7 +188,7 @@ class BulkPrediction:
         return schema
 
     def facts(self, model: ExportFacts, schema: pa.Schema) -> dict[str, Any]:
-        """Everything besides the rows that the predictions depend on; the names appear in messages."""
+        """Return everything besides the rows that the predictions depend on; the names appear in messages."""
         return {
             "model": model.model_dump(
                 mode="json", include={"digest", "kind", "model", "labels", "numbers", "objective", "calibration"}

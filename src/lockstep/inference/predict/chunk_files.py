@@ -86,7 +86,7 @@ class ChunkFiles:
             return {}
 
     def tables(self, chunks: Sequence[Chunk]) -> Iterator[pa.Table]:
-        """The predictions, in the order of the input."""
+        """Yield the predictions, in the order of the input."""
         for chunk in chunks:
             yield parquet.read_table(self.folder / chunk.file_name, partitioning=None)
 

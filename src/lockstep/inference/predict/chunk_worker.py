@@ -30,28 +30,28 @@ from lockstep.inference.trained_model import open_predictor
 from lockstep.models.objectives._objective import PredictingObjective, finite
 
 COMPLETION = "completion"
-"""The column that a language model adds."""
+"""Column that a language model adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedColumns:
-    """The column that is predicted, and the columns that are added."""
+    """Column that is predicted, and columns that are added."""
 
     source: str
-    """The column of texts or of files' paths."""
+    """Column of texts or of files' paths."""
     has_chats: bool = False
     """Whether the texts are chats, as JSON."""
     prefix: str = ""
-    """Of the new columns' names."""
+    """Prefix of the new columns' names."""
     has_probabilities: bool = False
     """Whether to add a column for each class."""
     takes_lists: bool = True
     """Whether the output can hold several labels of a sample as a list; else they are joined in a text."""
     sampling: Sampling = Sampling(max_tokens=64, temperature=0, truncate=True)
-    """Of a language model, which adds a column of completions."""
+    """Sampling of a language model, which adds a column of completions."""
 
     def added(self, facts: ExportFacts, scores: np.ndarray, texts: list[str]) -> dict[str, pa.Array]:
-        """The new columns for the scores of texts, or of files by their paths."""
+        """Return the new columns for the scores of texts, or of files by their paths."""
         assert isinstance(facts.learned, PredictingObjective)
         found = facts.learned.columns(scores, facts.spec, texts=texts, every=self.has_probabilities)
         separator = facts.learned.JOINED
@@ -67,7 +67,7 @@ class PredictedColumns:
         return pa.array([separator.join(labels) for labels in column], pa.string())
 
     def fields(self, facts: ExportFacts) -> list[pa.Field]:
-        """The new columns, without rows. Raises ModelError for a model that does not predict samples."""
+        """Return the fields of the new columns. Raises ModelError for a model that does not predict samples."""
         objective = facts.learned
         if objective.GENERATES:
             return [pa.field(f"{self.prefix}{COMPLETION}", pa.string())]
@@ -79,7 +79,7 @@ class PredictedColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTask:
-    """What a worker is given at its start."""
+    """Arguments of a worker at its start."""
 
     model: Path
     device: torch.device
@@ -89,9 +89,9 @@ class ChunkTask:
     batch: int
     columns: PredictedColumns
     files: Path | None
-    """The folder that paths of images or sounds are relative to; None for texts."""
+    """Folder that paths of images or sounds are relative to; None for texts."""
     output: Path
-    """The folder that predictions are written to."""
+    """Folder that predictions are written to."""
     trust: tuple[str, ...] = field(default_factory=trust.arguments)
 
 
@@ -100,11 +100,11 @@ class ChunkRequest:
     """A chunk to predict."""
 
     file_name: str
-    """Of its predictions."""
+    """Name of the file of its predictions."""
     first_row: int
     """Number of its first row in the input, from 1."""
     rows: bytes
-    """The serialized table."""
+    """Serialized table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +128,8 @@ class WorkerError:
 
 
 Message = ExportFacts | int | PromptsCut | ChunkDone | WorkerError
-"""What a worker sends: the model's facts once it is open; then for each chunk the number of rows predicted since the
-last message, what was cut of them, and that it is done."""
+"""Message of a worker: the model's facts once it is open; then for each chunk the number of rows predicted since the
+last message, the number of prompts cut, and its end."""
 
 
 def run_worker(task: ChunkTask, pipe: Connection) -> None:
@@ -159,7 +159,7 @@ def open_table(task: ChunkTask, send: Callable[[Message], None]) -> "ChunkTable"
 
 
 def explanation(error: Exception, task: ChunkTask) -> LockstepError:
-    """What to tell the user of an exception that opening a model or predicting raised."""
+    """Return the error to report for an exception that opening a model or predicting raised."""
     if isinstance(error, LockstepError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
@@ -168,7 +168,7 @@ def explanation(error: Exception, task: ChunkTask) -> LockstepError:
 
 
 def _use_one_core() -> None:
-    """One thread for kernels and for tokenizers, deterministic kernels on a GPU; before anything is computed."""
+    """Set one thread for kernels and for tokenizers, deterministic kernels on a GPU; before any computation."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else each process starts as many threads as there are cores
     fix_numerics(threads=1, exact=True)
 
@@ -183,8 +183,8 @@ class ChunkTable(ABC):
 
     @abstractmethod
     def columns(self, values: list[str], first_row: int) -> dict[str, pa.Array]:
-        """The new columns for texts, or paths. Raises ModelError for predictions that are not finite, DataError for a
-        damaged file."""
+        """Return the new columns for texts, or paths. Raises ModelError for predictions that are not finite, DataError
+        for a damaged file."""
 
     def predict(self, request: ChunkRequest) -> None:
         """Predict a chunk and write it. Raises ModelError, and DataError also for a full disk."""
@@ -202,13 +202,13 @@ class ChunkTable(ABC):
 
 
 def _text(value: str | list[str]) -> str:
-    """A text; a list of words as one."""
+    """Return a text, or a list of words as one text."""
     return value if isinstance(value, str) else joined(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCompleter(ChunkTable):
-    """With a language model."""
+    """Completes texts with a language model."""
 
     model: Generator
 
@@ -216,14 +216,14 @@ class ChunkCompleter(ChunkTable):
         texts, task = [], self.task
         for start in range(0, len(values), task.batch):
             rows = enumerate(values[start : start + task.batch], first_row + start)
-            made = self.model.finish([self._begun(value, row) for row, value in rows])
+            made = self.model.finish([self._completion(value, row) for row, value in rows])
             texts += [each.text for each in made]
             self.send(len(made))
             if cut := sum(each.is_truncated for each in made):
                 self.send(PromptsCut(count=cut))
         return {f"{task.columns.prefix}{COMPLETION}": pa.array(texts, pa.string())}
 
-    def _begun(self, value: str, row: int) -> Completion:
+    def _completion(self, value: str, row: int) -> Completion:
         """Begin the completion of a row. Raises DataError."""
         columns = self.task.columns
         sampling = replace(columns.sampling, seed=columns.sampling.seed + row)
@@ -236,7 +236,7 @@ class ChunkCompleter(ChunkTable):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkPredictor(ChunkTable):
-    """With a model that predicts something for each sample."""
+    """Predicts with a model that has scores for each sample."""
 
     model: Predictor
 
@@ -254,7 +254,7 @@ class ChunkPredictor(ChunkTable):
         return self.task.columns.added(self.model.facts, scores, values)
 
     def _batches(self, values: list[str]) -> Iterator[tuple[np.ndarray, list[Sample]]]:
-        """Row numbers and encoded samples, texts of similar length together to save padding."""
+        """Yield row numbers and encoded samples, texts of similar length together to save padding."""
         numbers, folder, read = np.arange(len(values)), self.task.files, self.model.reader
         if folder is None or read is None:
             encoded = self.model.encode(values)

@@ -19,12 +19,12 @@ from lockstep.data.chat_forms import columns_of, messages_of, tools_of
 from lockstep.data.own_files import SUFFIXES, files_below
 
 CHUNK_ROWS = 512
-"""Rows that one process predicts at a time, and the most that a killed one loses. The same for any number of processes,
-because texts share a batch, and so its padding, with texts of their own chunk."""
+"""Number of rows that one process predicts at a time, and the most that a killed one loses. The same for any number of
+processes, because texts share a batch, and so its padding, with texts of their chunk."""
 CSV_BLOCK_BYTES = 1 << 22
-"""Limits the length of a row. The reader holds up to 0.3 GB; with blocks of 16 MB it is 1.2 GB."""
+"""Maximum length of a row. The reader holds up to 0.3 GB; with blocks of 16 MB it is 1.2 GB."""
 FILE_COLUMN = "file"
-"""The column of paths, relative to the input folder."""
+"""Column of paths, relative to the input folder."""
 ROW = "\x1frow"
 """Column with a whole row of JSON, where the output keeps it as it is: besides it only the texts are a column."""
 Reader = Callable[[Path, str], Iterable[pa.Table]]
@@ -36,7 +36,7 @@ class PredictionInput:
 
     path: Path
     column: str
-    """Of the texts, or of the files' paths."""
+    """Column of the texts, or of the files' paths."""
     reader: Reader
     modality: str = "text"
     has_chats: bool = False
@@ -45,15 +45,15 @@ class PredictionInput:
     """Names in the rows of JSON that have been read for an output that keeps them."""
 
     def chunks(self) -> Iterator[pa.Table]:
-        """All rows, CHUNK_ROWS in each table but the last; column types are inferred for each chunk separately.
+        """Yield all rows, CHUNK_ROWS in each table but the last; column types are inferred for each chunk.
 
         Raises DataError for an input that cannot be read, or lacks the column.
         """
         with tables.read_errors(self.path):
-            yield from _rechunked(self.reader(self.path, self.column))
+            yield from _rechunk(self.reader(self.path, self.column))
 
     def is_short(self) -> bool:
-        """Whether one chunk contains all rows; reads no more than that. Raises DataError as `chunks` does."""
+        """Return whether one chunk contains all rows; reads no more than that. Raises DataError as `chunks` does."""
         first = next(self.chunks(), None)
         return first is None or first.num_rows < CHUNK_ROWS
 
@@ -61,9 +61,9 @@ class PredictionInput:
 def open_input(
     path: Path, text_column: str, modality: str = "text", *, out: Path | None = None, messages_column: str | None = None
 ) -> PredictionInput:
-    """The input at a path, of a folder the files of a modality, else images; raises DataError where there is none, or
-    one of an unknown format. Where `out` is JSON lines, rows of JSON are kept as they are. `messages_column`: of chats
-    in JSON, for a model of these."""
+    """Open the input at a path; a folder's files are of the modality, else images. Raises DataError where there is
+    none, or one of an unknown format. Where `out` is JSON lines, rows of JSON are kept as they are. `messages_column`
+    is the column of chats in JSON, for a chat model."""
     if not path.exists():
         raise DataError(f"there is no file or folder {path}: correct the path of what is to be predicted")
     if path.is_dir():
@@ -97,8 +97,8 @@ def _chat_columns(path: Path, messages_column: str) -> Sequence[str]:
     return found if len(found) == 1 else ()
 
 
-def _rechunked(blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows, CHUNK_ROWS in each table but the last."""
+def _rechunk(blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield the same rows, CHUNK_ROWS in each table but the last."""
     pending: list[pa.Table] = []
     missing = CHUNK_ROWS
     for block in blocks:
@@ -114,13 +114,13 @@ def _rechunked(blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def concatenated(blocks: list[pa.Table]) -> pa.Table:
-    """One contiguous table; a column that a block lacks is null there. Raises ArrowInvalid for columns without a common
-    type."""
+    """Return one contiguous table; a column that a block lacks is null there. Raises ArrowInvalid for columns without
+    a common type."""
     return pa.concat_tables(blocks, promote_options="permissive").combine_chunks()
 
 
 def serialize(table: pa.Table) -> bytes:
-    """A table as bytes, to be sent to a process or to be hashed."""
+    """Return a table as bytes, to send to a process or to hash."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -150,14 +150,14 @@ def _read_csv(path: Path, column: str) -> Iterator[pa.Table]:
 
 
 def _read_json(path: Path, column: str, *, has_chats: bool = False) -> Iterator[pa.Table]:
-    """Columns of JSON: a row that lacks a name has null there."""
+    """Yield columns of JSON: a row that lacks a name has null there."""
     rows = _json_rows(path, column, has_chats=has_chats)
     while chunk := [row for row, _ in islice(rows, CHUNK_ROWS)]:
         yield _table(chunk)
 
 
 def _read_rows(path: Path, column: str, *, names: set[str], has_chats: bool = False) -> Iterator[pa.Table]:
-    """The texts of JSON, each beside its whole row; adds to `names`."""
+    """Yield the texts of JSON, each beside its whole row; adds to `names`."""
     rows = _json_rows(path, column, has_chats=has_chats)
     while chunk := list(islice(rows, CHUNK_ROWS)):
         names.update(name for row, _ in chunk for name in row)
@@ -165,20 +165,20 @@ def _read_rows(path: Path, column: str, *, names: set[str], has_chats: bool = Fa
 
 
 def _json_rows(path: Path, column: str, *, has_chats: bool) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield rows and their JSON; chats are JSON in the rows, too, up to what the assistant is to answer. Raises
+    """Yield rows and their JSON; chats are JSON in the rows, too, without a final answer of the assistant. Raises
     ValueError for half of a surrogate pair, which no output can hold, and for what is no chat."""
     for number, row in tables.json_rows(path, partial(_check_columns, column)):
         try:
             text = json.dumps(row, ensure_ascii=False)
             text.encode()
-            yield {**row, column: _asked(row, column)} if has_chats else row, text
+            yield {**row, column: _chat_json(row, column)} if has_chats else row, text
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
         except DataError as error:
             raise DataError(f"line {number} of {path}: {error}") from None
 
 
-def _asked(row: dict[str, Any], column: str) -> str:
+def _chat_json(row: dict[str, Any], column: str) -> str:
     """Return the messages of a chat without an answer at its end, and its tool schemas, as JSON. Raises DataError."""
     messages = messages_of(row[column])
     while messages and messages[-1]["role"] == ASSISTANT:
@@ -212,7 +212,7 @@ def _read_lines(path: Path, column: str) -> Iterator[pa.Table]:
 
 
 def _read_folder(path: Path, column: str, modality: str) -> Iterator[pa.Table]:
-    """Files in the order of their paths, which does not depend on the file system."""
+    """Yield the files' paths in sorted order, which does not depend on the file system."""
     files = sorted(file.relative_to(path).parts for file in files_below(path, modality))
     storage.require_inside((path.joinpath(*parts) for parts in files), path)
     if not files:

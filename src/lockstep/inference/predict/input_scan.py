@@ -20,11 +20,11 @@ class Chunk:
     number: int
     rows: int
     digest: str
-    """Of the rows, 16 hex digits."""
+    """Digest of the rows, 16 hex digits."""
 
     @property
     def file_name(self) -> str:
-        """Of its predictions."""
+        """Name of the file of its predictions."""
         return f"{self.number:08}-{self.digest}.parquet"
 
 
@@ -32,7 +32,7 @@ class Chunk:
 class InputScan:
     input: PredictionInput
     schema: pa.Schema
-    """Common to all chunks."""
+    """Schema common to all chunks."""
     chunks: Sequence[Chunk]
 
     @property
@@ -40,22 +40,22 @@ class InputScan:
         return sum(chunk.rows for chunk in self.chunks)
 
     def read_again(self) -> Iterator[tuple[Chunk, pa.Table]]:
-        """Each chunk with its rows in the common schema; raises DataError if the input has changed since the scan."""
+        """Yield each chunk with its rows in the common schema. Raises DataError if the input was changed after the scan."""
         expected = iter(self.chunks)
         for number, table in enumerate(self.input.chunks()):
             chunk = next(expected, None)
             if chunk is None or chunk != _chunk(self.input, number, table):
-                raise self._changed()
+                raise self._change_error()
             yield chunk, concatenated([self.schema.empty_table(), table])
         if next(expected, None) is not None:
-            raise self._changed()
+            raise self._change_error()
 
-    def _changed(self) -> DataError:
+    def _change_error(self) -> DataError:
         return DataError(f"{self.input.path} was changed while it was read: give the same command again")
 
 
 def scan_input(source: PredictionInput) -> InputScan:
-    """Read all of it; raises DataError for an unreadable input, a row without a text, columns without a common type."""
+    """Read the input. Raises DataError for an unreadable input, a row without a text, columns without a common type."""
     schemas: list[pa.Schema] = []
     chunks: list[Chunk] = []
     for number, table in enumerate(source.chunks()):
@@ -88,7 +88,7 @@ def _chunk(source: PredictionInput, number: int, table: pa.Table) -> Chunk:
 
 
 def is_words(kind: pa.DataType) -> bool:
-    """Whether a column holds lists of texts, which are words."""
+    """Return whether a column holds lists of texts, which are words."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     return is_list and any(is_text(kind.value_type) for is_text in TEXT_TYPES)
 

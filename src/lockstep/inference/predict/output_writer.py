@@ -19,12 +19,12 @@ from lockstep.base.errors import DataError
 from lockstep.inference.predict.input_rows import ROW
 
 GROUP_BYTES = 1 << 26
-"""Of rows that are written at once: a row group of Parquet."""
+"""Minimum size of the rows that are written at once: a row group of Parquet."""
 Writer = Callable[[IO[bytes], pa.Schema, Iterable[pa.Table]], None]
 
 
 def writer_of(out: Path) -> Writer:
-    """The writer for the file's suffix; raises DataError for an unknown suffix, or where no file can be."""
+    """Return the writer for the file's suffix. Raises DataError for an unknown suffix, or where no file can be."""
     if out.suffix.lower() not in WRITERS:
         raise DataError(f"{out} is of no form that can be written: end --out in {', '.join(WRITERS)}")
     if out.is_dir():
@@ -52,7 +52,7 @@ def write(out: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         with temporary.open("wb") as file:
-            writer_of(out)(file, schema, _grouped(tables))
+            writer_of(out)(file, schema, _group(tables))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(out)
@@ -61,8 +61,8 @@ def write(out: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
     storage.sync(out.parent)
 
 
-def _grouped(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Larger tables of the same rows, GROUP_BYTES or more each but the last."""
+def _group(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield larger tables of the same rows, GROUP_BYTES or more each but the last."""
     group: list[pa.Table] = []
     for table in tables:
         group.append(table)
@@ -90,12 +90,12 @@ def _write_json_lines(file: IO[bytes], _: pa.Schema, tables: Iterable[pa.Table])
         for batch in table.to_batches(max_chunksize=1024):
             for row in batch.to_pylist():
                 kept = json.loads(row.pop(ROW, "{}"))
-                values = kept | {name: _finite(value) for name, value in row.items() if name not in kept}
+                values = kept | {name: _json_value(value) for name, value in row.items() if name not in kept}
                 file.write(f"{json.dumps(values, ensure_ascii=False, default=str)}\n".encode())
 
 
-def _finite(value: Any) -> Any:
-    """JSON has neither NaN nor infinity."""
+def _json_value(value: Any) -> Any:
+    """Return None for NaN and infinity, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

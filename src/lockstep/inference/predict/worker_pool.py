@@ -31,9 +31,9 @@ PRELOADED = ["lockstep.base.orphaned_start", "lockstep.inference.predict.chunk_w
 PRELOADED_FOR_TEXTS = ["transformers.modeling_utils", "transformers.models.auto.tokenization_auto"]
 """Imported once, by the fork server where there is one, instead of for 10 s in each process."""
 MAX_DEATHS = 3
-"""Processes that may die over one chunk, or before their first."""
+"""Number of processes that die over one chunk, or before their first, and end the command."""
 EXIT_SECONDS = 5.0
-"""How long a process may take to exit when all chunks are done."""
+"""Time for a process to exit when all chunks are done."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -44,12 +44,12 @@ class Worker:
     """Whether it has loaded the model."""
     request: ChunkRequest | None = None
     rows: int = 0
-    """Rows predicted of its current chunk."""
+    """Number of rows predicted of its current chunk."""
 
 
 @dataclass(kw_only=True)
 class WorkerPool:
-    """At most `size` processes."""
+    """A pool of at most `size` processes."""
 
     task: ChunkTask
     size: int
@@ -83,7 +83,7 @@ class WorkerPool:
             worker.pipe.close()
 
     def start_worker(self) -> None:
-        """Raises LaunchError."""
+        """Start a worker. Raises LaunchError."""
         ours, theirs = self.context.Pipe()
         task = self.task
         if task.device.type == "cuda":
@@ -184,15 +184,14 @@ class CommandProcess(WorkerPool):
 
     def model_facts(self) -> ExportFacts:
         """Open the model -> its facts. Raises UserError, SampleError."""
-        with self._explained():
+        with self._convert_errors():
             self.table = open_table(self.task, self._receive_own)
         return self.table.model.facts
 
     def predict(self, requests: Iterator[ChunkRequest], count: int, report_rows: Callable[[int], object]) -> None:
-        """As a pool does."""
         self.report_rows = report_rows
         for request in requests:
-            with self._explained():
+            with self._convert_errors():
                 self.table.predict(request)
 
     def _receive_own(self, message: Message) -> None:
@@ -202,7 +201,7 @@ class CommandProcess(WorkerPool):
             self.cut_prompts += message.count
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _convert_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
