@@ -40,7 +40,7 @@ class InputScan:
         return sum(chunk.rows for chunk in self.chunks)
 
     def read_again(self) -> Iterator[tuple[Chunk, pa.Table]]:
-        """Yield each chunk with its rows in the common schema. Raises DataError if the input was changed after the scan."""
+        """Yield each chunk with its rows in the common schema. Raises DataError if the input changed since the scan."""
         expected = iter(self.chunks)
         for number, table in enumerate(self.input.chunks()):
             chunk = next(expected, None)

@@ -25,11 +25,11 @@ from lockstep.inference.serving.serving_config import Settings
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
 """Headers of proxies, and of pages in a browser, which may come from anywhere."""
 ROUTES = ("/predict", "/predict/batch", "/generate", "/v1/chat/completions", "/v1/completions", "/v1/models")
-"""Of models of one kind or another."""
+"""Routes that only one kind of model has."""
 
 
 def build(service: Service) -> Middleware:
-    """The application behind its middleware; rebuilt for a reloaded model, which OpenAPI describes."""
+    """Return the application behind its middleware; rebuilt for a reloaded model, which OpenAPI describes."""
     app = _application(service)
     paths = frozenset(route.path for route in app.routes)
     middleware = Middleware(app, service.settings, service.metrics, paths=paths)
@@ -177,7 +177,7 @@ def _problem(request: Any, reason: str, status: int, **more: Any) -> Any:
 
 
 async def inputs_of(request: Any, takes: str, *, several: bool) -> tuple[list[Any], str]:
-    """The texts or files of a request, and the field that they are in; raises InvalidInput."""
+    """Return the texts or files of a request, and the field that they are in. Raises InvalidInput."""
     body, media_type = await request.body(), request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     if media_type == JSON:
         read = partial(json_inputs, body, takes, several=several)
@@ -185,11 +185,11 @@ async def inputs_of(request: Any, takes: str, *, several: bool) -> tuple[list[An
     files = (*FILE_TYPES[takes], FORM) if takes in FILE_TYPES and not several else ()
     if media_type not in files:
         raise InvalidInput([("content-type", f"should be {' or '.join((JSON, *files))}")], status=415)
-    return ([await _uploaded(request)], "file") if media_type == FORM else ([body], "body")
+    return ([await _form_file(request)], "file") if media_type == FORM else ([body], "body")
 
 
-async def _uploaded(request: Any) -> bytes:
-    """The file of a form; raises InvalidInput."""
+async def _form_file(request: Any) -> bytes:
+    """Return the file of a form. Raises InvalidInput."""
     from starlette.datastructures import UploadFile
 
     try:
@@ -204,7 +204,7 @@ async def _uploaded(request: Any) -> bytes:
 
 
 def info(model: Predictor | Generator, settings: Settings) -> dict[str, Any]:
-    """Public facts about the model and the server."""
+    """Return public facts about the model and the server."""
     limits = asdict(settings)
     for name in ("api_key", "host", "port"):
         del limits[name]
@@ -220,11 +220,11 @@ def info(model: Predictor | Generator, settings: Settings) -> dict[str, Any]:
 
 
 def _encodable(reason: str) -> str:
-    """With halves of surrogate pairs escaped, which UTF-8 cannot hold."""
+    """Escape halves of surrogate pairs, which UTF-8 cannot hold."""
     return reason.encode(errors="backslashreplace").decode()
 
 
 def is_local(request: Any) -> bool:
-    """Whether a request comes from this machine, but neither through a proxy nor from a page in a browser."""
+    """Return whether a request comes from this machine, but neither through a proxy nor from a page in a browser."""
     is_direct = request.client is not None and not any(name in request.headers for name in FORWARDED)
     return is_direct and is_loopback(request.client.host)

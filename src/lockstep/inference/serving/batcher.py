@@ -15,7 +15,7 @@ import torch
 from lockstep.inference.predictor import Predictor, Sample
 
 PASS_TOKENS = 128
-"""The cost of a forward pass, in tokens of padding: beyond that, shorter texts get a forward pass of their own."""
+"""Cost of a forward pass, in tokens of padding: beyond that, shorter texts get a forward pass of their own."""
 
 
 class Full(Exception):
@@ -27,7 +27,7 @@ class Item:
     """An input in the queue."""
 
     predictor: Predictor
-    """The model that it was encoded for; a reload may replace it meanwhile."""
+    """Model that it was encoded for; a reload may replace it meanwhile."""
     sample: Sample
     answer: "asyncio.Future[np.ndarray]"
     """Scores float32 [K] or [W, K]; cancelled if the request is."""
@@ -35,7 +35,7 @@ class Item:
 
     @property
     def length(self) -> int:
-        """In tokens; 1 for images, which have equal sizes."""
+        """Length in tokens; 1 for images, which have equal sizes."""
         return len(self.sample) if self.sample.ndim == 1 else 1
 
 
@@ -70,7 +70,7 @@ class Batcher:
         return len(self._waiting)
 
     async def predict(self, predictor: Predictor, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """The scores of encoded samples, float32 [K] or [W, K], in their order.
+        """Return the scores of encoded samples, float32 [K] or [W, K], in their order.
 
         Raises Full, without queueing any. Cancelling it removes its inputs from the queue.
         """
@@ -115,8 +115,8 @@ class Batcher:
             self._answer([item for item in group if not item.answer.cancelled()])
 
     def _threads_for(self, number: int) -> int:
-        """Cores for this thread's operations: one under load, which has the higher throughput; all for a single
-        request, which has the lower latency.
+        """Return the cores for this thread's operations: one under load, which has the higher throughput; all for a
+        single request, which has the lower latency.
 
         Only the first thread gets all: OpenMP keeps a pool for each thread that ever used several cores, and none of
         them spins between operations once there are more pool threads than cores.
@@ -126,7 +126,7 @@ class Batcher:
         return 1 if self._waiting else max(1, self._cores // max(self._running, 1 if number == 0 else 2))
 
     def _take(self, number: int) -> list[Item]:
-        """The oldest inputs, once there are any; nothing after `close`."""
+        """Wait for inputs -> the oldest ones; none after `close`."""
         with self._lock:
             while (seconds := self._seconds_to_wait()) != 0:
                 self._idle.add(number)
@@ -139,7 +139,7 @@ class Batcher:
             return items
 
     def _seconds_to_wait(self) -> float | None:
-        """Until the queued inputs are due; None if there are none."""
+        """Return the time until the queued inputs are due; None if there are none."""
         if self._is_closing or len(self._waiting) >= self.max_batch:
             return 0
         if not self._waiting:
@@ -152,7 +152,7 @@ class Batcher:
             self._conditions[number].notify()
 
     def _share(self) -> int:
-        """Number of inputs to take: the queue is divided among the free threads."""
+        """Return the number of inputs to take: the queue is divided among the free threads."""
         free = max(1, self.workers - self._running)
         return min(self.max_batch, -(-len(self._waiting) // free))
 
@@ -175,7 +175,7 @@ class Batcher:
 
 
 def groups(items: list[Item]) -> list[list[Item]]:
-    """Inputs of one model whose padding costs less than another forward pass, longest first."""
+    """Group inputs of one model whose padding costs less than another forward pass, longest first."""
 
     def model(item: Item) -> int:
         return id(item.predictor)

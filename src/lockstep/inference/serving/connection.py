@@ -1,5 +1,4 @@
-"""A client's connection, with limits on what uvicorn has none for: requests that do not become whole, and answers that
-are not read."""
+"""A client's connection, with limits that uvicorn lacks: on incomplete requests, and on answers that are not read."""
 
 import asyncio
 import json
@@ -9,28 +8,28 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: TID253 (imported where the extra is there)
 
 MOST_HEADER_BYTES = 64 << 10
-"""Of a request's line and headers, of what announces a chunk of a body, and of trailers."""
+"""Maximum size of a request's line and headers, of the header of a body's chunk, and of trailers."""
 MOST_SECONDS = 10.0
-"""Until the headers have come, or the client has read some of an answer."""
+"""Time limit for the headers to arrive, or for the client to read some of an answer."""
 MOST_WAITING = 512
-"""Connections without a whole request; for a further one, that which waits for the longest is closed."""
+"""Maximum number of connections without a complete request; a further one closes the one that waits longest."""
 MOST_PIPELINED = 8
-"""Requests that wait for the answer to an earlier one of their connection."""
+"""Maximum number of requests that wait for the answer to an earlier one of their connection."""
 
 
 class Connection(HttpToolsProtocol):
     """A connection as uvicorn's, with the limits."""
 
     unparsed = 0
-    """Bytes since the last part of a request that came whole."""
+    """Number of bytes since the last complete part of a request."""
     since = 0.0
-    """When it began to wait for a request."""
+    """Time at which it began to wait for a request."""
     timer: asyncio.TimerHandle | None = None
     active: Any = None
-    """The request that is being answered, or was."""
+    """Current or last request."""
 
     def __init__(self, *, seconds: float, **given: Any) -> None:
-        """`seconds` in place of MOST_SECONDS, if that is less."""
+        """Set the time limit: `seconds`, at most MOST_SECONDS."""
         super().__init__(**given)
         self.seconds = min(seconds, MOST_SECONDS)
 
@@ -44,16 +43,16 @@ class Connection(HttpToolsProtocol):
         self.since = self.loop.time()
         others: Any = self.connections  # of this class
         if len(others) > MOST_WAITING:
-            unwhole = [each for each in others if each.is_waiting or each.cycle.more_body]
-            if len(unwhole) > MOST_WAITING:
-                min(unwhole, key=lambda each: each.since).drop()
+            incomplete = [each for each in others if each.is_waiting or each.cycle.more_body]
+            if len(incomplete) > MOST_WAITING:
+                min(incomplete, key=lambda each: each.since).drop()
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self.timer:
             self.timer.cancel()
-        if self.active:  # uvicorn tells the newest alone
+        if self.active:  # uvicorn notifies only the newest
             self.active.disconnected = True
             self.active.message_event.set()
 
@@ -98,13 +97,13 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def drop(self) -> None:
-        """Close the connection without another byte."""
+        """Close the connection without sending anything."""
         if self.active:
             self.active.disconnected = True  # now: nothing may be written to a closed transport
         self.transport.abort()
 
     def _watch(self) -> None:
-        """Give the client its time, if it is the client's turn."""
+        """Start the time limit, if the server waits for the client."""
         if self.timer:
             self.timer.cancel()
         if self.is_waiting or self.flow.write_paused:
@@ -119,7 +118,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str, status: int = 400) -> None:
-        """Answer what is no request, and close the connection."""
+        """Answer an invalid request, and close the connection."""
         if not self.is_waiting or self.transport.get_write_buffer_size():  # in the middle of another answer
             self.drop()
             return

@@ -1,4 +1,4 @@
-"""Generates the completions of many requests together, a token of each at a time, in a thread of its own.
+"""Generates the completions of many requests together, one token each per step, in a thread of its own.
 
 A request joins the others at their next token, and leaves when its completion ends.
 """
@@ -18,20 +18,20 @@ from lockstep.inference.serving.batcher import Full
 
 @dataclass(eq=False)
 class Job:
-    """A completion that somebody waits for."""
+    """A completion that a request waits for."""
 
     generator: Generator
-    """The model that its prompt was encoded for; a reload may replace it meanwhile."""
+    """Model that its prompt was encoded for; a reload may replace it meanwhile."""
     completion: Completion
     notify: Callable[[str | Exception], None]
-    """Called in the thread: with what is new of the text, at last with an empty text, or with an error."""
+    """Called in the thread: with new text, at the end with an empty text, or with an error."""
     told: int = 0
-    """Characters that `notify` has been given."""
+    """Number of characters passed to `notify`."""
     is_cancelled: bool = False
 
 
 class GenerationBatcher:
-    """One thread, whatever the number of requests: each step of a model uses all cores."""
+    """Generates in one thread for any number of requests: each step of a model uses all cores."""
 
     def __init__(
         self, *, max_batch: int, capacity: int, on_batch: Callable[[int, float], None] = lambda size, seconds: None
@@ -40,9 +40,9 @@ class GenerationBatcher:
         self.max_batch, self.capacity, self.on_batch = max_batch, capacity, on_batch
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}
-        """By the id of their completions."""
+        """Jobs by the id of their completions."""
         self._batches: dict[int, GeneratedBatch] = {}
-        """By the id of their models."""
+        """Batches by the id of their models."""
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="lockstep-generate", daemon=True)
@@ -50,18 +50,18 @@ class GenerationBatcher:
 
     @property
     def depth(self) -> int:
-        """Requests that wait to join."""
+        """Number of requests that wait to join."""
         return len(self._waiting)
 
     async def pieces(
         self, generator: Generator, completion: Completion, *, seconds: float = math.inf
     ) -> AsyncGenerator[str]:
-        """What is generated, piece by piece. Raises Full, and TimeoutError when it takes longer than `seconds`. Ending
-        the iteration gives the completion up."""
+        """Yield the generated text, piece by piece. Raises Full, and TimeoutError when it takes longer than `seconds`.
+        Ending the iteration cancels the completion."""
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[str | Exception]()
 
         def notify(piece: str | Exception) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and with it who waits
+            with suppress(RuntimeError):  # the loop has ended, and its requests
                 loop.call_soon_threadsafe(arrived.put_nowait, piece)
 
         job = Job(generator, completion, notify)
@@ -134,7 +134,7 @@ class GenerationBatcher:
                 batch.step()
                 self.on_batch(len(rows), time.monotonic() - began)
             for row in rows:
-                self._tell(self._running[id(row)])
+                self._notify(self._running[id(row)])
         except Exception as error:  # raised in the requests
             batch.rows = []
             for row in rows:
@@ -143,7 +143,7 @@ class GenerationBatcher:
         if not batch.rows:  # an idle thread would keep a replaced model alive
             self._batches = {key: each for key, each in self._batches.items() if each is not batch}
 
-    def _tell(self, job: Job) -> None:
+    def _notify(self, job: Job) -> None:
         row = job.completion
         if len(row.text) > job.told:
             job.notify(row.text[job.told :])

@@ -23,7 +23,7 @@ AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
 class ChatMessage(Body):
-    """What somebody says in a chat."""
+    """A message of a chat."""
 
     role: Filled = Field(description="user, assistant, or another that the model has learned.")
     content: str | list[dict[str, Any]] | None = Field(
@@ -88,7 +88,7 @@ def add(app: Any, service: GenerationService) -> None:
             async for _ in pieces:
                 pass
             return JSONResponse(generated(generator, completion).model_dump())
-        first = await anext(pieces, "")  # raises Full before the response has begun
+        first = await anext(pieces, "")  # raises Full before the response starts
 
         def last() -> dict[str, Any]:
             return generated(generator, completion).model_dump(exclude={"text"})
@@ -114,7 +114,7 @@ def _sampling(asked: GenerationRequest) -> Sampling:
 
 
 async def _events(first: str, pieces: AsyncIterator[str], last: Callable[[], dict[str, Any]]) -> AsyncIterator[str]:
-    """{"text": piece} for each piece, then the facts of the completion without its text; or {"error": why}."""
+    """Yield {"text": piece} for each piece, then the facts of the completion without its text; or {"error": why}."""
     try:
         if first:
             yield event({"text": first})
@@ -123,7 +123,7 @@ async def _events(first: str, pieces: AsyncIterator[str], last: Callable[[], dic
         yield event(last())
     except TimeoutError:
         yield event({"error": "the completion took too long"})
-    except Exception:  # the response has begun: its status cannot change
+    except Exception:  # the response has started: its status cannot change
         yield event({"error": "the model failed on this; the server's log says how"})
         raise
 

@@ -23,7 +23,7 @@ OPEN = ("/", "/health", "/ready", "/favicon.ico", "/docs", "/openapi.json")
 DOCS_FILES = "/static-offline-docs/"
 """Paths that need no key: they describe the server."""
 MAX_BODIES = 32
-"""Bodies of the largest size, or smaller ones of the same total size, held at a time; others are answered with 503."""
+"""Number of bodies of the largest size, or total of smaller ones, held at a time; others are answered with 503."""
 BUSY = {"retry-after": "1"}
 DISCARDED_FACTOR = 4
 """A body up to this many times too large is read and discarded, so that the client gets a response instead of a
@@ -49,9 +49,9 @@ class Exchange:
     receive: Receive
     respond: Send
     status: int = 0
-    """Of the response, once it has begun."""
+    """Status of the response, once it has started."""
     held: int = 0
-    """Bytes of its body in memory."""
+    """Number of bytes of its body in memory."""
 
     async def send(self, message: Message) -> None:
         self.status = message.get("status", self.status)
@@ -96,7 +96,7 @@ class Middleware:
             scope = {**scope, "method": "GET"}
         body = await self._body(headers, exchange)
         disconnected = asyncio.ensure_future(exchange.receive())  # done after the response, too
-        work = asyncio.ensure_future(self.app(scope, _replayed(body, disconnected), exchange.send))
+        work = asyncio.ensure_future(self.app(scope, _replay(body, disconnected), exchange.send))
         try:
             await asyncio.wait((work, disconnected), return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and not exchange.status:
@@ -109,8 +109,8 @@ class Middleware:
                 await asyncio.wait((work,))
 
     def _check_site(self, headers: dict[bytes, bytes]) -> None:
-        """Raise Refused for what the page of another site has a browser on this machine ask; such a site may also have
-        its own name lead to this machine."""
+        """Raise Refused for a request of another site's page in a browser on this machine; such a site's name may also
+        resolve to this machine."""
         if self._names is None:
             return
         host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
@@ -127,7 +127,7 @@ class Middleware:
             raise Refused(401, "this needs the header Authorization: Bearer KEY", {"www-authenticate": "Bearer"})
 
     async def _body(self, headers: dict[bytes, bytes], exchange: Exchange) -> bytes:
-        """The whole body; raises Refused, or ClientDisconnected."""
+        """Return the whole body. Raises Refused, or ClientDisconnected."""
         length, seconds = headers.get(b"content-length", b"0"), self.settings.timeout_seconds
         if length.isdigit() and int(length) > self.settings.body_bytes * DISCARDED_FACTOR:
             raise self._too_large()
@@ -170,7 +170,7 @@ class Middleware:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address, or the address of a name."""
+    """Return whether only this machine reaches an address, or the address of a name."""
     try:
         address = ipaddress.ip_address(host if ":" in host else socket.gethostbyname(host))
     except (ValueError, OSError):
@@ -178,8 +178,8 @@ def is_loopback(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def _replayed(body: bytes, disconnected: "asyncio.Future[Message]") -> Receive:
-    """An ASGI receive function: the body in one message, then the end of the connection."""
+def _replay(body: bytes, disconnected: "asyncio.Future[Message]") -> Receive:
+    """Return an ASGI receive function: the body in one message, then the end of the connection."""
     unread = [body]
 
     async def receive() -> Message:

@@ -26,7 +26,7 @@ MOST_CHOICES, MOST_NAMED = 16, 20
 FINISH = {"end": "stop", "stop": "stop", "length": "length"}
 """Reason why a completion ended -> its name in the protocol."""
 ROLES = {"developer": "system"}
-"""Role of newer clients -> what chat templates call it."""
+"""Role of newer clients -> its name in chat templates."""
 Prompt = str | list[Message]
 
 
@@ -37,7 +37,7 @@ class Tolerant(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of the fields that were given a value and are not used."""
+        """Names of the fields that have a value and are not used."""
         return [name for name, value in (self.model_extra or {}).items() if value is not None]
 
 
@@ -78,7 +78,7 @@ class ClientRequest(Tolerant):
     truncate: bool = False
 
     def sampling(self, generator: Generator, number: int) -> Sampling:
-        """Return how choice `number` is drawn; where nothing limits it, it may fill the model's context."""
+        """Return the sampling of choice `number`; where nothing limits it, it may fill the model's context."""
         longest = min(MOST_TOKENS, generator.context)
         seed = secrets.randbelow(MOST_SEED) if self.seed is None else self.seed + number
         return Sampling(
@@ -102,7 +102,6 @@ class ChatRequest(ClientRequest):
         return replace(super().sampling(generator, number), tools=self.tools)
 
     def prompts(self) -> list[Prompt]:
-        """Return the one chat."""
         return [[each.plain() for each in self.messages]]
 
     @property
@@ -120,7 +119,6 @@ class CompletionRequest(ClientRequest):
         return replace(super().sampling(generator, number), is_raw=True)
 
     def prompts(self) -> list[Prompt]:
-        """Return the texts."""
         return [self.prompt] if isinstance(self.prompt, str) else [*self.prompt]
 
 
@@ -169,7 +167,7 @@ class Answer:
         return {**self.common, "object": kind, "choices": choices, "usage": self._usage()}
 
     async def events(self, first: tuple[int, str] | None, rest: AsyncIterator[tuple[int, str]]) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events, whose pieces have begun to arrive."""
+        """Yield the answer as server-sent events: its first piece, then the rest."""
         try:
             for number in range(len(self.completions)) if self.is_chat else ():
                 yield self._chunk(number, {"delta": {"role": "assistant", "content": ""}})
@@ -184,14 +182,14 @@ class Answer:
             yield "data: [DONE]\n\n"
         except TimeoutError:
             yield event(problem("the completion took too long", 504))
-        except Exception:  # the response has begun: its status cannot change
+        except Exception:  # the response has started: its status cannot change
             yield event(problem("the model failed on this; the server's log says how", 500))
             raise
 
     def _text(self, text: str, *, is_piece: bool = False) -> dict[str, Any]:
         if not self.is_chat:
             return {"text": text}
-        return {"delta": {"content": text} if text else {}} if is_piece else {"message": _said(text)}
+        return {"delta": {"content": text} if text else {}} if is_piece else {"message": _assistant_message(text)}
 
     def _piece(self, number: int, text: str) -> str:
         return self._chunk(number, self._text(text, is_piece=True))
@@ -208,7 +206,7 @@ class Answer:
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
-def _said(text: str) -> dict[str, Any]:
+def _assistant_message(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text, "refusal": None}
 
 
@@ -224,11 +222,11 @@ def add(app: Any, service: GenerationService) -> None:
 
     @app.post("/v1/chat/completions", include_in_schema=False)  # type: ignore[untyped-decorator]
     async def chat(request: Request) -> Any:
-        return await _answered(service, await body_of(request, ChatRequest))
+        return await _respond(service, await body_of(request, ChatRequest))
 
     @app.post("/v1/completions", include_in_schema=False)  # type: ignore[untyped-decorator]
     async def complete(request: Request) -> Any:
-        return await _answered(service, await body_of(request, CompletionRequest))
+        return await _respond(service, await body_of(request, CompletionRequest))
 
     @app.get("/v1/models", include_in_schema=False)  # type: ignore[untyped-decorator]
     async def models() -> dict[str, Any]:
@@ -240,7 +238,7 @@ def add(app: Any, service: GenerationService) -> None:
         return _model(service)
 
 
-async def _answered(service: GenerationService, asked: ChatRequest | CompletionRequest) -> Any:
+async def _respond(service: GenerationService, asked: ChatRequest | CompletionRequest) -> Any:
     from fastapi.responses import JSONResponse, StreamingResponse
 
     answer = await asyncio.to_thread(Answer, service, asked)
@@ -249,7 +247,7 @@ async def _answered(service: GenerationService, asked: ChatRequest | CompletionR
         async for _ in arriving:
             pass
         return JSONResponse(answer.whole(), headers=answer.headers)
-    first = await anext(arriving, None)  # raises Full before the response has begun
+    first = await anext(arriving, None)  # raises Full before the response starts
     return StreamingResponse(answer.events(first, arriving), media_type=EVENTS, headers=answer.headers)
 
 
@@ -264,8 +262,8 @@ def _model(service: GenerationService) -> dict[str, Any]:
 
 
 async def together(iterators: Sequence[AsyncGenerator[str]]) -> AsyncGenerator[tuple[int, str]]:
-    """Yield what all of them yield, as it comes, with the number of each. Raises what the first to fail raises; ending
-    the iteration ends theirs."""
+    """Yield the items of all iterators as they arrive, with the iterator's number. Raises the first error; ending the
+    iteration ends theirs."""
     arrived: asyncio.Queue[tuple[int, str] | Exception | None] = asyncio.Queue()
 
     async def feed(number: int, pieces: AsyncGenerator[str]) -> None:

@@ -16,7 +16,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-"""Of every response: the pages load nothing from other hosts; Spaces show them in a frame."""
+"""Headers of every response: the pages load nothing from other hosts; Spaces show them in a frame."""
 
 
 class Fault(BaseModel):
@@ -34,7 +34,7 @@ class Problem(BaseModel):
 
 
 def _answers(prediction: Any) -> tuple[type[BaseModel], type[BaseModel]]:
-    """The answers of both routes: a prediction or several, and the model that made it."""
+    """Return the answers of both routes: a prediction or several, and the model that made it."""
     model = (str, Field(description="Name and digest."))
     one = create_model("Answer", __base__=prediction, __doc__="A prediction, and the model that made it.", model=model)
     several = create_model(
@@ -85,7 +85,7 @@ RELOAD: dict[str, Any] = {
 
 
 def about(settings: Settings) -> dict[str, Any]:
-    """Arguments of the application; with an API key, the documentation's page asks for it."""
+    """Return arguments of the application; with an API key, the documentation's page asks for it."""
     from fastapi import Depends
     from fastapi.security import HTTPBearer
 
@@ -105,7 +105,7 @@ def about(settings: Settings) -> dict[str, Any]:
 def predict(
     takes: str, prediction: type[BaseModel], *, request: dict[str, Any], response: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of the route for one input, by an example."""
+    """Return arguments of the route for one input, by an example."""
     content = {JSON: _json(takes, several=False, example=request)}
     if takes in FILE_TYPES:
         file = {"type": "string", "format": "binary"}
@@ -118,7 +118,7 @@ def predict(
 def predict_batch(
     takes: str, prediction: type[BaseModel], *, request: dict[str, Any], response: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of the route for several inputs, by the example for one."""
+    """Return arguments of the route for several inputs, by the example for one."""
     example = {name: value for name, value in response.items() if name != "model"}
     content = {JSON: _json(takes, several=True, example={f"{takes}s": [*request.values()]})}
     return _route(_answers(prediction)[1], content, response and {"predictions": [example], "model": response["model"]})
@@ -127,7 +127,7 @@ def predict_batch(
 def generate(
     asked: type[BaseModel], answered: type[BaseModel], *, request: dict[str, Any], response: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of the route for a completion, by an example."""
+    """Return arguments of the route for a completion, by an example."""
     content = {JSON: {"schema": asked.model_json_schema(), "example": request}}
     route = _route(answered, content, response)
     route["responses"][200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}

@@ -15,9 +15,9 @@ from lockstep.inference.predictor import Predictor, Sample
 from lockstep.inference.serving.serving_config import MAX_INPUTS
 
 FORMATS = {"image": ("PNG", "JPEG"), "audio": SOUND_FORMATS}
-"""Of files, by the input of the model."""
+"""Formats of files, by the input of the model."""
 FORMAT_NAMES = {"image": "PNG or JPEG", "audio": "WAV, FLAC, OGG or MP3"}
-"""In messages."""
+"""Names of the formats in messages."""
 FILE_TYPES = {
     "image": ("image/png", "image/jpeg"),
     "audio": ("audio/wav", "audio/x-wav", "audio/flac", "audio/ogg", "audio/mpeg"),
@@ -100,7 +100,7 @@ BODIES: dict[tuple[str, bool], type[Body]] = {
 
 
 def json_inputs(body: bytes, takes: str, *, several: bool) -> list[str]:
-    """The texts, or files in base64, of a JSON body; raises InvalidInput, which names the fields."""
+    """Return the texts, or files in base64, of a JSON body. Raises InvalidInput, which names the fields."""
     try:
         request = BODIES[takes, several].model_validate_json(body)
     except ValidationError as error:
@@ -110,14 +110,14 @@ def json_inputs(body: bytes, takes: str, *, several: bool) -> list[str]:
 
 
 def faults_of(error: ValidationError) -> list[tuple[str, str]]:
-    """(field, reason) of the first faults of a body."""
+    """Return (field, reason) of the first faults of a body."""
     if error.error_count() > MAX_FAULTS:  # describing each takes longer than finding them
         return [("body", f"there are {error.error_count():,} faults in this")]
     return [(_path(fault["loc"]), _reason(fault)) for fault in error.errors()[:10]]
 
 
 def encoded_texts(predictor: Predictor, texts: Sequence[str], field: str) -> list[Sample]:
-    """The model's inputs for texts; raises InvalidInput."""
+    """Return the model's inputs for texts. Raises InvalidInput."""
     try:
         return predictor.encode(texts)
     except DataError as error:
@@ -125,12 +125,12 @@ def encoded_texts(predictor: Predictor, texts: Sequence[str], field: str) -> lis
 
 
 def encoded_file(predictor: Predictor, given: str | bytes, field: str) -> Sample:
-    """The model's input for the bytes of a file, or base64 of them; raises InvalidInput."""
+    """Return the model's input for the bytes of a file, or base64 of them. Raises InvalidInput."""
     read = predictor.reader
     assert read is not None
     formats = FORMATS[read.modality]
     try:
-        file = _decoded(given, FORMAT_NAMES[read.modality]) if isinstance(given, str) else given
+        file = _decode(given, FORMAT_NAMES[read.modality]) if isinstance(given, str) else given
         return read(file, "this", formats=formats)
     except (TooLarge, TooLong) as error:
         raise InvalidInput([(field, str(error))], status=413) from None
@@ -140,7 +140,7 @@ def encoded_file(predictor: Predictor, given: str | bytes, field: str) -> Sample
         raise InvalidInput([(field, f"this cannot be read as {read.noun} ({type(error).__name__})")]) from None
 
 
-def _decoded(text: str, formats: str) -> bytes:
+def _decode(text: str, formats: str) -> bytes:
     head, comma, data = text.partition(",")
     if comma and head.startswith("data:"):
         text = data

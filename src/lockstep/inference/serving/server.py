@@ -20,9 +20,9 @@ from lockstep.inference.serving.serving_config import Settings
 
 BACKLOG = 2048
 LOADING_SECONDS = 600.0
-"""In which a model has to load and predict, or 20 times as long as a request may take."""
+"""Time for a model to load and predict, or 20 times the time limit of a request if that is longer."""
 PACKAGES = ("fastapi", "fastapi_offline", "httptools", "python_multipart", "prometheus_client", "uvicorn")
-"""Of the extra `serve`."""
+"""Packages of the extra `serve`."""
 
 
 def serve(load: Callable[[], Predictor | Generator], settings: Settings, report: Callable[[str], None]) -> None:
@@ -38,7 +38,7 @@ def serve(load: Callable[[], Predictor | Generator], settings: Settings, report:
             "--api-key out to let everybody ask"
         )
     with listening(settings) as opened:
-        model = _loaded(load, settings, report)
+        model = _load(load, settings, report)
         service = service_of(model, settings)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -47,9 +47,7 @@ def serve(load: Callable[[], Predictor | Generator], settings: Settings, report:
             service.close()  # if the application could not
 
 
-def _loaded(
-    load: Callable[[], Predictor | Generator], settings: Settings, report: Callable[[str], None]
-) -> ServedModel:
+def _load(load: Callable[[], Predictor | Generator], settings: Settings, report: Callable[[str], None]) -> ServedModel:
     try:
         return ServedModel(load, seconds=max(LOADING_SECONDS, 20 * settings.timeout_seconds))
     except (KeyboardInterrupt, StillLoading) as error:
@@ -59,7 +57,7 @@ def _loaded(
 
 @contextmanager
 def listening(settings: Settings) -> Iterator[socket.socket]:
-    """The socket, opened before the model is loaded, which takes longer. Raises LaunchError."""
+    """Yield the socket, opened before the model is loaded, which takes longer. Raises LaunchError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family) as opened:
         if os.name == "posix":  # on Windows it would let two servers share a port

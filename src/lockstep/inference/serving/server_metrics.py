@@ -42,7 +42,7 @@ class ServerMetrics:
         self._queue.set_function(depth)
 
     def text(self) -> tuple[bytes, str]:
-        """All metrics in Prometheus' text format, and its media type."""
+        """Return all metrics in Prometheus' text format, and its media type."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         return generate_latest(self.registry), CONTENT_TYPE_LATEST

@@ -35,14 +35,14 @@ LARGE = 8192
 
 
 class StillLoading(ModelError):
-    """The thread that loads a model goes on: what is in it, or in its code, may have no end."""
+    """A model was not loaded in time; its thread goes on, as the model or its code may be an endless loop."""
 
 
 class ServedModel:
     """The current model, which can be reloaded."""
 
     def __init__(self, load: Callable[[], Predictor | Generator], *, seconds: float) -> None:
-        """`seconds`: until it has loaded and predicted. Raises StillLoading after them, and what `load` raises."""
+        """Load and try the model within `seconds`. Raises StillLoading after them, and what `load` raises."""
         self.load, self.seconds = load, seconds
         self.changed: Callable[[], None] = lambda: None
         """Called in the event loop after a reload."""
@@ -52,13 +52,13 @@ class ServedModel:
         self._reloads: set[asyncio.Task[tuple[str, str]]] = set()
 
     def _load(self) -> tuple[Predictor | Generator, Example]:
-        """A model that is warmed up, and its example; in a thread of its own, as OpenMP threads that stay alive would
-        slow others down (see Batcher)."""
+        """Return a warmed-up model and its example; in a thread of its own, as remaining OpenMP threads would slow
+        others down (see Batcher)."""
         loaded: Future[tuple[Predictor | Generator, Example]] = Future()
 
         def run() -> None:
             try:
-                loaded.set_result(self._warmed_up())
+                loaded.set_result(self._warm_up())
             except BaseException as error:
                 loaded.set_exception(error)
 
@@ -71,11 +71,11 @@ class ServedModel:
             reason = f"has not loaded and predicted within {self.seconds:g} s: it may have no end"
             raise StillLoading(f"the model {reason}; a longer --timeout gives it 20 times as long") from None
 
-    def _warmed_up(self) -> tuple[Predictor | Generator, Example]:
+    def _warm_up(self) -> tuple[Predictor | Generator, Example]:
         torch.set_num_threads(self._threads)  # another thread may have set it
         model = self.load()
         try:
-            return model, _completed(model) if isinstance(model, Generator) else _predicted(model)
+            return model, _completion_example(model) if isinstance(model, Generator) else _prediction_example(model)
         except LockstepError:
             raise
         except Exception as error:  # of torch, of onnxruntime, of a user's code
@@ -106,17 +106,17 @@ class ServedModel:
 
 
 def _kind(model: Predictor | Generator) -> tuple[type, str]:
-    """What a server has to be built for."""
+    """Return the properties of a model that a server is built for."""
     return type(model), _takes(model) if isinstance(model, Predictor) else ""
 
 
 def _takes(predictor: Predictor) -> str:
-    """The input: text, image or audio."""
+    """Return the input: text, image or audio."""
     return predictor.reader.modality if predictor.reader is not None else "text"
 
 
-def _predicted(predictor: Predictor) -> Example:
-    """An example, after a batch of it. Raises ModelError for predictions that are not finite."""
+def _prediction_example(predictor: Predictor) -> Example:
+    """Return an example, after batches of one and two. Raises ModelError for predictions that are not finite."""
     sample = example_input(predictor)
     for size in (1, 2):
         scores = predictor.scores(predictor.encode([sample] * size))
@@ -126,7 +126,7 @@ def _predicted(predictor: Predictor) -> Example:
     return request, {**predictor.answer(scores[0], sample), "model": predictor.facts.title}
 
 
-def _completed(generator: Generator) -> Example:
+def _completion_example(generator: Generator) -> Example:
     sampling = Sampling(max_tokens=16, seed=1)
     (made,) = generator.complete([PROMPT], sampling)
     request = {"prompt": PROMPT, "max_tokens": sampling.max_tokens, "seed": sampling.seed}
@@ -134,7 +134,7 @@ def _completed(generator: Generator) -> Example:
 
 
 def example_input(predictor: Predictor) -> str | bytes:
-    """A headline, an image of a vertical line, or the tone a'."""
+    """Return a headline, an image of a vertical line, or the tone a'."""
     if predictor.reader is None:
         return "Central bank raises its interest rate by a quarter of a point"
     if predictor.reader.modality == "audio":
@@ -158,7 +158,7 @@ class Service:
 
     @property
     def example(self) -> Example:
-        """Of the model, for the schema; without a response where a key is wanted, as the schema is there for all."""
+        """Example of the model, for the schema; without a response if a key is required, as the schema is public."""
         request, response = self.model.example
         return request, {} if self.settings.api_key else response
 
@@ -193,17 +193,17 @@ class PredictionService(Service):
         return _takes(self.predictor)
 
     async def predict(self, inputs: list[Any], field: str) -> tuple[list[dict[str, Any]], str]:
-        """The predictions, and the title of the model. Raises InvalidInput, Full, TimeoutError."""
+        """Return the predictions, and the title of the model. Raises InvalidInput, Full, TimeoutError."""
         if len(inputs) > self.settings.queue:
             raise InvalidInput([(field, f"this server takes {self.settings.queue} at a time")])
         predictor = self.predictor
         async with asyncio.timeout(self.settings.timeout_seconds):
-            samples = await self._encoded(predictor, inputs, field)
+            samples = await self._encode(predictor, inputs, field)
             scores = await self.batcher.predict(predictor, samples)
         return [predictor.answer(*each) for each in zip(scores, inputs, strict=True)], predictor.facts.title
 
-    async def _encoded(self, predictor: Predictor, inputs: list[Any], field: str) -> list[Sample]:
-        """The model's inputs, encoded without blocking other requests."""
+    async def _encode(self, predictor: Predictor, inputs: list[Any], field: str) -> list[Sample]:
+        """Encode the inputs without blocking other requests."""
         if predictor.reader is not None:  # one by one, so that a timeout stops it: a small file may be a large image
             is_batch = field == f"{_takes(predictor)}s"
             fields = [f"{field}.{number}" for number in range(len(inputs))] if is_batch else [field]
@@ -228,7 +228,7 @@ class GenerationService(Service):
         self.batcher.close()
 
     def begun(self, prompt: str | list[Message], sampling: Sampling) -> tuple[Generator, Completion]:
-        """A completion of the current model. Raises InvalidInput."""
+        """Begin a completion of the current model. Raises InvalidInput."""
         generator = self.model.current
         assert isinstance(generator, Generator)
         try:
@@ -238,10 +238,10 @@ class GenerationService(Service):
             raise InvalidInput([("prompt" if isinstance(prompt, str) else "messages", str(error))], code=code) from None
 
     def pieces(self, generator: Generator, completion: Completion) -> AsyncGenerator[str]:
-        """The completion, piece by piece. Raises Full, TimeoutError."""
+        """Yield the completion, piece by piece. Raises Full, TimeoutError."""
         return self.batcher.pieces(generator, completion, seconds=self.settings.timeout_seconds)
 
 
 def service_of(model: ServedModel, settings: Settings) -> Service:
-    """The service for the kind of a model."""
+    """Return the service for the kind of a model."""
     return (GenerationService if isinstance(model.current, Generator) else PredictionService)(model, settings)
