@@ -101,7 +101,6 @@ def _is_column(override: str, options: EvaluateOptions) -> bool:
 
 
 def _of_run(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
-    """Return a run's recipe and checkpoint."""
     if not is_run(path):
         raise ConfigError(
             f"{path} is no run, no checkpoint and no export: "

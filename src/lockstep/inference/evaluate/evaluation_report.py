@@ -21,8 +21,6 @@ LONGEST_TEXT = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class HighLossSample:
-    """A sample with a high loss."""
-
     index: int
     origin: str
     label: str

@@ -8,8 +8,6 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """Result of an evaluation."""
-
     folder: Path
     """Folder of evaluation.json, evaluation.html and, for classes, confusion.svg."""
     metrics: dict[str, float]

@@ -78,7 +78,6 @@ def _expected(spec: DataSpec, reader: FileReader | None) -> str:
 
 
 def without_augmentation(source: Source) -> Source:
-    """Return a training split without augmentation."""
     return source.source if isinstance(source, Augmented) else source
 
 

@@ -77,7 +77,6 @@ def _request(facts: ExportFacts) -> str:
 
 
 def _has_chats(facts: ExportFacts) -> bool:
-    """Return whether a model answers in chats."""
     kind = facts.recipe.get("data", {}).get("kind")
     return facts.learned.GENERATES and kind is not None and plugins.find("data.sources", kind).Config.CHATS
 

@@ -97,8 +97,6 @@ class ChunkTask:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRequest:
-    """A chunk to predict."""
-
     file_name: str
     """Name of the file of its predictions."""
     first_row: int

@@ -71,7 +71,6 @@ class GenerationRequest(Body):
 
 
 def add(app: Any, service: GenerationService) -> None:
-    """Add the route."""
     from fastapi import Request
     from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -129,5 +128,4 @@ async def _events(first: str, pieces: AsyncIterator[str], last: Callable[[], dic
 
 
 def event(content: dict[str, Any]) -> str:
-    """Return a server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

@@ -42,14 +42,10 @@ class Tolerant(BaseModel):
 
 
 class StreamOptions(Tolerant):
-    """Options of a stream."""
-
     include_usage: bool = False
 
 
 class ClientMessage(Tolerant):
-    """A message of a chat."""
-
     role: Filled
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
@@ -217,7 +213,6 @@ def problem(reason: str, status: int, *, field: str | None = None, code: str | N
 
 
 def add(app: Any, service: GenerationService) -> None:
-    """Add the routes."""
     from fastapi import Request
 
     @app.post("/v1/chat/completions", include_in_schema=False)  # type: ignore[untyped-decorator]

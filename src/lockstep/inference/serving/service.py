@@ -243,5 +243,4 @@ class GenerationService(Service):
 
 
 def service_of(model: ServedModel, settings: Settings) -> Service:
-    """Return the service for the kind of a model."""
     return (GenerationService if isinstance(model.current, Generator) else PredictionService)(model, settings)
